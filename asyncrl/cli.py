@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -15,27 +16,33 @@ from asyncrl.errors import AsyncrlError
 
 app = typer.Typer(
     name="asyncrl",
-    help="Asynchronous reinforcement learning of language models, with a hard staleness bound on every "
-    "token.",
+    help="Asynchronous RL of language models, with a hard staleness bound on every token.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+serve_app = typer.Typer(
+    help="One part alone: a gateway, to try an agent before it is trained, or an engine.",
+    no_args_is_help=True,
+)
+app.add_typer(serve_app, name="serve")
+Option = functools.partial(typer.Option, show_default=False)
+Argument = functools.partial(typer.Argument, show_default=False)
 
-ConfigPath = Annotated[
-    Path,
-    typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.", show_default=False),
-]
+Text: TypeAlias = str | None
+Texts: TypeAlias = list[str] | None
+File: TypeAlias = Path | None
+ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Settings that replace those of the file, e.g. buffer.max_staleness=4.",
-        show_default=False,
+    Argument(
+        metavar="[KEY=VALUE]...", help="Settings that replace those of the file: buffer.max_staleness=4."
     ),
 ]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Directory of a run.", show_default=False)]
+RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
+ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -44,13 +51,14 @@ def _print_version(is_wanted: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[
+    bool,
+    typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+]
+
+
 @app.callback()
-def _root(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
-    ] = False,
-) -> None:
+def _root(version: Version = False) -> None:
     pass
 
 
@@ -58,25 +66,14 @@ def _root(
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            help="Directory for everything the run writes (default: runs/NAME-DATE-TIME).", show_default=False
-        ),
-    ] = None,
+    run_dir: Annotated[File, Option(help="Directory of the run (default: runs/NAME-DATE-TIME).")] = None,
     resume: Annotated[
         str,
         typer.Option(
-            help="auto: go on with the run in --run-dir if one is there; never: refuse; must: refuse a new "
-            "one."
+            help="auto: go on with the run in --run-dir, if any; never, must: refuse one, a new one."
         ),
     ] = "auto",
-    allow_change: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Key or section that may differ from the run that is gone on with.", show_default=False
-        ),
-    ] = None,
+    allow_change: Annotated[Texts, Option(help="Key or section that may differ from the run before.")] = None,
 ) -> None:
     """Train. Three settings matter at first: trainer.num_groups, buffer.max_staleness and placement.
 
@@ -92,14 +89,9 @@ def run(
         from asyncrl.run.loop import run_job
         from asyncrl.run.resume import as_resume_mode
 
-        exit_code = run_job(
-            loaded,
-            run_dir,
-            name=config.stem,
-            resume=as_resume_mode(resume),
-            allow_change=allow_change or [],
-        )
-    _exit(exit_code)
+        mode = as_resume_mode(resume)
+        code = run_job(loaded, run_dir, name=config.stem, resume=mode, allow_change=allow_change or [])
+    _exit(code)
 
 
 @app.command()
@@ -108,42 +100,22 @@ def check(config: ConfigPath, overrides: Overrides = None) -> None:
     memory.
     """
     from asyncrl.config import load_config
-    from asyncrl.placement.choices import settle_dtype
-    from asyncrl.placement.fit import refuse_what_cannot_fit
-    from asyncrl.placement.plan import make_plan, plan_text
-    from asyncrl.run.check import look
-    from asyncrl.run.replay import check_replay
+    from asyncrl.run.check import check_lines
 
-    loaded = load_config(config, overrides or [])
-    loaded, dtype_words = settle_dtype(loaded)
-    found = look(loaded)
-    for line in (*found.lines, *filter(None, [dtype_words])):
+    for line in check_lines(load_config(config, overrides or [])):
         typer.echo(line)
-    if (replay := check_replay(loaded)) is not None:
-        typer.echo(f"replay: {replay}")
-    for note in found.notes:
-        typer.echo(f"note: {note}")
-    plan = make_plan(loaded)
-    typer.echo(plan_text(plan, loaded))
-    refuse_what_cannot_fit(plan, loaded)
 
 
 @app.command()
-def keys(
-    section: Annotated[
-        str | None, typer.Argument(help="Only this section, e.g. buffer.", show_default=False)
-    ] = None,
-) -> None:
+def keys(section: Annotated[Text, Argument(help="Only this section, e.g. buffer.")] = None) -> None:
     """List every setting with its type, default and meaning."""
-    from asyncrl.config.describe import describe_keys
+    from asyncrl.config.load import describe_keys
 
     typer.echo(describe_keys(section))
 
 
 @app.command()
-def status(
-    run_dir: RunDir, as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False
-) -> None:
+def status(run_dir: RunDir, as_json: Json = False) -> None:
     """How a run stands, live or afterwards: steps, staleness, where the time goes, what is stuck."""
     from asyncrl.observe.status import render_status
 
@@ -153,11 +125,9 @@ def status(
 @app.command()
 def inspect(
     run_dir: RunDir,
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-    step: Annotated[int | None, typer.Option(help="Only the batch of this step.", show_default=False)] = None,
-    group: Annotated[
-        int | None, typer.Option(help="This group's whole story, with its conversation.", show_default=False)
-    ] = None,
+    as_json: Json = False,
+    step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
+    group: Annotated[int | None, Option(help="This group's whole story, with its conversation.")] = None,
 ) -> None:
     """What was trained on, from the trainer's own record, and what became of everything else, from the
     journal.
@@ -171,20 +141,21 @@ def inspect(
 def simulate(
     config: ConfigPath,
     overrides: Overrides = None,
-    devices: Annotated[int, typer.Option(help="Devices in all.")] = 8,
+    devices: Annotated[int, typer.Option(min=2, help="Devices in all.")] = 8,
     ratio: Annotated[
-        float, typer.Option(help="Seconds to generate a batch over seconds to train on it, on all devices.")
+        float,
+        typer.Option(min=1e-6, max=1e6, help="Seconds of generating a batch over those of training on it."),
     ] = 1.0,
-    sigma: Annotated[
-        float, typer.Option(help="Spread of the lengths (lognormal): 0 = equal, 1 = a long tail.")
-    ] = 1.0,
-    handover_s: Annotated[float, typer.Option(help="Cost of a turn, in units of a mean rollout.")] = 0.2,
+    sigma: Annotated[float, typer.Option(min=0, max=10, help="Spread of the lengths (lognormal).")] = 1.0,
+    handover_s: Annotated[
+        float, typer.Option(min=0, max=1e6, help="Cost of a turn, in mean rollouts.")
+    ] = 0.2,
 ) -> None:
     """What taking turns on all devices would give against splitting them, at several bounds, in virtual time.
     Starts nothing.
     """
+    from asyncrl.buffer.turns_or_split import simulation_text
     from asyncrl.config import load_config
-    from asyncrl.run.simulate import simulation_text
 
     loaded = load_config(config, overrides or [])
     typer.echo(simulation_text(loaded, num_devices=devices, ratio=ratio, sigma=sigma, handover_s=handover_s))
@@ -192,62 +163,26 @@ def simulate(
 
 @app.command()
 def work(
-    url: Annotated[
-        str,
-        typer.Argument(
-            metavar="URL", help="Address of the gateway, as the run prints it.", show_default=False
-        ),
-    ],
+    url: Annotated[str, Argument(metavar="URL", help="Address of the gateway, as the run prints it.")],
     key: Annotated[
-        str | None,
-        typer.Option(
-            help="The run's worker key (default: that of ASYNCRL_WORKER_KEY; arguments are read by everybody "
-            "here).",
-            show_default=False,
-        ),
+        Text, Option(help="The worker key (default: ASYNCRL_WORKER_KEY; arguments are public).")
     ] = None,
     key_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A file with the worker key, or the run's gateway.json.", show_default=False
-        ),
+        File, Option(metavar="FILE", help="A file with it, or the run's gateway.json.")
     ] = None,
     python: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.", show_default=False
-        ),
+        Text, Option(metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.")
     ] = None,
     command: Annotated[
-        str | None,
-        typer.Option(
-            metavar="'PROGRAM ARG...'",
-            help="Agent: a program, its task on standard input.",
-            show_default=False,
-        ),
+        Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program, its task on stdin.")
     ] = None,
-    verifiers: Annotated[
-        str | None, typer.Option(metavar="ID", help="Agent: a verifiers environment.", show_default=False)
-    ] = None,
+    verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
     slots: Annotated[int, typer.Option(help="Rollouts that this worker runs at once.")] = 8,
-    name: Annotated[
-        str | None,
-        typer.Option(help="Its name in the run's messages (default: HOST/PID).", show_default=False),
-    ] = None,
-    args: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Settings of the agent, an object.", show_default=False)
-    ] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Environment variable of the command.", show_default=False),
-    ] = None,
+    name: Annotated[Text, Option(help="Its name in the run's messages (default: HOST/PID).")] = None,
+    args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent, an object.")] = None,
+    env: Annotated[Texts, Option(metavar="NAME=VALUE", help="Environment variable of the command.")] = None,
     pass_env: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Variable of this environment that the command gets, too.",
-            show_default=False,
-        ),
+        Texts, Option(metavar="NAME", help="Variable of ours that the command gets, too.")
     ] = None,
 ) -> None:
     """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
@@ -272,36 +207,15 @@ def work(
     )
 
 
-serve_app = typer.Typer(
-    help="One part alone: a gateway, to try an agent before it is trained, or an engine.",
-    no_args_is_help=True,
-)
-app.add_typer(serve_app, name="serve")
-ServeDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--run-dir", help="Directory for logs (default: runs/serve-NAME-DATE-TIME).", show_default=False
-    ),
-]
-
-
 @serve_app.command("gateway")
 def serve_gateway(
     config: ConfigPath,
     overrides: Overrides = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Write each rollout to this file, for task.replay.", show_default=False
-        ),
-    ] = None,
+    record: Annotated[File, Option(metavar="FILE", help="Write each rollout here, for task.replay.")] = None,
     rollouts: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Run the config's generator on N prompts, show the rewards, and end.",
-            show_default=False,
+        Option(
+            metavar="N", min=1, help="Run the config's generator on N prompts, show the rewards, and end."
         ),
     ] = None,
     run_dir: ServeDir = None,
@@ -316,15 +230,15 @@ def serve_gateway(
 
     loaded = load_config(config, overrides or [])
     with serving():
-        from asyncrl.run.serve import serve_gateway as gateway
+        from asyncrl.run import serve
 
-        code = gateway(loaded, run_dir, name=config.stem, record=record, num_prompts=rollouts)
+        code = serve.serve_gateway(loaded, run_dir, name=config.stem, record=record, num_prompts=rollouts)
     _exit(code)
 
 
 @serve_app.command("engine")
 def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: ServeDir = None) -> None:
-    """One engine server with the initial weights, by its own protocol (asyncrl/wire; vLLM's routes for a
+    """One engine server with the initial weights, by its own protocol (asyncrl/messages; vLLM's routes for a
     vLLM), until Ctrl-C.
     """
     from asyncrl.config import load_config
@@ -332,16 +246,14 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
     loaded = load_config(config, overrides or [])
     with serving():
-        from asyncrl.run.serve import serve_engine as engine
+        from asyncrl.run import serve
 
-        code = engine(loaded, run_dir, name=config.stem)
+        code = serve.serve_engine(loaded, run_dir, name=config.stem)
     _exit(code)
 
 
 def _exit(exit_code: int) -> None:
-    if (
-        exit_code > 128
-    ):  # interrupted, everything closed: a thread that a library left in a download must not hold the end up
+    if exit_code > 128:  # interrupted: a thread that a library left in a download must not hold the end up
         for file in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):  # nobody reads it any more
                 file.flush()

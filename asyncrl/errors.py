@@ -1,20 +1,21 @@
-"""Every error that asyncrl raises on purpose. Knows no room; every room knows it.
+"""Every error that asyncrl raises on purpose.
 
 AsyncrlError                what failed with its values, the rule, the way out
 ├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
 ├── RoomError               a part of the run is broken; ends the run, names the room (exit code 1)
 │   ├── EngineError         an engine server died, answers nonsense or refuses
-│   │   └── EngineLost      it gives no answer at all: whoever supervises it starts it again
+│   │   └── EngineLost      it gives no answer at all: its supervisor starts it again
 │   ├── TrainerError        the trainer worker refused a batch
 │   │   └── TrainerLost     it died or does not answer: started again and brought up to date
 │   ├── PublishError        weights did not arrive as they were sent
-│   ├── ConnectionShortage  this very machine has no descriptor or port left to call a server, of which that
-says nothing │   ├── JournalError        what happened cannot be written down, or the journal is damaged,
-foreign or in use │   └── TaskError           no further prompt can be made, or no rollout can be scored any
-more ├── CheckpointError         a checkpoint cannot be written (the run goes on), or is damaged (it is passed
-over) └── RolloutFailure          one bad rollout: data, not a crash; caught once, in producers/
+│   ├── ConnectionShortage  this machine has no descriptor or port left to call a server
+│   ├── JournalError        what happened cannot be written down, or the journal is damaged, foreign or in use
+│   └── TaskError           no further prompt can be made, or no rollout can be scored any more
+├── CheckpointError         a checkpoint cannot be written (the run goes on), or cannot be read
+│   └── CheckpointDamaged   what was read of it is wrong or missing: an older one is taken
+└── RolloutFailure          one bad rollout: data, not a crash; caught once, in rollouts/
     ├── RolloutTimeout      it ran past rollout.timeout_s
-    ├── PromptUnusable      the prompt can never be sampled, whoever tries it
+    ├── PromptUnusable      the prompt can never be sampled
     ├── RewardFailure       the reward function raised, ran out of time or returned no finite number
     └── RequestRefused      an engine server refused this one request (too long, say)
 WouldWait                   an x_nowait call that can only be answered by waiting (no failure)
@@ -84,7 +85,7 @@ class EngineLost(EngineError):  # noqa: N818  a state of the server, which a sup
     """An engine server gives no answer: it died, hangs, or was given up. Another server may be asked the
     same.
 
-    `is_told`: whoever watches over it knows already.
+    `is_told`: its supervisor knows already.
     """
 
     def __init__(

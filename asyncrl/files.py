@@ -1,6 +1,4 @@
-"""Files that must outlive a kill or a power cut: synced, whole or not there. Knows paths alone; everything
-here blocks.
-"""
+"""Files that must outlive a kill or a power cut: synced, whole or not there. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from asyncrl.errors import JournalError
 
@@ -38,11 +34,7 @@ def sync_tree(folder: Path) -> None:
     Raises OSError.
     """
     paths = list(folder.rglob("*"))
-    for path in [
-        *(path for path in paths if path.is_file()),
-        *(path for path in paths if path.is_dir()),
-        folder,
-    ]:
+    for path in [*filter(Path.is_file, paths), *filter(Path.is_dir, paths), folder]:
         sync(path)
 
 
@@ -53,9 +45,7 @@ def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         begin, held = file.seek(0, os.SEEK_END), b""
         while begin:
-            size = min(
-                begin, max(_BLOCK, len(held))
-            )  # a line that is longer than all that is held: twice as much
+            size = min(begin, max(_BLOCK, len(held)))  # a longer line than all that is held: twice as much
             begin -= size
             file.seek(begin)
             held = file.read(size) + held
@@ -74,62 +64,10 @@ def cut_at(path: Path, num_bytes: int) -> None:
     sync(path)
 
 
-def new_hash() -> Any:
-    """What files are hashed with, wherever they are."""
-    return hashlib.sha256()
-
-
 def sha256_of(path: Path) -> str:
     """Hex digest of a file's content. Raises OSError."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, new_hash).hexdigest()
-
-
-class HashingFile:
-    """A new file that is hashed while it is written, from its start to its end: there is no seek. Used as
-    `with HashingFile(path)`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._hash = path.open("wb"), new_hash()
-        self.num_bytes = 0
-
-    def __enter__(self) -> HashingFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Idempotent. Raises OSError."""
-        self._file.close()
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Append; returns the number of bytes, which is that of all of them. Raises OSError."""
-        self._hash.update(data)
-        written = self._file.write(data)
-        self.num_bytes += written
-        return written
-
-    def tell(self) -> int:
-        """Bytes so far."""
-        return self.num_bytes
-
-    def flush(self) -> None:
-        """Hand all to the kernel. Raises OSError."""
-        self._file.flush()
-
-    def fileno(self) -> int:
-        """For fsync: what was written before is the kernel's by then. Raises OSError."""
-        self._file.flush()
-        return self._file.fileno()
-
-    @property
-    def sha256(self) -> str:
-        """Hex digest of what was written."""
-        return str(self._hash.hexdigest())
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_as(folder: Path, like: Path) -> None:
@@ -243,10 +181,7 @@ class RunLock:
         except OSError as error:
             holder = os.pread(file, 32, 0).decode(errors="replace").strip()
             os.close(file)
-            if error.errno in (
-                errno.EACCES,
-                errno.EAGAIN,
-            ):  # which of the two says "held" depends on the system
+            if error.errno in (errno.EACCES, errno.EAGAIN):  # either says "held", depending on the system
                 raise self._refused(holder or "unknown") from None
             raise self._cannot(error) from error
         self._file = file

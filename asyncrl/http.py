@@ -1,5 +1,11 @@
-"""The client half of every internal server: one HTTP call with the run's secret. Knows no room and no message
-but ErrorBody.
+"""Both halves of an internal HTTP call: a child process serves one app on an inherited socket, a Caller calls
+it with the run's secret.
+
+A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the
+parent has bound and listens on already, so that no port is raced for. Standard input is a pipe that the
+parent holds open. Its first line has the secrets (another process of the same user can read the environment
+of a process); its end means that the parent is gone, however it went, and the child exits. A child without
+such a line has SECRET_ENV in its environment.
 """
 
 from __future__ import annotations
@@ -35,18 +41,6 @@ from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.base import SECRET_ENV, ErrorBody, fatal_line
 from asyncrl.waits import TimeLimit
 
-# The server half of every child process: one app on an inherited socket. Knows no room and no message but
-# ErrorBody.
-#
-# A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the
-# parent
-# has bound and listens on already (so no port is ever raced for). Standard input is a pipe that the parent
-# holds open: its first
-# line has the secrets (whoever runs as the same user can read the environment of a process, as a command of a
-# harness does); its end
-# means that the parent is gone, however it went, and the child exits. A child without such a line has
-# SECRET_ENV in its environment.
-
 
 class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
     """Answer this one request with `status` and an ErrorBody."""
@@ -66,35 +60,27 @@ def child_arguments() -> tuple[str, int]:
 
 
 def secret_of(name: str) -> str:
-    """The secret of this name that the parent gave; else what the environment says. Ends this child if there
+    """The secret that the parent gave under this name, else that of the environment. Ends this child if there
     is none.
     """
-    secret = _told_secrets().get(name) or os.environ.get(name)
-    if not secret:
-        fail(
-            f"no {name} is given",
-            rule="a child has its secrets from its parent",
-            way_out="start it through asyncrl.",
-        )
-    return secret
+    secret = _secrets_from_parent().get(name) or os.environ.get(name)
+    return secret or fail(f"no {name} is given; its parent gives it", way_out="start it through asyncrl.")
 
 
 @functools.lru_cache(maxsize=1)
-def _told_secrets() -> dict[str, str]:
+def _secrets_from_parent() -> dict[str, str]:
     """First line of standard input, as ChildProcess writes it."""
     if SECRET_ENV in os.environ:
         return {}
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
-    secrets: dict[str, str] = (
-        json.loads(line) if line.endswith(b"\n") else {}
-    )  # else the parent is gone already
+    secrets: dict[str, str] = json.loads(line or b"{}")  # no line: the parent is gone already
     return secrets
 
 
 def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
-    """End this child with an error that the parent can show: what failed, the rule, the way out."""
+    """End this child with an error that the parent shows: what failed, the rule, the way out."""
     print(fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)), file=sys.stderr, flush=True)
     raise SystemExit(1)
 
@@ -102,12 +88,11 @@ def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
 def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
     """Exit as soon as standard input ends. Call it first thing, before anything slow is loaded.
 
-    From here on SIGUSR1 has the stacks of all threads written to standard error, which is this child's log:
-    the watchdog's question.
+    From here on SIGUSR1 writes the stacks of all threads to standard error, which is this child's log; the
+    watchdog sends it.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-
-    _told_secrets()
+    _secrets_from_parent()
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -132,8 +117,7 @@ def make_app() -> FastAPI:
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         body = ErrorBody(
-            error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}",
-            rule="see asyncrl/wire for the message",
+            error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}", rule="see asyncrl/messages"
         )
         return JSONResponse(body.model_dump(), status_code=422)
 
@@ -150,10 +134,7 @@ class _BearerOnly:
         if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"authorization", b"")
             if not hmac.compare_digest(given, self.expected):
-                body = ErrorBody(
-                    error="wrong or missing bearer token",
-                    rule="internal servers answer to the run that started them alone",
-                )
+                body = ErrorBody(error="wrong or missing bearer token", rule="it is the run's own server")
                 await JSONResponse(body.model_dump(), status_code=401)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
@@ -177,9 +158,9 @@ def serve(app: FastAPI, fd: int) -> None:
 log = logging.getLogger("asyncrl.http")
 
 OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
-"""Errors that say something of this machine, and nothing of the server that was to be called."""
+"""Errors of this machine, which say nothing of the server that was to be called."""
 SHORT_S, RETRY_S = 60.0, 0.5
-"""So long at most, and so often, a call asks for a connection again that it cannot have for lack of these."""
+"""For how long, and how often, a call tries again to open a connection after one of them."""
 Answer = TypeVar("Answer", bound=BaseModel)
 Part = TypeVar("Part", bound=BaseModel)
 
@@ -201,10 +182,8 @@ class CallLost(Exception):  # noqa: N818  nothing, or nonsense, came back
 
 
 class CallGarbled(CallLost):
-    """The server answered, with a body that is not the message: it lives, and is broken; or it has messages
-    of its own.
-
-    `status` and `text` of the answer, for whoever knows those.
+    """The server answered with a body that is not the message: it is broken, or has messages of its own, for
+    which `status` and `text` are kept.
     """
 
     def __init__(self, server: str, path: str, why: str, *, status: int = 200, text: bytes = b"") -> None:
@@ -212,19 +191,12 @@ class CallGarbled(CallLost):
         super().__init__(server, path, why)
 
 
-def shortage(server: str, number: int) -> ConnectionShortage:
-    """That there is no connection to `server`, for lack of what."""
-    return out_of(f"cannot open a connection to {server}, which may be well", number, server)
-
-
 def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
-    """What could not be done, and what this process has run out of, with the numbers as far as they can be
-    read without a descriptor.
-    """
+    """What could not be done, and what this process has run out of; reads them without a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     rule, way_out = {
         errno.EMFILE: (
-            f"this process has all of its {soft} descriptors open (RLIMIT_NOFILE; {hard} is the hard limit)",
+            f"this process has all its {soft} descriptors open (RLIMIT_NOFILE; {hard} is the hard limit)",
             "raise the limit of open files, or lower rollout.slots or gateway.max_connections",
         ),
         errno.ENFILE: (
@@ -232,8 +204,7 @@ def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
             "raise fs.file-max, or end the process that holds them",
         ),
         errno.EADDRNOTAVAIL: (
-            "connections to one address have a source port each, of net.ipv4.ip_local_port_range, and none "
-            "is left; or no host has it",
+            "no port of net.ipv4.ip_local_port_range is left for this address, or no host has it",
             "widen that range, lower rollout.slots, or correct the address",
         ),
     }.get(number, ("the kernel has no memory for it", "free memory on this machine"))
@@ -243,20 +214,16 @@ def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
 
 
 class Caller:
-    """Calls one server at `url` (http://127.0.0.1:PORT). Life: open until aclose(); opens its connections on
-    first use.
+    """Calls one server at `url` (http://127.0.0.1:PORT). Opens connections on first use, until aclose().
 
-    `short_s`: so long it asks for a connection again that it cannot have for lack of OURS. Less than the
-    limits that its callers set themselves: whoever runs out of time there is blamed for it.
+    `short_s`: for how long it tries to open a connection after an error of OURS. It must be less than the
+    limits of its callers, which would blame the server.
     """
 
     def __init__(self, name: str, url: str, secret: str, *, short_s: float = SHORT_S) -> None:
         self.name, self.url, self._secret, self.short_s = name, url, secret, short_s
         self._session: aiohttp.ClientSession | None = None
-        self._told_short_s: float | None = None
-
-    def __repr__(self) -> str:
-        return f"<Caller {self.name} {self.url}>"
+        self._warned_s: float | None = None
 
     async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
         """GET; raises CallRefused, CallLost or ConnectionShortage. `timeout_s` None waits until the server
@@ -287,7 +254,7 @@ class Caller:
                     text = await response.read()
         except TimeoutError:
             for number in short_of:
-                raise shortage(self.name, number) from None
+                raise self._shortage(number) from None
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(path, error) from error
@@ -338,10 +305,8 @@ class Caller:
     async def _begin(
         self, method: str, path: str, data: bytes | None, kind: str, short_of: set[int]
     ) -> aiohttp.ClientResponse:
-        """The answer's head. What this process is short of comes back when other calls end: asks again, for
-        short_s at most.
-
-        `short_of` says of what, as long as it is; then raises ConnectionShortage.
+        """The answer's head. Descriptors and ports come back when other calls end, so it tries for short_s,
+        with what is lacking in `short_of`; then raises ConnectionShortage.
         """
         clock, since_s = asyncio.get_running_loop().time, 0.0
         while True:
@@ -354,23 +319,26 @@ class Caller:
                     raise
                 since_s = since_s or clock()
                 if clock() - since_s >= self.short_s:
-                    raise shortage(self.name, error.errno) from error
-                self._note_short(error.errno)
+                    raise self._shortage(error.errno) from error
+                self._warn_of_shortage(error.errno)
                 short_of.add(error.errno)
             else:
                 short_of.clear()
                 return response
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
 
-    def _note_short(self, number: int) -> None:
+    def _shortage(self, number: int) -> ConnectionShortage:
+        return out_of(f"cannot open a connection to {self.name}, which may be well", number, self.name)
+
+    def _warn_of_shortage(self, number: int) -> None:
         now_s = asyncio.get_running_loop().time()
-        if self._told_short_s is None or now_s - self._told_short_s > self.short_s:
-            self._told_short_s = now_s
-            log.warning("%s It is asked again for %g s.", shortage(self.name, number), self.short_s)
+        if self._warned_s is None or now_s - self._warned_s > self.short_s:
+            self._warned_s = now_s
+            log.warning("%s It is tried again for %g s.", self._shortage(number), self.short_s)
 
     def _lost(self, path: str, error: aiohttp.ClientError | OSError) -> CallLost | ConnectionShortage:
         if isinstance(error, OSError) and error.errno in OURS:
-            return shortage(self.name, error.errno)
+            return self._shortage(error.errno)
         return CallLost(self.name, path, f"{type(error).__name__}: {error}")
 
     def _line(self, path: str, line: bytes, part: type[Part], last: type[Answer]) -> Part | Answer:

@@ -1,8 +1,7 @@
-"""Coroutines of the user's, which may refuse to end. Knows a name and what it was given to await; knows no
-reward and no rollout.
+"""The user's code: found by its name in the config (load_object), awaited with a limit (UserCalls).
 
-Nothing can end a coroutine that swallows its CancelledError. Neither may anything wait for it: not the
-rollout, not the end of the event loop, not the end of the process.
+Nothing can end a coroutine that swallows its CancelledError. So nothing may wait for it: not the rollout, not
+the end of the event loop, not the end of the process.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure
 from asyncrl.waits import TimeLimit
-
-# Finds what the config names as `module:attribute`. Knows nothing of what it finds, and no room.
 
 
 def load_object(spec: str, setting: str) -> Any:
@@ -52,10 +49,7 @@ def load_object(spec: str, setting: str) -> Any:
             rule=f"modules are looked for in the working directory ({here}) and among the installed packages",
             way_out="start asyncrl in the folder of the module, install it, or correct the name.",
         ) from error
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # the user's code: it may raise anything, exceptions of its own too
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise _broken(spec, setting, module_name, error) from error
     for name in attribute.split("."):
         if not hasattr(found, name):
@@ -135,11 +129,7 @@ GRACE_S = 5.0
 MAX_ABANDONED = 64
 """Calls of one function that were given up and still run: with so many no other one is made."""
 
-WAY_OUT = (
-    "let asyncio.CancelledError pass, as `except Exception:` does: a bare `except:`, or one of "
-    "BaseException, catches it; "
-    "give what is awaited a limit of its own."
-)
+WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit what is awaited."
 
 _abandoned: set[asyncio.Task[Any]] = set()
 """In the whole process. Referred to here until they end: one that nobody refers to is destroyed, and its
@@ -147,16 +137,8 @@ coroutine runs for that too.
 """
 
 
-class MakeError(Protocol):
-    """Makes the error that ends the run, or this worker."""
-
-    def __call__(self, what: str, *, rule: str, way_out: str) -> AsyncrlError:
-        """The error."""
-        ...
-
-
 class UserCalls:
-    """Awaits what one function of the user's has returned, each in a task of its own, and gives up what does
+    """Awaits what one function of the user's returned, each call in a task of its own, and gives up what does
     not end.
 
     Life of a call: started -> done, and answered; or its caller is cancelled -> it is cancelled -> it ends
@@ -172,21 +154,18 @@ class UserCalls:
         self,
         name: str,
         *,
-        error: MakeError,
+        error: Callable[..., AsyncrlError],
         warn: Callable[[str], None] = logger.warning,
         grace_s: float | None = None,
     ) -> None:
-        """`name`: of the function, as the user has written it. `warn` is told once, of the first call that is
-        given up.
+        """`name` of the function, as the user wrote it. `error` makes the error that ends the run, or this
+        worker; `warn` is called once, for the first call that is given up.
         """
         self.name, self._error, self._warn = name, error, warn
         self._grace_s = GRACE_S if grace_s is None else grace_s
         self._alive: set[asyncio.Task[Any]] = set()
         self.num_abandoned = 0
         """Calls that were given up, so far."""
-
-    def __repr__(self) -> str:
-        return f"<UserCalls {self.name}, {self.num_abandoned} abandoned, {len(self._alive)} of them alive>"
 
     def check(self) -> None:
         """To be asked before the function is called. Raises `error` if too many of its calls were given up
@@ -303,11 +282,7 @@ async def end_what_is_left(main: Awaitable[Result]) -> Result:
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
-            abandon(
-                task
-                # already: a KeyboardInterrupt may leave the wait below, and asyncio.run wait for whatever it
-                # knows
-            )
+            abandon(task)  # already: a KeyboardInterrupt may leave the wait below
         if left:
             await _wait_within(GRACE_S, left)
         for task in left:
@@ -330,9 +305,6 @@ def _outlive_python() -> None:
 
         for task in _abandoned:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
-
-
-# The functions of the loss that may be the user's: found by name, and how they are called. Knows no torch.
 
 
 def load_loss(spec: str) -> Callable[..., Any]:

@@ -31,9 +31,8 @@ from report import options, reported
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.overdue import OnOverdue
-from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
 from asyncrl.messages.records import Group, GroupId, Prompt, Trajectory, VersionSpan
@@ -55,7 +54,7 @@ def cost_us(num_total: int, num_groups: int) -> tuple[float, int]:
     prompt, version, peak = Prompt("p", ()), 0, 0
     started_s = time.process_time()  # of this process alone: other work on the machine does not count
     while version < num_batches:
-        for _ in range(buffer.num_open()):
+        for _ in range(buffer.rule.num_open):
             ticket = buffer.admit_nowait()
             (stragglers if draw.random() < 0.02 else running).append((ticket.group_id, ticket.start_version))
         peak = max(peak, len(running) + len(stragglers))
@@ -106,7 +105,7 @@ def play(
     look_ahead: int | None,
     *,
     prompt_share: float = 0.0,
-) -> Outcome:
+) -> SimulationResult:
     """One simulated run under our rule; look_ahead None is auto."""
     auto = LookAhead(max_staleness) if look_ahead is None else None
     rule = StalenessRule(
@@ -120,7 +119,9 @@ def play(
     return Simulation(rule, workload, auto=auto).run()
 
 
-def play_counted(max_staleness: int, sigma: float, num_batches: int, *, is_oldest_first: bool) -> Outcome:
+def play_counted(
+    max_staleness: int, sigma: float, num_batches: int, *, is_oldest_first: bool
+) -> SimulationResult:
     """One simulated run under the count-based rule."""
     rule = CountRule(
         num_groups=NUM_GROUPS,
@@ -131,14 +132,14 @@ def play_counted(max_staleness: int, sigma: float, num_batches: int, *, is_oldes
     return Simulation(rule, Workload(num_slots=10**6, sigma=sigma, train_s=0.6)).run()
 
 
-def show(name: str, outcome: Outcome, fastest: float) -> None:
+def show(name: str, outcome: SimulationResult, fastest: float) -> None:
     """One row."""
     speed, idle, ahead = outcome.batches_per_s / fastest, outcome.idle_fraction, outcome.look_ahead_mean
     ages = f"{outcome.age_mean:>6.2f} {outcome.age_max:>5}"
     late, masked, dropped, given_up = (
         outcome.late_fraction,
         outcome.masked_fraction,
-        outcome.num_dropped,
+        outcome.num_handed_back,
         outcome.num_given_up,
     )
     print(

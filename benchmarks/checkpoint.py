@@ -129,11 +129,11 @@ def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float,
     pending = step.begin_save_state(path)
     held_s = time.perf_counter() - start
     steps_s = []
-    while is_beside and not pending.written.done():
+    while is_beside and not pending.done():
         seconds = train_once(step)
-        if not pending.written.done():
+        if not pending.done():
             steps_s.append(seconds)
-    pending.wait()
+    pending.result()
     whole_s = time.perf_counter() - start
     shutil.rmtree(path)
     return held_s, whole_s, steps_s

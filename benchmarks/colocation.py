@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import secrets
 import tempfile
 import threading
 import time
@@ -49,10 +48,12 @@ from asyncrl.config import RunConfig, SupervisionConfig
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
+from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise import Supervision
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher, PublisherStats
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -180,7 +181,7 @@ def make_config(model: Path, device: str, chunk_bytes: int, *, is_shared: bool) 
 class House:
     """The rooms that a turn needs, over real processes."""
 
-    trainer: LivingTrainer
+    trainer: SupervisedTrainer
     pool: EnginePool
     publisher: Publisher
     turns: Turns
@@ -192,8 +193,11 @@ class House:
 @contextlib.asynccontextmanager
 async def house(config: RunConfig, model: Path, folder: Path, device: str) -> AsyncIterator[House]:
     """Started as a run starts them, wired as a run wires them; ended at the end."""
-    staging, secret, tasks = new_staging_dir(), secrets.token_hex(16), list[asyncio.Task[None]]()
-    trainers, engines = startup.make_servers(config, model, folder, staging, secret)
+    staging, tasks = new_staging_dir(), list[asyncio.Task[None]]()
+    placement = place(config, len(find_cuda_devices()))
+    is_shared = placement.mode == "colocated"
+    launcher = startup.Launcher(config, placement, model, folder)
+    trainers, engines = launcher.trainers(staging), launcher.engines()
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:
@@ -203,23 +207,20 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
 
     try:
         with memory.sampled():
-            await startup.bring_up(trainers, engines, (), is_shared=startup.is_shared(config))
+            await startup.bring_up(trainers, engines, (), is_shared=is_shared)
             client = TrainerClient(trainers[0].caller)
-            trainer = LivingTrainer(
+            trainer = SupervisedTrainer(
                 client,
                 trainers,
-                SupervisionConfig(max_restarts=0),
-                heartbeat_s=600.0,
+                Supervision(SupervisionConfig(max_restarts=0), 600.0, print, lambda *_: None),
                 before_start=lambda: None,
                 recover=_never,
-                warn=print,
-                on_event=lambda *_: None,
             )
             targets = [EngineServer(server.caller) for server in engines]
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
             publisher: Publisher
             turns: Turns
-            if startup.is_shared(config):
+            if is_shared:
                 publisher = Publisher(trainer, targets, **common)
                 turns = TakingTurns(
                     targets,
@@ -309,7 +310,7 @@ async def measure(
             await rooms.turns.to_engines(version)
             cpu_s += rooms.memory.cpu_s() - before
             if isinstance(rooms.turns, TakingTurns) and version == 1:
-                case.first_s = rooms.turns.stats().to_trainer_s + rooms.turns.stats().to_engines_s
+                case.first_s = rooms.turns.gauges()["perf/handover_s"]
             elif isinstance(rooms.turns, TakingTurns):
                 case.cpu_s.append(cpu_s)
                 note(case, rooms.turns, rooms.phases, rooms.publisher.stats())
@@ -326,9 +327,9 @@ def note(
     """One turn: its seconds, and the bytes that were copied: by the trainer's moves of weights and optimizer,
     and by the push.
     """
-    stats = turns.stats()
-    case.to_trainer_s.append(stats.to_trainer_s)
-    case.to_engines_s.append(stats.to_engines_s)
+    numbers = turns.gauges()
+    case.to_trainer_s.append(numbers["perf/to_trainer_s"])
+    case.to_engines_s.append(numbers["perf/to_engines_s"])
     case.phases.append(
         {name: phase["seconds"] for name, phase in phases.items()}
         | {

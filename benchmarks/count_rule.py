@@ -34,12 +34,13 @@ class CountRule(StalenessRule):
     def _note_last_use(self, group_id: GroupId, last_use: int | None) -> None:
         """No group is ever too old."""
 
-    def _forget_running(self, group_id: GroupId) -> None:
+    def fail_nowait(self, group_id: GroupId) -> None:
+        """It has ended: nothing is remembered of it."""
         del self._running[group_id]
 
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> None:
         """A group has finished, however old it is."""
-        self._forget_running(group_id)
+        self.fail_nowait(group_id)
         self._ready[group_id] = oldest
 
     def _pop_earliest(self) -> GroupId:

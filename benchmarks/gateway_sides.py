@@ -202,10 +202,10 @@ async def gateway(
         await wait_open(child, port)
         yield Ours(_pid(child), port)
     finally:
-        child.note_death()
+        died = None if child.returncode is None else child.death()
         await child.aclose()
-        if child.died is not None:
-            raise child.died
+        if died is not None:
+            raise died
 
 
 async def wait_open(child: ChildProcess, port: int) -> None:

@@ -22,6 +22,7 @@ Last line: `ratio: X` = plain over whole. 1 would be as fast as a plain file.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import tempfile
 import time
@@ -32,7 +33,7 @@ import numpy as np
 from report import options, reported
 
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.tokens import encode_partial, encode_prompt, encode_trajectory
+from asyncrl.journal.tokens import encode_partial, encode_trajectory
 from asyncrl.messages.records import (
     Batch,
     Group,
@@ -99,7 +100,7 @@ def encode(batch: Batch) -> list[bytes]:
     """All that goes into the journal for a batch, as bytes."""
     blobs = []
     for group in batch.groups:
-        blobs.append(encode_prompt(Ticket(group.group_id, batch.version), group.prompt))
+        blobs.append(json.dumps(group.prompt.messages).encode())
         for trajectory in group.trajectories:
             blobs.append(encode_partial(group.group_id, trajectory.sample_index, PARTIAL))
             blobs.append(encode_trajectory(group.group_id, trajectory))
@@ -189,7 +190,7 @@ async def measure(folder: Path, seconds: float) -> float:
         end="",
     )
     started_s = time.perf_counter()
-    num_batches = len(list(state.batches()))
+    num_batches = len([state.load_batch(number) for number in range(version - 2, state.next_version)])
     print(
         f"and {1e3 * (time.perf_counter() - started_s) / num_batches:.0f} ms for each batch that is trained "
         f"again"

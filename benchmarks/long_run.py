@@ -44,8 +44,7 @@ PARSE = "import json\nfor path in sys.argv[1:]:\n    for line in open(path, 'rb'
 READ = "for path in sys.argv[1:]:\n    for line in open(path, 'rb'):\n        len(line)"
 INSERT_GROUP = (
     "INSERT INTO groups (group_id, prompt_id, start_version, admitted_s, ended_s, num_rollouts, num_sampled, "
-    "oldest_version, reward_mean,"
-    " state, num_failed) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'taken', 0)"
+    "oldest_version, reward_sum, state, num_handed_back) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'taken', 0)"
 )
 PEAK = (
     "import atexit, sys\natexit.register(lambda: "
@@ -143,7 +142,6 @@ def _write_journal(path: Path, num_steps: int, num_groups: int, size: int) -> No
     connection.executemany(
         "INSERT INTO publishes VALUES (?, ?, 2.0)", ((step + 1, "0" * 64) for step in range(num_steps))
     )
-    connection.execute("UPDATE meta SET value = ? WHERE key = 'compacted_before'", (str(num_steps),))
     connection.execute("COMMIT")
     connection.close()
 

@@ -36,7 +36,7 @@ def run_once(policy: Policy, blob: bytes, min_shared_tokens: int) -> tuple[float
     header, arrays = unpack_batch(blob)
     start, num_tokens = time.process_time(), 0
     for micro in packing.pack(header, arrays, arrays.loss_mask, 16384, torch.device("cpu")):
-        logprob_M, _ = policy(micro)  # noqa: N806
+        logprob_M = policy(micro).logprob_M  # noqa: N806
         logprob_M.sum().backward()
         num_tokens += len(micro.token_ids_N)
     policy.zero_grad()

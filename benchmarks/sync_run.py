@@ -24,15 +24,16 @@ from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, Prepar
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.gauges import batch_metrics
+from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.plan import engine_threads
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.model_folder import make_model_folder
-from asyncrl.run.specs import engine_spec, trainer_spec
+from asyncrl.run.start import Launcher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
 from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
-from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.build_engine import build_engine
@@ -50,10 +51,11 @@ class SyncRun:
         run_dir.mkdir(parents=True, exist_ok=True)
         model_path = asyncio.run(make_model_folder(config, run_dir))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
-        spec = trainer_spec(config, model_path, run_dir, Path(self._staging.name))
-        self.trainer = TrainStep(TrainerSpec.model_validate_json(spec))
+        placement = place(config, len(find_cuda_devices()))
+        launcher = Launcher(config, placement, model_path, run_dir)
+        self.trainer = TrainStep(launcher.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
-            EmbeddedSpec.model_validate_json(engine_spec(config, model_path, "engine-0"))
+            EmbeddedSpec.model_validate(engine_kind(config).spec(model_path, "engine-0"))
         )
         self.engine.threads = engine_threads(config)
         self.engine.start()

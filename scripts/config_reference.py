@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from asyncrl.config.describe import Key, sections
+from asyncrl.config.load import Key, sections
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 

@@ -84,22 +84,16 @@ def make_branch_batch(
         for sample in range(group_size):
             reward = float(sample == 0) + round(float(rng.random()), 3)
             for number, branch in enumerate(make_rollout(rng, prompt, credit=str(rng.choice(credits)))):
-                entries.append(
-                    TrajectoryHeader(
-                        group_index=group,
-                        group_id=10 + group,
-                        sample_index=sample,
-                        prompt_id=f"p{group}",
-                        branch=number,
-                        reward=reward,
-                        start=len(ids),
-                        end=len(ids) + len(branch.token_ids),
-                        credits=[
-                            Credit(start=a, end=b, reward=earned, unit=unit)
-                            for a, b, earned, unit in branch.credits
-                        ],
-                    )
-                )
+                credits_of = [Credit(*each) for each in branch.credits]
+                entry = {
+                    "group_index": group,
+                    "group_id": 10 + group,
+                    "prompt_id": f"p{group}",
+                    "reward": reward,
+                }
+                entry |= {"sample_index": sample, "branch": number, "credits": credits_of}
+                end = len(ids) + len(branch.token_ids)
+                entries.append(TrajectoryHeader(start=len(ids), end=end, **entry))
                 ids += branch.token_ids
                 mask += branch.mask
     sampled = np.array(mask)
@@ -109,9 +103,8 @@ def make_branch_batch(
         behaviour_logprobs=np.where(sampled, rng.normal(-4.0, 0.3, len(ids)), 0).astype(np.float32),
         versions=np.where(sampled, version, -1).astype(np.int32),
     )
-    return BatchHeader(
-        **{"version": version, "min_version": version, "mask_older": False, "trajectories": entries, **header}
-    ), arrays
+    fields = {"version": version, "min_version": version, "mask_older": False, "trajectories": entries}
+    return BatchHeader(**{**fields, **header}), arrays
 
 
 Key = tuple[int, int, int | None]
@@ -121,15 +114,12 @@ def plain_units(header: BatchHeader) -> dict[Key, tuple[float, list[int]]]:
     """(group, sample, unit) -> its reward, and the places of all its tokens."""
     units: dict[Key, tuple[float, list[int]]] = {}
     for entry in header.trajectories:
+        sample = entry.group_id, entry.sample_index
         for credit in entry.credits:
-            places = units.setdefault((entry.group_id, entry.sample_index, credit.unit), (credit.reward, []))[
-                1
-            ]
-            places += range(entry.start + credit.start, entry.start + credit.end)
+            unit = units.setdefault((*sample, credit.unit), (credit.reward, []))
+            unit[1].extend(range(entry.start + credit.start, entry.start + credit.end))
         if not entry.credits:
-            units.setdefault((entry.group_id, entry.sample_index, None), (entry.reward, []))[1].extend(
-                range(entry.start, entry.end)
-            )
+            units.setdefault((*sample, None), (entry.reward, []))[1].extend(range(entry.start, entry.end))
     return units
 
 
@@ -159,9 +149,8 @@ def plain_loss(
     for entry in header.trajectories:
         part = slice(entry.start + 1, entry.end)
         ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
-        current = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[
-            :, 0
-        ]
+        logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1)
+        current = logprobs.gather(-1, ids[1:, None])[:, 0]
         ratio = (current - torch.from_numpy(arrays.behaviour_logprobs[part])).exp()
         advantage = torch.from_numpy(advantages[part]).float()
         token_losses = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)

@@ -7,6 +7,8 @@ What our own servers say on the wire is another contract (test_contract_engines_
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,19 @@ def run(server: Server, story: Callable[[EngineClient], Awaitable[None]]) -> Non
                     await be_awake(engine, server)
 
     (run_virtual if server.runner is None else server.runner.run)(within())
+
+
+def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that is a story of a server and of a client of it; pytest gives the server."""
+
+    @functools.wraps(test)
+    def told(server: Server, **values: Any) -> None:
+        run(server, lambda engine: test(server, engine, **values))
+
+    signature = inspect.signature(test)
+    parameters = [one for name, one in signature.parameters.items() if name != "engine"]
+    told.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return told
 
 
 async def generate(caller: Caller, request: GenerateRequest) -> GenerateResponse:

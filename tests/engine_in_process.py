@@ -11,10 +11,10 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.messages.engine_calls import GenerateRequest, PrepareRequest
+from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
-from asyncrl_servers.embedded.loaded_weights import digest_tensors
 
 QWEN3: dict[str, Any] = {
     "vocab_size": 50,
@@ -42,16 +42,8 @@ def make_qwen3(folder: Path, seed: int = 0, **overrides: Any) -> Path:
 
 
 def make_spec(folder: Path, **overrides: Any) -> EmbeddedSpec:
-    return EmbeddedSpec(
-        **{
-            "name": "engine-0",
-            "model_path": str(folder),
-            "slots": 4,
-            "max_length": 256,
-            "device": "cpu",
-            **overrides,
-        }
-    )
+    fields = {"name": "engine-0", "model_path": str(folder), "slots": 4, "max_length": 256, "device": "cpu"}
+    return EmbeddedSpec(**{**fields, **overrides})
 
 
 @contextmanager

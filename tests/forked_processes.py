@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -51,9 +52,10 @@ class _Forked(subprocess.Popen[Any]):
         pass_fds, env, pipes = options[3], options[5], options[9:15]
         stdin, stdout, stderr = pipes[0], pipes[3], pipes[5]
         with adopting():
-            reply = _warm_parent().send(args[2], args[3:], env, [max(stdin, 0), stdout, stderr, *pass_fds])
-            with os.fdopen(reply, "rb", 0) as answer:
-                self.pid = int(answer.read(32))
+            server = _warm_parent()
+            server.send(args[2], args[3:], env, [max(stdin, 0), stdout, stderr, *pass_fds])
+            select.select([server._socket], [], [])
+            self.pid = int(server._socket.recv(32))
         self._child_created = True
         self._close_pipe_fds(*pipes)
 

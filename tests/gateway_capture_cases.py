@@ -44,20 +44,14 @@ class CharRenderer:
 
     def _content(self, message: Mapping[str, Any]) -> str:
         content = message.get("content") or ""
-        if isinstance(content, list):
-            content = "".join(part["text"] for part in content)
         content += "".join(f"<{call['function']['name']}>" for call in message.get("tool_calls") or [])
         if message["role"] != "assistant" or self.habit == "plain":
             return str(content)
         if self.habit == "refuses" and len(content) > 20:
             raise ValueError("the answer is too long")
-        return str(
-            content.upper()
-            if self.habit == "shouts"
-            else content.split("|")[-1]
-            if self.habit == "strips"
-            else content
-        )
+        if self.habit == "strips":
+            content = content.split("|")[-1]
+        return str(content.upper() if self.habit == "shouts" else content)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -21,27 +21,26 @@ from asyncrl.errors import RoomError
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.testing.virtual_time import run_virtual
 
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
 START, END, NAMES = 256, 257, {256: "<|start|>", 257: "<|end|>"}
 
 
-def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test in an event loop of its own."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        asyncio.run(test(**fixtures))
-
-    return run
+Test = Callable[..., Coroutine[Any, Any, None]]
 
 
-def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test on a virtual clock."""
+def _run_by(runner: Callable[[Any], Any]) -> Callable[[Test], Callable[..., None]]:
+    def decorate(test: Test) -> Callable[..., None]:
+        @functools.wraps(test)
+        def run(**fixtures: Any) -> None:
+            runner(test(**fixtures))
 
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        run_virtual(test(**fixtures))
+        return run
 
-    return run
+    return decorate
+
+
+in_loop, in_virtual_time = _run_by(asyncio.run), _run_by(run_virtual)
+"""Run an async test in an event loop of its own, or on a virtual clock."""
 
 
 class ByteTokenizer:
@@ -60,9 +59,8 @@ class ByteTokenizer:
     ) -> str:
         parts = [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"] if tools else []
         for message in messages:
-            calls = "".join(
-                f"<tool_call>\n{call['function']}\n</tool_call>" for call in message.get("tool_calls") or ()
-            )
+            functions = [call["function"] for call in message.get("tool_calls") or ()]
+            calls = "".join(f"<tool_call>\n{function}\n</tool_call>" for function in functions)
             parts.append(f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>")
         return "".join(parts) + ("<|start|>assistant\n" if add_generation_prompt else "")
 
@@ -126,11 +124,7 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
-        spans = (
-            (VersionSpan(0, half, 4), VersionSpan(half, len(ids), 5))
-            if half
-            else (VersionSpan(0, len(ids), 5),)
-        )
+        spans = tuple(VersionSpan(*each) for each in ((0, half, 4), (half, len(ids), 5)) if each[0] < each[1])
         reason = "stop" if ids[-1] == END or len(ids) < request.max_tokens else "length"
         return Completion(ids, tuple(-0.5 - i / 1024 for i in range(len(ids))), spans, reason, 1)  # type: ignore[arg-type]
 
@@ -140,15 +134,7 @@ class ScriptedEngine:
         return self.tokenizer.encode(text[: min(ends)] if ends else text)
 
 
-RULES = CallRules(
-    model_name="policy",
-    temperature=1.0,
-    top_p=1.0,
-    max_tokens=400,
-    max_prompt_tokens=2000,
-    max_length=2400,
-    vocab_size=258,
-)
+RULES = CallRules("policy", 1.0, 1.0, max_tokens=400, max_prompt_tokens=2000, max_length=2400, vocab_size=258)
 
 
 @dataclass
@@ -177,6 +163,10 @@ class World:
 
     async def ask(self, text: str = "Hi", **more: Any) -> tuple[int, Any]:
         return await self.post({"model": "m", "messages": [{"role": "user", "content": text}], **more})
+
+    async def ask_other(self) -> tuple[int, Any]:
+        """A call of another session."""
+        return await self.post({"messages": HI}, headers={"Authorization": f"Bearer {self.open().key}"})
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -213,7 +203,7 @@ async def gateway_world(
         engine,
         tokenizer or engine.tokenizer,
         find_tool_format(tool_format, ""),
-        CallRules(**{**{name: getattr(RULES, name) for name in CallRules.__dataclass_fields__}, **rules}),
+        replace(RULES, **rules),
         GatewayConfig(**config),
         seed_of=seed_of,
         on_broken=broken.append,

@@ -12,12 +12,14 @@ from typing import Any
 
 from aiohttp import web
 
+from asyncrl.agents.endpoint.openai_form import ApiError
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.http import Caller
 from asyncrl.messages.records import Outcome, Prompt, Work
 
 WORKER_KEY = "worker-key"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
@@ -28,8 +30,6 @@ class TestGateway:
     app: web.Application
     calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """(bearer token, body) of each chat call."""
-    results_refused: int | None = None
-    """A number: results are refused as too large, as a proxy in between may do, and counted."""
 
     def worker(self, name: str = "w", key: str = WORKER_KEY) -> Caller:
         return Caller(name, self.url, key)
@@ -61,15 +61,13 @@ async def open_gateway(
     )
 
     @web.middleware
-    async def proxy(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if request.path == "/work/result" and gateway.results_refused is not None:
-            gateway.results_refused += 1
-            return web.Response(status=413, text="Request Entity Too Large")
-        return await handler(request)
+    async def in_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ApiError as error:  # as the gateway's own middleware
+            return error.response()
 
-    app = web.Application(middlewares=[proxy])
+    app = web.Application(middlewares=[in_form])
     gateway = TestGateway(queue, "", app)
 
     async def chat(request: web.Request) -> web.Response:
@@ -79,9 +77,8 @@ async def open_gateway(
         message = {"role": "assistant", "content": f"answer {len(gateway.calls)}"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         number = f"chatcmpl-{len(gateway.calls) - 1}"
-        return web.json_response(
-            {"id": number, "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
-        )
+        head = {"id": number, "object": "chat.completion", "created": 0, "model": "policy"}
+        return web.json_response(head | {"choices": [choice]})
 
     app.add_routes([*queue.routes(), web.post("/v1/chat/completions", chat)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)

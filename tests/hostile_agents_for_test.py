@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,23 +79,15 @@ async def _call_until_the_end(way: str, session: Session, log: Path) -> None:
         _write(log, way, status)
 
 
-class _client:  # noqa: N801  reads like a function
-    def __init__(self, session: Session) -> None:
-        self._url, headers = (
-            f"{session.base_url}/chat/completions",
-            {"Authorization": f"Bearer {session.api_key}"},
-        )
-        self._http = httpx.AsyncClient(headers=headers, timeout=60.0)
+@contextlib.asynccontextmanager
+async def _client(session: Session) -> AsyncIterator[Post]:
+    url, headers = f"{session.base_url}/chat/completions", {"Authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(headers=headers, timeout=60.0) as http:
 
-    async def __aenter__(self) -> Post:
-        await self._http.__aenter__()
-        return self._post
+        async def post(body: bytes) -> int:
+            return (await http.post(url, content=body)).status_code
 
-    async def __aexit__(self, *raised: Any) -> None:
-        await self._http.__aexit__(*raised)
-
-    async def _post(self, body: bytes) -> int:
-        return (await self._http.post(self._url, content=body)).status_code
+        yield post
 
 
 def _write(log: Path, way: str, status: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import ResumeState
 from asyncrl.messages.records import (
     Batch,
     Group,
@@ -26,17 +27,12 @@ from asyncrl.messages.trainer_calls import Credit
 RUN_ID = "a run"
 
 
-def open_journal(path: Path, **options: Any) -> Journal:
-    return Journal.open(path, run_id=RUN_ID, **options)
+def open_journal(path: Path) -> Journal:
+    return Journal.open(path, run_id=RUN_ID)
 
 
 def make_prompt(group_id: int) -> Prompt:
-    return Prompt(
-        f"0/{group_id}",
-        ({"role": "user", "content": f"Question {group_id}"},),
-        answer=str(group_id),
-        info={"level": 2},
-    )
+    return Prompt(f"0/{group_id}", ({"role": "user", "content": f"Question {group_id}"},))
 
 
 def make_trajectory(
@@ -119,33 +115,21 @@ def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
 
 def same_trajectory(one: Trajectory, other: Trajectory) -> bool:
     """Equal to the last bit."""
-    arrays = (
-        (one.token_ids, other.token_ids),
-        (one.loss_mask, other.loss_mask),
-        (one.behaviour_logprobs, other.behaviour_logprobs),
-    )
-
-    def rest(trajectory: Trajectory) -> str:
-        t = trajectory
-        plain = (
-            t.sample_index,
-            t.branch,
-            t.credits,
-            t.version_spans,
-            t.reward,
-            t.is_truncated,
-            t.num_interruptions,
-            dict(t.metrics),
-        )
-        return repr(plain)
-
-    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in arrays) and rest(one) == rest(
-        other
+    arrays = ("token_ids", "loss_mask", "behaviour_logprobs")
+    plain = [field.name for field in fields(Trajectory) if field.name not in arrays]
+    both = [(getattr(one, name), getattr(other, name)) for name in arrays]
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in both) and all(
+        repr(getattr(one, name)) == repr(getattr(other, name)) for name in plain
     )
 
 
 def same_group(one: Group, other: Group) -> bool:
     """Same prompt, same trajectories in the same order."""
-    return (one.group_id, one.prompt) == (other.group_id, other.prompt) and all(
+    return (one.group_id, one.prompt.prompt_id) == (other.group_id, other.prompt.prompt_id) and all(
         same_trajectory(a, b) for a, b in zip(one.trajectories, other.trajectories, strict=True)
     )
+
+
+def load_batches(state: ResumeState) -> list[Batch]:
+    """All that are to be trained again."""
+    return [state.load_batch(version) for version in range(state.checkpoint_version, state.next_version)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forked_processes import popen
+from pydantic import BaseModel
 from trainer_cases import make_spec
 
 from asyncrl.http import Caller
@@ -23,12 +24,14 @@ from asyncrl.messages.trainer_calls import (
     BatchHeader,
     ExportResponse,
     SaveRequest,
+    StateRequest,
     TrainerHealth,
     TrainResponse,
     pack_batch,
 )
 
 T = TypeVar("T")
+Answer = TypeVar("Answer", bound=BaseModel)
 TIMEOUT_S = 120.0
 
 
@@ -50,24 +53,32 @@ class Group:
 
         return asyncio.run(story())
 
+    def post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
+        return self.ask(lambda caller: caller.post(path, body, answer, timeout_s=TIMEOUT_S))
+
     def train(self, header: BatchHeader, arrays: BatchArrays) -> TrainResponse:
         return self.train_body(pack_batch(header, arrays))
 
     def train_body(self, body: bytes) -> TrainResponse:
-        return self.ask(lambda caller: caller.post("/train", body, TrainResponse, timeout_s=TIMEOUT_S))
+        return self.post("/train", body, TrainResponse)
 
     def export(self) -> ExportResponse:
-        return self.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S))
+        return self.post("/export", b"", ExportResponse)
 
     def save(self, path: Path, *, merged: bool = True) -> TrainerHealth:
-        message = SaveRequest(path=str(path), merged=merged)
-        return self.ask(lambda caller: caller.post("/save", message, TrainerHealth, timeout_s=TIMEOUT_S))
+        return self.post("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
     def health(self, rank: int = 0) -> TrainerHealth:
         return self.ask(lambda caller: caller.get("/health", TrainerHealth, timeout_s=TIMEOUT_S), rank)
 
     def log(self, rank: int = 0) -> str:
         return (self.folder / f"log-{rank}").read_text()
+
+
+def save_state(group: Group, path: Path) -> None:
+    """Begin, and wait until it is written."""
+    group.post("/begin_save_state", StateRequest(path=str(path)), TrainerHealth)
+    group.post("/wait_save_state", b"", TrainerHealth)
 
 
 @contextlib.contextmanager
@@ -88,28 +99,16 @@ def running(
         )
         (folder / f"spec-{rank}.json").write_text(spec.model_dump_json(), encoding="utf-8")
         with socket.create_server(("127.0.0.1", 0)) as listener, (folder / f"log-{rank}").open("wb") as log:
-            command = [
-                "-m",
-                "asyncrl.trainer.rank_process",
-                "--spec",
-                str(folder / f"spec-{rank}.json"),
-                "--fd",
-                str(listener.fileno()),
-            ]
-            environment = {
-                **os.environ,
-                SECRET_ENV: "s3cret",
-                "PYTHONPATH": str(folder),
-                "OMP_NUM_THREADS": "1",
-            }
+            arguments = f"--spec {folder / f'spec-{rank}.json'} --fd {listener.fileno()}".split()
+            environment = {SECRET_ENV: "s3cret", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
             processes.append(
                 popen(
-                    [sys.executable, *command],
+                    [sys.executable, "-m", "asyncrl.trainer.rank_process", *arguments],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
                     pass_fds=[listener.fileno()],
-                    env=environment,
+                    env=os.environ | environment,
                 )
             )
             urls.append(f"http://127.0.0.1:{listener.getsockname()[1]}")

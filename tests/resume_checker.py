@@ -15,7 +15,7 @@ import struct
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,10 +112,9 @@ def read_evidence(run_dir: Path) -> Evidence:
 
 def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
     branches: dict[int, dict[tuple[int, int], tuple[float, int, int, str]]] = {}
-    for group_id, index, branch, reward, count, oldest, blob in connection.execute(
-        "SELECT group_id, sample_index, branch, reward, num_tokens, oldest_version, blob FROM trajectories"
-    ):
-        branches.setdefault(group_id, {})[index, branch] = (reward, count, oldest, _tokens_sha(blob, count))
+    query = "SELECT group_id, sample_index, branch, blob FROM trajectories"
+    for group_id, index, branch, blob in connection.execute(query):
+        branches.setdefault(group_id, {})[index, branch] = _read_branch(blob)
     rows = connection.execute(
         "SELECT groups.group_id, prompt_id, start_version, state, requeued, batch_groups.version, position "
         "FROM groups"
@@ -124,14 +123,17 @@ def _read_groups(connection: sqlite3.Connection) -> tuple[JournalGroup, ...]:
     return tuple(JournalGroup(*row, branches.get(row[0], {})) for row in rows)
 
 
-def _tokens_sha(blob: bytes, count: int) -> str:
-    """Of the int32 token ids, which lie behind the head in four planes of bytes."""
+def _read_branch(blob: bytes) -> tuple[float, int, int, str]:
+    """Reward, number of tokens, oldest version, and a digest of the int32 token ids, which lie behind the
+    head in four planes of bytes.
+    """
     body = zlib.decompress(blob)
     start = 4 + struct.unpack_from("<I", body)[0]
-    planes = [body[start + plane * count : start + (plane + 1) * count] for plane in range(4)]
-    return hashlib.sha256(bytes(byte for token in zip(*planes, strict=True) for byte in token)).hexdigest()[
-        :16
-    ]
+    head = json.loads(body[4:start])
+    count = head["num_tokens"]
+    tokens = np.frombuffer(body, np.uint8, 4 * count, start).reshape(4, count).T.tobytes()
+    oldest = min(version for _, _, version, *_ in head["spans"])
+    return head["reward"], count, oldest, hashlib.sha256(tokens).hexdigest()[:16]
 
 
 def _read_record(path: Path) -> tuple[dict[str, Any], ...]:
@@ -194,16 +196,16 @@ def draw_of(prompt_id: str, promise: Promise) -> int:
     return promise.num_replayed + epoch * promise.num_prompts + order.index(index)
 
 
-def _lost_prompts(evidence: Evidence, promise: Promise) -> list[str]:
+def _lost_prompts(evidence: Evidence, promise: Promise) -> Iterator[str]:
     """Draws are consecutive, in order, and each prompt lives once: a second group of it only after the first
     one's prompt came back.
     """
-    found, newest, lives = [], -1, dict[str, JournalGroup]()
+    newest, lives = -1, dict[str, JournalGroup]()
     num_back = Counter[str]()
     for group in evidence.groups:
         earlier = lives.get(group.prompt_id)
         if earlier is not None and earlier.requeued is None:
-            found.append(
+            yield (
                 f"prompt {group.prompt_id}: group {group.group_id} was made though group {earlier.group_id} "
                 f"is {earlier.state}"
             )
@@ -212,61 +214,57 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> list[str]:
             if group.state not in ("failed", "handed_back") or not before <= group.requeued <= min(
                 before + 1, promise.max_hand_backs
             ):
-                found.append(
+                yield (
                     f"prompt {group.prompt_id} came back {group.requeued} times with group {group.group_id}, "
                     f"which is {group.state}"
                 )
             num_back[group.prompt_id] = group.requeued
         elif group.state in ("failed", "handed_back") and num_back[group.prompt_id] < promise.max_hand_backs:
-            found.append(f"prompt {group.prompt_id} is lost: group {group.group_id} is {group.state}")
+            yield f"prompt {group.prompt_id} is lost: group {group.group_id} is {group.state}"
         if earlier is None:
             draw = draw_of(group.prompt_id, promise)
             if draw != newest + 1:
-                found.append(
+                yield (
                     f"group {group.group_id} has draw {draw}, the one before was {newest}: some are lost, or "
                     f"repeated"
                 )
             newest = max(newest, draw)
         lives[group.prompt_id] = group
         if (group.state == "taken") != (group.version is not None):
-            found.append(f"group {group.group_id} is {group.state}, and in batch {group.version}")
-    return found
+            yield f"group {group.group_id} is {group.state}, and in batch {group.version}"
 
 
-def _batches(evidence: Evidence, promise: Promise) -> list[str]:
-    found = []
+def _batches(evidence: Evidence, promise: Promise) -> Iterator[str]:
     if sorted(evidence.batches) != list(range(len(evidence.batches))):
-        found.append(f"the journal's batches are {sorted(evidence.batches)}")
+        yield f"the journal's batches are {sorted(evidence.batches)}"
     for version, groups in evidence.taken.items():
         oldest, masks, count = evidence.batches.get(version, (0, False, 0))
         if not len(groups) == count == promise.num_groups:
-            found.append(
+            yield (
                 f"batch {version} has {len(groups)} groups, was made of {count}, and {promise.num_groups} "
                 f"are asked for"
             )
         if oldest != max(0, version - promise.max_staleness):
-            found.append(f"batch {version} has min_version {oldest}")
+            yield f"batch {version} has min_version {oldest}"
         for group in groups:
             for (index, _), (_, _, version_of_oldest, _) in group.branches.items():
                 if version_of_oldest < oldest and not masks:
-                    found.append(
+                    yield (
                         f"batch {version}: g{group.group_id}/r{index} has tokens of version "
                         f"{version_of_oldest}"
                     )
             num_rollouts = len({index for index, _ in group.branches})
             if group.branches and not 2 <= num_rollouts <= promise.group_size:
-                found.append(f"batch {version}: group {group.group_id} has {num_rollouts} rollouts")
-    return found
+                yield f"batch {version}: group {group.group_id} has {num_rollouts} rollouts"
 
 
-def _order(evidence: Evidence, promise: Promise) -> list[str]:
+def _order(evidence: Evidence, promise: Promise) -> Iterator[str]:
     """In a batch by admission; on-policy, batches are the prompts one after the other as they were drawn, but
     for those that came again.
     """
-    found = []
     for version, groups in evidence.taken.items():
         if (ids := [group.group_id for group in groups]) != sorted(ids):
-            found.append(f"batch {version} has its groups in the order {ids}")
+            yield f"batch {version} has its groups in the order {ids}"
     if promise.max_staleness == 0:
         again = {
             group.prompt_id
@@ -274,7 +272,7 @@ def _order(evidence: Evidence, promise: Promise) -> list[str]:
             if group.state == "failed" and group.requeued is not None
         }
         taken = [group.prompt_id for version in sorted(evidence.taken) for group in evidence.taken[version]]
-        found += _returned(evidence)
+        yield from _returned(evidence)
         draws = [draw_of(prompt_id, promise) for prompt_id in taken if prompt_id not in again]
         gone = {
             draw_of(group.prompt_id, promise)
@@ -286,17 +284,13 @@ def _order(evidence: Evidence, promise: Promise) -> list[str]:
             first = next(
                 number for number, (is_, due) in enumerate(zip(draws, expected, strict=True)) if is_ != due
             )
-            found.append(
-                f"consumed out of order: number {first} is draw {draws[first]} instead of {expected[first]}"
-            )
-    return found
+            yield f"consumed out of order: number {first} is draw {draws[first]} instead of {expected[first]}"
 
 
-def _returned(evidence: Evidence) -> list[str]:
+def _returned(evidence: Evidence) -> Iterator[str]:
     """On-policy, the prompt of a failed group comes again before any new one of the next version, never at
     its own.
     """
-    found = []
     for failed in (
         group for group in evidence.groups if group.state == "failed" and group.requeued is not None
     ):
@@ -312,77 +306,66 @@ def _returned(evidence: Evidence) -> list[str]:
             None,
         )
         if again is not None and again.start_version <= failed.start_version:
-            found.append(
+            yield (
                 f"prompt {failed.prompt_id} of failed group {failed.group_id} came again at its version, as "
                 f"group {again.group_id}"
             )
         if newer is not None and (again is None or again.group_id > newer.group_id):
-            found.append(
+            yield (
                 f"prompt {failed.prompt_id} of failed group {failed.group_id} came again after the new one "
                 f"of group {newer.group_id}"
             )
-    return found
 
 
-def _replays(record: Record) -> list[str]:
+def _replays(record: Record) -> Iterator[str]:
     """Trained again means: the same tokens, rewards and versions, and because the weights were the same too,
     the same loss.
     """
-    found = []
     for before in record.superseded:
         after = record.lines.get(before["version"])
         for key in sorted(before) if after is not None else ():
             if before[key] != after[key]:
-                found.append(f"batch {before['version']} had another {key} when it was trained again")
-    return found
+                yield f"batch {before['version']} had another {key} when it was trained again"
 
 
-def _trained_once(record: Record) -> list[str]:
-    found, seen, groups = [], dict[tuple[int, int, int], int](), dict[str, int]()
+def _trained_once(record: Record) -> Iterator[str]:
+    seen, groups = dict[tuple[int, int, int], int](), dict[str, int]()
     for version, line in record.lines.items():
         for entry in line["trajectories"]:
             key = (entry["group_id"], entry["sample_index"], entry.get("branch", 0))
             if key in seen:
-                found.append(
-                    f"batch {version}: g{key[0]}/r{key[1]} was trained on in batch {seen[key]} already"
-                )
+                yield f"batch {version}: g{key[0]}/r{key[1]} was trained on in batch {seen[key]} already"
             seen[key] = version
             if groups.setdefault(entry["prompt_id"], entry["group_id"]) != entry["group_id"]:
-                found.append(f"batch {version}: prompt {entry['prompt_id']} was trained on in two groups")
-    return found
+                yield f"batch {version}: prompt {entry['prompt_id']} was trained on in two groups"
 
 
-def _staleness(record: Record, promise: Promise) -> list[str]:
+def _staleness(record: Record, promise: Promise) -> Iterator[str]:
     """Of every token with a loss, and the numbers of them add up."""
-    found = []
     for version, line in record.lines.items():
         for entry in line["trajectories"]:
             name = f"batch {version}: g{entry['group_id']}/r{entry['sample_index']}"
             for start, end, sampled in entry["spans"]:
                 if not version - promise.max_staleness <= sampled <= version:
-                    found.append(f"{name} has loss on tokens {start}..{end - 1} of version {sampled}")
+                    yield f"{name} has loss on tokens {start}..{end - 1} of version {sampled}"
             if sum(end - start for start, end, _ in entry["spans"]) != entry["num_loss_tokens"]:
-                found.append(
-                    f"{name} has {entry['num_loss_tokens']} loss tokens, and spans of another number"
-                )
+                yield f"{name} has {entry['num_loss_tokens']} loss tokens, and spans of another number"
         if sum(entry["num_loss_tokens"] for entry in line["trajectories"]) != line["num_loss_tokens"]:
-            found.append(
+            yield (
                 f"batch {version} has {line['num_loss_tokens']} loss tokens, and trajectories of another "
                 f"number"
             )
-    return found
 
 
-def _both_agree(evidence: Evidence, record: Record) -> list[str]:
+def _both_agree(evidence: Evidence, record: Record) -> Iterator[str]:
     """What the journal gave out is what was trained on: groups, order, tokens, rewards; at most the newest
     batch is not trained yet.
     """
-    found = []
     is_behind_by = len(evidence.batches) - len(record.lines)
     if (
         is_behind_by < 0 or is_behind_by > 1 and not record.superseded
     ):  # a replay that was killed leaves more, all still to come
-        found.append(f"{len(evidence.batches)} batches were taken, {len(record.lines)} trained")
+        yield f"{len(evidence.batches)} batches were taken, {len(record.lines)} trained"
     for version, line in record.lines.items():
         groups = evidence.taken.get(version, [])
         trained: dict[int, list[dict[str, Any]]] = {}
@@ -391,7 +374,7 @@ def _both_agree(evidence: Evidence, record: Record) -> list[str]:
         if [(group.group_id, group.prompt_id) for group in groups] != [
             (key, found_[0]["prompt_id"]) for key, found_ in trained.items()
         ]:
-            found.append(
+            yield (
                 f"batch {version}: the journal has groups {[group.group_id for group in groups]}, trained "
                 f"were {list(trained)}"
             )
@@ -407,41 +390,38 @@ def _both_agree(evidence: Evidence, record: Record) -> list[str]:
             }
             held = {place: (reward, count, sha) for place, (reward, count, _, sha) in group.branches.items()}
             if held and told != held:
-                found.append(
+                yield (
                     f"batch {version}: group {group.group_id} was trained on other tokens or rewards than "
                     f"the journal has"
                 )
-    return found
 
 
-def changes(before: Evidence, after: Evidence) -> list[str]:
+def changes(before: Evidence, after: Evidence) -> Iterator[str]:
     """What a later look may not show: a group or batch that is gone, or has become what it cannot become; a
     line of the record changed.
     """
-    found = []
     later = {group.group_id: group for group in after.groups}
     for group in before.groups:
         now = later.get(group.group_id)
         if now is None:
-            found.append(f"group {group.group_id} (prompt {group.prompt_id}, {group.state}) is gone")
+            yield f"group {group.group_id} (prompt {group.prompt_id}, {group.state}) is gone"
         elif (
             now.prompt_id != group.prompt_id
             or now.start_version != group.start_version
             or now.state not in ENDS[group.state]
         ):
-            found.append(
+            yield (
                 f"group {group.group_id} was {group.state} with prompt {group.prompt_id}, and is {now.state} "
                 f"with {now.prompt_id}"
             )
         elif group.version is not None and (now.version, now.position) != (group.version, group.position):
-            found.append(f"group {group.group_id} has moved from batch {group.version} to {now.version}")
+            yield f"group {group.group_id} has moved from batch {group.version} to {now.version}"
         elif (
             any(now.branches.get(place) != branch for place, branch in group.branches.items())
             and now.branches
         ):
-            found.append(f"rollouts of group {group.group_id} have changed")
+            yield f"rollouts of group {group.group_id} have changed"
     if not before.batches.items() <= after.batches.items():
-        found.append("a batch has changed")
+        yield "a batch has changed"
     if after.record[: len(before.record)] != before.record:
-        found.append("lines of the trained record have changed")
-    return found
+        yield "lines of the trained record have changed"

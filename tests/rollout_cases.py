@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.config import BufferConfig
+from asyncrl.errors import WouldWait
+from asyncrl.messages.records import Batch, Finished, Group, GroupId, Ticket
 from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import Generator, RolloutRunner
-from asyncrl.testing.fakes import FakeScorer, FakeSource, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.virtual_time import run_virtual
+
+
+def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run the coroutine of a test on the virtual clock."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **keywords: Any) -> None:
+        run_virtual(test(*arguments, **keywords))
+
+    return run
+
+
+class FakeSink:
+    """A GroupSink that gives `allow(n)` tickets and keeps what it is told."""
+
+    def __init__(self, num_tickets: int = 0, *, start_version: int = 0) -> None:
+        self.start_version = start_version
+        self.admitted: list[Ticket] = []
+        self.finished: list[Group] = []
+        self.failed: list[GroupId] = []
+        self._num_tickets = num_tickets
+        self._changed = asyncio.Event()
+
+    def allow(self, num_tickets: int) -> None:
+        """Give leave for so many groups more."""
+        self._num_tickets += num_tickets
+        self._changed.set()
+
+    async def wait_open(self) -> None:
+        """Return once there is a ticket."""
+        while not self._num_tickets:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def admit_nowait(self) -> Ticket:
+        """The next ticket, or WouldWait."""
+        if not self._num_tickets:
+            raise WouldWait("no ticket is left")
+        self._num_tickets -= 1
+        self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
+        return self.admitted[-1]
+
+    def finish_nowait(self, group: Group) -> Finished:
+        """Kept in `finished`."""
+        self.finished.append(group)
+        return "ready"
+
+    def fail_nowait(self, group_id: GroupId) -> None:
+        """Kept in `failed`."""
+        self.failed.append(group_id)
 
 
 def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
@@ -36,3 +95,49 @@ def make_producers(
         journal=journal or MemoryJournal(),
         **values,
     )
+
+
+@dataclass(frozen=True)
+class PlayedRun:
+    """`at_s`: when each batch was taken. `counts`: gauges of buffer and producers at the end."""
+
+    batches: list[Batch]
+    at_s: list[float]
+    counts: dict[str, float]
+
+
+def play_run(
+    engine: FakeEngine,
+    config: dict[str, Any],
+    *,
+    num_groups: int,
+    num_batches: int,
+    train_s: float,
+    scorer: Any = None,
+    **settings: Any,
+) -> PlayedRun:
+    """A whole run of the real buffer and producers, in virtual time."""
+    batches, at_s = list[Batch](), list[float]()
+
+    async def story() -> dict[str, float]:
+        buffer = Buffer(
+            BufferConfig.model_validate(config),
+            num_groups=num_groups,
+            num_batches=num_batches,
+            on_handed_back=lambda *handed_back: producers.handed_back(*handed_back),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            producers = make_producers(buffer, tasks.create_task, single_turn(engine, scorer), **settings)
+            running = tasks.create_task(producers.run(), name="producers")
+            for version in range(1, num_batches + 1):
+                batches.append(await buffer.wait_batch())
+                at_s.append(asyncio.get_running_loop().time())
+                await asyncio.sleep(train_s)
+                engine.policy_version = version
+                buffer.set_served_nowait(version)
+            running.cancel()
+            await producers.aclose()
+        return buffer.gauges() | producers.gauges()
+
+    counts = run_virtual(story())
+    return PlayedRun(batches, at_s, counts)

@@ -20,7 +20,8 @@ from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise import Supervision
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.run.watch import reported
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
@@ -96,15 +97,12 @@ class House:
             journal=MemoryJournal(),
         )
         self.trainer_process = FakeTrainerProcess(self.worker)
-        trainer = LivingTrainer(
+        trainer = SupervisedTrainer(
             TrainerClient(self.worker),
             [self.trainer_process],
-            SupervisionConfig(max_restarts=1),
-            heartbeat_s=3.0,
+            Supervision(SupervisionConfig(max_restarts=1), 3.0, print, print),
             before_start=lambda: None,
             recover=self._recover,
-            warn=lambda _: None,
-            on_event=lambda *_: None,
         )
         publisher = Publisher(
             trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import trainer
 import trainer_case
-from trainer_case import Case, Meter
+from trainer_case import Case
 
 
 def make_case(folder: Path, lengths: list[int]) -> Case:
@@ -23,25 +23,6 @@ def make_case(folder: Path, lengths: list[int]) -> Case:
         warm_up=0,
         micro_batch=4,
     )
-
-
-def test_the_meter_adds_up_stretches_and_leaves_out_what_is_between_them_and_the_warm_up():
-    case = Case("", "", "float32", "cpu", 2, False, seconds=0.0, warm_up=1)
-    meter = Meter(case)
-    sum(range(300_000))
-    for _ in range(2):
-        for _ in range(2):
-            meter.start()
-            meter.stop()
-        assert not meter.is_over()
-        meter.end_step()
-    assert meter.is_over()
-    before_cpu_s = meter.steps[0][0]
-    meter.start()
-    sum(range(300_000))
-    meter.stop()
-    meter.end_step()
-    assert before_cpu_s < meter.steps[-1][0]
 
 
 def test_sides_that_take_different_steps_end_the_benchmark():

@@ -4,55 +4,52 @@ ends.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
+from typing import Literal
 
 import pytest
-from buffer_groups import HandedBackLog, make_buffer, make_group, wait_admit
+from buffer_groups import HandedBackLog, make_buffer, make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.buffer.filter import is_filtered
-from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.overdue import OnOverdue
-from asyncrl.buffer.simulation import Simulation, Workload
-from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.filter import GroupFilter
 from asyncrl.errors import TaskError
 from asyncrl.messages.records import Group
 from asyncrl.messages.trainer_calls import Credit
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
+FilterKind = Literal["none", "equal_rewards"]
 
 
-@given(st.lists(FINITE, min_size=1, max_size=8))
+def is_filtered(group: Group, kind: FilterKind = "equal_rewards") -> bool:
+    return GroupFilter(kind, max_in_a_row=2).takes_nowait(group)
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8))
 def test_a_group_is_filtered_if_all_its_rewards_are_equal_and_only_if_that_is_asked_for(
     rewards: list[float],
 ) -> None:
     group = make_group(0, *([0] for _ in rewards), rewards=rewards)
-    assert is_filtered(group, "equal_rewards") == all(reward == rewards[0] for reward in rewards)
+    assert is_filtered(group) == all(reward == rewards[0] for reward in rewards)
     assert not is_filtered(group, "none")
 
 
-def test_where_parts_of_a_rollout_earn_rewards_of_their_own_those_are_compared_and_not_its_mean() -> None:
-    def with_credits(*rewards: tuple[float, float]) -> Group:
-        group = make_group(0, *([0, 0] for _ in rewards), rewards=[sum(pair) / 2 for pair in rewards])
-        branches = (
-            replace(branch, credits=(Credit(2, 3, first, 0), Credit(3, 4, second, 1)))
-            for branch, (first, second) in zip(group.trajectories, rewards, strict=True)
-        )
-        return replace(group, trajectories=tuple(branches))
-
-    assert is_filtered(with_credits((0.5, 0.5), (0.5, 0.5)), "equal_rewards")
-    assert not is_filtered(with_credits((0.0, 1.0), (0.0, 1.0)), "equal_rewards"), (
-        "one turn was better than the other"
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([(0.5, 0.5), (0.5, 0.5)], True),
+        ([(0.0, 1.0), (0.0, 1.0)], False),  # one turn was better than the other
+        ([(0.5, 0.5), (1.0, 1.0)], False),
+    ],
+)
+def test_where_parts_of_a_rollout_earn_rewards_of_their_own_those_are_compared_and_not_its_mean(
+    rewards: list[tuple[float, float]], expected: bool
+) -> None:
+    group = make_group(0, *([0, 0] for _ in rewards), rewards=[sum(pair) / 2 for pair in rewards])
+    branches = (
+        replace(branch, credits=(Credit(2, 3, first, 0), Credit(3, 4, second, 1)))
+        for branch, (first, second) in zip(group.trajectories, rewards, strict=True)
     )
-    assert not is_filtered(with_credits((0.5, 0.5), (1.0, 1.0)), "equal_rewards")
-    twice = make_group(0, [0], [0], rewards=[1.0, 1.0])
-    one_rollout_of_two = replace(
-        twice, trajectories=(twice.trajectories[0], replace(twice.trajectories[1], sample_index=0, branch=1))
-    )
-    assert is_filtered(one_rollout_of_two, "equal_rewards")
+    assert is_filtered(replace(group, trajectories=tuple(branches))) == expected
 
 
 def test_a_filtered_group_gives_its_place_to_another_prompt_with_a_deadline_of_its_own() -> None:
@@ -63,89 +60,18 @@ def test_a_filtered_group_gives_its_place_to_another_prompt_with_a_deadline_of_i
     buffer.take_nowait()
     buffer.set_served_nowait(1)
     buffer.admit_nowait()
-    assert buffer.num_open() == 0
+    assert buffer.rule.num_open == 0
     assert buffer.finish_nowait(make_group(1, [0], [0, 1], rewards=[0.5, 0.5])) == "filtered"
-    assert buffer.num_open() == 1
+    assert buffer.rule.num_open == 1
     assert buffer.admit_nowait().start_version == 1, "the group that it replaces had started at version 0"
-    stats = buffer.stats()
-    assert (stats.filtered, stats.filtered_tokens, stats.failed, stats.last_failure) == (1, 3, 0, "")
+    assert (buffer.gauges()["rollout/filtered"], buffer.gauges()["rollout/filtered_tokens"]) == (1, 3)
     assert log == [], "its prompt is not sampled again"
 
 
-def test_a_trainer_that_waited_for_a_filtered_straggler_goes_on_and_a_producer_starts_the_next_group() -> (
-    None
-):
-    async def story() -> None:
-        buffer = make_buffer(num_groups=1, max_staleness=1, filter_kind="equal_rewards")
-        for _ in range(2):
-            buffer.admit_nowait()
-        buffer.finish_nowait(make_group(0, [0], [0], rewards=[0.0, 1.0]))
-        buffer.take_nowait()
-        buffer.set_served_nowait(1)
-        newer = buffer.admit_nowait().group_id
-        buffer.finish_nowait(make_group(newer, [1], [1], rewards=[0.0, 1.0]))
-        async with asyncio.TaskGroup() as tasks:
-            training = tasks.create_task(buffer.wait_batch(), name="trainer")
-            producing = tasks.create_task(wait_admit(buffer), name="producer")
-            await all_blocked()
-            assert not training.done(), "group 1 would be too old for the batch after this one"
-            assert buffer.finish_nowait(make_group(1, [0], [0], rewards=[1.0, 1.0])) == "filtered"
-        assert [group.group_id for group in training.result().groups] == [newer]
-        assert producing.result().group_id == newer + 1
-        assert buffer.stats().waited_groups == 0, "mask would not have had to mask it"
-
-    run_virtual(story())
-
-
-def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_rewards_and_the_way_out() -> None:
-    buffer = make_buffer(num_groups=1, max_staleness=0, filter_kind="equal_rewards", max_filtered_groups=3)
-    for rewards in ([0.0, 0.0], [0.0, 0.0]):
-        assert (
-            buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [0], [0], rewards=rewards))
-            == "filtered"
-        )
-    assert (
-        buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [0], [0], rewards=[0.0, 1.0]))
-        == "ready"
-    ), "not in a row"
-    buffer.take_nowait()
-    buffer.set_served_nowait(1)
-    for rewards in ([0.0, 0.0], [0.25, 0.25]):
-        assert (
-            buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [1], [1], rewards=rewards))
-            == "filtered"
-        )
-    with pytest.raises(TaskError) as caught:
-        buffer.finish_nowait(make_group(buffer.admit_nowait().group_id, [1], [1], rewards=[0.0, 0.0]))
-    said = str(caught.value)
-    assert (
-        "3 groups in a row had the same reward for all their rollouts (0 in 2, 0.25 in 1; the last was group "
-        "5, prompt p5)" in said
-    )
-    assert "buffer.max_filtered_groups=3 in a row end the run" in said
-    assert "Way out: if that is the lowest reward, give easier prompts" in said
-    assert "buffer.filter=none" in said
-
-
-@pytest.mark.parametrize("max_staleness", [0, 8])
-@pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
-def test_a_run_that_filters_four_of_five_groups_generates_five_times_as_many(
-    max_staleness: int, on_overdue: OnOverdue
-) -> None:
-    rule = StalenessRule(
-        num_groups=16,
-        num_batches=200,
-        max_staleness=max_staleness,
-        on_overdue=on_overdue,
-        look_ahead=min(2, max_staleness),
-    )
-    workload = Workload(num_slots=64, sigma=0.5, train_s=0.5, filter_probability=0.8, seed=1)
-    simulation = Simulation(rule, workload, auto=LookAhead(max_staleness))
-    outcome = simulation.run()  # RuntimeError if nothing can happen any more
-    taken = [group_id for _, groups in simulation.batches for group_id, _ in groups]
-    assert len(taken) == len(set(taken)) == 200 * 16
-    assert (rule.num_running, rule.num_ready) == (0, 0), "nothing is sampled beyond what the run needs"
-    assert outcome.late_fraction == 0
-    assert max_staleness > 0 or taken == sorted(taken)
-    assert outcome.num_filtered == pytest.approx(4 * 200 * 16, rel=0.05)
-    assert outcome.age_max <= max_staleness
+def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_reward_and_the_way_out() -> None:
+    found = GroupFilter("equal_rewards", max_in_a_row=3)
+    same, other = ([0.25, 0.25], [0.0, 1.0])
+    for rewards in (same, same, other, same, same):  # not in a row
+        assert found.takes_nowait(make_group(0, [0], [0], rewards=rewards)) == (rewards is same)
+    with pytest.raises(TaskError, match=r"3 groups in a row .*group 5, prompt p5: 0.25(.|\n)*Way out"):
+        found.takes_nowait(make_group(5, [0], [0], rewards=same))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.simulation import Outcome, Simulation, Workload
+from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.messages.records import WaitReport
 
@@ -21,20 +21,14 @@ WORKLOADS = {
 }
 
 
-def simulate(
-    workload: Workload,
-    max_staleness: int,
-    look_ahead: int | None,
-    *,
-    num_batches: int,
-) -> Outcome:
+def simulate(workload: Workload, max_staleness: int, look_ahead: int | None) -> SimulationResult:
     auto = LookAhead(max_staleness) if look_ahead is None else None
     rule = StalenessRule(
         num_groups=16,
-        num_batches=num_batches,
+        num_batches=400,
         max_staleness=max_staleness,
         on_overdue="wait",
-        look_ahead=auto.current if look_ahead is None else look_ahead,  # type: ignore[union-attr]
+        look_ahead=auto.current if auto is not None else look_ahead or 0,
     )
     return Simulation(rule, workload, auto=auto).run()
 
@@ -48,17 +42,11 @@ def test_auto_comes_within_5_percent_of_the_best_fixed_look_ahead_and_is_no_more
 ) -> None:
     for seed in range(2):
         workload = Workload(sigma=sigma, seed=seed, **WORKLOADS[name])  # type: ignore[arg-type]
-        fixed = [
-            simulate(workload, max_staleness, look_ahead, num_batches=400)
-            for look_ahead in range(max_staleness + 1)
-        ]
+        fixed = [simulate(workload, max_staleness, look_ahead) for look_ahead in range(max_staleness + 1)]
         best = max(fixed, key=lambda outcome: outcome.batches_per_s)
-        auto = simulate(workload, max_staleness, None, num_batches=400)
-        rates = [round(outcome.batches_per_s / best.batches_per_s, 3) for outcome in fixed]
-        assert auto.batches_per_s >= 0.95 * best.batches_per_s, (
-            f"seed {seed}, fixed look-aheads reach {rates}"
-        )
-        assert auto.age_mean <= best.age_mean + 1, f"seed {seed}, fixed look-aheads reach {rates}"
+        auto = simulate(workload, max_staleness, None)
+        assert auto.batches_per_s >= 0.95 * best.batches_per_s, f"seed {seed}"
+        assert auto.age_mean <= best.age_mean + 1, f"seed {seed}"
 
 
 def feed(
@@ -72,12 +60,6 @@ def feed(
 ) -> None:
     for _ in range(count):
         auto.batch_taken(interval_s, WaitReport(generation_s=lack_s, stragglers_s=stragglers_s), spare)
-
-
-def test_at_max_staleness_0_there_is_nothing_to_choose() -> None:
-    auto = LookAhead(0)
-    feed(auto, 200, lack_s=0.9)
-    assert auto.current == 0
 
 
 @pytest.mark.parametrize("waited", [{"lack_s": 0.01}, {"stragglers_s": 0.8}])

@@ -48,7 +48,7 @@ class Story:
     def event(self, draw: random.Random) -> None:
         match draw.choice(["admit", "finish", "finish", "fail", "take"]):
             case "admit":
-                if self.buffer.num_open():
+                if self.buffer.rule.num_open:
                     ticket = self.buffer.admit_nowait()
                     self.tickets[ticket.group_id] = ticket
                     self.num_issued = ticket.group_id + 1
@@ -62,7 +62,7 @@ class Story:
             case "fail" if self.tickets and draw.random() < 0.2:
                 group_id = draw.choice(sorted(self.tickets))
                 del self.tickets[group_id]
-                self.log.append((self.buffer.fail_nowait(group_id, "planted"), group_id))
+                self.log.append((self.buffer.fail_nowait(group_id), group_id))
             case "take":
                 try:
                     batch = self.buffer.take_nowait()
@@ -120,14 +120,14 @@ def resume(
         if group_id not in late:
             buffer.finish_nowait(make_group(group_id, [ticket.start_version, story.version]))
     trained: set[GroupId] = set()
-    while (stats := buffer.stats()).ready >= num_groups:
-        assert (stats.running, stats.next_batch) == (0, story.version + len(trained) // num_groups)
+    while buffer.rule.num_ready >= num_groups:
+        assert buffer.rule.num_running == 0
         batch = buffer.take_nowait()  # raises WouldWait if it waits for what cannot come
         assert batch.min_version == max(0, batch.version - max_staleness)
         assert oldest_trained_age(batch) <= max_staleness
         trained |= {group.group_id for group in batch.groups}
         buffer.set_served_nowait(batch.version + 1)
-    assert len(late) + len(handed_back) + len(trained) + buffer.stats().ready == len(story.tickets) + len(
+    assert len(late) + len(handed_back) + len(trained) + buffer.rule.num_ready == len(story.tickets) + len(
         story.ready
     )
     assert len(late | handed_back | trained) == len(late) + len(handed_back) + len(trained)

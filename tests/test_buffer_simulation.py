@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from count_rule import CountOrder, CountRule
 
-from asyncrl.buffer.overdue import OnOverdue
 from asyncrl.buffer.simulation import Simulation, Workload
-from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
 
 PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 
@@ -19,9 +18,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 class ShortSightedRule(StalenessRule):
     """Looks only at what is due in the next batch: the mistake that the rule must not make."""
 
-    def first_in_danger(self) -> int | None:
+    def _is_in_danger(self) -> bool:
         due = self._running_due[self.next_batch] + self._ready_due[self.next_batch]
-        return self.next_batch if due > min(self.num_groups, self._ready_due[self.next_batch]) else None
+        return due > min(self.num_groups, self._ready_due[self.next_batch])
 
 
 def random_case(seed: int, on_overdue: OnOverdue, kind: type[StalenessRule] = StalenessRule) -> Simulation:
@@ -40,8 +39,6 @@ def random_case(seed: int, on_overdue: OnOverdue, kind: type[StalenessRule] = St
         group_size=draw.randint(1, 4),
         train_s=draw.choice([0.1, 0.5, 2.0]),
         publish_s=draw.choice([0.0, 0.1, 1.5]),
-        failure_probability=draw.choice([0.0, 0.1, 0.4]),
-        filter_probability=draw.choice([0.0, 0.3, 0.9]),
         seed=seed,
     )
     return Simulation(rule, workload)
@@ -49,15 +46,12 @@ def random_case(seed: int, on_overdue: OnOverdue, kind: type[StalenessRule] = St
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
 def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on_overdue: OnOverdue) -> None:
-    num_failed = num_filtered = num_waits = num_handed_back = num_masked = 0
+    num_handed_back = num_masked = 0
     for seed in range(200):
         simulation = random_case(seed, on_overdue)
         rule = simulation.rule
         outcome = simulation.run()  # RuntimeError if nothing can happen any more
-        num_failed += outcome.num_failed
-        num_filtered += outcome.num_filtered
-        num_waits += outcome.wait.stragglers_s > 0
-        num_handed_back += outcome.num_dropped + outcome.num_all_masked
+        num_handed_back += outcome.num_handed_back
         num_masked += outcome.masked_fraction > 0
         where = f"seed {seed}: {rule.num_groups} groups, {rule.max_staleness=}, {rule.look_ahead=}"
         taken = [group_id for _, groups in simulation.batches for group_id, _ in groups]
@@ -74,9 +68,6 @@ def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on
             assert not late, where
         if rule.max_staleness == 0:
             assert taken == sorted(taken), f"{where}: earliest deadline first is first in, first out"
-    assert num_failed > 100, "failures were to be part of it"
-    assert num_filtered > 1000, "so were filtered groups"
-    assert (num_waits > 20) == (on_overdue == "wait")
     assert (num_handed_back > 20) == (on_overdue == "drop")
     assert (num_masked > 20) == (on_overdue == "mask")
 
@@ -90,13 +81,6 @@ def test_looking_only_at_what_is_due_now_is_late_or_stands_still() -> None:
         except RuntimeError:
             num_broken += 1
     assert num_broken > 0, "then the longer look would not be needed"
-
-
-def test_the_parts_of_a_wait_add_up_to_the_idle_time() -> None:
-    rule = StalenessRule(num_groups=16, num_batches=200, max_staleness=4, on_overdue="wait", look_ahead=4)
-    workload = Workload(num_slots=40, sigma=1.0, train_s=0.5, publish_s=0.3, failure_probability=0.1)
-    outcome = Simulation(rule, workload).run()
-    assert outcome.wait.total_s == pytest.approx(outcome.idle_fraction * 200 / outcome.batches_per_s)
 
 
 def test_the_example_on_the_staleness_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

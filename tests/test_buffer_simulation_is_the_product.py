@@ -4,25 +4,17 @@ virtual time.
 
 from __future__ import annotations
 
-import asyncio
-import random
 from dataclasses import dataclass, replace
 
 import pytest
-from rollout_cases import make_producers, single_turn
+from rollout_cases import PlayedRun, play_run
 
-from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.overdue import OnOverdue
-from asyncrl.buffer.simulation import Outcome, Simulation, Workload
-from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.config import BufferConfig
-from asyncrl.errors import RewardFailure
-from asyncrl.messages.records import Group, Prompt, SamplingRequest
-from asyncrl.rollouts.producers import ProducersStats
+from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.memory_journal import MemoryJournal
-from asyncrl.testing.virtual_time import run_virtual
 
 NUM_BATCHES = 40
 
@@ -37,18 +29,6 @@ class Endless:
         return str(index)
 
 
-class Fails:
-    """A Scorer that fails when the simulation draws a failure, in the instant in which the sampling ends."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._draws, self._probability = random.Random(~workload.seed), workload.failure_probability
-
-    async def score(self, prompt: Prompt, completion: str) -> float:
-        if self._draws.random() < self._probability:
-            raise RewardFailure(f"no reward for {prompt.prompt_id}")
-        return 1.0
-
-
 @dataclass(frozen=True)
 class Case:
     workload: Workload
@@ -58,74 +38,37 @@ class Case:
     on_overdue: OnOverdue
 
 
-@dataclass(frozen=True)
-class Played:
-    """`batches`: (group id, oldest version) of each group, `at_s`: when taken; `started`: (prompt,
-    hand-backs) of each admission.
-    """
-
-    batches: list[list[tuple[int, int]]]
-    at_s: list[float]
-    started: list[tuple[int, int]]
-    stats: ProducersStats
-
-
-def play_product(case: Case) -> Played:
-    journal, batches, at_s = MemoryJournal(), list[list[tuple[int, int]]](), list[float]()
-
-    def started() -> list[tuple[int, int]]:
-        return [
-            (int(prompt.prompt_id.removeprefix("0/")), prompt.num_handed_back)
-            for _, _, prompt in journal.named("admitted")
-        ]
+def play_product(case: Case) -> PlayedRun:
+    journal = MemoryJournal()
 
     def latency_s(request: SamplingRequest) -> float:
         group, rollout, *_ = request.request_id.split("/")
-        prompt, num_handed_back = started()[int(group[1:])]
-        return case.workload.length_s(prompt, num_handed_back, int(rollout[1:]))
-
-    async def story() -> ProducersStats:
-        engine, scorer = FakeEngine(latency_s=latency_s), Fails(case.workload)
-        config = BufferConfig(
-            max_staleness=case.max_staleness, look_ahead=case.look_ahead, on_overdue=case.on_overdue
+        (prompt,) = (
+            prompt for _, ticket, prompt in journal.named("admitted") if ticket.group_id == int(group[1:])
         )
+        number = int(prompt.prompt_id.removeprefix("0/"))
+        return case.workload.length_s(number, prompt.num_handed_back, int(rollout[1:]))
 
-        def handed_back(group_id: int, group: Group | None, reason: str) -> None:
-            producers.handed_back(group_id, group, reason)  # type: ignore[arg-type]
-
-        buffer = Buffer(
-            config, num_groups=case.num_groups, num_batches=NUM_BATCHES, on_handed_back=handed_back
-        )
-        async with asyncio.TaskGroup() as tasks:
-            producers = make_producers(
-                buffer,
-                tasks.create_task,
-                single_turn(engine, scorer),
-                source=Feed(Endless(), seed=0, shuffle=False),
-                journal=journal,
-                timeout_s=None,
-                group_size=case.workload.group_size,
-                capacity=case.workload.num_slots,
-                max_failed_groups=10**6,
-                max_hand_backs=case.workload.max_hand_backs,
-            )
-            running = tasks.create_task(producers.run(), name="producers")
-            for version in range(NUM_BATCHES):
-                batch = await buffer.wait_batch()
-                batches.append([(group.group_id, group.oldest_version) for group in batch.groups])
-                at_s.append(asyncio.get_running_loop().time())
-                await asyncio.sleep(case.workload.train_s)
-                engine.policy_version = version + 1
-                buffer.set_served_nowait(version + 1)
-            running.cancel()
-            await producers.aclose()
-        return producers.stats()
-
-    stats = run_virtual(story())
-    return Played(batches, at_s, started(), stats)
+    return play_run(
+        FakeEngine(latency_s=latency_s),
+        {
+            "max_staleness": case.max_staleness,
+            "look_ahead": case.look_ahead,
+            "on_overdue": case.on_overdue,
+        },
+        num_groups=case.num_groups,
+        num_batches=NUM_BATCHES,
+        train_s=case.workload.train_s,
+        source=Feed(Endless(), seed=0, shuffle=False),
+        journal=journal,
+        timeout_s=None,
+        group_size=case.workload.group_size,
+        capacity=case.workload.num_slots,
+        max_hand_backs=case.workload.max_hand_backs,
+    )
 
 
-def play_simulation(case: Case) -> tuple[Simulation, Outcome]:
+def play_simulation(case: Case) -> tuple[Simulation, SimulationResult]:
     rule = StalenessRule(
         num_groups=case.num_groups,
         num_batches=NUM_BATCHES,
@@ -148,37 +91,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulation_plays_the_run_that_the_product_plays(name: str) -> None:
     case = CASES[name]
-    product, (simulation, outcome) = play_product(case), play_simulation(case)
-    assert [list(groups) for _, groups in simulation.batches] == product.batches
-    assert outcome.num_dropped == product.stats.dropped
-    assert outcome.num_given_up == product.stats.given_up
-    assert outcome.num_failed == product.stats.failed_groups
-    assert outcome.batches_per_s == pytest.approx(NUM_BATCHES / (product.at_s[-1] + case.workload.train_s))
-    assert (outcome.num_dropped > 10) == (case.on_overdue == "drop"), "it was to be about that"
-
-
-@pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("max_hand_backs", [0, 2])
-@pytest.mark.parametrize("num_slots", [10**6, 5])
-def test_the_simulation_plays_failures_as_the_product_does(
-    num_slots: int, max_hand_backs: int, max_staleness: int
-) -> None:
-    # Groups of one rollout, for a draw decides whether a rollout of the product fails, and whether a group of
-    # the simulation does.
-    workload = replace(
-        FREE,
-        num_slots=num_slots,
-        group_size=1,
-        failure_probability=0.3,
-        prompt_share=0.5,
-        max_hand_backs=max_hand_backs,
-    )
-    case = Case(workload, 4, max_staleness, min(1, max_staleness), "drop")
-    product, (simulation, outcome) = play_product(case), play_simulation(case)
-    assert [list(groups) for _, groups in simulation.batches] == product.batches
-    assert (outcome.num_failed, outcome.num_given_up) == (product.stats.failed_groups, product.stats.given_up)
-    assert outcome.num_dropped == product.stats.dropped
-    assert outcome.num_failed > 10
-    assert (max(count for _, count in product.started) == 2) == (max_hand_backs == 2), (
-        "it was to be about prompts that come again"
-    )
+    played, (simulation, outcome) = play_product(case), play_simulation(case)
+    batches = [[(group.group_id, group.oldest_version) for group in one.groups] for one in played.batches]
+    assert [list(groups) for _, groups in simulation.batches] == batches
+    counts = [played.counts[f"rollout/{name}"] for name in ("dropped", "given_up")]
+    assert [outcome.num_handed_back, outcome.num_given_up] == counts
+    assert outcome.batches_per_s == pytest.approx(NUM_BATCHES / (played.at_s[-1] + case.workload.train_s))
+    assert (outcome.num_handed_back > 10) == (case.on_overdue == "drop"), "it was to be about that"

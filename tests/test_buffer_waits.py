@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from buffer_groups import make_buffer, make_group, wait_admit
+from rollout_cases import virtual
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.errors import RoomError
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.testing.virtual_time import all_blocked
 
 
 def admit(buffer: Buffer, count: int) -> list[int]:
@@ -23,156 +22,53 @@ def finish(buffer: Buffer, *group_ids: int, version: int = 0) -> None:
         buffer.finish_nowait(make_group(group_id, [version]))
 
 
-def test_a_producer_waits_until_a_newer_version_is_served() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
-        finish(buffer, *admit(buffer, 2))
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(wait_admit(buffer), name="producer")
-            await buffer.wait_batch()
-            await all_blocked()
-            assert not waiting.done()
-            buffer.set_served_nowait(1)
-        assert waiting.result().start_version == 1
-
-    run_virtual(story())
-
-
-def test_the_trainer_waits_until_the_finish_that_completes_its_batch() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
-        admit(buffer, 2)
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(buffer.wait_batch(), name="trainer")
-            finish(buffer, 1)
-            await all_blocked()
-            assert not waiting.done()
-            finish(buffer, 0)
-        assert [group.group_id for group in waiting.result().groups] == [0, 1], "in order of admission"
-
-    run_virtual(story())
-
-
-def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
-        admit(buffer, 2)
-        waiting = asyncio.create_task(buffer.wait_batch(), name="trainer")
-        await all_blocked()
-        finish(buffer, 0, 1)
-        waiting.cancel()  # awake already, not run yet
-        await all_blocked()
-        assert waiting.cancelled()
-        assert (await buffer.wait_batch()).version == 0
-
-    run_virtual(story())
-
-
-def test_a_cancelled_producer_takes_no_ticket_with_it() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=0)
-        admit(buffer, 2)
-        first, second = (asyncio.create_task(wait_admit(buffer), name=name) for name in ("first", "second"))
-        await all_blocked()
-        buffer.fail_nowait(0, "bad reward")
-        first.cancel()
-        await all_blocked()
-        assert first.cancelled()
-        assert second.result().group_id == 2
-        assert buffer.num_open() == 0
-
-    run_virtual(story())
-
-
-def test_a_wait_is_split_by_what_was_waited_for() -> None:
-    async def story() -> None:
-        buffer = make_buffer(max_staleness=1)
-        admit(buffer, 4)
-        finish(buffer, 0, 1)
-        await buffer.wait_batch()
-        assert buffer.last_wait.total_s == 0
-        finish(buffer, 2)
-
-        async def others() -> None:
-            await asyncio.sleep(3)  # batch 1 waits for group 3: generation
-            buffer.set_served_nowait(1)
-            admit(buffer, 2)
-            finish(buffer, 4, version=1)  # now two are ready, but group 3 would be late in batch 2
-            await asyncio.sleep(5)
-            finish(buffer, 3)
-
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(others(), name="others")
-            batch = await buffer.wait_batch()
-        assert [group.group_id for group in batch.groups] == [2, 3]
-        wait = buffer.last_wait
-        assert (wait.generation_s, wait.stragglers_s, wait.publishing_s) == (3, 5, 0)
-        stats = buffer.stats()
-        assert (stats.straggler_s, stats.num_straggler_waits, stats.waited_groups, stats.waited_tokens) == (
-            5,
-            1,
-            1,
-            1,
-        )
-
-    run_virtual(story())
-
-
-def test_asking_for_more_batches_than_the_run_has_is_an_error_and_no_hang() -> None:
-    async def story() -> None:
-        buffer = make_buffer(num_batches=1, max_staleness=0)
-        finish(buffer, *admit(buffer, 2))
-        await buffer.wait_batch()
-        with pytest.raises(RoomError, match="after all 1 were taken"):
-            await buffer.wait_batch()
-
-    run_virtual(story())
-
-
-def test_masked_tokens_are_counted_from_the_spans() -> None:
-    buffer = make_buffer(num_groups=1, max_staleness=1, on_overdue="mask")
+@virtual
+async def test_a_cancelled_trainer_takes_no_batch_with_it() -> None:
+    buffer = make_buffer(max_staleness=0)
     admit(buffer, 2)
-    finish(buffer, 0)
-    buffer.take_nowait()
-    buffer.set_served_nowait(1)
-    finish(buffer, *admit(buffer, 1), version=1)
-    buffer.take_nowait()
-    buffer.finish_nowait(make_group(1, [0, 0, 0, 1, 2], [2]))
-    assert [group.group_id for group in buffer.take_nowait().groups] == [1]
-    stats = buffer.stats()
-    assert (stats.masked_groups, stats.masked_tokens, stats.consumed_tokens) == (1, 3, 8)
+    waiting = asyncio.create_task(buffer.wait_batch(), name="trainer")
+    await all_blocked()
+    finish(buffer, 0, 1)
+    waiting.cancel()  # awake already, not run yet
+    await all_blocked()
+    assert waiting.cancelled()
+    assert (await buffer.wait_batch()).version == 0
 
 
-def test_a_trajectory_without_a_sampled_token_is_refused() -> None:
-    buffer = make_buffer()
-    admit(buffer, 1)
-    with pytest.raises(RoomError, match="group 0, sample 1, has no sampled token"):
-        buffer.finish_nowait(make_group(0, [0], []))
-    assert buffer.stats().running == 1
+@virtual
+async def test_a_cancelled_producer_takes_no_ticket_with_it() -> None:
+    buffer = make_buffer(max_staleness=0)
+    admit(buffer, 2)
+    first, second = (asyncio.create_task(wait_admit(buffer), name=name) for name in ("first", "second"))
+    await all_blocked()
+    buffer.fail_nowait(0)
+    first.cancel()
+    await all_blocked()
+    assert first.cancelled()
+    assert second.result().group_id == 2
+    assert buffer.rule.num_open == 0
 
 
-def test_look_ahead_auto_grows_when_the_trainer_lacks_groups() -> None:
-    async def story() -> None:
-        buffer = make_buffer(num_groups=1, num_batches=40, max_staleness=8, look_ahead="auto")
+@virtual
+async def test_a_wait_is_split_by_what_was_waited_for() -> None:
+    buffer = make_buffer(max_staleness=1)
+    admit(buffer, 4)
+    finish(buffer, 0, 1)
+    await buffer.wait_batch()
+    assert buffer.last_wait.total_s == 0
+    finish(buffer, 2)
 
-        async def group(group_id: int, version: int) -> None:
-            await asyncio.sleep(8)
-            finish(buffer, group_id, version=version)
+    async def others() -> None:
+        await asyncio.sleep(3)  # batch 1 waits for group 3: generation
+        buffer.set_served_nowait(1)
+        admit(buffer, 2)
+        finish(buffer, 4, version=1)  # now two are ready, but group 3 would be late in batch 2
+        await asyncio.sleep(5)
+        finish(buffer, 3)
 
-        async def producer(tasks: asyncio.TaskGroup) -> None:
-            while True:
-                ticket = await wait_admit(buffer)
-                tasks.create_task(
-                    group(ticket.group_id, ticket.start_version), name=f"group {ticket.group_id}"
-                )
-
-        async with asyncio.TaskGroup() as tasks:
-            producing = tasks.create_task(producer(tasks), name="producer")
-            for version in range(40):
-                await buffer.wait_batch()
-                await asyncio.sleep(1)
-                buffer.set_served_nowait(version + 1)
-            producing.cancel()
-        assert buffer.stats().look_ahead == 8, "a group takes as long as eight steps"
-
-    run_virtual(story())
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(others(), name="others")
+        batch = await buffer.wait_batch()
+    assert [group.group_id for group in batch.groups] == [2, 3]
+    wait = buffer.last_wait
+    assert (wait.generation_s, wait.stragglers_s, wait.publishing_s) == (3, 5, 0)

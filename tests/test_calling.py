@@ -97,7 +97,7 @@ async def test_a_call_waits_for_a_descriptor_of_our_own_and_its_server_is_not_lo
 ) -> None:
     monkeypatch.setattr("asyncrl.http.RETRY_S", 0.01)
     noted = asyncio.Event()
-    monkeypatch.setattr(caller, "_note_short", lambda _: noted.set())
+    monkeypatch.setattr(caller, "_warn_of_shortage", lambda _: noted.set())
     with no_descriptor_left():
         asking = asyncio.ensure_future(caller.get("/health", ErrorBody, timeout_s=None))
         await noted.wait()
@@ -118,7 +118,7 @@ async def test_a_call_that_finds_no_descriptor_names_this_process_and_its_limit(
         await caller.get("/health", ErrorBody, timeout_s=timeout_s)
     assert "cannot open a connection to engine-0, which may be well: Too many open files" in caught.value.what
     assert re.search(
-        r"all of its \d+ descriptors open \(RLIMIT_NOFILE; \d+ is the hard limit\)", caught.value.rule
+        r"all its \d+ descriptors open \(RLIMIT_NOFILE; \d+ is the hard limit\)", caught.value.rule
     )
     assert "rollout.slots" in caught.value.way_out
 

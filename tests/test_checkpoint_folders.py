@@ -32,38 +32,29 @@ def write(checkpoints: Checkpoints, version: int) -> Path:
     return checkpoints.finish(pending, version, {"num_drawn": 8 * version})
 
 
-def test_the_newest_whole_checkpoint_comes_back_with_what_it_was_given(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, 10, 20, 30)
-    whole, told = checkpoints.newest_whole()
-    assert whole is not None
-    assert (whole.version, whole.controller, told) == (30, {"num_drawn": 240}, [])
-    assert (whole.trainer_dir / "deep" / "rng").read_bytes() == bytes([30])
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest", "no_manifest", "rename"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["", "flip", "cut", "remove", "manifest", "no_manifest", "rename"])
+def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_taken(tmp_path: Path, damage: str) -> None:
     checkpoints = make(tmp_path, 10, 20)
     folder = checkpoints.root / "step_20"
-    weights = folder / "trainer" / "weights"
+    weights, manifest = folder / "trainer" / "weights", folder / "manifest.json"
     content = bytearray(weights.read_bytes())
     if damage == "flip":
         content[500] ^= 1
         weights.write_bytes(content)
     elif damage == "cut":
         weights.write_bytes(content[:-1])
-    elif damage == "remove":
-        weights.unlink()
     elif damage == "manifest":
-        (folder / "manifest.json").write_text('{"format": 1, "ver')
-    elif damage == "no_manifest":
-        (folder / "manifest.json").unlink()
-    else:
+        manifest.write_text('{"format": 1, "ver')
+    elif damage == "rename":
         folder.rename(checkpoints.root / "step_25")
+    elif damage:
+        (weights if damage == "remove" else manifest).unlink()
     whole, told = checkpoints.newest_whole()
     assert whole is not None
-    assert whole.version == 10
-    assert len(told) == 1
-    assert "step_2" in told[0].why
+    version = 10 if damage else 20
+    assert (whole.version, whole.controller) == (version, {"num_drawn": 8 * version})
+    assert (whole.trainer_dir / "deep" / "rng").read_bytes() == bytes([version])
+    assert ["step_2" in found.why for found in told] == [True] * bool(damage)
 
 
 def damage(checkpoints: Checkpoints, version: int) -> None:
@@ -82,32 +73,21 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) ->
     (told,) = set_aside(passed_over)
     assert "it lies in damaged_step_20 now" in told
     assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10], 0)
-    write(checkpoints, 30)
-    assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10, 30], 10)
-    damage(checkpoints, 30)
-    whole, passed_over = checkpoints.newest_whole()
-    assert whole is not None
-    assert whole.version == 10
-    set_aside(passed_over)
     write(checkpoints, 20)
-    assert sorted(path.name for path in checkpoints.root.iterdir()) == [
-        "damaged_step_20",
-        "damaged_step_30",
-        "step_10",
-        "step_20",
-    ]
+    assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10, 20], 10)
+    names = sorted(path.name for path in checkpoints.root.iterdir())
+    assert names == ["damaged_step_20", "step_10", "step_20"]
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
 @pytest.mark.parametrize("what", ["manifest.json", "weights", "controller.json", "checkpoints"])
 def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     checkpoints = make(tmp_path, 10, 20)
 
     def fails(path: Path | str) -> None:
         if Path(path).name == what and (what == "checkpoints" or "step_20" in str(path)):
-            raise OSError(number, os.strerror(number))
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def before(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda path, *args, **named: (fails(path), call(path, *args, **named))[1]
@@ -116,7 +96,7 @@ def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_nam
         broken.setattr("asyncrl.checkpoints.manifest.sha256_of", before(sha256_of))
         broken.setattr("pathlib.Path.read_text", before(Path.read_text))
         broken.setattr("pathlib.Path.iterdir", before(Path.iterdir))
-        with pytest.raises(CheckpointError, match=f"cannot be read: .*{os.strerror(number)}") as caught:
+        with pytest.raises(CheckpointError, match="cannot be read: .*Too many open files") as caught:
             checkpoints.newest_whole()
     assert not isinstance(caught.value, CheckpointDamaged)
     assert "limit of open files" in caught.value.way_out
@@ -126,34 +106,21 @@ def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_nam
 
 def test_one_of_a_newer_asyncrl_is_refused_and_not_set_aside(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10, 20)
-    (checkpoints.root / "step_20" / "manifest.json").write_text(
-        json.dumps({"format": 2, "steps": [], "sums": "elsewhere"})
-    )
-    with pytest.raises(
-        CheckpointError, match="step_20 has format 2, this version of asyncrl reads 1"
-    ) as caught:
+    newer = json.dumps({"format": 2, "steps": [], "sums": "elsewhere"})
+    (checkpoints.root / "step_20" / "manifest.json").write_text(newer)
+    with pytest.raises(CheckpointError, match="step_20 has format 2, this version .* reads 1") as caught:
         checkpoints.newest_whole()
     assert not isinstance(caught.value, CheckpointDamaged)
-    assert "a newer one" in caught.value.way_out
 
 
-def test_a_checkpoint_that_was_being_replaced_when_the_run_was_killed_is_there(tmp_path: Path) -> None:
+def test_what_a_killed_run_left_half_done_is_put_right_or_removed_and_never_taken(tmp_path: Path) -> None:
     checkpoints = make(tmp_path, 10)
-    (checkpoints.root / "step_10").rename(checkpoints.root / ".step_10.old")
-    checkpoints.begin()
-    whole, told = checkpoints.newest_whole()
-    assert whole is not None
-    assert (whole.version, told, [path.name for path in checkpoints.root.iterdir()]) == (10, [], ["step_10"])
-
-
-def test_what_a_killed_run_left_half_done_is_removed_and_never_taken(tmp_path: Path) -> None:
-    checkpoints = make(tmp_path, 10)
+    (checkpoints.root / "step_10").rename(checkpoints.root / ".step_10.old")  # was being replaced
     half = checkpoints.begin()
     half.trainer_dir.mkdir()
     whole, told = make(tmp_path).newest_whole()
     assert whole is not None
-    assert (whole.version, told) == (10, [])
-    assert not half.folder.exists()
+    assert (whole.version, told, [path.name for path in checkpoints.root.iterdir()]) == (10, [], ["step_10"])
 
 
 def test_what_says_what_was_done_is_on_disk_before_the_checkpoint_is(

@@ -11,11 +11,11 @@ import pytest
 from engine_contract import (
     abort,
     check_whole,
+    contract,
     flip_last_bit,
     health,
     prepare,
     refused,
-    run,
     staged,
     until,
     until_decoding,
@@ -30,301 +30,237 @@ from asyncrl.messages.base import Interrupt
 pytest_plugins = ["engine_under_test"]
 
 
-def test_health_says_what_it_is_and_that_nothing_runs(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        now = await health(engine)
-        assert (now.slots, now.max_length, now.num_running, now.num_queued, now.asleep) == (
-            SLOTS,
-            MAX_LENGTH,
-            0,
-            0,
-            [],
-        )
-        assert now.policy_version == engine.policy_version
-        assert now.kind == server.kind
-
-    run(server, story)
-
-
-def test_an_answer_has_its_budget_of_tokens_with_a_logprob_each_and_spans_that_cover_them_once(
-    server: Server,
+@contract
+async def test_an_answer_has_its_budget_of_tokens_with_a_logprob_each_and_spans_that_cover_them_once(
+    server: Server, engine: EngineClient
 ) -> None:
-    async def story(engine: EngineClient) -> None:
-        requests = [
-            server.request(max_tokens=tokens, seed=tokens, temperature=0.8) for tokens in (1, 2, 17, 60, 3, 8)
-        ]
-        answers = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
-        for request, answer in zip(requests, answers, strict=True):
-            check_whole(answer, server)
-            assert (answer.request_id, len(answer.token_ids), answer.finish_reason) == (
-                request.request_id,
-                request.max_tokens,
-                "length",
-            )
-            assert versions_of(answer) == [engine.policy_version]
-
-    run(server, story)
+    requests = [
+        server.request(max_tokens=tokens, seed=tokens, temperature=0.8) for tokens in (1, 2, 17, 60, 3, 8)
+    ]
+    answers = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
+    for request, answer in zip(requests, answers, strict=True):
+        check_whole(answer, server)
+        assert (answer.request_id, len(answer.token_ids), answer.finish_reason) == (
+            request.request_id,
+            request.max_tokens,
+            "length",
+        )
+        assert versions_of(answer) == [engine.policy_version]
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        first, again, other = [
-            await engine.generate_segment(server.request(seed=seed)) for seed in (11, 11, 12)
-        ]
-        assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs)
-        assert first.token_ids != other.token_ids, "20 draws from 50 tokens"
-
-    run(server, story)
+@contract
+async def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(
+    server: Server, engine: EngineClient
+) -> None:
+    first, again, other = [await engine.generate_segment(server.request(seed=seed)) for seed in (11, 11, 12)]
+    assert (first.token_ids, first.logprobs) == (again.token_ids, again.logprobs)
+    assert first.token_ids != other.token_ids, "20 draws from 50 tokens"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_resumed_request_draws_what_the_uninterrupted_one_draws(server: Server, temperature: float) -> None:
-    async def story(engine: EngineClient) -> None:
-        whole, head = [
-            await engine.generate_segment(server.request(max_tokens=tokens, temperature=temperature))
-            for tokens in (30, 11)
-        ]
-        assert head.token_ids == whole.token_ids[:11]
-        resumed = {
-            "prompt_ids": [1, 2, 3, *head.token_ids],
-            "num_resumed": 11,
-            "max_tokens": 19,
-            "temperature": temperature,
-        }
-        tail, again = [await engine.generate_segment(server.request(**resumed)) for _ in range(2)]
-        assert (again.token_ids, again.logprobs) == (tail.token_ids, tail.logprobs)
-        if server.traits.resumes_draws or temperature == 0.0:
-            assert head.token_ids + tail.token_ids == whole.token_ids
+@contract
+async def test_a_resumed_request_draws_what_the_uninterrupted_one_draws(
+    server: Server, engine: EngineClient, temperature: float
+) -> None:
+    whole, head = [
+        await engine.generate_segment(server.request(max_tokens=tokens, temperature=temperature))
+        for tokens in (30, 11)
+    ]
+    assert head.token_ids == whole.token_ids[:11]
+    resumed = {
+        "prompt_ids": [1, 2, 3, *head.token_ids],
+        "num_resumed": 11,
+        "max_tokens": 19,
+        "temperature": temperature,
+    }
+    tail, again = [await engine.generate_segment(server.request(**resumed)) for _ in range(2)]
+    assert (again.token_ids, again.logprobs) == (tail.token_ids, tail.logprobs)
+    if server.traits.resumes_draws or temperature == 0.0:
+        assert head.token_ids + tail.token_ids == whole.token_ids
 
-    run(server, story)
 
-
-def test_a_request_that_cannot_fit_is_refused_with_the_numbers(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        with pytest.raises(RequestRefused) as refusal:
-            await engine.generate_segment(server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH - 9))
-        for number in ("10", str(MAX_LENGTH - 9), str(MAX_LENGTH + 1), str(MAX_LENGTH)):
-            assert number in refusal.value.what
-        fitting = server.request(prompt_ids=[1] * (MAX_LENGTH - 2), max_tokens=2)
-        assert len((await engine.generate_segment(fitting)).token_ids) == 2
-
-    run(server, story)
+@contract
+async def test_a_request_that_cannot_fit_is_refused_with_the_numbers(
+    server: Server, engine: EngineClient
+) -> None:
+    with pytest.raises(RequestRefused) as refusal:
+        await engine.generate_segment(server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH - 9))
+    for number in ("10", str(MAX_LENGTH - 9), str(MAX_LENGTH + 1), str(MAX_LENGTH)):
+        assert number in refusal.value.what
+    fitting = server.request(prompt_ids=[1] * (MAX_LENGTH - 2), max_tokens=2)
+    assert len((await engine.generate_segment(fitting)).token_ids) == 2
 
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, 2**40])
-def test_a_token_id_that_the_model_does_not_know_is_refused(server: Server, token_id: int) -> None:
+@contract
+async def test_a_token_id_that_the_model_does_not_know_is_refused(
+    server: Server, engine: EngineClient, token_id: int
+) -> None:
     server.needs(server.traits.knows_prompts, "any id is a token")
-
-    async def story(engine: EngineClient) -> None:
-        with pytest.raises(RequestRefused) as refusal:
-            await engine.generate_segment(server.request(prompt_ids=[1, token_id]))
-        assert str(token_id) in refusal.value.what
-        assert f"0..{VOCAB_SIZE - 1}" in refusal.value.rule
-        assert len((await engine.generate_segment(server.request())).token_ids) == 20, "it lives"
-
-    run(server, story)
+    with pytest.raises(RequestRefused) as refusal:
+        await engine.generate_segment(server.request(prompt_ids=[1, token_id]))
+    assert str(token_id) in refusal.value.what
+    assert f"0..{VOCAB_SIZE - 1}" in refusal.value.rule
+    assert len((await engine.generate_segment(server.request())).token_ids) == 20, "it lives"
 
 
-def test_more_resumed_ids_than_prompt_ids_are_refused(server: Server) -> None:
-    server.needs(server.traits.knows_prompts, "it has no use for resumed ids")
+@contract
+async def test_an_id_that_is_running_is_refused_a_second_time(server: Server, engine: EngineClient) -> None:
+    first = asyncio.create_task(engine.generate_segment(server.request(request_id="twice", max_tokens=LONG)))
+    await until(engine, lambda now: now.num_running == 1)
+    with pytest.raises((EngineError, RequestRefused), match="twice.* already"):
+        await engine.generate_segment(server.request(request_id="twice"))
+    assert await abort(engine, ["twice"]) == ["twice"]
+    assert (await first).finish_reason == "abort"
 
-    async def story(engine: EngineClient) -> None:
-        with pytest.raises(RequestRefused, match="num_resumed=4 of 3"):
-            await engine.generate_segment(server.request(num_resumed=4))
 
-    run(server, story)
+@contract
+async def test_abort_ends_the_named_requests_with_what_they_have_and_leaves_unknown_ids_out(
+    server: Server, engine: EngineClient
+) -> None:
+    requests = [server.request(max_tokens=LONG, seed=seed) for seed in range(3)]
+    tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
+    await until_decoding(engine, 3)
+    wanted = [requests[1].request_id, "nobody"]
+    assert await abort(engine, wanted) == wanted[:1]
+    aborted = await tasks[1]
+    check_whole(aborted, server)
+    assert aborted.finish_reason == "abort"
+    assert 0 < len(aborted.token_ids) < LONG
+    assert not tasks[0].done()
+    assert not tasks[2].done()
+    assert (await health(engine)).num_running == 2
+    assert set(await abort(engine)) == {requests[0].request_id, requests[2].request_id}
+    assert [(await task).finish_reason for task in (tasks[0], tasks[2])] == ["abort", "abort"]
+    again = await engine.generate_segment(server.request(max_tokens=len(aborted.token_ids), seed=1))
+    assert (aborted.token_ids, aborted.logprobs) == (again.token_ids, again.logprobs), (
+        "the beginning of the whole answer"
+    )
 
 
-def test_an_id_that_is_running_is_refused_a_second_time(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        first = asyncio.create_task(
-            engine.generate_segment(server.request(request_id="twice", max_tokens=LONG))
-        )
+@contract
+async def test_an_aborted_request_frees_its_slot_at_once_for_the_one_that_waits(
+    server: Server, engine: EngineClient
+) -> None:
+    requests = [server.request(max_tokens=LONG) for _ in range(SLOTS)]
+    tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
+    await until(engine, lambda now: now.num_running == SLOTS)
+    waiting = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
+    await until(engine, lambda now: now.num_queued == 1)
+    await abort(engine, [requests[0].request_id])
+    assert len((await waiting).token_ids) == 5
+    assert [task.done() for task in tasks] == [True, False, False, False]
+    await abort(engine)
+    await asyncio.gather(*tasks)
+
+
+@contract
+async def test_a_client_that_goes_away_frees_its_slot(server: Server, engine: EngineClient) -> None:
+    async with another_client(server, engine) as leaver:
+        task = asyncio.create_task(leaver.generate_segment(server.request(max_tokens=LONG)))
         await until(engine, lambda now: now.num_running == 1)
-        with pytest.raises((EngineError, RequestRefused), match="twice.* already"):
-            await engine.generate_segment(server.request(request_id="twice"))
-        assert await abort(engine, ["twice"]) == ["twice"]
-        assert (await first).finish_reason == "abort"
-
-    run(server, story)
-
-
-def test_abort_ends_the_named_requests_with_what_they_have_and_leaves_unknown_ids_out(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        requests = [server.request(max_tokens=LONG, seed=seed) for seed in range(3)]
-        tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
-        await until_decoding(engine, 3)
-        wanted = [requests[1].request_id, "nobody"]
-        assert await abort(engine, wanted) == wanted[:1]
-        aborted = await tasks[1]
-        check_whole(aborted, server)
-        assert aborted.finish_reason == "abort"
-        assert 0 < len(aborted.token_ids) < LONG
-        assert not tasks[0].done()
-        assert not tasks[2].done()
-        assert (await health(engine)).num_running == 2
-        assert set(await abort(engine)) == {requests[0].request_id, requests[2].request_id}
-        assert [(await task).finish_reason for task in (tasks[0], tasks[2])] == ["abort", "abort"]
-        again = await engine.generate_segment(server.request(max_tokens=len(aborted.token_ids), seed=1))
-        assert (aborted.token_ids, aborted.logprobs) == (again.token_ids, again.logprobs), (
-            "the beginning of the whole answer"
-        )
-
-    run(server, story)
-
-
-def test_an_aborted_request_frees_its_slot_at_once_for_the_one_that_waits(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        requests = [server.request(max_tokens=LONG) for _ in range(SLOTS)]
-        tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
-        await until(engine, lambda now: now.num_running == SLOTS)
-        waiting = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
-        await until(engine, lambda now: now.num_queued == 1)
-        await abort(engine, [requests[0].request_id])
-        assert len((await waiting).token_ids) == 5
-        assert [task.done() for task in tasks] == [True, False, False, False]
-        await abort(engine)
-        await asyncio.gather(*tasks)
-
-    run(server, story)
-
-
-def test_a_queued_request_can_be_aborted_and_has_no_tokens(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        requests = [server.request(max_tokens=LONG) for _ in range(SLOTS)]
-        tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
-        await until(engine, lambda now: now.num_running == SLOTS)
-        waiting = asyncio.create_task(engine.generate_segment(server.request(request_id="waits")))
-        await until(engine, lambda now: now.num_queued == 1)
-        assert await abort(engine, ["waits"]) == ["waits"]
-        answer = await waiting
-        assert (answer.token_ids, answer.logprobs, answer.version_spans, answer.finish_reason) == (
-            [],
-            [],
-            [],
-            "abort",
-        )
-        await abort(engine)
-        await asyncio.gather(*tasks)
-
-    run(server, story)
-
-
-def test_a_client_that_goes_away_frees_its_slot(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        async with another_client(server, engine) as leaver:
-            task = asyncio.create_task(leaver.generate_segment(server.request(max_tokens=LONG)))
-            await until(engine, lambda now: now.num_running == 1)
-            task.cancel()
-            await asyncio.wait([task])
-        await until(engine, lambda now: now.num_running == 0)
-
-    run(server, story)
+        task.cancel()
+        await asyncio.wait([task])
+    await until(engine, lambda now: now.num_running == 0)
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
-def test_a_commit_changes_the_version_between_two_tokens(server: Server, interrupt: Interrupt) -> None:
-    async def story(engine: EngineClient) -> None:
-        old = engine.policy_version
-        max_tokens = server.traits.waited if interrupt == "wait" else LONG
-        requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]
-        tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
-        await until_decoding(engine, SLOTS)
-        queued = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
-        await until(engine, lambda now: now.num_queued == 1)
-        digest = await prepare(engine, server, old + 1, scale=1.25)
-        num_commits = engine.num_commits
-        swapped = await engine.commit(old + 1, digest, interrupt)
-        assert (swapped.version, swapped.digest) == (old + 1, digest)
-        assert swapped.pause_s >= 0.0
-        assert engine.num_commits == num_commits + 2, "begun and ended"
-        assert engine.policy_version == (await health(engine)).policy_version == old + 1
-        num_aborted = SLOTS + server.traits.aborts_queued
-        assert (
-            swapped.num_interrupted
-            == {"abort": num_aborted, "keep": SLOTS, "keep_kv": SLOTS, "wait": 0}[interrupt]
-        )
-        for answer in await asyncio.gather(*tasks):
-            check_whole(answer, server)
-            assert versions_of(answer) == ([old, old + 1] if interrupt.startswith("keep") else [old])
-            assert answer.finish_reason == ("abort" if interrupt == "abort" else "length")
-            assert (len(answer.token_ids) == max_tokens) == (interrupt != "abort")
-        is_aborted = interrupt == "abort" and server.traits.aborts_queued
-        assert versions_of(await queued) == ([] if is_aborted else [old + 1])
-        assert versions_of(await engine.generate_segment(server.request())) == [old + 1]
+@contract
+async def test_a_commit_changes_the_version_between_two_tokens(
+    server: Server, engine: EngineClient, interrupt: Interrupt
+) -> None:
+    old = engine.policy_version
+    max_tokens = server.traits.waited if interrupt == "wait" else LONG
+    requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]
+    tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
+    await until_decoding(engine, SLOTS)
+    queued = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
+    await until(engine, lambda now: now.num_queued == 1)
+    digest = await prepare(engine, server, old + 1, scale=1.25)
+    num_commits = engine.num_commits
+    swapped = await engine.commit(old + 1, digest, interrupt)
+    assert (swapped.version, swapped.digest) == (old + 1, digest)
+    assert swapped.pause_s >= 0.0
+    assert engine.num_commits == num_commits + 2, "begun and ended"
+    assert engine.policy_version == (await health(engine)).policy_version == old + 1
+    num_aborted = SLOTS + server.traits.aborts_queued
+    assert (
+        swapped.num_interrupted
+        == {"abort": num_aborted, "keep": SLOTS, "keep_kv": SLOTS, "wait": 0}[interrupt]
+    )
+    for answer in await asyncio.gather(*tasks):
+        check_whole(answer, server)
+        assert versions_of(answer) == ([old, old + 1] if interrupt.startswith("keep") else [old])
+        assert answer.finish_reason == ("abort" if interrupt == "abort" else "length")
+        assert (len(answer.token_ids) == max_tokens) == (interrupt != "abort")
+    is_aborted = interrupt == "abort" and server.traits.aborts_queued
+    assert versions_of(await queued) == ([] if is_aborted else [old + 1])
+    assert versions_of(await engine.generate_segment(server.request())) == [old + 1]
 
-    run(server, story)
 
-
-def test_committed_weights_are_those_that_sample(server: Server) -> None:
+@contract
+async def test_committed_weights_are_those_that_sample(server: Server, engine: EngineClient) -> None:
     server.needs(server.traits.has_weights, "its tokens do not depend on weights")
-
-    async def story(engine: EngineClient) -> None:
-        old = engine.policy_version
-        request = {"max_tokens": 40, "temperature": 0.0}
-        answers = []
-        for version, scale in ((old + 1, 1.0), (old + 2, 1.5), (old + 3, 1.0)):
-            await engine.commit(version, await prepare(engine, server, version, scale), "abort")
-            answers.append(await engine.generate_segment(server.request(**request)))
-        first, other, back = [(answer.token_ids, answer.logprobs) for answer in answers]
-        assert first == back
-        assert first != other
-
-    run(server, story)
+    old = engine.policy_version
+    request = {"max_tokens": 40, "temperature": 0.0}
+    answers = []
+    for version, scale in ((old + 1, 1.0), (old + 2, 1.5), (old + 3, 1.0)):
+        await engine.commit(version, await prepare(engine, server, version, scale), "abort")
+        answers.append(await engine.generate_segment(server.request(**request)))
+    first, other, back = [(answer.token_ids, answer.logprobs) for answer in answers]
+    assert first == back
+    assert first != other
 
 
-def test_a_commit_of_another_digest_is_refused_and_the_old_weights_serve_on(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        old = engine.policy_version
-        before = await engine.generate_segment(server.request())
-        await prepare(engine, server, old + 1, scale=2.0)
-        await refused(
-            engine.commit(old + 1, "0123abcd", "abort"), "0123abcd" if server.traits.reads_files else None
-        )
-        after = await engine.generate_segment(server.request())
-        assert (after.token_ids, after.logprobs, after.version_spans) == (
-            before.token_ids,
-            before.logprobs,
-            before.version_spans,
-        )
-        assert engine.policy_version == old
-
-    run(server, story)
-
-
-def test_a_commit_of_what_was_never_prepared_or_of_an_older_version_is_refused(server: Server) -> None:
-    async def story(engine: EngineClient) -> None:
-        old = engine.policy_version
-        digest = await prepare(engine, server, old + 1)
-        await engine.commit(old + 1, digest, "abort")
-        assert (await engine.commit(old + 1, digest, "abort")).num_interrupted == 0, (
-            "the same again is no error"
-        )
-        for version, wrong in ((old + 1, "other"), (old, digest), (old + 2, digest)):
-            await refused(engine.commit(version, wrong, "abort"))
-        assert engine.policy_version == (await health(engine)).policy_version == old + 1
-
-    run(server, story)
+@contract
+async def test_a_commit_of_another_digest_is_refused_and_the_old_weights_serve_on(
+    server: Server, engine: EngineClient
+) -> None:
+    old = engine.policy_version
+    before = await engine.generate_segment(server.request())
+    await prepare(engine, server, old + 1, scale=2.0)
+    await refused(
+        engine.commit(old + 1, "0123abcd", "abort"), "0123abcd" if server.traits.reads_files else None
+    )
+    after = await engine.generate_segment(server.request())
+    assert (after.token_ids, after.logprobs, after.version_spans) == (
+        before.token_ids,
+        before.logprobs,
+        before.version_spans,
+    )
+    assert engine.policy_version == old
 
 
-def test_weights_that_are_not_what_was_announced_are_refused_with_both_digests(server: Server) -> None:
+@contract
+async def test_a_commit_of_what_was_never_prepared_or_of_an_older_version_is_refused(
+    server: Server, engine: EngineClient
+) -> None:
+    old = engine.policy_version
+    digest = await prepare(engine, server, old + 1)
+    await engine.commit(old + 1, digest, "abort")
+    assert (await engine.commit(old + 1, digest, "abort")).num_interrupted == 0, "the same again is no error"
+    for version, wrong in ((old + 1, "other"), (old, digest), (old + 2, digest)):
+        await refused(engine.commit(version, wrong, "abort"))
+    assert engine.policy_version == (await health(engine)).policy_version == old + 1
+
+
+@contract
+async def test_weights_that_are_not_what_was_announced_are_refused_with_both_digests(
+    server: Server, engine: EngineClient
+) -> None:
     server.needs(server.traits.reads_files, "it reads no file")
-
-    async def story(engine: EngineClient) -> None:
-        old = engine.policy_version
-        before = await engine.generate_segment(server.request())
-        manifest = staged(server, old + 1)
-        assert await engine.prepare(manifest) == manifest.digest
-        flip_last_bit(Path(manifest.path))
-        await refused(engine.prepare(manifest), f"digest [0-9a-f]{{32}}.* {manifest.digest}")
-        await refused(engine.commit(old + 1, manifest.digest, "abort"), "nothing")
-        missing = manifest.model_copy(update={"path": str(server.folder / "nowhere.safetensors")})
-        await refused(engine.prepare(missing), "nowhere")
-        after = await engine.generate_segment(server.request())
-        assert (after.token_ids, after.logprobs, after.version_spans) == (
-            before.token_ids,
-            before.logprobs,
-            before.version_spans,
-        )
-
-    run(server, story)
+    old = engine.policy_version
+    before = await engine.generate_segment(server.request())
+    manifest = staged(server, old + 1)
+    assert await engine.prepare(manifest) == manifest.digest
+    flip_last_bit(Path(manifest.path))
+    await refused(engine.prepare(manifest), f"digest [0-9a-f]{{32}}.* {manifest.digest}")
+    await refused(engine.commit(old + 1, manifest.digest, "abort"), "nothing")
+    missing = manifest.model_copy(update={"path": str(server.folder / "nowhere.safetensors")})
+    await refused(engine.prepare(missing), "nowhere")
+    after = await engine.generate_segment(server.request())
+    assert (after.token_ids, after.logprobs, after.version_spans) == (
+        before.token_ids,
+        before.logprobs,
+        before.version_spans,
+    )

@@ -7,10 +7,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest
+from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.simulated.latency_engine import SimulatedEngine
 from asyncrl_servers.simulated.simulated_state import SimulatedSpec
+from asyncrl_servers.weight_state import Staged
 
 BASE: dict[str, Any] = {
     "name": "engine-0",
@@ -42,7 +43,8 @@ async def finish_time(engine: SimulatedEngine, request: GenerateRequest) -> floa
 
 
 def stage(engine: SimulatedEngine, version: int) -> CommitRequest:
-    engine._staged = (version, "digest")
+    request = PrepareRequest(version=version, path="", digest="digest", num_tensors=0, num_bytes=0)
+    engine.weights.staged = Staged(request)
     return CommitRequest(version=version, digest="digest")
 
 
@@ -62,8 +64,7 @@ def test_each_running_request_makes_the_step_longer() -> None:
     async def story() -> None:
         engine = make_engine(per_row_s=0.01)
         first, second = await asyncio.gather(
-            finish_time(engine, make_request("a", 100)),
-            finish_time(engine, make_request("b", 50)),
+            finish_time(engine, make_request("a", 100)), finish_time(engine, make_request("b", 50))
         )
         assert round(second, 6) == round(50 * 0.03, 6)
         assert round(first, 6) == round(50 * 0.03 + 50 * 0.02, 6)
@@ -94,24 +95,9 @@ def test_a_commit_takes_its_time_out_of_decoding_and_marks_the_tokens_after_it()
     run_virtual(story())
 
 
-def test_wait_lets_what_runs_come_to_its_end_and_holds_back_what_is_queued() -> None:
-    async def story() -> None:
-        engine = make_engine(slots=1)
-        running = engine.submit(make_request("a", 100))
-        queued = engine.submit(make_request("b", 10))
-        await asyncio.sleep(0.1)
-        swapped = engine.commit(stage(engine, 1).model_copy(update={"interrupt": "wait"}))
-        assert [span.version for span in (await running).version_spans] == [0]
-        assert not swapped.done()
-        assert [span.version for span in (await queued).version_spans] == [1]
-        assert round(asyncio.get_running_loop().time(), 6) == round(1.0 + 0.5 + 0.1, 6)
-
-    run_virtual(story())
-
-
 def test_lengths_are_lognormal_with_the_mean_of_the_spec() -> None:
-    engine = make_engine(mean_tokens=64.0, sigma=1.0)
-    lengths = [engine._completion_length(seed) for seed in range(20_000)]
+    spec = SimulatedSpec(**{**BASE, "mean_tokens": 64.0, "sigma": 1.0})
+    lengths = [spec.completion_length(seed) for seed in range(20_000)]
     assert abs(statistics.mean(lengths) - 64) < 3
     assert abs(statistics.median(lengths) - 64 / 2.718281828**0.5) < 1.5
 

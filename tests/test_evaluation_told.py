@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,22 +12,12 @@ from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
-from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConfigError
-from asyncrl.messages.records import Prompt
-from asyncrl.observe.recorder import write_reward_plot
-from asyncrl.observe.run_numbers import Steps, evaluation_text
 from asyncrl.observe.status import render_status
-from asyncrl.placement.plan import make_plan, trainer_threads
+from asyncrl.placement.plan import trainer_threads
 from asyncrl.rollouts.evaluator import EvalResult, Sample
-from asyncrl.run.agents import wire_evaluation
 from asyncrl.run.report import Reporter
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
-from asyncrl.tasks.letters import Letters
-from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fakes import FakeTokenizer
-from asyncrl.testing.virtual_time import run_virtual
 
 LETTERS = {"python": "asyncrl.tasks.letters:Letters", "size": 20}
 
@@ -71,62 +58,6 @@ def test_an_evaluation_is_written_shown_and_warned_of(
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_the_plot_shows_evaluations_at_their_versions(tmp_path: Path) -> None:
-    steps = Steps({"step": n, "time_s": float(n), "reward/mean": n / 9} for n in range(9))
-    plain = write_reward_plot(tmp_path, steps, title="t").read_bytes()
-    lines = [
-        {"policy_version": 4, "time_s": 5.0, "eval/seconds": 0.5, "eval/reward_mean": 0.4},
-        {"policy_version": 8},
-    ]
-    assert write_reward_plot(tmp_path, steps, title="t", evaluations=lines).read_bytes() != plain
-    assert write_reward_plot(tmp_path, steps, title="t", evaluations=lines[1:]).read_bytes() == plain
-
-
-class JudgeThatHoldsOn(Letters):
-    """Is asked again for ever, whatever happens."""
-
-    async def score(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
-        while True:
-            with contextlib.suppress(BaseException):
-                await asyncio.sleep(3600.0)
-
-
-def test_calls_of_the_eval_reward_that_do_not_end_are_a_number_of_the_evaluation(tmp_path: Path) -> None:
-    task = LETTERS | {"reward_pool": "inline", "reward_timeout_s": 10.0}
-    config = load_config(write_config(tmp_path, eval={"task": task, "num_prompts": 3}))
-    assert config.eval is not None
-    settings, told, results = config.eval, list[str](), list[EvalResult]()
-    prompts = tuple(Prompt(f"0/{number}", ({"role": "user", "content": "hi"},)) for number in range(3))
-    scorer = TaskScorer(JudgeThatHoldsOn(size=3, seed=0), settings.task, seed=0, warn=told.append)
-    tokenizer: Any = FakeTokenizer()
-    checkpoints: Any = SimpleNamespace(evaluated=lambda *_: None)
-
-    async def story() -> None:
-        evaluation = wire_evaluation(
-            config,
-            settings,
-            EngineServer(FakeEngineServer("engine-eval")),
-            prompts,
-            scorer,
-            tokenizer,
-            tmp_path,
-            tmp_path,
-            checkpoints,
-            harnessing=None,
-            on_result=results.append,
-            warn=told.append,
-        )
-        running = asyncio.ensure_future(evaluation.run())
-        await asyncio.sleep(100.0)
-        running.cancel()
-
-    run_virtual(story())
-    (metrics,) = (result.metrics() for result in results)
-    assert (metrics["eval/failed"], metrics["eval/abandoned_calls"], metrics["eval/abandoned"]) == (3, 3, 0)
-    assert evaluation_text(metrics).endswith("samples failed: 3  reward calls abandoned so far: 3")
-    assert len(told) == 1
-
-
 def test_the_eval_prompts_are_the_first_ones_in_order_and_not_those_of_training() -> None:
     config = eval_config()
     task, prompts = read_eval_task(config)
@@ -150,29 +81,17 @@ def test_more_prompts_than_the_task_has_are_refused_with_the_number_to_write() -
 
 
 def test_errors_of_the_eval_task_say_that_they_are_not_those_of_the_task() -> None:
-    with pytest.raises(
-        ConfigError, match=r"in the section eval, task.python=nowhere:Task: there is no module nowhere"
-    ):
+    said = r"in the section eval, task.python=nowhere:Task: there is no module nowhere"
+    with pytest.raises(ConfigError, match=said):
         look_at_eval_task(eval_config(task={"python": "nowhere:Task"}))
-    with pytest.raises(ConfigError, match="in the section eval, task.files: /nowhere.jsonl is not a file"):
-        read_eval_task(eval_config(task={"files": ["/nowhere.jsonl"], "reward": "math"}))
 
 
-def test_check_reads_the_eval_task_and_lists_its_engine(tmp_path: Path) -> None:
-    config = write_config(tmp_path, eval={"task": LETTERS, "num_prompts": 5})
+def test_check_reads_the_eval_task_and_its_engine_takes_no_thread_from_the_trainer(tmp_path: Path) -> None:
+    threads = {"rollout": {"threads": "auto"}, "trainer": {"threads": "auto"}}
+    plain = load_config(write_config(tmp_path, **threads))
+    config = write_config(tmp_path, **threads, eval={"task": LETTERS, "num_prompts": 5, "slots": 8})
+    assert trainer_threads(load_config(config)) == trainer_threads(plain)
     answer = CliRunner().invoke(app, ["check", str(config)])
     assert answer.exit_code == 0
     assert "eval task: asyncrl.tasks.letters:Letters, 20 prompts" in answer.stdout
     assert "engine-eval" in answer.stdout
-
-
-def test_the_eval_engine_takes_no_thread_from_the_trainer(tmp_path: Path) -> None:
-    threads = {"rollout": {"threads": "auto"}, "trainer": {"threads": "auto"}}
-    plain = load_config(write_config(tmp_path, **threads))
-    evaluated = load_config(write_config(tmp_path, **threads, eval={"task": LETTERS, "slots": 8}))
-    assert trainer_threads(evaluated) == trainer_threads(plain)
-    engine = next(
-        process for process in make_plan(evaluated).processes if process.name.startswith("engine-eval")
-    )
-    assert engine.name == "engine-eval"
-    assert "8 x 40 tokens" in engine.note

@@ -1,123 +1,52 @@
-"""Which ids a call's prompt is made of, on a character-level template: the tree of a session's
-completions.
+"""Which ids a call's prompt is made of, on a character-level template: the tree of a session's completions;
+and what each token of its branches answers for.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import math
+from typing import Any
 
+import numpy as np
 import pytest
 from gateway_capture_cases import END, START, CharRenderer, Message, Play, assistant, completion, plan, user
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats
+from asyncrl.agents.harness import OUTCOME
 from asyncrl.errors import RolloutFailure
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Outcome, Trajectory
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def test_a_call_that_goes_on_reuses_what_was_sent_and_sampled() -> None:
-    play = Play()
-    first = play.ask([user("hi")], f"yo{END}")
-    second = plan(play.capture, [user("hi"), assistant("yo"), user("more")], None)
-    assert second.how == "extended"
-    assert second.prompt_ids == (
-        *first.prompt_ids,
-        *play.renderer.encode(f"yo{END}\n{START}user\nmore{END}\n{START}assistant\n"),
-    )
-    assert second.num_reused == len(first.prompt_ids) + 3
-    assert play.counts == GatewayStats(calls=2, extended=1)
+def called(arguments: object, *, id: str = "call_1", **fields: object) -> Message:
+    function = {"name": "add", "arguments": arguments}
+    return assistant(None, tool_calls=[{"id": id, "type": "function", "function": function, **fields}])
+
+
+CALLED = called('{"a":1,"b":2}')
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
 
 
 @pytest.mark.parametrize(
-    "as_sent_back",
+    ("answer", "sent_back", "how"),
     [
-        assistant("4", refusal=None, tool_calls=None, function_call=None, annotations=[]),
-        {"content": "4", "role": "assistant"},
-        assistant([{"type": "text", "text": "4"}]),
-        assistant([{"type": "text", "text": ""}, {"type": "text", "text": "4"}]),
-        assistant(" 4\n"),
-    ],
-    ids=[
-        "fields that are None or empty",
-        "another order of keys",
-        "content in parts",
-        "content in two parts",
-        "white space",
+        (assistant("4"), assistant("4", refusal=None, tool_calls=None), "extended"),
+        (assistant("4"), {"content": " 4\n", "role": "assistant"}, "realigned"),
+        (assistant("4"), assistant("4!"), "forked"),
+        (assistant("4"), assistant("4", name="bob"), "forked"),
+        (CALLED, called({"b": 2, "a": 1}, index=0), "extended"),
+        (CALLED, called('{"a":1,"b":3}'), "forked"),
+        (CALLED, called('{"a":1,"b":2}', id="call_2"), "forked"),  # templates may write the id
     ],
 )
-def test_what_does_not_count_when_histories_are_compared(as_sent_back: Message) -> None:
+def test_what_does_not_count_when_histories_are_compared(
+    answer: Message, sent_back: Message, how: str
+) -> None:
     play = Play()
-    play.ask([user("2+2")], f"4{END}", message=assistant("4"))
-    assert plan(play.capture, [user("2+2"), as_sent_back, user("sure?")], None).parent is not None
-    assert play.counts.forked == 0
-
-
-@pytest.mark.parametrize(
-    "arguments", ['{"b": 2,  "a":1}', {"a": 1, "b": 2}], ids=["spaced otherwise", "an object"]
-)
-def test_the_spacing_of_tool_arguments_does_not_count(arguments: object) -> None:
-    def calls(arguments: object, **fields: object) -> Message:
-        return assistant(
-            None,
-            tool_calls=[
-                {
-                    "id": "call_1",
-                    "type": "function",
-                    "function": {"name": "add", "arguments": arguments},
-                    **fields,
-                }
-            ],
-        )
-
-    play = Play()
-    play.ask([user("1+2")], f"<add>{END}", message=calls('{"a":1,"b":2}'))
-    result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
-    assert plan(play.capture, [user("1+2"), calls(arguments, index=0), result], None).how == "extended"
-    assert plan(play.capture, [user("1+2"), calls('{"a":1,"b":3}'), result], None).how == "forked", (
-        "another argument is another call"
-    )
-    assert plan(play.capture, [user("1+2"), calls('{"a":1,"b":2'), result], None).how == "forked", (
-        "what is no JSON is compared as text"
-    )
-    renamed = calls(arguments)
-    renamed["tool_calls"][0]["id"] = "call_2"
-    assert plan(play.capture, [user("1+2"), renamed, result], None).how == "forked", (
-        "templates may write the id"
-    )
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [user("Hi"), assistant("yo"), user("more")],
-        [user(" hi"), assistant("yo"), user("more")],
-        [user("hi"), assistant("yo!"), user("more")],
-        [user("hi"), assistant("yo", name="bob"), user("more")],
-        [{"role": "system", "content": "s"}, user("hi"), assistant("yo"), user("more")],
-        [assistant("yo"), user("more")],
-        [user("hi"), assistant("yo")],
-        [user("hi")],
-    ],
-    ids=[
-        "edited",
-        "white space of a user",
-        "edited answer",
-        "a name",
-        "a system message",
-        "cut in front",
-        "nothing new",
-        "the same call",
-    ],
-)
-def test_an_edited_history_is_written_anew(messages: list[Message]) -> None:
-    play = Play()
-    play.ask([user("hi")], f"yo{END}")
-    planned = plan(play.capture, messages, None)
-    assert (planned.how, planned.parent) == ("forked", None)
-    assert planned.prompt_ids == play.renderer.encode(play.renderer.render(messages))
-    assert play.counts == GatewayStats(calls=2, forked=1)
+    play.ask([user("1+2")], f"{'<add>' if 'tool_calls' in answer else '4'}{END}", message=answer)
+    assert plan(play.capture, [user("1+2"), sent_back, RESULT]).how == how
 
 
 def test_other_tools_are_another_chat() -> None:
@@ -125,144 +54,172 @@ def test_other_tools_are_another_chat() -> None:
     play.answer(plan(play.capture, [user("hi")], [TOOL]), f"yo{END}")
     chat = [user("hi"), assistant("yo"), user("more")]
     assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
-    assert plan(play.capture, chat, None).how == "forked"
-    assert plan(play.capture, chat, [TOOL, TOOL]).how == "forked"
+    assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "forked"
 
 
-def test_the_longest_recorded_history_wins_and_what_follows_it_may_hold_answers_of_others() -> None:
-    play = Play()
-    play.ask([user("a")], f"1{END}")
-    second = play.ask([user("a"), assistant("1"), user("b")], f"2{END}")
-    chat = [user("a"), assistant("1"), user("b"), assistant("2"), user("c"), assistant("made up"), user("d")]
-    planned = plan(play.capture, chat, None)
-    assert planned.num_reused == len(second.prompt_ids) + 2
-    assert planned.how == "extended"
-    assert planned.prompt_ids == play.renderer.encode(play.renderer.render(chat))
-
-
-def test_several_choices_of_one_call_are_several_children() -> None:
-    play = Play()
-    planned = plan(play.capture, [user("a")], None)
-    for choice, text in enumerate(("x", "y", "x")):
-        ids = play.renderer.encode(text + END)
-        play.capture.record(
-            planned, completion(ids, -1.0 - choice), assistant(text), f"chatcmpl-0/{choice}", choice=choice
-        )
-    next_call = plan(play.capture, [user("a"), assistant("x"), user("b")], None)
-    assert next_call.parent is not None
-    assert next_call.parent.completion_id == "chatcmpl-0/0", "of two equal answers the first"
-    assert len(play.capture.rollout(0, Outcome(), 1.0)) == 3
-
-
-def test_a_plan_renders_once_and_twice_only_where_the_template_begins_to_write_otherwise() -> None:
-    renderer = CharRenderer("strips")
-    play = Play(renderer)
-    chat: list[Message] = [user("a")]
-    renders = []
-    for text in ("1", "2", "think|3", "4", "5"):
-        renderer.num_renders = 0
-        play.ask(chat, text + END)
-        renders.append(renderer.num_renders)
-        chat += [assistant(text), user("more")]
-    assert renders == [1, 1, 1, 2, 1]
-    assert play.counts == GatewayStats(calls=5, extended=2, realigned=2)
-
-
-@pytest.mark.parametrize("habit", ["shouts", "refuses"])
-def test_a_template_that_swallows_or_refuses_the_sentinel_forks(habit: str) -> None:
-    play = Play(CharRenderer(habit))  # type: ignore[arg-type]
-    play.ask([user("a")], f" yo{END}")
-    chat = [user("a"), assistant("yo"), user("b")]
-    planned = plan(play.capture, chat, None)
-    assert (planned.how, planned.parent) == ("forked", None)
-    assert planned.prompt_ids == play.renderer.encode(play.renderer.render(chat))
-
-
-def test_an_end_token_other_than_the_templates_is_followed_by_the_templates() -> None:
+def test_the_templates_end_of_a_turn_follows_another_end_and_is_not_said_twice_after_its_own() -> None:
     class TwoEnds(CharRenderer):
         end_ids = frozenset({ord(END), ord("\ue002")})
 
-    play = Play(TwoEnds())
-    play.ask([user("a")], "1\ue002", message=assistant("1"))
-    planned = plan(play.capture, [user("a"), assistant("1"), user("b")], None)
-    assert planned.how == "realigned"
-    assert "1\ue002" + END + "\n" in play.renderer.decode(planned.prompt_ids, skip_special_tokens=False)
-
-
-def test_an_end_token_after_white_space_of_the_template_is_not_said_twice() -> None:
     class Spaced(CharRenderer):
         def render(self, *args: object, **kwargs: object) -> str:
             return super().render(*args, **kwargs).replace(END, " " + END)  # type: ignore[arg-type]
 
-    play = Play(Spaced())
-    play.ask([user("a")], f"1{END}")
-    planned = plan(play.capture, [user("a"), assistant("1"), user("b")], None)
-    assert play.renderer.decode(
-        planned.prompt_ids[planned.num_reused :], skip_special_tokens=False
-    ).startswith(f"\n{START}user")
-
-
-# ---- prompts of ids
+    for renderer, end, begin in ((TwoEnds(), "\ue002", END), (Spaced(), END, f"\n{START}user")):
+        play = Play(renderer)
+        play.ask([user("a")], "1" + end, message=assistant("1"))
+        planned = plan(play.capture, [user("a"), assistant("1"), user("b")])
+        assert planned.how == "realigned"
+        new = play.renderer.decode(planned.prompt_ids[planned.num_reused :], skip_special_tokens=False)
+        assert new.startswith(begin)
 
 
 def test_a_prompt_of_ids_goes_on_from_the_ids_it_begins_with() -> None:
-    play = Play()
-    first = play.capture.plan_ids([1, 2, 3])
+    capture = Play().capture
+    first = capture.plan_ids([1, 2, 3])
     assert (first.how, first.prompt_ids) == ("new", (1, 2, 3))
-    play.capture.record(first, completion([4, 5]), None, "cmpl-0")
-    second = play.capture.plan_ids([1, 2, 3, 4, 5, 6])
+    capture.record(first, completion([4, 5]), assistant(""), "cmpl-0")
+    second = capture.plan_ids([1, 2, 3, 4, 5, 6])
     assert (second.how, second.num_reused, second.prompt_ids) == ("extended", 5, (1, 2, 3, 4, 5, 6))
-    play.capture.record(second, completion([7]), None, "cmpl-1")
-    assert play.capture.plan_ids([1, 2, 3, 4, 5, 6, 7]).num_reused == 7, (
-        "a cut answer may be gone on from with nothing added"
-    )
-    assert play.capture.plan_ids([1, 2, 3, 4, 5, 8]).num_reused == 5
-    assert play.capture.plan_ids([1, 2, 3, 4]).how == "forked"
-    assert play.capture.plan_ids([9]).how == "forked"
-    (branch,) = play.capture.rollout(0, Outcome(), 1.0)
+    capture.record(second, completion([7]), assistant(""), "cmpl-1")
+    assert capture.plan_ids([1, 2, 3, 4, 5, 6, 7]).num_reused == 7, "a cut answer may be gone on from"
+    assert capture.plan_ids([1, 2, 3, 4, 5, 8]).num_reused == 5
+    assert capture.plan_ids([1, 2, 3, 4]).how == capture.plan_ids([9]).how == "forked"
+    (branch,) = capture.rollout(0, Outcome(), 1.0)
     assert branch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert branch.loss_mask.tolist() == [False, False, False, True, True, False, True]
 
 
-# ---- refusals and size
-
-
 def test_a_chat_that_the_template_refuses_or_that_is_no_unicode_is_a_value_error() -> None:
-    capture = Capture(CharRenderer("refuses"), GatewayStats())
-    with pytest.raises(ValueError, match="too long"):
-        plan(capture, [user("a"), assistant("x" * 21), user("b")], None)
-    with pytest.raises(ValueError, match="surrogates"):
-        plan(capture, [user("\ud800")], None)
     nested: list[object] = []
     for _ in range(100_000):
         nested = [nested]
-    with pytest.raises(ValueError, match="nested too deep"):
-        plan(capture, [{"role": "user", "content": "a", "extra": [nested, 1]}], None)
-
-
-def test_tool_arguments_nested_without_end_are_compared_as_text() -> None:
-    play = Play()
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
-    play.ask([user("a")], f"<f>{END}", message=assistant(None, tool_calls=[call]))
-    sent_back = [user("a"), assistant(None, tool_calls=[copy.deepcopy(call)]), user("b")]
-    assert plan(play.capture, sent_back, None).how == "extended"
-
-
-def test_what_is_held_grows_with_what_was_sent_and_sampled_and_not_with_its_square() -> None:
-    play = Play()
-    chat: list[Message] = [user("question 0")]
-    for turn in range(200):
-        planned = play.ask(chat, f"answer {turn}{END}")
-        chat += [assistant(f"answer {turn}"), user(f"question {turn + 1}")]
-    assert play.counts == GatewayStats(calls=200, extended=199)
-    assert play.capture.num_tokens == len(planned.prompt_ids) + len(f"answer 199{END}")
+    refused: list[tuple[list[Message], str]] = [
+        ([user("a"), assistant("x" * 21), user("b")], "too long"),
+        ([user("\ud800")], "surrogates"),
+        ([{"role": "user", "content": "a", "extra": nested}], "nested too deep"),
+    ]
+    for messages, why in refused:
+        with pytest.raises(ValueError, match=why):
+            plan(Capture(CharRenderer("refuses"), GatewayStats()), messages)
 
 
 def test_the_last_text_is_that_of_the_call_planned_last() -> None:
     play = Play()
     with pytest.raises(RolloutFailure, match="without one completion"):
         play.capture.last_text()
-    first, second = plan(play.capture, [user("a")], None), plan(play.capture, [user("b")], None)
+    first, second = plan(play.capture, [user("a")]), plan(play.capture, [user("b")])
     play.answer(second, f"late{END}")
     play.answer(first, f"early{END}")
     assert play.capture.last_text() == "late"
+
+
+# ---- branches
+
+
+def forked_play() -> Play:
+    """Ids chatcmpl-0..3: `1`, then `2`, then `3` on the chat that an edit began anew, then `4` which goes on
+    from `1` too.
+    """
+    play = Play()
+    play.ask([user("a")], f"1{END}", version=3)
+    play.ask([user("a"), assistant("1"), user("b")], f"2{END}", version=4)
+    play.ask([user("summary")], f"3{END}", version=5, is_truncated=True)
+    play.ask([user("a"), assistant("1"), user("c")], f"4{END}", version=6)
+    return play
+
+
+def credited(play: Play, branch: Trajectory) -> list[tuple[str, float, int]]:
+    """(text, reward, unit) of each credit; together they cover the loss mask once."""
+    covered = np.zeros(len(branch.token_ids), dtype=int)
+    for credit in branch.credits:
+        covered[credit.start : credit.end] += 1
+    assert (covered == branch.loss_mask).all()
+    decode = play.renderer.decode
+    return [(decode(branch.token_ids[c.start : c.end].tolist()), c.reward, c.unit) for c in branch.credits]
+
+
+def test_branches_run_from_root_to_leaf_and_each_token_is_trained_in_the_first_that_holds_it() -> None:
+    play = forked_play()
+    play.ask([user("a"), assistant("1"), user("d")], "")  # without a token of its own: it is no branch
+    branches = play.capture.rollout(7, Outcome(metrics={"turns": 4.0}), 0.5)
+    trained = [play.renderer.decode(each.token_ids[each.loss_mask].tolist()) for each in branches]
+    assert trained == ["12", "4", "3"]
+    assert [branch.branch for branch in branches] == [0, 1, 2]
+    assert [branch.is_truncated for branch in branches] == [False, False, True]
+    assert [[span.version for span in branch.version_spans] for branch in branches] == [[3, 4], [6], [5]]
+    for branch in branches:
+        assert (branch.sample_index, branch.reward, branch.metrics) == (7, 0.5, {"turns": 4.0})
+        assert (branch.behaviour_logprobs[~branch.loss_mask] == 0).all()
+        assert branch.credits == ()
+
+
+def test_rewards_by_turn_make_each_completion_a_unit_and_rewards_by_branch_each_branch() -> None:
+    play = forked_play()
+    play.ask([user("z")], "")  # what sampled nothing need not be named
+    by_turn = Outcome(turn_rewards={f"chatcmpl-{number}": float(number) for number in range(4)})
+    by_branch = Outcome(branch_rewards={"chatcmpl-1": 0.1, "chatcmpl-2": 0.2, "chatcmpl-3": 0.3})
+    for outcome, expected in (
+        (by_turn, [[("1", 0.0, 0), ("2", 1.0, 1)], [("4", 3.0, 2)], [("3", 2.0, 3)]]),
+        (by_branch, [[("1", 0.1, 0), ("2", 0.1, 0)], [("4", 0.3, 1)], [("3", 0.2, 2)]]),
+    ):
+        branches = play.capture.rollout(0, outcome, 1.5)
+        assert [credited(play, branch) for branch in branches] == expected
+
+
+@pytest.mark.parametrize(
+    ("outcome", "why"),
+    [
+        ({"turn_rewards": {"chatcmpl-9": 1.0}}, "turn_rewards names chatcmpl-9; this rollout has chatcmpl-0"),
+        (
+            {"turn_rewards": {"chatcmpl-0": 1.0, "chatcmpl-1": 1.0}},
+            "names 2 of 4 completions; not chatcmpl-3",
+        ),
+        (
+            {"branch_rewards": {"chatcmpl-1": 1.0}},
+            "names 1 of 3 branches; not those that end with chatcmpl-3",
+        ),
+        ({"branch_rewards": {"chatcmpl-0": 1.0}}, "names chatcmpl-0, which lies in 2 branches"),
+    ],
+)
+def test_rewards_that_do_not_fit_fail_the_rollout_with_the_way_out(outcome: dict[str, Any], why: str) -> None:
+    with pytest.raises(RolloutFailure, match=why + r"(.|\n)*Way out: "):
+        forked_play().capture.rollout(0, Outcome(**outcome), 1.0)
+
+
+def test_two_rewards_for_one_branch_fail_the_rollout_and_one_reward_twice_does_not() -> None:
+    play = Play()
+    play.ask([user("a")], f"1{END}")
+    play.ask([user("a"), assistant("1"), user("b")], f"2{END}")
+    twice = Outcome(branch_rewards={"chatcmpl-0": 0.5, "chatcmpl-1": 0.5})
+    assert len(play.capture.rollout(0, twice, 0.5)) == 1
+    with pytest.raises(RolloutFailure, match=r"gives one branch 0.5 and 0.6 \(at chatcmpl-1\)"):
+        play.capture.rollout(0, Outcome(branch_rewards={"chatcmpl-0": 0.5, "chatcmpl-1": 0.6}), 0.5)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        {"turn_rewards": {"chatcmpl-0": math.nan}},
+        {"branch_rewards": {"chatcmpl-1": math.inf}},
+        {"reward": 1e39},  # infinite in float32
+        {"metrics": {"steps": 1e308}},  # the mean of two overflows
+        {"metrics": {f"answer {number}": 1.0 for number in range(257)}},
+        {"turn_rewards": {"chatcmpl-0": 1.0}, "branch_rewards": {"chatcmpl-0": 1.0}},
+    ],
+)
+def test_an_outcome_has_finite_numbers_of_a_size_that_can_be_averaged_and_one_kind_of_parts(
+    outcome: dict[str, Any],
+) -> None:
+    with pytest.raises(ValueError, match=r"validation error|give turn_rewards or branch_rewards"):
+        OUTCOME.validate_python(Outcome(**outcome))
+
+
+def test_a_rollout_of_which_nothing_was_sampled_fails() -> None:
+    play = Play()
+    for number in range(2):
+        with pytest.raises(
+            RolloutFailure, match=f"ended with {number} completions and not one sampled token"
+        ):
+            play.capture.rollout(0, Outcome(), 1.0)
+        play.ask([user("a")], "")

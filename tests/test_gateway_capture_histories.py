@@ -47,7 +47,7 @@ CHOICE = st.builds(
     Choice,
     raw=ANSWER,
     is_delivered=st.integers(0, 4).map(bool),
-    sent_back_as=st.sampled_from(["same", "parts", "nones", "spaced"]),
+    sent_back_as=st.sampled_from(["same", "nones", "spaced"]),
 )
 CALL = st.builds(
     Call,
@@ -148,7 +148,6 @@ class History:
         self.engine.sampled[completion_id] = (planned.prompt_ids, completion)
         sent_back = {
             "same": assistant(content),
-            "parts": assistant([{"type": "text", "text": content}]),
             "nones": {"tool_calls": None, "content": content, "role": "assistant", "refusal": None},
             "spaced": assistant(f" {content.strip()}\n"),
         }
@@ -192,6 +191,7 @@ class History:
             assert branch.version_spans == tuple(spans)
             assert [(credit.start, credit.end, credit.reward) for credit in branch.credits] == credits
             assert not branch.behaviour_logprobs[~branch.loss_mask].any()
+        assert sum(branch.num_interruptions for branch in rollout) == interruptions
         assert sorted(seen) == sorted(by_logprob.values()), "each sampled token is trained once"
         units = [credit.unit for branch in rollout for credit in branch.credits]
         assert len(set(units)) == len(units), "each completion is a unit"

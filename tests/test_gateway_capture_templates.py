@@ -17,27 +17,10 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 OURS = Path(__file__).parent / "chat_templates"
 
-IM_END, EOT, TURN_END, DEEPSEEK_END, EOS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<end_of_turn>",
-    "<｜end▁of▁sentence｜>",
-    "</s>",
-)
-SPECIAL = [
-    IM_END,
-    EOT,
-    TURN_END,
-    DEEPSEEK_END,
-    EOS,
-    "<s>",
-    "<|im_start|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "[INST]",
-    "[/INST]",
-]
-SPECIAL += ["<start_of_turn>", "<｜User｜>", "<｜Assistant｜>"]
+IM_END, EOT, TURN_END, EOS = "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "</s>"
+DEEPSEEK_END = "<｜end▁of▁sentence｜>"
+SPECIAL = [IM_END, EOT, TURN_END, DEEPSEEK_END, EOS, "<s>", "<|im_start|>", "<|start_header_id|>", "[INST]"]
+SPECIAL += ["<|end_header_id|>", "[/INST]", "<start_of_turn>", "<｜User｜>", "<｜Assistant｜>"]
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 """How text is split before it is merged: line feeds stay together whatever follows, as with Qwen and Llama
@@ -45,24 +28,15 @@ WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 """
 
 END_OF = {
-    "qwen2_5": IM_END,
-    "qwen3": IM_END,
     "llama3_1": EOT,
     "llama3_2": EOT,
     "gemma3": TURN_END,
     "deepseek_r1_distill": DEEPSEEK_END,
-    "chatml": IM_END,
     "inst": EOS,
-    "merges_white_space": IM_END,
-    "forgets": IM_END,
-    "shouts": IM_END,
 }
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object"}},
-    }
-]
+"""Of templates that do not end a turn with IM_END."""
+ADD = {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object"}}
+TOOLS = [{"type": "function", "function": ADD}]
 
 
 @dataclass(frozen=True)
@@ -114,7 +88,7 @@ def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             fast = PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer, eos_token=END_OF[name], bos_token="<s>"
+                tokenizer_object=tokenizer, eos_token=END_OF.get(name, IM_END), bos_token="<s>"
             )
             fast.chat_template = template(name)
             fast.save_pretrained(folder)
@@ -133,7 +107,6 @@ def template(name: str) -> str:
     return original.read_text(encoding="utf-8").replace("strftime_now is defined", "false")
 
 
-HOWS = tuple[str, ...]
 PLAIN = [said("Four."), said("It is."), said("Yes.")]
 PADDED = [said(" Four.\n"), said("It is.")]
 CUT = [said("Well, the sum of", is_cut=True), said("Four.")]
@@ -147,48 +120,34 @@ HERMES_REASONED = [called(f"{THOUGHT}\n\n{HERMES[0].raw}", THOUGHT), said("Three
 LLAMA = [called('{"name": "add", "parameters": {"a": 1, "b": 2}}'), said("Three.")]
 
 # Each row: template, what is answered, and what the calls are, the one after the last answer included.
-TABLE: list[tuple[str, list[Turn], HOWS]] = [
-    ("qwen2_5", PLAIN, ("new", "extended", "extended", "extended")),
-    ("qwen2_5", PADDED, ("new", "extended", "extended")),
-    ("qwen2_5", CUT, ("new", "extended", "extended")),
-    ("qwen2_5", REASONED, ("new", "extended", "extended")),
-    ("qwen2_5", HERMES, ("new", "extended", "extended")),
-    ("qwen2_5", HERMES_SPACED, ("new", "realigned", "realigned")),
-    ("qwen3", PLAIN, ("new", "extended", "extended", "extended")),
-    ("qwen3", CUT, ("new", "extended", "extended")),
-    (
-        "qwen3",
-        REASONED,
-        ("new", "realigned", "realigned"),
-    ),  # strips the reasoning of turns before the last question
-    ("qwen3", HERMES, ("new", "extended", "extended")),
-    (
-        "qwen3",
-        HERMES_REASONED,
-        ("new", "extended", "realigned"),
-    ),  # the reasoning stays until the next question
-    ("qwen3", HERMES_SPACED, ("new", "realigned", "realigned")),
-    ("llama3_1", PLAIN, ("new", "extended", "extended", "extended")),
-    ("llama3_1", LLAMA, ("new", "extended", "extended")),
-    ("llama3_2", PLAIN, ("new", "extended", "extended", "extended")),
-    ("llama3_2", CUT, ("new", "extended", "extended")),
-    ("llama3_2", PADDED, ("new", "realigned", "realigned")),  # trims what was said
-    ("llama3_2", LLAMA, ("new", "extended", "extended")),
-    ("gemma3", PLAIN, ("new", "extended", "extended", "extended")),
-    ("gemma3", PADDED, ("new", "realigned", "realigned")),
-    ("deepseek_r1_distill", REASONED_AFTER_PROMPT, ("new", "realigned", "realigned")),
-    ("chatml", PLAIN, ("new", "extended", "extended", "extended")),
-    ("chatml", CUT, ("new", "extended", "extended")),
-    ("inst", PLAIN, ("new", "extended", "extended", "extended")),
-    ("inst", CUT, ("new", "extended", "extended")),
-    ("merges_white_space", PLAIN, ("new", "extended", "extended", "extended")),
-    ("merges_white_space", INNER_SPACE, ("new", "realigned", "realigned")),
-    (
-        "forgets",
-        PLAIN,
-        ("new", "extended", "realigned", "realigned"),
-    ),  # the first answer is gone once there is a second
-    ("shouts", PLAIN, ("new", "forked", "forked", "forked")),
+TABLE: list[tuple[str, list[Turn], str]] = [
+    ("qwen2_5", PLAIN, "new extended extended extended"),
+    ("qwen2_5", PADDED, "new extended extended"),
+    ("qwen2_5", CUT, "new extended extended"),
+    ("qwen2_5", REASONED, "new extended extended"),
+    ("qwen2_5", HERMES, "new extended extended"),
+    ("qwen2_5", HERMES_SPACED, "new realigned realigned"),
+    ("qwen3", PLAIN, "new extended extended extended"),
+    ("qwen3", CUT, "new extended extended"),
+    ("qwen3", REASONED, "new realigned realigned"),  # strips reasoning before the last question
+    ("qwen3", HERMES, "new extended extended"),
+    ("qwen3", HERMES_REASONED, "new extended realigned"),  # it stays until the next question
+    ("llama3_1", PLAIN, "new extended extended extended"),
+    ("llama3_1", LLAMA, "new extended extended"),
+    ("llama3_2", PLAIN, "new extended extended extended"),
+    ("llama3_2", CUT, "new extended extended"),
+    ("llama3_2", PADDED, "new realigned realigned"),  # trims what was said
+    ("llama3_2", LLAMA, "new extended extended"),
+    ("gemma3", PLAIN, "new extended extended extended"),
+    ("gemma3", PADDED, "new realigned realigned"),
+    ("deepseek_r1_distill", REASONED_AFTER_PROMPT, "new realigned realigned"),
+    ("chatml", PLAIN, "new extended extended extended"),
+    ("chatml", CUT, "new extended extended"),
+    ("inst", PLAIN, "new extended extended extended"),
+    ("inst", CUT, "new extended extended"),
+    ("merges_white_space", INNER_SPACE, "new realigned realigned"),
+    ("forgets", PLAIN, "new extended realigned realigned"),  # the first answer is gone once there is a second
+    ("shouts", PLAIN, "new forked forked forked"),
 ]
 
 
@@ -198,48 +157,35 @@ def reply_to(turn: Turn, number: int) -> Message:
     return user(f"Are you sure ({number})?")
 
 
-def is_reused(how: str) -> bool:
-    return how in ("extended", "realigned")
-
-
 @pytest.mark.parametrize(("name", "turns", "hows"), TABLE)
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["as-encoded", "byte-by-byte"])
 def test_what_each_template_makes_of_a_chat(
-    name: str, turns: list[Turn], hows: HOWS, as_bytes: bool, renderer_for: Renderers
+    name: str, turns: list[Turn], hows: str, as_bytes: bool, renderer_for: Renderers
 ) -> None:
     renderer = renderer_for(name)
     play = Play(renderer)
-    tools: list[dict[str, Any]] | None = (
-        TOOLS if any(turn.message.get("tool_calls") for turn in turns) else None
-    )
+    tools: Any = TOOLS if any(turn.message.get("tool_calls") for turn in turns) else None
     chat = [user("What is 2 + 2?")]
     sampled: list[int] = []
-    for number, how in enumerate(hows):
+    for number, how in enumerate(hows.split()):
         planned = plan(play.capture, chat, tools)
         assert planned.how == how, f"call {number}"
         text = renderer.render(chat, tools=tools)
-        if is_reused(how):
-            assert planned.prompt_ids[: len(sampled)] == tuple(sampled), (
-                "what was sent and sampled is not tokenised again"
-            )
+        is_reused = how in ("extended", "realigned")
+        if is_reused:
+            assert planned.prompt_ids[: len(sampled)] == tuple(sampled), "it is not tokenised again"
         if how != "realigned":
             assert renderer.decode(planned.prompt_ids, skip_special_tokens=False) == text
-        if how != "realigned" and (not as_bytes or not is_reused(how)):
-            assert planned.prompt_ids == renderer.encode(text), (
-                "what is put together is what the whole chat is tokenised to"
-            )
+        if how != "realigned" and not (as_bytes and is_reused):
+            assert planned.prompt_ids == renderer.encode(text), "what the whole chat is tokenised to"
         if number == len(turns):
             break
         turn = turns[number]
-        raw = turn.raw if turn.is_cut else turn.raw + END_OF[name]
+        raw = turn.raw if turn.is_cut else turn.raw + END_OF.get(name, IM_END)
         ids = byte_ids(renderer, turn.raw, raw) if as_bytes else renderer.encode(raw)
         play.answer(planned, raw, turn.message, ids=ids, is_truncated=turn.is_cut)
         sampled = [*planned.prompt_ids, *ids]
         chat += [turn.message, reply_to(turn, number)]
-    counts = play.counts
-    assert (counts.extended, counts.realigned, counts.forked) == tuple(
-        hows.count(how) for how in ("extended", "realigned", "forked")
-    )
 
 
 def byte_ids(renderer: HFChatTokenizer, text: str, raw: str) -> tuple[int, ...]:
@@ -261,27 +207,4 @@ def test_what_comes_behind_a_realigned_answer_is_what_the_template_writes_there(
     asked = renderer.decode(first.prompt_ids, skip_special_tokens=False)
     assert (
         text == f"{asked}{REASONED[0].raw}{IM_END}\n<|im_start|>user\nSure?{IM_END}\n<|im_start|>assistant\n"
-    )
-
-
-def test_a_chat_that_the_template_refuses_is_refused_and_the_session_goes_on(renderer_for: Renderers) -> None:
-    play = Play(renderer_for("inst"))
-    play.ask([user("a")], "b</s>")
-    with pytest.raises(ValueError, match="roles must alternate"):
-        plan(play.capture, [user("a"), assistant("b"), assistant("c")], None)
-    assert plan(play.capture, [user("a"), assistant("b"), user("c")], None).how == "extended"
-    assert play.counts.calls == 2
-
-
-def test_a_system_message_that_moves_with_the_last_question_is_a_realignment(renderer_for: Renderers) -> None:
-    play = Play(renderer_for("inst"))
-    system = {"role": "system", "content": "Be brief."}
-    first = play.ask([system, user("a")], "b</s>")
-    assert (
-        play.renderer.decode(first.prompt_ids, skip_special_tokens=False) == "<s>[INST]Be brief.\n\na[/INST]"
-    )
-    second = plan(play.capture, [system, user("a"), assistant("b"), user("c")], None)
-    assert second.how == "realigned"
-    assert play.renderer.decode(second.prompt_ids, skip_special_tokens=False).endswith(
-        "[/INST]b</s>[INST]Be brief.\n\nc[/INST]"
     )

@@ -4,28 +4,45 @@ later.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
+from gateway_cases import END as BYTES_END
+from gateway_cases import ByteTokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, metaspace, save
 from tiny_model import TINY_CHARACTERS
 from tokenizers import Tokenizer
 
-from asyncrl.agents.endpoint.answer_text import AnswerText
+from asyncrl.agents.endpoint.answer_text import Answer, AnswerText
+from asyncrl.agents.endpoint.requests import MAX_TOOLS, CallRequest
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 MARKER = "<tool_call>"
-MAKERS: dict[str, Callable[[], Tokenizer]] = {
-    "byte_level": byte_level,
-    "byte_fallback": byte_fallback,
-    "metaspace": metaspace,
-}
+MAKERS: dict[str, Callable[[], Tokenizer]]
+MAKERS = {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}
 KINDS = [*MAKERS, "characters"]
+TEXTS = [
+    "\U0001f600",
+    "\u20ac",
+    "\ufffd",
+    "the",
+    " fox",
+    "\n",
+    " ",
+    "  ",
+    "e",
+    "ab",
+    MARKER,
+    END,
+    START,
+    PYTHON,
+]
 _saved: dict[str, HFChatTokenizer] = {}
 
 
@@ -67,31 +84,11 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
     """
     tokenizer = _saved[name]
     top = max(tokenizer.text_ids) + 5
-    texts = st.sampled_from(
-        [
-            "\U0001f600",
-            "\U000110ff",
-            "\u20ac",
-            "the",
-            " fox",
-            "\n",
-            " ",
-            "  ",
-            MARKER,
-            END,
-            START,
-            PYTHON,
-            "\ufffd",
-            "e",
-            "ab",
-        ]
-    )
-    encoded = st.builds(
-        lambda text, cut: list(tokenizer.encode(text))[: cut or None], texts, st.integers(0, 3)
-    )
-    return st.lists(encoded | st.lists(st.integers(0, top), max_size=3), max_size=25).map(
-        lambda parts: sum(parts, [])
-    )
+    texts = st.sampled_from(TEXTS)
+    cut = st.integers(0, 3).map(lambda length: length or None)
+    encoded = st.builds(lambda text, length: list(tokenizer.encode(text))[:length], texts, cut)
+    parts = st.lists(encoded | st.lists(st.integers(0, top), max_size=3), max_size=25)
+    return parts.map(lambda each: sum(each, []))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -106,10 +103,8 @@ def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
     inside = st.builds(
         lambda at, length: whole[at : at + length], st.integers(0, len(whole)), st.integers(1, 5)
     )
-    stop = (
-        data.draw(st.lists(inside | st.sampled_from(["zz", "fox ", "\ufffd", "e"]), max_size=3))
-        if data.draw(st.booleans())
-        else []
+    stop = data.draw(
+        st.just([]) | st.lists(inside | st.sampled_from(["zz", "fox ", "\ufffd", "e"]), max_size=3)
     )
     answer = AnswerText(tokenizer, stop)
     expected = cut_at_stop(whole, stop)
@@ -122,25 +117,11 @@ def test_in_any_cuts_the_pieces_are_the_whole_text_up_to_the_first_stop_string(
         assert expected.startswith(so_far), "what was handed out stays"
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_plain_text_comes_out_with_its_token(name: str) -> None:
-    tokenizer = _saved[name]
-    answer = AnswerText(tokenizer)
-    shown = ""
-    ids = tokenizer.encode("the quick fox waits. 12")
-    for index, token in enumerate(ids, 1):
-        shown += answer.feed([token])
-        assert shown == tokenizer.decode(ids[:index]), "nothing is held back without need"
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_special_and_end_tokens_are_never_shown_but_those_that_are_asked_for(name: str) -> None:
     tokenizer = _saved[name]
-    ids = [
-        *tokenizer.encode(f"the{START}fox{PYTHON}"),
-        *tokenizer.encode(f"{MARKER}12"),
-        *tokenizer.encode(END),
-    ]
+    encode = tokenizer.encode
+    ids = [*encode(f"the{START}fox{PYTHON}"), *encode(f"{MARKER}12"), *encode(END)]
     hidden = "".join(pieces(AnswerText(tokenizer), ids, [1] * len(ids)))
     assert MARKER in hidden, "added to the vocabulary, and no special token"
     assert not any(special in hidden for special in (START, PYTHON, END))
@@ -152,43 +133,75 @@ def test_special_and_end_tokens_are_never_shown_but_those_that_are_asked_for(nam
     assert cut.is_stopped
 
 
-def test_a_token_of_plain_text_that_ends_turns_is_not_shown_either(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    fox = save(byte_level(), folder).encode(" fox")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(fox)}))
-    tokenizer = HFChatTokenizer(folder)
-    ids = tokenizer.encode("the fox")
-    assert set(fox) <= tokenizer.text_ids & tokenizer.end_ids
-    assert "".join(pieces(AnswerText(tokenizer), ids, [])) == "the"
+# ---- what a client is told of a completion
 
 
-def test_a_name_that_is_no_special_token_keeps_nothing_else() -> None:
-    tokenizer = _saved["characters"]
-    ids = [*tokenizer.encode("a<|user|>b"), *tokenizer.encode("<unk>")]
-    assert "".join(pieces(AnswerText(tokenizer, keep_special=["<|python_tag|>"]), ids, [])) == "ab"
+PIECES = [
+    "<tool_call>",
+    '{"name": "f", "arguments": {"x": 1}}',
+    '{"name": "f", "parameters": {}}',
+    "</tool_call>",
+]
+PIECES += [" ", "\n", "ü", "🙂", "<tool", "</", "STOP", "ST", "x", "<|python_tag|>", "{", "</think>"]
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_the_work_for_a_token_does_not_grow_with_the_answer(name: str) -> None:
-    class Counting:
-        """Counts the tokens that are decoded."""
+def finished(ids: Sequence[int], reason: Any = "stop") -> Completion:
+    return Completion(tuple(ids), (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0),), reason)
 
-        def __init__(self, inner: HFChatTokenizer) -> None:
-            self.inner, self.num_decoded = inner, 0
-            self.end_ids, self.text_ids, self.byte_ids = inner.end_ids, inner.text_ids, inner.byte_ids
 
-        def encode(self, text: str) -> tuple[int, ...]:
-            return self.inner.encode(text)
+def make_choice(format_name: str, stop: tuple[str, ...] = (), prefill: str = "") -> Answer:
+    asked = CallRequest(stop=stop, logprobs=True)
+    tool_format = find_tool_format(format_name, "")
+    return Answer(0, ByteTokenizer(), tool_format, asked, prefill=prefill, name="call_0")
 
-        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-            self.num_decoded += len(token_ids)
-            return self.inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    tokenizer = _saved[name]
-    bad = (
-        tokenizer.encode("\U0001f47e")[-1:] * 400
-    )  # the last byte of a character, again and again: never whole
-    for ids in (tokenizer.encode("the quick fox \u20ac " * 100), bad):
-        counting = Counting(tokenizer)
-        "".join(pieces(AnswerText(counting, ["zz"]), ids, [1] * len(ids)))
-        assert counting.num_decoded <= len(ids) * 10
+@settings(max_examples=300, deadline=None)
+@given(
+    pieces=st.lists(st.sampled_from(PIECES), max_size=12),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=20),
+    settings=st.sampled_from([("hermes", ""), ("hermes", "<tool_call>\n"), ("llama", ""), ("none", "")]),
+    stop=st.sampled_from([(), ("STOP",)]),
+    ends=st.booleans(),
+)
+def test_a_stream_shows_exactly_the_content_of_the_whole_answer(
+    pieces: list[str], cuts: list[int], settings: tuple[str, str], stop: tuple[str, ...], ends: bool
+) -> None:
+    ids = ByteTokenizer().encode("".join(pieces))
+    ids = (*ids, BYTES_END) if ends or not ids else ids
+    completion = finished(ids, "stop" if ends else "length")
+    whole, streamed = (make_choice(settings[0], stop, settings[1]) for _ in range(2))
+    whole.finish(completion)
+    shown, at = "", 0
+    for cut in cuts:
+        streamed.feed(ids[at : at + cut])
+        at += cut
+        shown += streamed.take(len(shown))
+    streamed.finish(completion)
+    shown += streamed.take(len(shown))
+    assert streamed.take(len(shown)) == ""
+    assert shown == (whole.content or "")
+    assert (streamed.message, streamed.finish_reason) == (whole.message, whole.finish_reason)
+    assert streamed.num_tokens == whole.num_tokens == len(ids)
+    assert streamed.logprobs == whole.logprobs
+    assert bool(whole.tool_calls) <= (whole.finish_reason in ("tool_calls", "length"))
+
+
+def test_an_answer_of_more_calls_than_a_message_may_hold_is_text() -> None:
+    """The harness sends its history back, and would get a 400 for it."""
+    for num_calls, num_read in ((MAX_TOOLS, MAX_TOOLS), (MAX_TOOLS + 1, 0)):
+        text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>' * num_calls
+        choice = make_choice("hermes")
+        choice.finish(finished(ByteTokenizer().encode(text)))
+        assert len(choice.tool_calls) == num_read
+        assert choice.content == (None if num_read else text)
+
+
+def test_logprobs_name_each_token_and_its_bytes_where_it_is_a_whole_character() -> None:
+    choice = make_choice("none")
+    choice.finish(finished(ByteTokenizer().encode("aü")))
+    assert choice.logprobs is not None
+    assert [(each["token"], each["bytes"]) for each in choice.logprobs] == [
+        ("a", [97]),
+        ("�", None),
+        ("�", None),
+    ]

@@ -5,37 +5,41 @@ clock.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, TypeVar
+import functools
+import io
+import json
+import math
+from typing import Any
 
 import pytest
+from aiohttp import web
 from aiohttp.base_protocol import BaseProtocol
 from aiohttp.streams import StreamReader
 from aiohttp.test_utils import make_mocked_request
-from gateway_cases import in_virtual_time
+from gateway_cases import gateway_world, in_loop, in_virtual_time
 from harness_gateway import make_work
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.agents.endpoint.refusals import ApiError
-from asyncrl.agents.endpoint.work_queue import MAX_BYTES, NotHeld, QueuedItem, WorkerId, WorkItems
+from asyncrl.agents.endpoint.openai_form import ApiError
+from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
-from asyncrl.messages.base import Message
+from asyncrl.http import Caller
 from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import (
+    MAX_MESSAGE_BYTES,
     Accepted,
-    AliveAnswer,
     AliveRequest,
-    OutcomeMessage,
+    FailureMessage,
     ResultRequest,
     TakeAnswer,
     TakeRequest,
+    WorkItem,
 )
 from asyncrl.testing.virtual_time import all_blocked, stand_still
-
-Answer = TypeVar("Answer", bound=Message)
 
 WORKERS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1")])
 
@@ -65,16 +69,8 @@ class QueueHistory(RuleBasedStateMachine):
             item_id = f"l{len(self.ends)}"
             work = make_work(len(self.ends))
             self.ends[item_id], self.starts[item_id] = [], 0
-            self.book.add(
-                QueuedItem(
-                    item_id,
-                    work,
-                    b"",
-                    lambda name=item_id: self.started(name),
-                    self.ends[item_id].append,
-                    f"outcome-{item_id}",
-                )  # type: ignore[misc]
-            )
+            start, end = functools.partial(self.started, item_id), self.ends[item_id].append
+            self.book.add(QueuedItem(item_id, work, b"", start, end, f"outcome-{item_id}"))
             self.queued.append(item_id)
 
     @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
@@ -101,10 +97,9 @@ class QueueHistory(RuleBasedStateMachine):
         self.book.seen(worker, self.now_s)
         result = RolloutFailure("no") if fails else Outcome(metrics={"turns": 2.0})
         if self.held.get(item_id) != worker:
-            with pytest.raises(NotHeld):
-                self.book.result(worker, item_id, result)
+            assert self.book.result(worker, item_id, result), "it is told why"
             return
-        self.book.result(worker, item_id, result)
+        assert self.book.result(worker, item_id, result) is None
         del self.held[item_id]
         self.over.add(item_id)
         if isinstance(result, RolloutFailure):
@@ -178,11 +173,8 @@ TestQueueHistory.settings = settings(max_examples=60, stateful_step_count=40, de
 def ended_with(outcomes: Outcomes, said: Outcome, posted: Outcome | None = None) -> Outcome | RolloutFailure:
     """What a work comes to whose harness has posted and said this."""
     book, ends = WorkItems(outcomes), list[Outcome | RolloutFailure]()
-    book.add(
-        QueuedItem(
-            "l0", make_work(0), b"", lambda: None, ends.append, "outcome-0" if outcomes == "posted" else None
-        )
-    )
+    key = "outcome-0" if outcomes == "posted" else None
+    book.add(QueuedItem("l0", make_work(0), b"", lambda: None, ends.append, key))
     book.seen(("w", "1"), 0.0)
     book.take(("w", "1"), 1)
     if posted is not None:
@@ -201,13 +193,14 @@ def test_rewards_come_from_where_the_config_says_and_from_nowhere_else() -> None
     assert ended_with("posted", Outcome(), parts) == parts
     assert ended_with("posted", Outcome()) == Outcome(), "nothing was posted: the task's own reward scores it"
     failure = ended_with("posted", said, posted)
-    assert "the harness returned a reward; generator.outcomes=posted takes rewards that are posted" in str(
-        failure
-    )
+    assert "the harness returned a reward; generator.outcomes=posted takes" in str(failure)
+
+
+# ---- the routes, without a socket: a virtual clock knows none
 
 
 class Line:
-    """What a connection to a worker is, for the routes."""
+    """What a connection to a client is, for the routes."""
 
     def __init__(self) -> None:
         self.is_cut = False
@@ -219,127 +212,193 @@ class Line:
         return default
 
 
-async def ask(
-    queue: RolloutQueue, path: str, message: Message, answer: type[Answer], line: Line | None = None
-) -> Answer:
-    """Call a route without a socket: a virtual clock knows none."""
-    loop = asyncio.get_running_loop()
-    body = StreamReader(BaseProtocol(loop), 2**16, loop=loop)
-    body.feed_data(message.model_dump_json().encode())
-    body.feed_eof()
-    request = make_mocked_request(
-        "POST", path, headers={"Authorization": "Bearer k"}, transport=line or Line(), payload=body
-    )
-    (handler,) = (route.handler for route in queue.routes() if route.path == path)
-    response: Any = await handler(request)
-    assert response.status == 200, response.body
-    return answer.model_validate_json(response.body)
+class Desk:
+    """A queue, and workers and programs that call it by hand."""
 
+    def __init__(self, **settings: Any) -> None:
+        defaults = {"worker_key": "k", "model": "m", "lease_timeout_s": 60.0, "task_seed": lambda work: 7}
+        self.queue, self.number = RolloutQueue(**{**defaults, **settings}), 0
 
-def take_request(worker: str, number: int, **more: Any) -> TakeRequest:
-    return TakeRequest(
-        **{"worker": worker, "instance": "1", "max_items": 1, "slots": 1, "number": number, "holding": []}
-        | more
-    )
+    async def call(self, path: str, body: bytes, key: str = "k", line: Line | None = None) -> tuple[int, Any]:
+        """(status, JSON)."""
+        loop = asyncio.get_running_loop()
+        payload = StreamReader(BaseProtocol(loop), 2**20, loop=loop)
+        payload.feed_data(body)
+        payload.feed_eof()
+        more = {"headers": {"Authorization": f"Bearer {key}"}, "payload": payload, "app": web.Application()}
+        request = make_mocked_request("POST", path, transport=line or Line(), **more)
+        (handler,) = (route.handler for route in self.queue.routes() if route.path == path)
+        try:
+            response: Any = await handler(request)
+        except ApiError as error:  # which the gateway answers
+            return error.status, error.error
+        return response.status, json.loads(response.body)
 
+    async def post(self, outcome: Any, key: str) -> tuple[int, Any]:
+        status, answer = await self.call("/v1/outcome", json.dumps(outcome).encode(), key)
+        return status, answer.get("code")
 
-def make_queue(lease_timeout_s: float = 60.0) -> RolloutQueue:
-    return RolloutQueue(worker_key="k", model="m", lease_timeout_s=lease_timeout_s, task_seed=lambda work: 0)
+    def run(self, number: int = 0, **work: Any) -> asyncio.Task[Outcome]:
+        return asyncio.create_task(self.queue.run(make_work(number, **work), started=lambda: None))
+
+    async def take(self, worker: str = "w", line: Line | None = None) -> list[WorkItem]:
+        self.number += 1
+        fields = {
+            "worker": worker,
+            "instance": "1",
+            "max_items": 1,
+            "slots": 1,
+            "holding": [],
+            "wait_s": 1000.0,
+        }
+        request = TakeRequest(**fields, number=self.number)
+        _, answer = await self.call("/work/take", request.model_dump_json().encode(), line=line)
+        return [WorkItem.model_validate(item) for item in answer["items"]]
+
+    async def alive(self, item: WorkItem, worker: str = "w") -> dict[str, str]:
+        request = AliveRequest(worker=worker, instance="1", holding=[item.item_id])
+        _, answer = await self.call("/work/alive", request.model_dump_json().encode())
+        return answer["cancel"]  # type: ignore[no-any-return]
+
+    async def result(self, item: WorkItem, worker: str = "w", **said: Any) -> tuple[int, Any]:
+        request = ResultRequest(worker=worker, instance="1", item_id=item.item_id, **said)
+        return await self.call("/work/result", request.model_dump_json().encode())
 
 
 @in_virtual_time
 async def test_a_silent_worker_loses_its_items_after_its_time_and_a_lively_one_never() -> None:
-    queue, loop = make_queue(lease_timeout_s=60.0), asyncio.get_running_loop()
-    assert queue.gauges()["harness/unseen_s"] == 0.0
+    desk, loop = Desk(), asyncio.get_running_loop()
     await asyncio.sleep(7.0)
-    assert queue.gauges()["harness/unseen_s"] == 7.0
-    silent = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
-    lively = asyncio.create_task(queue.run(make_work(1), started=lambda: None))
-    await all_blocked()
-    await ask(queue, "/work/take", take_request("silent", 0), TakeAnswer)
-    item_id = (await ask(queue, "/work/take", take_request("lively", 0), TakeAnswer)).items[0].item_id
+    assert desk.queue.gauges()["harness/unseen_s"] == 7.0
+    silent, lively = desk.run(0), desk.run(1)
+    await desk.take("silent")
+    (item,) = await desk.take("lively")
     begun_s = loop.time()
-    sign = AliveRequest(worker="lively", instance="1", holding=[item_id])
     for _ in range(30):
         await asyncio.sleep(50.0)
-        assert (await ask(queue, "/work/alive", sign, AliveAnswer)).cancel == {}
+        assert await desk.alive(item, "lively") == {}
         assert silent.done() == (loop.time() - begun_s >= 60.0)
-    with pytest.raises(
-        RolloutFailure,
-        match=r"worker silent gave no sign of life for 60\.0 s; gateway\.lease_timeout_s=60\.0",
-    ):
+    with pytest.raises(RolloutFailure, match=r"silent gave no sign of life for 60\.0 s"):
         await silent
-    assert (
-        queue.gauges()["harness/workers"],
-        queue.gauges()["harness/lost"],
-        queue.gauges()["harness/unseen_s"],
-    ) == (
-        1,
-        1,
-        0.0,
-    )
-    result = ResultRequest(worker="lively", instance="1", item_id=item_id, outcome=OutcomeMessage(reward=1.0))
-    await ask(queue, "/work/result", result, Accepted)
+    assert [desk.queue.gauges()[f"harness/{name}"] for name in ("workers", "lost", "unseen_s")] == [1, 1, 0.0]
+    assert await desk.result(item, "lively", outcome=Outcome(1.0)) == (200, {})
     assert await lively == Outcome(1.0)
-    await queue.aclose()
+    await desk.queue.aclose()
 
 
 @in_virtual_time
 async def test_a_worker_whose_signs_of_life_we_could_not_hear_ourselves_keeps_its_leases() -> None:
-    queue = make_queue(lease_timeout_s=60.0)
-    running = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
-    await all_blocked()
-    item_id = (await ask(queue, "/work/take", take_request("w", 0), TakeAnswer)).items[0].item_id
-    sign = AliveRequest(worker="w", instance="1", holding=[item_id])
+    desk = Desk()
+    running = desk.run()
+    (item,) = await desk.take()
     for before_s in (30.0, 59.5):
         await asyncio.sleep(before_s)
         stand_still(3600.0)
         await asyncio.sleep(0.3)  # what came meanwhile is read
-        assert (await ask(queue, "/work/alive", sign, AliveAnswer)).cancel == {}
+        assert await desk.alive(item) == {}
     with pytest.raises(RolloutFailure, match=r"worker w gave no sign of life for 60\.0 s"):
         await running
-    await queue.aclose()
+    await desk.queue.aclose()
 
 
 @in_virtual_time
-async def test_a_poll_ends_after_its_time_or_for_a_newer_one_of_the_same_worker() -> None:
-    queue, loop = make_queue(), asyncio.get_running_loop()
-    assert (await ask(queue, "/work/take", take_request("w", 0, wait_s=1000.0), TakeAnswer)).items == []
-    assert loop.time() == 20.0
-    older = asyncio.create_task(ask(queue, "/work/take", take_request("w", 1), TakeAnswer))
+async def test_a_poll_ends_after_its_time_for_a_newer_one_or_with_its_client_worker_or_queue() -> None:
+    desk, line = Desk(), Line()
+    assert await desk.take() == []
+    assert asyncio.get_running_loop().time() == 20.0
+    polls = [asyncio.create_task(desk.take(*each)) for each in (("w",), ("w",), ("cut", line), ("dropped",))]
     await all_blocked()
-    newer = asyncio.create_task(ask(queue, "/work/take", take_request("w", 2), TakeAnswer))
-    await all_blocked()
-    assert older.done()
-    assert older.result().items == []
-    running = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
-    assert (await newer).items[0].rollout_id == "g0/r0"
-    running.cancel()
-    await queue.aclose()
-
-
-@in_virtual_time
-async def test_a_poll_of_a_client_that_is_gone_or_of_a_dropped_worker_takes_no_work() -> None:
-    queue, line = make_queue(), Line()
-    cut = asyncio.create_task(ask(queue, "/work/take", take_request("cut", 0), TakeAnswer, line))
-    dropped = asyncio.create_task(ask(queue, "/work/take", take_request("dropped", 0), TakeAnswer))
-    await all_blocked()
+    assert [poll.done() for poll in polls] == [True, False, False, False], "that of the newer one goes on"
     line.is_cut = True
-    queue.worker_gone_nowait("dropped", "exited with code 1")
-    running = asyncio.create_task(queue.run(make_work(0), started=lambda: None))
-    assert (await cut).items == (await dropped).items == []
-    assert queue.gauges()["harness/queued"] == 1
+    desk.queue.worker_gone_nowait("dropped", "exited with code 1")
+    running = desk.run()
+    assert [[item.rollout_id for item in await poll] for poll in polls] == [[], ["g0/r0"], [], []]
     running.cancel()
+    last = asyncio.create_task(desk.take())
+    await all_blocked()
+    await desk.queue.aclose()
+    assert await last == []
+    assert (await desk.call("/work/take", b'{"worker": "w"}'))[0] == 422
+    request = TakeRequest(worker="w", instance="1", max_items=1, slots=1, number=99, holding=[])
+    status, _ = await desk.call("/work/take", request.model_dump_json().encode())
+    assert status == 503, "no empty answer: it would ask again at once"
+
+
+@in_virtual_time
+async def test_a_run_that_is_taken_back_is_told_to_its_worker_whose_result_is_refused() -> None:
+    desk = Desk()
+    running = desk.run(info={"deep": [1, {"x": None}], "nan": math.nan}, answer="SECRET", timeout_s=9.0)
+    (item,) = await desk.take()
+    assert (item.rollout_id, item.key, item.seed, item.timeout_s) == ("g0/r0", "key-0", 7, 9.0)
+    assert (item.info["deep"], item.answer) == ([1, {"x": None}], None), "an answer is given on demand alone"
+    assert math.isnan(item.info["nan"]), "a number that is none is not turned into null"
+    running.cancel()
+    await all_blocked()
+    assert "rollout.timeout_s" in (await desk.alive(item))[item.item_id]
+    assert (await desk.result(item, outcome=Outcome(1.0)))[0] == 410
+    await desk.queue.aclose()
+
+
+@in_virtual_time
+async def test_only_the_worker_key_gives_work_and_what_cannot_be_sent_fails_its_rollout() -> None:
+    desk = Desk(give_answer=True)
+    running = desk.run()
+    for key in ("", "wrong", "\xff", "key-0"):
+        for name in ("take", "alive", "result"):
+            assert (await desk.call(f"/work/{name}", b"{}", key))[0] == 401
+    running.cancel()
+    loop: list[Any] = []
+    loop.append(loop)
+    for answer in (object(), loop, "\ud800"):
+        with pytest.raises(RolloutFailure, match="prompt p0 cannot be sent to a worker"):
+            await desk.run(answer=answer)
+
+
+@in_virtual_time
+async def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_last_one_counts() -> None:
+    desk = Desk(outcomes="posted")
+    running = desk.run(3)
+    (item,) = await desk.take()
+    key = item.outcome_key or ""
+    assert len(key) > 20
+    assert await desk.post({"reward": 0.25}, key) == (200, None)
+    assert await desk.post({"reward": 0.5, "metrics": {"turns": 3}}, key) == (200, None)
+    parts = {"turn_rewards": {"a": 1}, "branch_rewards": {"a": 1}}
+    for wrong in ({"reward": math.nan}, {"rewrd": 1}, 1, parts, {"metrics": {"x" * 2**18: 1}}):
+        assert (await desk.post(wrong, key))[0] == 400
+    assert await desk.post({"reward": 1}, "key-3") == (403, "outcome_refused")
+    assert await desk.post({"reward": 1}, "k") == (401, "invalid_api_key")
+    await desk.result(item)
+    assert await running == Outcome(0.5, {"turns": 3.0})
+    for old in (key, "key-3"):
+        assert await desk.post({"reward": 1}, old) == (410, "session_ended")
+    for outcomes in ("returned", "none"):
+        desk = Desk(outcomes=outcomes)
+        running = desk.run(3)
+        (item,) = await desk.take()
+        assert item.outcome_key is None
+        assert await desk.post({"reward": 1}, "key-3") == (403, "outcome_refused")
+        running.cancel()
+        await desk.queue.aclose()
+
+
+@in_loop
+async def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be() -> None:
+    queue = Desk().queue
+    async with gateway_world(extra_routes=queue.routes(), max_body_bytes=2**10) as world:
+        caller, who = Caller("w", world.url, "k"), {"worker": "w", "instance": "1"}
+        rewards = {f"{number:0240}": 0.0 for number in range(1000)}
+        failure = FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
+        for number, said in enumerate(({"outcome": Outcome(turn_rewards=rewards)}, {"failure": failure})):
+            running = asyncio.ensure_future(queue.run(make_work(number), started=lambda: None))
+            take = TakeRequest(**who, max_items=1, slots=1, number=number, holding=[])
+            (item,) = (await caller.post("/work/take", take, TakeAnswer, timeout_s=None)).items
+            result = ResultRequest(**who, item_id=item.item_id, **said)
+            await caller.post("/work/result", result, Accepted, timeout_s=None)
+            (end,) = await asyncio.gather(running, return_exceptions=True)
+            assert end == said.get("outcome") or end.what == failure.error
+        large, key = io.BytesIO(b" " * (MAX_MESSAGE_BYTES + 1)), {"Authorization": "Bearer k"}
+        async with world.http.post(world.url + "/work/alive", data=large, headers=key) as response:
+            assert response.status == 413
+        await caller.aclose()
     await queue.aclose()
-
-
-def test_large_works_are_not_given_out_all_at_once() -> None:
-    book = WorkItems("returned")
-    for number in range(5):
-        book.add(
-            QueuedItem(
-                f"l{number}", make_work(number), b" " * (MAX_BYTES // 2), lambda: None, lambda result: None
-            )
-        )
-    book.seen(("w", "1"), 0.0)
-    assert [len(book.take(("w", "1"), 5)) for _ in range(3)] == [2, 2, 1]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.endpoint import requests as shapes
-from asyncrl.agents.endpoint.refusals import ApiError
+from asyncrl.agents.endpoint.openai_form import ApiError
 from asyncrl.agents.endpoint.requests import CallRules, RequestReader
 from asyncrl.cli import app
 from asyncrl.config import GatewayConfig, RunConfig
@@ -25,18 +25,13 @@ from asyncrl.messages.work import MAX_WAIT_S
 from asyncrl.observe.gauges import gauge_of
 
 ROOT = Path(__file__).parents[1]
-PAGES = {
-    name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("generators", "gateway")
-}
+PAGES = {name: (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("generators", "gateway")}
 BASE: dict[str, Any] = {"model": {"path": "x"}, "task": {"files": ["x.jsonl"], "reward": "math"}}
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return [
-        text
-        for kind, text in re.findall(r"```(\w*)\n(.*?)```", PAGES[page], flags=re.DOTALL)
-        if kind == language
-    ]
+    found = re.findall(r"```(\w*)\n(.*?)```", PAGES[page], flags=re.DOTALL)
+    return [text for kind, text in found if kind == language]
 
 
 @pytest.mark.parametrize(("page", "text"), [(page, text) for page in PAGES for text in blocks(page, "yaml")])
@@ -45,11 +40,10 @@ def test_every_config_on_the_pages_is_a_config(page: str, text: str) -> None:
 
 
 def test_the_settings_of_the_gateways_page_are_the_defaults() -> None:
-    shown = {
-        key: None if value == "none" else value
-        for key, value in yaml.safe_load(blocks("gateway", "yaml")[0])["gateway"].items()
-    }
-    assert shown == GatewayConfig().model_dump()
+    shown = yaml.safe_load(blocks("gateway", "yaml")[0])["gateway"]
+    assert {
+        key: None if shown[key] == "none" else shown[key] for key in shown
+    } == GatewayConfig().model_dump()
 
 
 def sections_with_the_answer() -> list[Any]:
@@ -83,10 +77,8 @@ def test_the_agent_on_the_page_asks_again_until_it_is_right() -> None:
     async def create(**body: Any) -> Any:
         return SimpleNamespace(choices=[SimpleNamespace(message=SimpleNamespace(content=next(answers)))])
 
-    session = SimpleNamespace(
-        model="policy",
-        client=SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create))),
-    )
+    chat = SimpleNamespace(completions=SimpleNamespace(create=create))
+    session = SimpleNamespace(model="policy", client=SimpleNamespace(chat=chat))
     task = Task("p", ({"role": "user", "content": "6*7?"},), answer=42)
     assert asyncio.run(page["run"](task, session)) == Outcome(1.0, {"turns": 2})
     assert {"base_url", "api_key", "model", "client"} <= {
@@ -97,9 +89,7 @@ def test_the_agent_on_the_page_asks_again_until_it_is_right() -> None:
 
 def test_the_commands_of_the_page_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        "asyncrl.agents.worker.run_worker", lambda url, **options: started.append({"url": url, **options})
-    )
+    monkeypatch.setattr("asyncrl.agents.worker.run_worker", lambda url, **options: started.append(options))
     lines = [line for text in blocks("generators", "") for line in text.splitlines()]
     for line in lines:
         assert line.startswith("ASYNCRL_WORKER_KEY=... asyncrl work ")
@@ -139,20 +129,20 @@ def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
     accepted = set().union(*(names(row[0]) for row in table("parameter")))
     assert accepted == set(shapes._ChatBody.model_fields) | set(shapes._TextBody.model_fields)
     ignored = names(table("ignored")[0][0])
-    assert ignored == shapes._HARMLESS
+    assert ignored == shapes.IGNORED
     for name in ignored:
         read({name: "x"})
     refused = set().union(*(names(row[0]) for row in table("refused")))
-    assert refused == set(shapes._OFF)
+    assert refused == set(shapes.REFUSED)
     for name in refused:
         with pytest.raises(ApiError) as caught:
             read({name: [{"x": 1}]})
-        assert (caught.value.status, caught.value.param) == (400, name)
+        assert (caught.value.status, caught.value.error["param"]) == (400, name)
 
 
 def test_the_page_names_every_error_code() -> None:
     source = "".join(path.read_text() for path in (ROOT / "asyncrl" / "agents" / "endpoint").glob("*.py"))
-    codes = set(re.findall(r'code="(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
+    codes = set(re.findall(r'code ?= ?"(\w+)"', source)) | set(re.findall(r'\d: "(\w+)"', source))
     assert codes == set().union(*(names(row[1]) for row in table("status")))
 
 

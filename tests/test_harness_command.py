@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from gateway_cases import in_loop
 from harness_gateway import open_gateway, settled
@@ -26,15 +25,8 @@ from asyncrl.agents.process_group import MARK_ENV, find_group
 from asyncrl.agents.work_client import Worker
 from asyncrl.errors import ConfigError, RolloutFailure
 
-TASK = Task(
-    "p0",
-    ({"role": "user", "content": "What is 6 * 7?"},),
-    answer=42,
-    info={"kind": "times"},
-    seed=5,
-    sample_index=1,
-    attempt=2,
-)
+MESSAGES = ({"role": "user", "content": "What is 6 * 7?"},)
+TASK = Task("p0", MESSAGES, {"kind": "times"}, 5, 1, 2, answer=42)
 SESSION = Session("http://127.0.0.1:9/v1", "secret-key", "policy")
 
 
@@ -76,31 +68,10 @@ def test_the_last_line_is_a_number_a_json_object_or_nothing(text: str, outcome: 
     assert last_line_outcome(text) == outcome
 
 
-@pytest.mark.parametrize(
-    "text", ["nan", "-inf", "{'reward': 1}", '{"rewrd": 1}', '{"reward": NaN}', '{"reward": "1x"}', "{"]
-)
+@pytest.mark.parametrize("text", ["nan", '{"rewrd": 1}', '{"reward": NaN}', "{"])
 def test_a_last_line_that_is_no_outcome_is_a_failure(text: str) -> None:
     with pytest.raises(RolloutFailure, match="last line is no outcome"):
         last_line_outcome(text)
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_shell_script_with_curl_finds_its_task_calls_the_model_and_prints_its_outcome() -> None:
-    script = """
-        set -e
-        task=$(cat)
-        messages=$(jq -c .messages <<<"$task")
-        answer=$(curl -sf "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
-            -d "{\\"model\\": \\"$OPENAI_MODEL\\", \\"messages\\": $messages}" \\
-            | jq -r .choices[0].message.content)
-        test "$answer" = "answer 1"
-        jq -c '{reward: .answer, metrics: {seed, sample_index, attempt}}' <<<"$task"
-    """
-    async with open_gateway() as gateway:
-        outcome = await shell(script).run(TASK, Session(f"{gateway.url}/v1", "key-0", "policy"))
-        assert outcome == Outcome(42.0, {"seed": 5.0, "sample_index": 1.0, "attempt": 2.0})
-        assert gateway.calls == [("key-0", {"model": "policy", "messages": list(TASK.messages)})]
 
 
 TOOL = """
@@ -149,9 +120,8 @@ def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_c
             await caller.aclose()
             return outcome
 
-    assert asyncio.run(story()) == (Outcome(0.25) if outcomes == "posted" else Outcome()), (
-        "what the tool has posted counts nowhere"
-    )
+    posted = Outcome(0.25) if outcomes == "posted" else Outcome()
+    assert asyncio.run(story()) == posted, "what the tool has posted counts nowhere"
     assert "outcome_refused" in (tmp_path / "answered").read_text()
     given, loot = json.loads((tmp_path / "task").read_text()), (tmp_path / "loot").read_text()
     assert "OPENAI_API_KEY=key-0" in loot, "it has looked"
@@ -166,10 +136,8 @@ def test_a_shell_that_the_policy_drives_finds_no_answer_and_no_outcome_key_and_c
 def test_a_task_of_a_megabyte_is_fed_as_it_is_read_and_one_that_nobody_reads_holds_nothing_up() -> None:
     large = replace(TASK, info={"text": "x" * 2**20})
     assert asyncio.run(shell("wc -c").run(large, SESSION)).reward == pytest.approx(2**20, rel=0.01)
-    assert asyncio.run(shell("head -c 100 > /dev/null; exec <&-; echo 0.5").run(large, SESSION)) == Outcome(
-        0.5
-    )
-    assert asyncio.run(shell("echo 0.5").run(large, SESSION)) == Outcome(0.5)
+    for script in ("head -c 100 > /dev/null; exec <&-; echo 0.5", "echo 0.5"):
+        assert asyncio.run(shell(script).run(large, SESSION)) == Outcome(0.5)
 
 
 @pytest.mark.slow
@@ -178,14 +146,16 @@ def test_the_environment_is_scrubbed_and_the_folder_is_its_own(
 ) -> None:
     monkeypatch.setenv("ASYNCRL_SECRET", "of the run")
     report = own_temp.parent / "report"
-    harness = shell(
-        f"env > {report}; pwd >> {report}; ls -A >> {report}; touch here $TMPDIR/there; mkdir -m 500 shut",
-        CORPUS="/data",
+    monkeypatch.setenv("JUDGE_KEY", "0.75")
+    script = (
+        f"env > {report}; pwd >> {report}; ls -A >> {report}; touch here $TMPDIR/there; mkdir -m 500 shut"
     )
+    command = ["/bin/bash", "-c", script]
+    harness = CommandHarness(command, {"CORPUS": "/data"}, 2**16, pass_env=["JUDGE_KEY"])
     assert asyncio.run(harness.run(TASK, SESSION)) == Outcome()
     said = report.read_text()
     names = {line.split("=")[0] for line in said.splitlines() if "=" in line}
-    ours = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", MARK_ENV, "CORPUS"}
+    ours = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", MARK_ENV, "CORPUS", "JUDGE_KEY"}
     shells = {"PWD", "SHLVL", "_", "OLDPWD"}
     assert names - shells <= ours | {"PATH", "HOME", "LANG", "TMPDIR"}
     assert ours <= names
@@ -194,35 +164,13 @@ def test_the_environment_is_scrubbed_and_the_folder_is_its_own(
 
 
 @pytest.mark.slow
-def test_named_variables_of_the_worker_are_passed_and_one_that_is_not_set_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("JUDGE_KEY", "0.75")
-    assert (
-        asyncio.run(
-            CommandHarness(["/bin/sh", "-c", "echo $JUDGE_KEY"], {}, 2**16, pass_env=["JUDGE_KEY"]).run(
-                TASK, SESSION
-            )
-        ).reward
-        == 0.75
-    )
-    monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(
-        ConfigError, match=r"generator\.pass_env names JUDGE_KEY, which this process does not have"
-    ):
-        CommandHarness(["/bin/true"], {}, 2**16, pass_env=["JUDGE_KEY"])
-
-
-@pytest.mark.slow
 def test_an_exit_code_or_a_signal_is_a_failure_with_the_end_of_standard_error() -> None:
-    with pytest.raises(
-        RolloutFailure, match=r"exited with code 3; the end of its standard error: .*last words"
+    for script, said in (
+        ("echo last words >&2; exit 3", "exited with code 3; the end of its standard error: last words"),
+        ("kill -SEGV $$", r"was killed by SIGSEGV; the end of its standard error: \(empty\)"),
     ):
-        run("head -c 5000 /dev/zero | tr '\\0' x >&2; echo last words >&2; echo 1.0; exit 3")
-    with pytest.raises(
-        RolloutFailure, match="was killed by SIGSEGV; the end of its standard error: \\(empty\\)"
-    ):
-        run("kill -SEGV $$")
+        with pytest.raises(RolloutFailure, match=said):
+            run(script)
 
 
 @pytest.mark.slow
@@ -261,48 +209,10 @@ async def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(ow
     harness = shell(script)
     running = asyncio.ensure_future(harness.run(TASK, SESSION))
     await settled(lambda: began.exists() and len(find_group(harness.token)) >= 4)
-    family = [psutil.Process(pid) for pid in find_group(harness.token)]
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await running
-    alive = [
-        process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ]
-    assert alive == []
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_second_cancel_kills_at_once(own_temp: Path) -> None:
-    began = own_temp.parent / "began"
-    harness = shell(f"trap '' TERM; touch {began}; while :; do sleep 1; done")
-    running = asyncio.ensure_future(harness.run(TASK, SESSION))
-    await settled(began.exists)
-    running.cancel()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    await settled(lambda: not find_group(harness.token))
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_command_gets_sigterm_and_may_tidy_up(
-    own_temp: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("asyncrl.agents.command.GRACE_S", 60.0)
-    began, tidied = own_temp.parent / "began", own_temp.parent / "tidied"
-    harness = shell(
-        f"trap ': >{tidied}; exit 0' TERM; touch {began}; while :; do sleep 0.05; done"
-    )  # a child would get SIGTERM, too
-    running = asyncio.ensure_future(harness.run(TASK, SESSION))
-    await settled(began.exists)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert tidied.exists()
+    assert find_group(harness.token) == []
 
 
 @pytest.mark.slow
@@ -337,20 +247,25 @@ def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
     assert (done.stdout, done.stderr) == ("True []\n", "")
 
 
-@pytest.mark.slow
-def test_a_command_that_cannot_be_started_fails_its_rollout(tmp_path: Path) -> None:
-    program = tmp_path / "program"
-    program.write_bytes(b"\x7fELF nonsense")
-    program.chmod(0o755)
-    with pytest.raises(RolloutFailure, match="cannot be started: .*Exec format error"):
-        asyncio.run(CommandHarness([str(program)], {}, 2**16).run(TASK, SESSION))
-
-
-def test_a_program_that_is_not_there_and_a_taken_variable_are_refused_before_any_rollout() -> None:
-    with pytest.raises(ConfigError, match="there is no program no-such-program"):
-        CommandHarness(["no-such-program"], {}, 2**16)
-    with pytest.raises(ConfigError, match=r"generator\.env has OPENAI_API_KEY, TMPDIR"):
-        CommandHarness(["/bin/true"], {"TMPDIR": "/x", "OPENAI_API_KEY": "y"}, 2**16)
+def test_what_cannot_run_is_refused_before_any_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    for command, env, passed, said in (
+        (["no-such-program"], {}, [], "there is no program no-such-program"),
+        (
+            ["/bin/true"],
+            {"TMPDIR": "/x", "OPENAI_API_KEY": "y"},
+            [],
+            r"generator\.env has OPENAI_API_KEY, TMPDIR",
+        ),
+        (
+            ["/bin/true"],
+            {},
+            ["JUDGE_KEY"],
+            r"generator\.pass_env names JUDGE_KEY, which this process does not have",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            CommandHarness(command, env, 2**16, pass_env=passed)
 
 
 @pytest.mark.slow
@@ -359,10 +274,13 @@ def test_files_of_the_working_directory_are_found_from_the_folder_of_the_command
 ) -> None:
     (tmp_path / "agent.sh").write_text("#!/bin/sh\necho 0.25\n")
     (tmp_path / "agent.sh").chmod(stat.S_IRWXU)
+    (tmp_path / "binary").write_bytes(b"\x7fELF nonsense")
+    (tmp_path / "binary").chmod(stat.S_IRWXU)
     monkeypatch.chdir(tmp_path)
-    harnesses = [
-        CommandHarness(command, {}, 2**16) for command in (["bash", "agent.sh"], ["./agent.sh"], ["agent.sh"])
-    ]
+    commands = ["bash", "agent.sh"], ["./agent.sh"], ["binary"]
+    *harnesses, broken = [CommandHarness(command, {}, 2**16) for command in commands]
     monkeypatch.chdir("/")
     for harness in harnesses:
         assert asyncio.run(harness.run(TASK, SESSION)) == Outcome(0.25)
+    with pytest.raises(RolloutFailure, match=r"cannot be started: .*Exec format error"):
+        asyncio.run(broken.run(TASK, SESSION))

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import signal
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -101,11 +100,15 @@ def guess_upwards(prompt: str) -> str:
     return str(prompt.count("<|start|>assistant") - 1)
 
 
-def test_an_environment_with_tools_is_run_as_it_is_and_every_turn_is_recorded() -> None:
-    outcome, rollout, prompts = play("calculator_env", 0, use_the_calculator)
-    assert outcome == Outcome(
-        pytest.approx(1.1), {"reward/correct": 1.0, "reward/asked": 1.0, "num_calls": 1.0}
-    )  # type: ignore[arg-type]
+def test_an_environment_with_tools_is_run_as_it_is_and_every_turn_is_recorded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        outcome, rollout, prompts = play("calculator_env", 0, use_the_calculator)
+    loggers = ("verifiers", "httpx", "aiohttp")
+    assert not [each for each in caplog.records if each.name.startswith(loggers)], "they would show the key"
+    assert outcome.reward == pytest.approx(1.1)
+    assert outcome.metrics == {"reward/correct": 1.0, "reward/asked": 1.0, "num_calls": 1.0}
     assert len(prompts) == 2
     assert "['calculate']" in prompts[0]
     assert "Use the calculator. End with the number alone." in prompts[0]
@@ -118,31 +121,23 @@ def test_an_environment_with_tools_is_run_as_it_is_and_every_turn_is_recorded() 
 def test_an_environment_that_answers_the_model_turn_by_turn_is_one_conversation() -> None:
     outcome, rollout, prompts = play("guessing_env_for_test", 3, guess_upwards, {})
     assert outcome == Outcome(1.0, {"reward/found": 1.0, "guesses": 4.0})
-    assert [last_turn(prompt)[1] for prompt in prompts] == [
-        "Which number from 0 to 9?",
-        "higher",
-        "higher",
-        "higher",
-    ]
+    told = [last_turn(prompt)[1] for prompt in prompts]
+    assert told == ["Which number from 0 to 9?"] + ["higher"] * 3
     assert len(rollout) == 1
     assert rollout[0].num_sampled == 8  # four digits and four ends of turn
 
 
 @in_loop
-async def test_rollouts_at_once_share_the_servers_of_their_environment_which_end_with_the_last_of_them() -> (
-    None
-):
+async def test_rollouts_at_once_share_the_servers_of_their_environment_which_end_with_the_last() -> None:
     async with gateway_world(ScriptedEngine(lambda request: guess_upwards(text_of(request)))) as world:
         harness = harness_of("guessing_env_for_test", {})
         sessions = [world.open(f"g0/r{index}") for index in range(6)]
         tasks = [task_of("guessing_env_for_test", {}, index) for index in range(6)]
-        outcomes = await asyncio.gather(
-            *(harness.run(task, session_of(world, each)) for task, each in zip(tasks, sessions, strict=True))
-        )
-        assert [outcome.reward for outcome in outcomes] == [1.0] * 6
-        assert [session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions] == [
-            2 * n for n in range(1, 7)
-        ]
+        pairs = zip(tasks, sessions, strict=True)
+        runs = [harness.run(task, session_of(world, session)) for task, session in pairs]
+        assert [outcome.reward for outcome in await asyncio.gather(*runs)] == [1.0] * 6
+        sampled = [session.rollout(0, Outcome(), 0.0)[0].num_sampled for session in sessions]
+        assert sampled == [2, 4, 6, 8, 10, 12]
         assert guessing_env_for_test.started == ["start", "stop"]
         await harness.run(tasks[0], session_of(world, world.session))
         assert guessing_env_for_test.started == ["start", "stop"] * 2
@@ -150,13 +145,6 @@ async def test_rollouts_at_once_share_the_servers_of_their_environment_which_end
 
 @in_loop
 async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
-    def gateway_tasks() -> set[asyncio.Task[Any]]:
-        return {
-            task
-            for task in asyncio.all_tasks()
-            if "RequestHandler" in repr(task) or "web_protocol" in repr(task)
-        }
-
     from verifiers.v1.runtimes.base import _LIVE
 
     engine = ScriptedEngine(gate=asyncio.Event())
@@ -165,28 +153,15 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         task = task_of("guessing_env_for_test", {}, 3)
         running = asyncio.create_task(harness.run(task, session_of(world, world.session)))
         await engine.started.wait()
-        assert harness._shared.num_users == 1
+        assert harness.num_users == 1
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert harness._shared.num_users == 0
+        assert harness.num_users == 0
         assert guessing_env_for_test.started == ["start", "stop"]
         assert all(runtime.stopped for runtime in _LIVE)
-        assert asyncio.all_tasks() - {asyncio.current_task()} <= gateway_tasks()
-
-
-@in_loop
-async def test_what_still_lives_is_ended_at_once_when_the_worker_must_go() -> None:
-    import verifiers.v1 as vf
-    from verifiers.v1.runtimes import make_runtime
-
-    runtime = make_runtime(vf.SubprocessConfig())
-    await runtime.start()
-    await runtime.run_background(["sleep", "3600"], {}, "log")
-    (process,) = runtime._background
-    harness_of("calculator_env", LOCAL).kill_all_nowait()
-    assert await process.wait() == -signal.SIGTERM
-    assert not runtime.workdir.exists()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert all("web_protocol" in repr(task) for task in left), "those of the gateway"
 
 
 @pytest.mark.parametrize(
@@ -204,28 +179,23 @@ def test_what_fails_in_an_environment_is_a_failed_rollout(index: int, said: str)
 
 
 def test_a_call_that_the_gateway_refuses_is_a_failed_rollout_that_does_not_show_the_key() -> None:
-    with pytest.raises(
-        RolloutFailure, match=r"ProviderError: upstream 400: .*context_length_exceeded"
-    ) as failure:
+    with pytest.raises(RolloutFailure, match=r"upstream 400: .*context_length_exceeded") as failure:
         play("calculator_env", 0, use_the_calculator, max_prompt_tokens=8)
     assert "/s/" not in str(failure.value)
 
 
 def test_a_program_that_speaks_another_api_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     async def speak_responses(
-        self: Any, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, *_: Any
+        self: Any, ctx: Any, _: Any, __: Any, endpoint: str, secret: str, *___: Any
     ) -> Any:
         from openai import AsyncOpenAI
 
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             await client.responses.create(model=ctx.model, input="hi")
 
-    import calculator_env
-
-    monkeypatch.setattr(calculator_env.CalculatorHarness, "launch", speak_responses)
-    with pytest.raises(
-        RolloutFailure, match="choose a program .* that calls /chat/completions; this one calls /responses"
-    ):
+    load_taskset("calculator_env", LOCAL)
+    monkeypatch.setattr(sys.modules["calculator_env"].CalculatorHarness, "launch", speak_responses)
+    with pytest.raises(RolloutFailure, match="calls /chat/completions; this one calls /responses"):
         play("calculator_env", 0, use_the_calculator)
 
 
@@ -234,29 +204,22 @@ def test_a_reward_that_ran_out_of_time_is_no_reward_of_nothing(monkeypatch: pyte
         await asyncio.Event().wait()
         return 1.0
 
-    import calculator_env
     import verifiers.v1 as vf
 
-    monkeypatch.setattr(calculator_env.CalculatorTask, "asked", vf.reward(weight=1.0)(wait_for_ever))
+    load_taskset("calculator_env", LOCAL)
+    monkeypatch.setattr(
+        sys.modules["calculator_env"].CalculatorTask, "asked", vf.reward(weight=1.0)(wait_for_ever)
+    )
     args = {"agent": LOCAL["agent"] | {"timeout": {"scoring": 0.01}}}
     with pytest.raises(RewardFailure, match=r"did not come to its rewards .*wait_for_ever.*scoring_timeout"):
         play("calculator_env", 0, use_the_calculator, args)
-
-
-def test_an_environment_without_rewards_leaves_them_to_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    import calculator_env
-
-    for name in ("correct", "asked"):
-        monkeypatch.delattr(calculator_env.CalculatorTask, name)
-    outcome, _, _ = play("calculator_env", 0, use_the_calculator)
-    assert outcome == Outcome(None, {"num_calls": 1.0})
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
         ({"twice": True}, "ran its agent agent 2 times"),
-        ({"freeze": True}, "its agent agent is not to be trained"),
+        ({"freeze": True}, "trainable=False"),
     ],
 )
 def test_an_episode_that_is_no_rollout_of_one_trained_agent_ends_the_worker(
@@ -266,17 +229,6 @@ def test_an_episode_that_is_no_rollout_of_one_trained_agent_ends_the_worker(
         play("guessing_env_for_test", 2, guess_upwards, args)
 
 
-def test_a_task_of_another_source_ends_the_worker() -> None:
-    harness = harness_of("calculator_env", LOCAL)
-    with pytest.raises(ConfigError, match="set task.verifiers=true"):
-        asyncio.run(
-            harness.run(
-                Task("0/0", ({"role": "user", "content": "hi"},)),
-                Session("http://127.0.0.1:9/v1", "key", "policy"),
-            )
-        )
-
-
 @pytest.mark.parametrize(
     ("name", "args", "said"),
     [
@@ -284,24 +236,13 @@ def test_a_task_of_another_source_ends_the_worker() -> None:
         (
             "calculator-env",
             {"taskset": {"num_taskss": 3}},
-            "generator.args.taskset.num_taskss: Extra inputs are not permitted (given: 3)",
+            "taskset.num_taskss Extra inputs are not permitted",
         ),
         ("calculator_env", {"taskset": {"id": "gsm8k"}}, "generator.verifiers is its id"),
-        ("calculator_env", {"agents": {}}, "generator.args.agents: Extra"),
-        ("calculator_env", {"agent": {"model": "gpt-9"}}, "names model=gpt-9, and has no client of its own"),
+        ("calculator_env", {"agent": {"model": "gpt-9"}}, "no client of their own: agent (model=gpt-9)"),
         ("calculator_env", {"agent": {"retries": {"max_retries": 2}}}, "generator.args has agent.retries"),
-        ("calculator_env", {"retries": {"rules": [{"max_retries": 1}]}}, "generator.args has retries"),
-        (
-            "calculator_env",
-            {"agent": {"client": {"type": "eval", "base_url": "http://h/v1"}}},
-            "0 of its agents (agent) have no client",
-        ),
-        (
-            "guessing_env_for_test",
-            {"judge": {"client": None}},
-            "2 of its agents (agent, judge) have no client of their own: agent, judge",
-        ),
-        ("harnesses_for_test", {}, "with a function load_environment, it does not load"),
+        ("guessing_env_for_test", {"judge": {"client": None}}, "judge (model=None)"),
+        ("harnesses_for_test", {}, "exports a Taskset in __all__"),
     ],
 )
 def test_what_can_never_be_trained_is_refused_before_any_rollout(
@@ -311,21 +252,6 @@ def test_what_can_never_be_trained_is_refused_before_any_rollout(
         with pytest.raises(ConfigError) as error:
             load(name, args)
         assert said in str(error.value)
-        assert "Way out:" in str(error.value)
-
-
-def test_the_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[verifiers\]'"):
-        harness_of("calculator_env", LOCAL)
-
-
-def test_a_rollout_logs_nothing_of_its_key(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        play("calculator_env", 0, use_the_calculator)
-    assert not [
-        record for record in caplog.records if record.name.startswith(("verifiers", "httpx", "aiohttp"))
-    ]
 
 
 @pytest.fixture

@@ -95,10 +95,10 @@ async def test_a_worker_runs_as_many_rollouts_as_it_has_slots_and_posts_what_cam
     [
         ("raises", "g0/r0 (prompt p0): its harness raised ZeroDivisionError: by ? zero"),
         ("raises_in_thread", "its harness raised RuntimeError: StopIteration: no more"),
-        ("exits", "its harness raised RuntimeError: sys.exit(3)"),
+        ("exits", "its harness raised SystemExit: 3"),
         ("cancels_itself", "generator.python=harnesses_for_test:cancels_itself raised CancelledError"),
-        ("cancels_itself_in_thread", "its harness raised RuntimeError: CancelledError"),
-        ("says_text", "reward is 'good' (str)"),
+        ("cancels_itself_in_thread", "harnesses_for_test:cancels_itself_in_thread raised CancelledError"),
+        ("says_text", "returned no outcome: 'good' (str)"),
     ],
 )
 def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on(
@@ -118,35 +118,13 @@ def test_whatever_a_harness_raises_is_data_and_its_worker_goes_on(
 
 
 @in_loop
-async def test_a_harness_that_reads_an_answer_that_it_is_not_given_is_told_so_and_gets_no_none() -> None:
-    async with open_gateway(give_answer=False) as gateway:
-        caller = gateway.worker()
-        running = asyncio.ensure_future(gateway.run(0))
-        with pytest.raises(
-            ConfigError,
-            match=r"task\.answer, which it is not given(.|\n)*set generator\.give_answer=true",
-        ):
-            await Worker(python("plain"), caller, name="w", slots=1).run()
-        running.cancel()
-        await caller.aclose()
-
-
-@in_loop
 async def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
     steps = Steps()
     async with open_gateway() as gateway, working(gateway, steps):
         for wrong, said in (
             (Outcome(1.0, {"x": float("inf")}), "metrics.x Input should be a finite number"),
-            (
-                Outcome(turn_rewards={"a": 1.0}, branch_rewards={"a": 1.0}),
-                "turn_rewards or branch_rewards, not both",
-            ),
-            (
-                Outcome(1.0, {f"metric {number}": 1.0 for number in range(20_000)}),
-                "bytes; 262144 is the limit",
-            ),
-            (Outcome(1.0, {"é" * 200_000: 1.0}), "the outcome has 400"),
-            ("no outcome", "AttributeError"),
+            (Outcome(turn_rewards={"é" * 200_000: 1.0}), "the outcome has 400"),
+            ("no outcome", "the outcome is wrong"),
         ):
             running = asyncio.ensure_future(gateway.run(0))
             await settled(lambda: "p0" in steps.ends)
@@ -180,28 +158,6 @@ async def test_what_was_taken_back_is_cancelled_at_the_next_sign_of_life_and_its
         assert await second == Outcome(1.0)
 
 
-@in_loop
-async def test_a_result_that_is_refused_holds_its_slot_no_longer_than_its_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("asyncrl.agents.work_client.MAX_SIGN_PERIOD_S", 0.5)
-    steps = Steps()
-    async with open_gateway() as gateway, working(gateway, steps, slots=1) as worker:
-        gateway.results_refused = 0
-        first = asyncio.ensure_future(gateway.run(0))
-        await settled(lambda: "p0" in steps.ends)
-        steps.ends["p0"].set_result(Outcome(1.0))
-        await settled(lambda: gateway.results_refused == 2)
-        (item_id,) = worker.holding
-        first.cancel()
-        await settled(lambda: item_id not in worker.holding)
-        gateway.results_refused = None
-        second = asyncio.ensure_future(gateway.run(1))
-        await settled(lambda: "p1" in steps.ends)
-        steps.ends["p1"].set_result(Outcome(0.5))
-        assert await second == Outcome(0.5)
-
-
 def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_old_one_gave_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +183,7 @@ def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_o
 
     with caplog.at_level(logging.WARNING, logger="asyncrl.worker"):
         asyncio.run(story())
-    assert "It asks again until it is answered, for ever" in caplog.text
+    assert "It asks again, for ever" in caplog.text
     assert "the gateway answers again" in caplog.text
 
 
@@ -238,44 +194,34 @@ async def test_a_wrong_key_and_a_harness_that_cannot_be_run_at_all_end_the_worke
             raise ConfigError("no such package")
 
     async with open_gateway() as gateway:
-        caller = gateway.worker(key="wrong")
-        with pytest.raises(ConfigError, match="refused worker w: wrong or missing worker key"):
-            await Worker(Steps(), caller, name="w", slots=1).run()
-        await caller.aclose()
-        caller = gateway.worker()
         running = asyncio.ensure_future(gateway.run(0))
-        with pytest.raises(ConfigError, match="no such package"):
-            await Worker(Needs(), caller, name="w", slots=1).run()
+        for key, harness, said in (
+            ("wrong", Steps(), "refused worker w: wrong or missing worker key"),
+            (WORKER_KEY, Needs(), "no such package"),
+        ):
+            caller = gateway.worker(key=key)
+            with pytest.raises(ConfigError, match=said):
+                await Worker(harness, caller, name="w", slots=1).run()
+            await caller.aclose()
         with pytest.raises(RolloutFailure, match="worker w was ended"):
             await running
-        await caller.aclose()
 
 
 # ---- processes
 
 
-def child(
-    gateway: TestGateway, run_dir: Path, harness: HarnessSpec, *, slots: int = 2, **more: str
-) -> ChildProcess:
-    spec = WorkerSpec(name="worker-0", url=gateway.url, slots=slots, harness=harness)
-    env = {"PYTHONPATH": str(Path(__file__).parent)} | more
-    return ChildProcess(
-        "worker-0",
-        "asyncrl.agents.worker",
-        spec.model_dump_json(),
-        run_dir=run_dir,
-        secret="own-secret",
-        env=env,
-        secrets={WORKER_KEY_ENV: WORKER_KEY},
-    )
-
-
 @contextlib.asynccontextmanager
-async def started(process: ChildProcess) -> AsyncIterator[Caller]:
+async def started(
+    gateway: TestGateway, run_dir: Path, harness: HarnessSpec, **more: str
+) -> AsyncIterator[tuple[ChildProcess, Caller]]:
+    spec = WorkerSpec(name="worker-0", url=gateway.url, slots=2, harness=harness).model_dump_json()
+    env, keys = {"PYTHONPATH": str(Path(__file__).parent)} | more, {WORKER_KEY_ENV: WORKER_KEY}
+    settings = {"run_dir": run_dir, "secret": "own-secret", "env": env, "secrets": keys}
+    process = ChildProcess("worker-0", "asyncrl.agents.worker", spec, **settings)  # type: ignore[arg-type]
     await process.start()
     caller = Caller("worker-0", process.url, "own-secret")
     try:
-        yield caller
+        yield process, caller
     finally:
         await caller.aclose()
         await process.aclose()
@@ -285,85 +231,45 @@ async def started(process: ChildProcess) -> AsyncIterator[Caller]:
 @in_loop
 async def test_the_worker_process_answers_health_runs_rollouts_and_ends_on_sigterm(tmp_path: Path) -> None:
     async with open_gateway() as gateway:
-        process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:environment"))
-        async with started(process) as caller:
+        harness = HarnessSpec(python="harnesses_for_test:environment")
+        async with started(gateway, tmp_path, harness) as (process, caller):
             health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
             assert (health.name, health.slots) == ("worker-0", 2)
             said = await gateway.run(0)
-            assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), (
-                "harnesses do not find the worker key"
-            )
+            assert said == Outcome(1.0, {"has_worker_key": 0.0, "is_hidden": 1.0}), "a harness finds no key"
         assert process.returncode == 0
         assert gateway.queue.gauges()["harness/workers"] == 0, "it said goodbye"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="no /proc to look into")
-@in_loop
-async def test_a_command_finds_no_key_in_the_environment_or_the_files_of_its_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(WORKER_KEY_ENV, WORKER_KEY)  # as it may be given to the run itself
-    places = f"/proc/$PPID/environ /proc/$PPID/cmdline {tmp_path}/specs/*"
-    # it is in the spec itself
-    look = f"cat {places} | grep -a -c -e '[w]orker-key' -e '[o]wn-secret' -e '[A]SYNCRL_SECRET'; true"
-    async with open_gateway() as gateway:
-        process = child(gateway, tmp_path, HarnessSpec(command=("sh", "-c", look)))
-        async with started(process) as caller:
-            await caller.get("/health", WorkerHealth, timeout_s=60.0)
-            assert await gateway.run(0) == Outcome(0.0)
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_harness_that_blocks_the_loop_loses_its_items_and_health_is_answered(
-    tmp_path: Path,
-) -> None:
-    mark = tmp_path / "begun"
-    async with open_gateway(lease_timeout_s=1.0) as gateway:
-        process = child(
-            gateway, tmp_path, HarnessSpec(python="harnesses_for_test:blocks", args={"mark": str(mark)})
-        )
-        async with started(process) as caller:
-            running = asyncio.ensure_future(gateway.run(0))
-            await settled(mark.exists)
-            health = await caller.get("/health", WorkerHealth, timeout_s=60.0)
-            assert health.num_running == 1
-            with pytest.raises(RolloutFailure, match="a worker whose event loop is blocked gives none"):
-                await running
-            while (await caller.get("/health", WorkerHealth, timeout_s=60.0)).loop_lag_s <= 0.5:
-                pass  # half of the lease's time is what the worker tells of
-            mark.unlink()
-            await settled(lambda: gateway.queue.gauges()["harness/workers"] == 1)
-            await settled(lambda: "stood still for" in process.log_tail())
+        async with started(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn")) as (
+            process,
+            _,
+        ):
+            await process.wait()
+            fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
+            assert fatal is not None
+            assert fatal.way_out == "did you mean two_turns?"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGTERM", "orphaned", "SIGKILL"])
 @in_loop
 async def test_the_commands_of_a_worker_end_with_it(tmp_path: Path, how: str) -> None:
-    (tmp_path / "tmp").mkdir()
+    temp, written = tmp_path / "tmp", tmp_path / "env"
+    temp.mkdir()
     async with open_gateway() as gateway:
-        script = f"env > {tmp_path}/env; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
-        process = child(
-            gateway,
-            tmp_path,
-            HarnessSpec(command=["/bin/bash", "-c", script]),
-            TMPDIR=str(tmp_path / "tmp"),
-        )
-        async with started(process) as caller:
+        script = f"env > {written}; trap '' TERM; sleep 3600 & while :; do sleep 1; done"
+        harness = HarnessSpec(command=["/bin/bash", "-c", script])
+        async with started(gateway, tmp_path, harness, TMPDIR=str(temp)) as (process, _):
             running = asyncio.ensure_future(gateway.run(0))
-            await settled(lambda: len(find_group(token(tmp_path / "env"))) >= 3)
+            await settled(lambda: len(find_group(token(written))) >= 3)
             if how == "orphaned":
                 process._close_stdin()
                 await process.wait()
             if how == "SIGKILL":
                 process.kill_nowait()
                 await process.wait()
-                await settled(lambda: not find_group(token(tmp_path / "env")))
-            await caller.aclose()
-        assert find_group(token(tmp_path / "env")) == []
-        await settled(lambda: list((tmp_path / "tmp").iterdir()) == [])
+                await settled(lambda: not find_group(token(written)))
+        assert find_group(token(written)) == []
+        await settled(lambda: list(temp.iterdir()) == [])
         gateway.queue.worker_gone_nowait("worker-0", "ended")
         with pytest.raises(RolloutFailure, match="worker worker-0 (was ended|is gone: ended)"):
             await running
@@ -374,18 +280,6 @@ def token(environment: Path) -> str:
     lines = environment.read_text().splitlines() if environment.exists() else []
     marks = [line.partition("=")[2] for line in lines if line.startswith("ASYNCRL_COMMAND=")]
     return marks[0].partition(".")[0] if marks else "nothing"
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_worker_whose_harness_cannot_be_found_says_so_in_its_last_words(tmp_path: Path) -> None:
-    async with open_gateway() as gateway:
-        process = child(gateway, tmp_path, HarnessSpec(python="harnesses_for_test:two_turn"))
-        async with started(process):
-            await process.wait()
-            fatal = find_fatal(process.log_tail().replace("    asyncrl-error", "asyncrl-error"))
-            assert fatal is not None
-            assert fatal.way_out == "did you mean two_turns?"
 
 
 @contextlib.asynccontextmanager
@@ -409,51 +303,39 @@ async def elsewhere(
 
 @pytest.mark.slow
 @in_loop
-async def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal() -> None:
-    async with open_gateway() as gateway, elsewhere(gateway, command="echo 0.5") as process:
-        assert await gateway.run(0) == Outcome(0.5)
-        assert gateway.queue.gauges()["harness/slots"] == 3
-        process.send_signal(signal.SIGTERM)
-        assert await process.wait() == 143
-        assert gateway.queue.gauges()["harness/workers"] == 0
-
-
-@pytest.mark.slow
-@in_loop
-async def test_ctrl_c_ends_a_worker_whose_harness_hangs_in_a_thread(tmp_path: Path) -> None:
-    arguments = {
-        "python": "harnesses_for_test:hangs_in_thread",
-        "args": json.dumps({"mark": str(tmp_path / "begun")}),
-    }
-    async with open_gateway() as gateway, elsewhere(gateway, **arguments) as process:
-        running = asyncio.ensure_future(gateway.run(0))
-        await settled((tmp_path / "begun").exists)
-        process.send_signal(signal.SIGINT)
-        assert await process.wait() == 130
-        with pytest.raises(RolloutFailure, match="was ended"):
-            await running
-
-
-@pytest.mark.slow
-@in_loop
-async def test_a_worker_elsewhere_with_a_wrong_key_says_so_and_ends_as_a_wrong_configuration() -> None:
-    async with open_gateway() as gateway, elsewhere(gateway, key="wrong", command="echo 0.5") as process:
-        _, errors = await process.communicate()
-        assert process.returncode == 2
-        assert "wrong or missing worker key" in errors.decode()
-        assert "Traceback" not in errors.decode()
+async def test_a_worker_elsewhere_works_and_ends_with_the_code_of_its_signal(tmp_path: Path) -> None:
+    mark = {"mark": str(tmp_path / "begun")}
+    async with open_gateway() as gateway:
+        async with elsewhere(gateway, command="echo 0.5") as process:
+            assert await gateway.run(0) == Outcome(0.5)
+            assert gateway.queue.gauges()["harness/slots"] == 3
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 143
+            assert gateway.queue.gauges()["harness/workers"] == 0
+        hangs = {"python": "harnesses_for_test:hangs_in_thread", "args": json.dumps(mark)}
+        async with elsewhere(gateway, **hangs) as process:
+            running = asyncio.ensure_future(gateway.run(0))
+            await settled((tmp_path / "begun").exists)
+            process.send_signal(signal.SIGINT)
+            assert await process.wait() == 130
+            with pytest.raises(RolloutFailure, match="was ended"):
+                await running
+        async with elsewhere(gateway, key="wrong", command="echo 0.5") as process:
+            _, errors = await process.communicate()
+            assert process.returncode == 2
+            assert "wrong or missing worker key" in errors.decode()
+            assert "Traceback" not in errors.decode()
 
 
 def test_a_worker_reads_its_key_from_a_file_or_from_a_runs_gateway_json(tmp_path: Path) -> None:
+    path = tmp_path / "key"
     for text in ("secret-key\n", json.dumps({"url": "http://x", "worker_key": "secret-key"})):
-        (tmp_path / "key").write_text(text)
-        assert _key_in(tmp_path / "key") == "secret-key"
-    for text in ("{", "{}"):
-        (tmp_path / "key").write_text(text)
+        path.write_text(text)
+        assert _key_in(path) == "secret-key"
+    path.write_text("{}")
+    for wrong in (path, tmp_path / "none"):
         with pytest.raises(ConfigError, match="--key-file .*cannot be read"):
-            _key_in(tmp_path / "key")
-    with pytest.raises(ConfigError, match="FileNotFoundError"):
-        _key_in(tmp_path / "none")
+            _key_in(wrong)
 
 
 def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,11 +343,10 @@ def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.Mo
     url = "http://127.0.0.1:9"
     for said, arguments in (
         ("no worker key", {"key": None}),
-        ("--slots 0", {"slots": 0}),
-        ("one harness", {}),
+        ("greater than or equal to 1", {"slots": 0, "command": "c"}),
         ("one harness", {"python": "a:b", "command": "c"}),
-        ("is no JSON object: Expecting", {"python": "a:b", "args": "{"}),
-        ("is no JSON object", {"python": "a:b", "args": "[]"}),
+        ("--args as a JSON object", {"python": "a:b", "args": "{"}),
+        ("--args as a JSON object", {"python": "a:b", "args": "[]"}),
         ("NAME=VALUE", {"command": "true", "env": ["X"]}),
     ):
         with pytest.raises(ConfigError, match=said):

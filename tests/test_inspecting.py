@@ -94,71 +94,53 @@ def on_a_live_run(run_dir: Path, ask: Any) -> Any:
     return asyncio.run(story())
 
 
-def inspected(run_dir: Path, **options: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = on_a_live_run(
-        run_dir, lambda: json.loads(render_inspect(run_dir, as_json=True, **options))
+def told(run_dir: Path, **options: Any) -> tuple[dict[str, Any], str]:
+    """As JSON, and for people."""
+    plain, text = on_a_live_run(
+        run_dir,
+        lambda: (
+            json.loads(render_inspect(run_dir, as_json=True, **options)),
+            render_inspect(run_dir, **options),
+        ),
     )
     assert plain["problems"] == []
-    return plain
-
-
-def text_of(run_dir: Path, **options: Any) -> str:
-    return " ".join(str(on_a_live_run(run_dir, lambda: render_inspect(run_dir, **options))).split())
+    return plain, " ".join(text.split())
 
 
 def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(tmp_path: Path) -> None:
-    plain = inspected(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 0, "tokens/sampled": 40, "tokens/trained": 33, "perf/step_s": 1.0}\n'
+    )
+    plain, text = told(tmp_path)
     journal = plain["journal"]
     assert journal["groups"] == {"failed": 1, "filtered": 1, "handed_back": 1, "running": 2, "taken": 4}
-    assert journal["wasted_tokens"] == {
-        "retried": 10,
-        "failed": 0,
-        "filtered": 20,
-        "handed_back": 10,
-        "masked": 0,
-    }
-    assert journal["sampled_tokens"] == 80 + 20 + 10 + 10
+    wasted = {"retried": 10, "failed": 0, "filtered": 20, "handed_back": 10, "masked": 7}
+    assert (journal["wasted_tokens"], journal["sampled_tokens"]) == (wasted, 80 + 20 + 10 + 10)
     assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 2)
     assert [event["what"] for event in journal["events"]] == ["stuck", "engine lost", "restored"]
     assert plain["bound_kept"] is True
     assert [step["step"] for step in plain["steps"]] == [0]
-
-
-def test_people_are_told_the_same(tmp_path: Path) -> None:
-    text = text_of(tmp_path)
-    assert (
-        "groups: 1 failed, 1 filtered, 1 handed back, 2 running, 4 taken; 1 of 2 batches trained; 2 rollouts "
-        "failed." in text
-    )
-    assert "120 sampled in rollouts that ended, 40 wasted (33.3%)" in text
-    assert "20 in groups that teach nothing" in text
-    assert "checkpoint: policy_version 1 in checkpoints/step_1" in text
-    assert "stuck: seconds 12.500, waits 1 entries" in text
-    assert "engine lost: name engine-0, restart 1" in text
-    assert "bound kept" in text
-
-
-def test_masked_tokens_are_those_that_the_metrics_miss_among_the_trained(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 0, "tokens/sampled": 40, "tokens/trained": 33, "perf/step_s": 1.0}\n'
-    )
-    assert inspected(tmp_path)["journal"]["wasted_tokens"]["masked"] == 7
+    for words in (
+        "groups failed 1, filtered 1, handed_back 1, running 2, taken 4",
+        "wasted_tokens retried 10, failed 0, filtered 20",
+        "version 1, path checkpoints/step_1",
+        "what stuck, detail seconds 12.500",
+        "what engine lost, detail name engine-0, restart 1",
+        "bound kept",
+    ):
+        assert words in text
 
 
 def test_the_story_of_a_trained_group_joins_journal_and_record(tmp_path: Path) -> None:
-    plain = inspected(tmp_path, group=1)
+    plain, _ = told(tmp_path, group=1)
     story = plain["story"]
     assert (story["state"], story["start_version"], story["batch"]) == ("taken", 0, 0)
     assert story["admitted_at"] <= story["ended_at"] <= story["trained_at"]
     assert story["messages"] == [{"role": "user", "content": "Question 1"}]
-    first = story["rollouts"][0]
-    assert (first["state"], first["num_sampled"], first["reward"]) == (
-        "finished",
-        10,
-        make_trajectory(1, 0).reward,
-    )
+    first, expected = story["rollouts"][0], make_trajectory(1, 0)
+    assert (first["state"], first["num_sampled"], first["reward"]) == ("finished", 10, expected.reward)
     assert first["pieces"] == [
-        {"start": 2, "end": 12, "version": 0, "token_ids": make_trajectory(1, 0).token_ids[2:].tolist()}
+        {"start": 2, "end": 12, "version": 0, "token_ids": expected.token_ids[2:].tolist()}
     ]
     (step,) = plain["steps"]
     assert [entry["num_loss_tokens"] for entry in step["trajectories"]] == [10, 10]
@@ -172,9 +154,8 @@ def test_a_rollout_with_several_branches_is_told_branch_by_branch_with_what_each
         journal.rollout_finished_nowait(GroupId(8), make_rollout(8, 0, has_credits=True))
         await journal.flush()
         try:
-            return json.loads(render_inspect(tmp_path, as_json=True, group=8)), render_inspect(
-                tmp_path, group=8
-            )
+            as_json = render_inspect(tmp_path, as_json=True, group=8)
+            return json.loads(as_json), render_inspect(tmp_path, group=8)
         finally:
             await journal.aclose()
 
@@ -183,82 +164,67 @@ def test_a_rollout_with_several_branches_is_told_branch_by_branch_with_what_each
     assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
     assert plain["story"]["num_rollouts"] == 1
     assert "pieces" not in first
-    assert [branch["pieces"][0]["token_ids"] for branch in first["branches"]] == [
-        b.token_ids[2:].tolist() for b in make_rollout(8, 0)
-    ]
+    sampled = [branch["pieces"][0]["token_ids"] for branch in first["branches"]]
+    assert sampled == [branch.token_ids[2:].tolist() for branch in make_rollout(8, 0)]
     assert first["branches"][1]["credits"][0] == {"start": 2, "end": 7, "reward": 1.2, "unit": 2}
     words = " ".join(text.split())
     assert "sample 0: reward 0.250, 20 tokens, 0 interruptions branch 0: 10 tokens [v0, 2..11]" in words
     assert "[7..11] reward 1.700, unit 3" in words
 
 
-def test_in_a_rollout_of_several_turns_a_piece_is_what_was_sampled_and_not_what_stood_before_it() -> None:
-    text = "ask one tool two!"
-    spans = (VersionSpan(4, 6, 1), VersionSpan(6, 8, 2), VersionSpan(13, 17, 2))
-    assert [
-        piece["text"] for piece in pieces([*map(ord, text)], spans, lambda ids: "".join(map(chr, ids)))
-    ] == ["on", "e ", "two!"]
-
-
-def test_a_taken_group_that_is_not_trained_yet_is_told_all_the_same(tmp_path: Path) -> None:
-    plain = inspected(tmp_path, group=2)
-    assert (plain["story"]["batch"], plain["story"]["trained_at"], plain["steps"]) == (1, None, [])
-    (tmp_path / "again").mkdir()
-    assert "in batch 1, not trained yet" in text_of(tmp_path / "again", group=2)
-
-
-def test_a_failed_group_says_why_each_of_its_rollouts_failed(tmp_path: Path) -> None:
-    text = text_of(tmp_path, group=4)
-    assert "group 4, prompt 0/4: failed (too few usable rollouts)" in text
-    assert "sample 0: failed at each of 2 attempts, the last: timed out" in text
-    assert "sample 1: failed at each of 2 attempts, the last: no number" in text
-    assert "7 tokens were lost" in text
-
-
-def test_a_group_that_was_dropped_names_the_one_that_took_its_prompt(tmp_path: Path) -> None:
-    text = text_of(tmp_path, group=5)
-    assert "handed back (dropped)" in text
-    assert "groups of the same prompt: 6" in text
-
-
-def test_a_running_group_shows_how_far_each_rollout_is(tmp_path: Path) -> None:
-    text = text_of(tmp_path, group=6)
-    assert "group 6, prompt 0/5: running admitted" in text
-    assert "at version 1" in text
-    assert "sample 0: runs, nothing is written down yet" in text
-    assert "sample 1: runs, attempt 2, turn 2, 4 tokens so far [v0, 0..3] 0 1 2 3" in text
-    assert "token ids instead of text: no tokenizer.json in" in text
+@pytest.mark.parametrize(
+    ("group", "words"),
+    [
+        (2, ["state taken", "batch 1", "trained_at -"]),
+        (
+            4,
+            [
+                "state failed",
+                "reason too few usable rollouts",
+                "sample 0: failed at each of 2 attempts, the last: timed out",
+                "sample 1: failed at each of 2 attempts, the last: no number",
+                "retried_tokens 7",
+            ],
+        ),
+        (5, ["state handed_back", "reason dropped", "same_prompt 6"]),
+        (
+            6,
+            [
+                "state running",
+                "sample 0: runs, nothing is written down yet",
+                "sample 1: runs, attempt 2, turn 2, 4 tokens so far [v0, 0..3] 0 1 2 3",
+                "text_from no tokenizer.json in",
+            ],
+        ),
+    ],
+)
+def test_every_group_says_what_became_of_it(tmp_path: Path, group: int, words: list[str]) -> None:
+    plain, text = told(tmp_path, group=group)
+    assert plain["steps"] == [], "it was not trained on"
+    for said in words:
+        assert said in text
 
 
 def test_a_step_shows_its_batch_with_versions_whether_trained_or_not(tmp_path: Path) -> None:
-    plain = inspected(tmp_path, step=0)
+    plain, _ = told(tmp_path, step=0)
     assert plain["batch"]["tokens_by_version"] == {"0": 40}
     assert [group["group_id"] for group in plain["batch"]["groups"]] == [0, 1]
     assert len(plain["steps"][0]["trajectories"]) == 4
     (tmp_path / "untrained").mkdir()
-    taken = inspected(tmp_path / "untrained", step=1)
+    taken, _ = told(tmp_path / "untrained", step=1)
     assert (taken["batch"]["trained_at"], taken["steps"]) == (None, [])
 
 
 def test_tokens_that_were_deleted_leave_the_groups_numbers(tmp_path: Path) -> None:
-    async def story() -> tuple[dict[str, Any], str]:
+    async def story() -> dict[str, Any]:
         journal = await live(tmp_path)
         await journal.compact(1)
-        answer = (
-            json.loads(render_inspect(tmp_path, as_json=True, group=0)),
-            render_inspect(tmp_path, group=0),
-        )
+        plain: dict[str, Any] = json.loads(render_inspect(tmp_path, as_json=True, group=0))["story"]
         await journal.aclose()
-        return answer
+        return plain
 
-    plain, text = asyncio.run(story())
-    assert (plain["story"]["has_tokens"], plain["story"]["rollouts"], plain["story"]["num_sampled"]) == (
-        False,
-        [],
-        20,
-    )
-    assert "2 rollouts, 20 tokens" in text
-    assert "journal.keep" in text
+    told = asyncio.run(story())
+    assert (told["has_tokens"], told["rollouts"], told["num_sampled"]) == (False, [], 20)
 
 
 def test_a_damaged_journal_is_a_problem_and_the_trainers_record_is_shown_all_the_same(tmp_path: Path) -> None:
@@ -271,37 +237,32 @@ def test_a_damaged_journal_is_a_problem_and_the_trainers_record_is_shown_all_the
     assert plain["bound_kept"] is True
 
 
-def test_a_step_that_was_trained_again_after_a_restore_counts_once(tmp_path: Path) -> None:
-    def ask() -> dict[str, Any]:
-        record(tmp_path, make_batch(1, 2, 3))
-        append_line(tmp_path / "trained.jsonl", {"restored": 1})
-        record(tmp_path, make_batch(1, 2, 3))
-        plain: dict[str, Any] = json.loads(render_inspect(tmp_path, as_json=True))
-        return plain
-
-    plain = on_a_live_run(tmp_path, ask)
-    assert [step["step"] for step in plain["steps"]] == [0, 1]
-    assert (plain["violations"], plain["problems"], plain["restored_from"]) == ([], [], [1])
-
-
-def test_a_step_that_was_trained_again_on_other_tokens_is_found(tmp_path: Path) -> None:
+def test_a_step_that_was_trained_again_counts_once_and_on_other_tokens_it_is_found(tmp_path: Path) -> None:
     batch = make_batch(1, 2, 3)
     group = batch.groups[0]
     other = replace(group.trajectories[0], token_ids=group.trajectories[0].token_ids + np.int32(1))
-    changed = replace(
-        batch, groups=(replace(group, trajectories=(other, *group.trajectories[1:])), *batch.groups[1:])
-    )
+    changed = replace(group, trajectories=(other, *group.trajectories[1:]))
 
-    def ask() -> list[str]:
+    def ask() -> list[dict[str, Any]]:
+        answers = []
         record(tmp_path, batch)
-        append_line(tmp_path / "trained.jsonl", {"restored": 1})
-        record(tmp_path, changed)
-        found: list[str] = json.loads(render_inspect(tmp_path, as_json=True))["violations"]
-        return found
+        for again in (batch, replace(batch, groups=(changed, *batch.groups[1:]))):
+            append_line(tmp_path / "trained.jsonl", {"restored": 1})
+            record(tmp_path, again)
+            answers.append(json.loads(render_inspect(tmp_path, as_json=True)))
+        return answers
 
-    assert on_a_live_run(tmp_path, ask) == [
-        "step 1 was trained again on other data than before it was restored"
-    ]
+    same, differs = on_a_live_run(tmp_path, ask)
+    assert [step["step"] for step in same["steps"]] == [0, 1]
+    assert (same["violations"], same["problems"], same["restored_from"]) == ([], [], [1])
+    assert differs["violations"] == ["step 1 was trained again on other data than before it was restored"]
+
+
+def test_in_a_rollout_of_several_turns_a_piece_is_what_was_sampled_and_not_what_stood_before_it() -> None:
+    text = "ask one tool two!"
+    spans = (VersionSpan(4, 6, 1), VersionSpan(6, 8, 2), VersionSpan(13, 17, 2))
+    found = pieces([*map(ord, text)], spans, lambda ids: "".join(map(chr, ids)))
+    assert [piece["text"] for piece in found] == ["on", "e ", "two!"]
 
 
 def decode_bytes(token_ids: Sequence[int]) -> str:
@@ -338,30 +299,18 @@ def test_a_real_run_can_be_asked_for_the_conversation_of_a_group_without_torch(t
         "sys.modules"
     )
     entry = read_lines(run_dir / "trained.jsonl")[-1]["trajectories"][0]
-    asked = subprocess.run(
-        [sys.executable, "-c", script, str(run_dir), str(entry["group_id"])],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
+    command = [sys.executable, "-c", script, str(run_dir), str(entry["group_id"])]
+    asked = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert asked.returncode == 0, asked.stderr
     plain = json.loads(asked.stdout)
-    story = plain["story"]
-    assert plain["problems"] == []
-    assert (story["batch"], story["prompt_id"], story["messages"][-1]["role"]) == (
-        3,
-        entry["prompt_id"],
-        "user",
-    )
-    (rollout,) = [
-        rollout for rollout in story["rollouts"] if rollout["sample_index"] == entry["sample_index"]
-    ]
+    story, problems = plain["story"], plain["problems"]
+    assert (problems, story["batch"], story["prompt_id"]) == ([], 3, entry["prompt_id"])
+    (rollout,) = [each for each in story["rollouts"] if each["sample_index"] == entry["sample_index"]]
     assert rollout["reward"] == entry["reward"]
     assert [[piece["start"], piece["end"], piece["version"]] for piece in rollout["pieces"]] == entry["spans"]
     assert all("text" in piece for piece in rollout["pieces"])
     written = {name for line in read_lines(run_dir / "metrics.jsonl") for name in line}
     assert {"perf/step_s", "policy/loss", "engine/decode_s"} <= written
     assert [name for name in written if gauge_of(name) is None] == []
-    whole = json.loads(render_inspect(run_dir, as_json=True))
-    assert whole["journal"]["groups"]["taken"] == 16
-    assert whole["journal"]["num_trained"] == 4
+    whole = json.loads(render_inspect(run_dir, as_json=True))["journal"]
+    assert (whole["groups"]["taken"], whole["num_trained"]) == (16, 4)

@@ -62,11 +62,6 @@ def trained(run_dir: Path) -> bytes:
     return (run_dir / "trained.jsonl").read_bytes()
 
 
-def group_of(child: psutil.Process) -> list[psutil.Process]:
-    """An engine's process and all that it started."""
-    return [child, *child.children(recursive=True)]
-
-
 def engine_events(run_dir: Path) -> list[tuple[str, str]]:
     return [(what, detail["name"]) for what, detail in events(run_dir) if what.startswith("engine")]
 
@@ -93,7 +88,7 @@ def test_a_run_by_broadcast_whose_only_vllm_is_killed_trains_on_the_same(whole: 
     process = start(CONFIG, run_dir, *small("weight_sync.transport=nccl", evaluation))
     wait_for_steps(run_dir, 2, process, PATIENCE_S)
     (engine,) = children_of(process, "specs/engine-0.json")
-    family = group_of(engine)
+    family = [engine, *engine.children(recursive=True)]
     engine.kill()
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
@@ -150,7 +145,7 @@ def test_a_server_that_the_run_has_not_started_gets_its_weights_first_is_waited_
     run_dir = tmp_path / "run"
     process = start(CONFIG, run_dir, *small(*foreign, *disk, "observe.heartbeat_s=15"))
     wait_for_steps(run_dir, 2, process, PATIENCE_S)
-    family = group_of(engine)
+    family = [engine, *engine.children(recursive=True)]
     for child in family:
         child.suspend()
     try:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from journal_cases import (
+    load_batches,
     make_batch,
     make_group,
     make_partial,
@@ -161,7 +162,7 @@ class Histories(RuleBasedStateMachine):
         assert list(state.requeued.items()) == list(self.counts().items())
         assert (state.num_drawn, state.next_group_id) == (len(set(self.prompts.values())), len(self.states))
         found = {
-            (record.ticket.group_id, index): len(item[2].token_ids)
+            (record.ticket.group_id, index): len(item[1].token_ids)
             for record in state.running
             for index, item in record.partials.items()
         }
@@ -169,7 +170,7 @@ class Histories(RuleBasedStateMachine):
         assert {record.ticket.group_id: set(record.rollouts) for record in state.running} == {
             group: self.finished[group] for group in self.of("running")
         }
-        for batch, groups in zip(state.batches(), self.batches[self.compacted :], strict=True):
+        for batch, groups in zip(load_batches(state), self.batches[self.compacted :], strict=True):
             assert tuple(group.group_id for group in batch.groups) == groups
             assert all(same_group(group, self.group(group.group_id)) for group in batch.groups)
 

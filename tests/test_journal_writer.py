@@ -1,19 +1,42 @@
-"""The writing thread: in order, all at once, never in the loop's way, and loud when it cannot write."""
+"""The writing thread: in order, all at once, never in the loop's way, loud when it cannot write; and
+processes that are killed while they write.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import random
+import signal
 import sqlite3
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from journal_cases import admit, make_batch, make_partial, open_journal, tell_ready
+from journal_cases import (
+    admit,
+    load_batches,
+    make_batch,
+    make_group,
+    make_partial,
+    open_journal,
+    same_group,
+    tell_ready,
+)
+from journal_victim import NUM_BRANCHES
 
 from asyncrl.errors import JournalError
+from asyncrl.files import RunLock
 from asyncrl.journal import schema
+from asyncrl.journal.read import ResumeState, read_resume
 from asyncrl.journal.story import totals
 from asyncrl.messages.records import GroupId
+
+TESTS = Path(__file__).parent
 
 
 def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_path: Path) -> None:
@@ -40,14 +63,18 @@ def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_p
         assert await taking == "taken"
         await journal.flush()
         assert journal._writer.num_commits - num_commits <= 3, "one commit takes all that waits"
-        (record,) = (await journal.read_resume(0)).running
-        assert record.partials[0][1] == 999
         await journal.aclose()
+        with pytest.raises(JournalError, match="is closed"):
+            admit(journal, 2)
 
     asyncio.run(story())
+    (group,) = read_resume(tmp_path / "journal.sqlite", 0).running
+    assert len(group.partials[0][1].token_ids) == 999 % 7
 
 
-def test_a_decision_that_is_refused_halfway_has_changed_nothing(tmp_path: Path) -> None:
+def test_a_decision_that_is_refused_halfway_has_changed_nothing_and_commits_are_on_the_disk(
+    tmp_path: Path,
+) -> None:
     def half(connection: sqlite3.Connection) -> None:
         connection.execute("INSERT INTO publishes VALUES (9, 'd', 0.0)")
         raise JournalError("enough")
@@ -57,87 +84,122 @@ def test_a_decision_that_is_refused_halfway_has_changed_nothing(tmp_path: Path) 
         with pytest.raises(JournalError, match="enough"):
             await asyncio.wrap_future(journal._writer.ask(half))
         journal.published_nowait(1, "d")
+        pragma = journal._writer.ask(lambda connection: connection.execute("PRAGMA synchronous").fetchone())
+        assert await asyncio.wrap_future(pragma) == (2,), "FULL: a commit is on the disk when it returns"
         await journal.aclose()
 
     asyncio.run(story())
     assert totals(tmp_path / "journal.sqlite").newest_published == 1
 
 
-def test_each_commit_is_on_the_disk_when_it_returns(tmp_path: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        asked = journal._writer.ask(
-            lambda connection: [connection.execute(f"PRAGMA {name}").fetchone()[0] for name in pragmas]
-        )
-        assert await asyncio.wrap_future(asked) == [2, "wal", 2]
-        await journal.aclose()
-
-    pragmas = ("synchronous", "journal_mode", "auto_vacuum")
-    asyncio.run(story())
+def hold(path: Path) -> sqlite3.Connection:
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    return other
 
 
-def test_a_file_that_another_program_holds_is_an_error_that_reaches_everybody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def damage(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA writable_schema = ON")
+    connection.execute("UPDATE sqlite_schema SET rootpage = 9999 WHERE name = 'events'")
+    connection.execute("PRAGMA writable_schema = RESET")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why", "way_out"),
+    [
+        ("held", r"database is locked \(SQLITE_BUSY\)", "end the program that holds the file"),
+        ("damaged", "is damaged", "move journal.sqlite"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_an_error_that_reaches_every_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, why: str, way_out: str
 ) -> None:
     monkeypatch.setattr(schema, "BUSY_S", 0.05)
+    path = tmp_path / "journal.sqlite"
 
     async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
+        journal = open_journal(path)
         tell_ready(journal, 0)
         await journal.flush()
         watching = asyncio.create_task(journal.wait_failed())
-        other = sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        admit(journal, 1)
-        with pytest.raises(JournalError, match=r"database is locked \(SQLITE_BUSY\)") as caught:
-            await journal.batch_taken(make_batch(0, 0))
-        assert "end the program that holds the file" in caught.value.way_out
-        with pytest.raises(JournalError, match="locked"):
-            await watching
-        other.close()
-        with pytest.raises(JournalError, match="locked"):
-            await journal.flush()
-        with pytest.raises(JournalError, match="locked"):
-            await journal.aclose()
-        journal = open_journal(tmp_path / "journal.sqlite")
-        assert len((await journal.read_resume(0)).ready) == 1
-        await journal.aclose()
+        with contextlib.closing(hold(path)) if fault == "held" else contextlib.nullcontext():
+            if fault == "damaged":
+                journal._writer.put(damage)
+            journal.event_nowait("more", {})
+            with pytest.raises(JournalError, match=why) as caught:
+                await journal.batch_taken(make_batch(0, 0))
+        assert way_out in caught.value.way_out
+        for refused in (lambda: watching, journal.flush, journal.aclose):
+            with pytest.raises(JournalError, match=why):
+                await refused()
 
     asyncio.run(story())
+    assert len(read_resume(path, 0).ready) == 1
 
 
-def test_a_page_that_is_damaged_while_the_run_goes_on_is_an_error_with_the_way_out(tmp_path: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-
-        def damage(connection: sqlite3.Connection) -> None:
-            connection.execute("PRAGMA writable_schema = ON")
-            connection.execute("UPDATE sqlite_schema SET rootpage = 9999 WHERE name = 'events'")
-            connection.execute("PRAGMA writable_schema = RESET")
-
-        journal._writer.put(damage)
-        journal.event_nowait("more", {})
-        with pytest.raises(JournalError, match="is damaged") as caught:
-            await journal.flush()
-        assert "move journal.sqlite" in caught.value.way_out
-        with pytest.raises(JournalError):
-            await journal.aclose()
-
-    asyncio.run(story())
+# ---- other processes
 
 
-def test_closing_writes_what_waits_and_then_nothing_can_be_told(tmp_path: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        tell_ready(journal, 0)
-        await journal.aclose()
-        await journal.aclose()
-        with pytest.raises(JournalError, match="is closed"):
-            admit(journal, 1)
-        with pytest.raises(JournalError, match="is closed"):
-            await journal.flush()
-        journal = open_journal(tmp_path / "journal.sqlite")
-        assert len((await journal.read_resume(0)).ready) == 1
-        await journal.aclose()
+@contextlib.contextmanager
+def victim(path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The writing process; killed at the end if it still runs."""
+    command = [sys.executable, str(TESTS / "journal_victim.py"), str(path), *arguments]
+    env = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
-    asyncio.run(story())
+
+def check(path: Path, answers: list[str]) -> ResumeState:
+    """Open, read, compare with what the dead process was told."""
+    asyncio.run(open_journal(path).aclose())  # which checks the file
+    state = read_resume(path, 0)
+    groups = [group for _, group in state.ready]
+    batches = load_batches(state)
+    for group in (*groups, *(group for batch in batches for group in batch.groups)):
+        assert same_group(group, make_group(group.group_id, branches=NUM_BRANCHES))
+    told = [answer.split() for answer in answers]
+    assert state.next_version > max((int(what[1]) for what in told if what[0] == "taken"), default=-1)
+    assert state.next_group_id > max((int(what[1]) for what in told if what[0] == "flushed"), default=-1)
+    taken = [group.group_id for batch in batches for group in batch.groups]
+    assert taken == sorted(set(taken)), "each once, in the order of their admission"
+    assert not {*taken} & {group.group_id for group in groups}
+    return state
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_writes_leaves_all_that_was_durable(tmp_path: Path) -> None:
+    path, draw, next_version = tmp_path / "journal.sqlite", random.Random(0), 0
+    for _ in range(10):
+        with victim(path) as process:
+            assert process.stdout is not None
+            answers = [process.stdout.readline() for _ in range(draw.randrange(1, 60))]
+            process.send_signal(signal.SIGKILL)  # while it writes on: it never waits for us
+            lines = process.stdout.read().splitlines(keepends=True)
+            answers += [line for line in lines if line.endswith("\n")]
+        state = check(path, answers)
+        assert state.next_version >= next_version
+        next_version = state.next_version
+    assert next_version > 20
+
+
+@pytest.mark.slow
+def test_a_file_that_may_not_grow_is_told_and_stays_whole(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with victim(path, "2000000") as process:
+        output, _ = process.communicate(timeout=100)
+    *answers, _, way_out = output.splitlines()
+    assert "SQLITE_" in output
+    assert "then resume: all that was written before is whole" in way_out
+    assert check(path, [line for line in answers if line.startswith(("taken", "flushed"))]).next_version > 10
+
+
+def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path / "run.lock").acquire()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as child:
+        lock.release()
+        RunLock(tmp_path / "run.lock").acquire().release()
+        child.communicate(b"\n")

@@ -17,7 +17,6 @@ from journal_cases import make_batch
 from stuck_runs import play
 
 from asyncrl.config import load_config
-from asyncrl.journal.read import Counted
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.gauges import GAUGES, Totals, batch_metrics, gauge_of
@@ -61,49 +60,24 @@ def trajectory(
     )
 
 
-def batch_of(
-    *trajectories: Trajectory, version: int = 7, min_version: int = 4, mask_older: bool = False
-) -> Batch:
-    groups = tuple(Group(GroupId(i), Prompt(str(i), ()), (t,)) for i, t in enumerate(trajectories))
-    return Batch(version, groups, min_version, mask_older)
-
-
-def test_a_batch_is_measured_over_its_trajectories() -> None:
-    metrics = batch_metrics(
-        batch_of(
-            trajectory(0.0, (2, 4, 5), (4, 5, 6), truncated=True, interruptions=1), trajectory(1.0, (2, 3, 7))
-        )
-    )
-    assert metrics == {
-        "reward/mean": 0.5,
-        "reward/std": 0.5,
-        "sample/staleness_mean": 1.0,
-        "sample/staleness_max": 2,
-        "sample/length_mean": 2.0,
-        "sample/truncated_fraction": 0.5,
-        "sample/masked_fraction": 0.0,
-        "sample/interrupted_fraction": 0.5,
-        "tokens/sampled": 4,
-        "tokens/trained": 4,
-    }
-
-
-def test_masked_tokens_count_for_the_length_but_not_for_the_staleness() -> None:
-    metrics = batch_metrics(batch_of(trajectory(1.0, (2, 5, 3), (5, 6, 5)), mask_older=True))
-    assert metrics["sample/staleness_max"] == 2
-    assert metrics["sample/masked_fraction"] == 0.75
-    assert metrics["sample/length_mean"] == 4.0
-    assert metrics["tokens/trained"] == 1
-
-
-def test_a_token_below_the_bound_in_a_batch_that_masks_nothing_is_not_hidden() -> None:
-    assert batch_metrics(batch_of(trajectory(1.0, (2, 5, 3), (5, 6, 5))))["sample/staleness_max"] == 4
-
-
-def test_without_any_token_in_the_loss_no_staleness_is_claimed() -> None:
-    metrics = batch_metrics(batch_of(trajectory(1.0, (2, 5, 3)), mask_older=True))
-    assert "sample/staleness_max" not in metrics
-    assert metrics["sample/masked_fraction"] == 1.0
+@pytest.mark.parametrize(
+    ("spans", "mask_older", "oldest", "masked", "trained"),
+    [
+        (((2, 4, 5), (4, 5, 6)), False, 2, 0.0, 3),
+        (((2, 5, 3), (5, 6, 5)), True, 2, 0.75, 1),
+        (((2, 5, 3), (5, 6, 5)), False, 4, 0.0, 4),
+        (((2, 5, 3),), True, None, 1.0, 0),
+    ],
+    ids=["young", "masked", "too old in a batch that masks nothing", "nothing in the loss"],
+)
+def test_masked_tokens_count_for_the_length_but_not_for_the_staleness(
+    spans: tuple[tuple[int, int, int], ...], mask_older: bool, oldest: int | None, masked: float, trained: int
+) -> None:
+    group = Group(GroupId(0), Prompt("0", ()), (trajectory(1.0, *spans),))
+    metrics = batch_metrics(Batch(7, (group,), 4, mask_older))
+    assert metrics.get("sample/staleness_max") == oldest
+    assert (metrics["sample/masked_fraction"], metrics["tokens/trained"]) == (masked, trained)
+    assert metrics["sample/length_mean"] == sum(end - start for start, end, _ in spans)
 
 
 def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns() -> None:
@@ -147,32 +121,22 @@ def test_a_total_goes_on_from_where_it_was_and_over_a_source_that_begins_anew() 
 
 
 def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> None:
-    reporter.step(
-        rooms,
-        make_batch(step, 2 * step, 2 * step + 1),
-        TrainResponse(policy_version=step + 1, **{"metrics": {}, **more}),
-        step_s=1.0,
-    )
+    answer = TrainResponse(policy_version=step + 1, **{"metrics": {}, **more})
+    reporter.step(rooms, make_batch(step, 2 * step, 2 * step + 1), answer, step_s=1.0)
 
 
 class CountingReporter(Reporter):
     """One whose rooms are the numbers that they have counted."""
 
     def _step_metrics(self, rooms: Any, batch: Any, answer: TrainResponse, step_s: float) -> dict[str, float]:
-        return {
-            "step": batch.version,
-            "time_s": step_s,
-            "reward/mean": 0.5,
-            **answer.metrics,
-            **self._totals.add(rooms or {}),
-        }
+        found = {"step": batch.version, "time_s": step_s, "reward/mean": 0.5, **answer.metrics}
+        return found | self._totals.add(rooms or {})
 
 
 @contextmanager
 def reporting_to(folder: Path) -> Iterator[Reporter]:
     config = load_config(write_config(folder, observe={"console": "plain"}))
     reporter = CountingReporter(config, folder, "test")
-    reporter._is_resumed = True  # else it asks the buffer
     yield reporter
     reporter._recorder.close()
 
@@ -185,11 +149,9 @@ def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_lin
         for step in range(5)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    counted = [Counted(generated=tokens, filtered=tokens // 100) for tokens in (399, 499, 610, 650)]
     with reporting_to(tmp_path) as reporter:
-        reporter.resumes(
-            3, counted
-        )  # batches 3, 4 and 5 were taken; the run was killed before the line of step 5
+        # batches 3, 4 and 5 were taken; the run was killed before the line of step 5
+        reporter.resumes(3, {"tokens/generated": 650, "rollout/filtered": 6})
         for step in (3, 4, 5):
             report(reporter, step, rooms={"tokens/generated": 0, "rollout/retried": 0})
         reporter.training_starts()
@@ -198,26 +160,19 @@ def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_lin
         line["step"]: (line["tokens/generated"], line["rollout/retried"])
         for line in read_lines(tmp_path / "metrics.jsonl")[3:]
     }
-    assert written == {3: (400, 3), 4: (500, 4), 5: (610, 4), 6: (700, 6)}
+    assert written == {3: (400, 3), 4: (500, 4), 5: (650, 4), 6: (700, 6)}
 
 
 def test_evaluations_that_were_skipped_are_counted_over_a_resume(tmp_path: Path) -> None:
-    first = {
-        "policy_version": 2,
-        "eval/version": 2,
-        "eval/seconds": 1.0,
-        "eval/skipped": 3,
-        "eval/abandoned": 1,
-        "eval/abandoned_calls": 7,
-    }
-    (tmp_path / "eval.jsonl").write_text(json.dumps(first) + "\n")
+    first = {"policy_version": 2, "eval/version": 2, "eval/seconds": 1.0, "eval/skipped": 3}
+    (tmp_path / "eval.jsonl").write_text(json.dumps(first | {"eval/abandoned_calls": 7}) + "\n")
     with reporting_to(tmp_path) as reporter:
-        reporter.resumes(2, [])
+        reporter.resumes(2, {})
         reporter.evaluated(
             EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2, num_abandoned_calls=1)
         )
     last = read_lines(tmp_path / "eval.jsonl")[-1]
-    assert (last["eval/skipped"], last["eval/abandoned"], last["eval/abandoned_calls"]) == (5, 1, 8)
+    assert (last["eval/skipped"], last["eval/abandoned_calls"]) == (5, 8)
 
 
 def test_a_skipped_step_has_no_loss_and_is_told_with_its_groups(
@@ -232,16 +187,10 @@ def test_a_skipped_step_has_no_loss_and_is_told_with_its_groups(
     first, second, _ = read_lines(tmp_path / "metrics.jsonl")
     assert (first["policy/loss"], "not_finite" in first) == (0.5, False)
     assert ("policy/loss" in second, second["not_finite"]) == (False, ["policy/loss", "policy/grad_norm"])
-    said = capsys.readouterr().out
-    assert "step  2/12  reward 0.500  step skipped: not finite (batch 1, counted from 0)" in said
-    assert (
-        said.count("WARNING: step skipped: not finite (batch 1, counted from 0), groups 2, 3")
-        == said.count("WARNING")
-        == 1
-    )
-    assert "step skipped: not finite (batch 2, counted from 0), groups 4, 5" in caplog.text, (
-        "each is in the controller's log"
-    )
+    said, warning = capsys.readouterr().out, "WARNING: 1 step skipped: not finite (batch 1, counted from 0)"
+    assert "step  2/12  reward 0.500  1 step skipped: not finite (batch 1, counted from 0)" in said
+    assert said.count(f"{warning}, groups 2, 3") == said.count("WARNING") == 1
+    assert "(batch 2, counted from 0), groups 4, 5" in caplog.text, "each is in the controller's log"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["num_skipped_steps"], len(summary["warnings"])) == (2, 1)
-    assert "in 2 optimizer steps (of batches 1, 2, counted from 0)" in " ".join(summary["sentences"])
+    assert "in 2 optimizer steps (batches 1, 2, counted from 0)" in " ".join(summary["sentences"])

@@ -18,65 +18,36 @@ def lines(run_dir: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_each_step_is_one_line_that_is_on_disk_at_once(tmp_path: Path) -> None:
+def test_each_step_is_one_line_that_is_on_disk_at_once_without_what_is_no_number(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, tensorboard=False)
     recorder.record_step({"step": 1, "reward/mean": np.float32(0.5), "tokens/trained": np.int64(12)})
     assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.5, "tokens/trained": 12}]
-    recorder.record_step({"step": 2, "reward/mean": 1.0})
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    recorder.record_step({"step": 2, "policy/loss": math.nan, "policy/ess": math.inf, "reward/mean": 0.25})
+    assert lines(tmp_path)[1] == {"step": 2, "reward/mean": 0.25, "not_finite": ["policy/loss", "policy/ess"]}
     recorder.close()
     recorder.close()
-
-
-def test_a_metric_that_is_no_number_is_left_out_and_named(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, tensorboard=False)
-    recorder.record_step({"step": 1, "policy/loss": math.nan, "policy/ess": math.inf, "reward/mean": 0.25})
-    recorder.close()
-    assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.25, "not_finite": ["policy/loss", "policy/ess"]}]
 
 
 def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
     recorder = Recorder(tmp_path, tensorboard=False)
-    assert (tmp_path / "metrics.jsonl").read_text().endswith('"rew'), (
-        "the start may be refused: nothing is changed yet"
-    )
+    assert path.read_text().endswith('"rew'), "the start may be refused: nothing is changed yet"
     recorder.record_step({"step": 2})
     recorder.close()
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == [
-        '{"step": 1}',
-        '{"step": 2, "rew',
-        '{"step": 2}',
-    ]
+    assert path.read_text().splitlines() == ['{"step": 1}', '{"step": 2, "rew', '{"step": 2}']
 
 
 def test_status_is_replaced_as_a_whole_and_says_which_process_wrote_it(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, tensorboard=False)
     recorder.write_status({"state": "starting", "step": 0, "oldest": math.nan})
-    recorder.write_status({"state": "running", "step": 3, "rooms": {"buffer": {"ready": 2}}})
+    recorder.write_status({"state": "running", "step": 3, "rooms": {"ready": [2, math.inf]}})
     recorder.close()
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["state"], status["step"], status["rooms"]) == ("running", 3, {"buffer": {"ready": 2}})
+    assert (status["state"], status["step"], status["rooms"]) == ("running", 3, {"ready": [2, None]})
     assert status["pid"] == os.getpid()
     assert "oldest" not in status
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "status.json"]
-
-
-def test_tensorboard_reads_back_what_was_recorded(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    recorder = Recorder(tmp_path)
-    for step in range(1, 4):
-        recorder.record_step({"step": step, "reward/mean": step / 4, "policy/loss": math.nan})
-    recorder.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["reward/mean"]
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [
-        (1, 0.25),
-        (2, 0.5),
-        (3, 0.75),
-    ]
 
 
 def test_observe_never_imports_torch_not_even_when_it_writes(tmp_path: Path) -> None:
@@ -89,7 +60,7 @@ heavy = {"torch", "transformers", "datasets", "matplotlib", "tensorboard"} & set
 assert not heavy, heavy
 from asyncrl.observe.recorder import Recorder, write_reward_plot
 from asyncrl.observe.run_numbers import Steps
-steps = [{"step": n, "time_s": float(n), "reward/mean": 0.1 * n} for n in range(1, 4)]
+steps = [{"step": n, "time_s": float(n), "reward/mean": n / 4, "policy/ess": float("nan")} for n in (1, 2, 3)]
 recorder = Recorder(sys.argv[1])
 for step in steps:
     recorder.record_step(step)
@@ -97,41 +68,44 @@ recorder.close()
 write_reward_plot(Path(sys.argv[1]), Steps(steps), title="t")
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
 
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_a_torn_line(tmp_path: Path) -> None:
-    whole = [f'{{"step": {step}, "reward/mean": 0.5}}\n' for step in range(5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(whole) + '{"step": 5, "rew')
-    recorder = Recorder(tmp_path, tensorboard=False)
-    assert recorder.keep_steps_below(3) == {"step": 2, "reward/mean": 0.5}
-    assert (tmp_path / "metrics.jsonl").read_text() == "".join(whole[:3])
-    recorder.record_step({"step": 3, "reward/mean": 1.0})
-    recorder.close()
-    assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_run_that_begins_again_from_nothing_keeps_no_step(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    recorder = Recorder(tmp_path, tensorboard=False)
-    assert recorder.keep_steps_below(0) == {}
-    recorder.close()
-    assert lines(tmp_path) == []
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["time_s", "reward/mean"]
+    scalars = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert scalars == [(1, 0.25), (2, 0.5), (3, 0.75)]
 
 
 @pytest.mark.parametrize(
-    "text", ["12\n", "[1]\n", '{"reward/mean": 1}\n', '{"step": null}\n', "\n", "\0" * 4096, '{"lost": []}\n']
+    "left",
+    [
+        "",
+        '{"step": 2, "rew',
+        "12\n",
+        '{"step": null}\n',
+        "\n",
+        "\0" * 4096,
+        '{"lost": []}\n',
+        '{"step": 2}\n',
+    ],
 )
-def test_what_is_no_line_of_a_step_behind_the_last_one_goes_too(tmp_path: Path, text: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n' + text)
+def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_what_is_no_line_of_a_step(
+    tmp_path: Path, left: str
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n' + left)
     recorder = Recorder(tmp_path, tensorboard=False)
     assert recorder.keep_steps_below(2) == {"step": 1}
+    recorder.record_step({"step": 2, "reward/mean": 1.0})
+    assert lines(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2, "reward/mean": 1.0}]
+    assert recorder.keep_steps_below(0) == {}
     recorder.close()
-    assert lines(tmp_path) == [{"step": 0}, {"step": 1}]
+    assert lines(tmp_path) == []
 
 
 def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path: Path) -> None:
@@ -144,44 +118,9 @@ def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path:
     assert last == {"step": 1}
     assert [line.get("step", line.get("lost")) for line in lines(tmp_path)] == [0, 1, [2, 4], 5]
     assert "before a sync" in str(lines(tmp_path)[2]["why"])
-    recorder = Recorder(tmp_path, tensorboard=False)
-    assert recorder.keep_steps_below(1) == {"step": 0}
-    recorder.close()
-    assert lines(tmp_path) == [{"step": 0}]
 
 
-def test_a_long_file_is_read_at_its_end_alone_when_a_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = '{{"step": {}, "reward/mean": 0.5' + " " * 1000 + "}}\n"
-    (tmp_path / "metrics.jsonl").write_text("".join(line.format(step) for step in range(3000)))
-    parsed: list[bytes] = []
-
-    def loads(text: bytes) -> object:
-        parsed.append(text)
-        return json.JSONDecoder().decode(text.decode())
-
-    monkeypatch.setattr("asyncrl.observe.recorder.json.loads", loads)
-    recorder = Recorder(tmp_path, tensorboard=False)
-    assert recorder.keep_steps_below(2990)["step"] == 2989
-    recorder.close()
-    assert len(parsed) == 11
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 2990
-
-
-def test_the_plot_is_a_png_in_the_run_directory(tmp_path: Path) -> None:
-    steps = [{"step": n, "time_s": 0.4 * n, "reward/mean": n / 50} for n in range(1, 51)] + [{"step": 51}]
-    path = write_reward_plot(tmp_path, Steps(steps), title="quickstart")
-    assert path == tmp_path / "reward.png"
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_step_can_be_drawn_and_none_is_refused(tmp_path: Path) -> None:
+def test_one_step_can_be_drawn_and_the_running_mean_starts_with_what_there_is(tmp_path: Path) -> None:
     write_reward_plot(tmp_path, Steps([{"step": 1, "time_s": 1.0, "reward/mean": 0.5}]), title="one")
-    with pytest.raises(ValueError, match="no step with reward/mean"):
-        write_reward_plot(tmp_path, Steps([{"step": 1}]), title="none")
-
-
-def test_the_running_mean_looks_back_and_starts_with_what_there_is() -> None:
     assert running_mean([1.0, 2.0, 3.0, 5.0], window=2) == [1.0, 1.5, 2.5, 4.0]
     assert [smoothing_window(num) for num in (1, 40, 300, 10_000)] == [1, 2, 15, 25]

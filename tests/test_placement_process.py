@@ -10,12 +10,12 @@ import importlib.util
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,14 +23,27 @@ import psutil
 import pytest
 from job_runs import all_gone, children_of, interrupt, wait_for_steps, write_config
 
+from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
 from asyncrl.placement import fork_server
 from asyncrl.placement.fork_server import PRELOADED, ForkServer
-from asyncrl.placement.processes import ChildProcess, bind_socket, group_members, start_process
-from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.placement.processes import (
+    ChildProcess,
+    ForeignProcess,
+    bind_socket,
+    group_members,
+    start_process,
+)
+from asyncrl.placement.staging import (
+    clear_own_staging,
+    clear_stale_staging,
+    disk_root,
+    new_staging_dir,
+    remove_staging_dir,
+)
 
-WARDED = """
-import os, select, signal, time
+GUARDED = """
+import os, select, signal
 from pathlib import Path
 leader, folder = os.getpid(), Path(__file__).parent
 if os.fork() == 0:
@@ -38,11 +51,9 @@ if os.fork() == 0:
     leader_ends = os.pidfd_open(leader)
     (folder / "started").write_text("")
     select.select([leader_ends], [], [])
-    time.sleep(0.5)
     (folder / "cleaned").write_text("")
     os._exit(0)
-while True:
-    time.sleep(60)
+signal.pause()
 """
 CHILD = """
 from asyncrl.http import child_arguments, die_with_parent, fail, make_app, serve
@@ -119,88 +130,29 @@ def make_child(module: str, tmp_path: Path, spec: str = "{}", port: int | None =
     return ChildProcess("child-0", module, spec, run_dir=tmp_path / "run", secret="s3cret", port=port)
 
 
-def wait_for_file(path: Path, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+def gone(pid: int) -> bool:
+    """Whether it ends within a minute."""
+    try:
+        ends = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with os.fdopen(ends):
+        return bool(select.select([ends], [], [], 60.0)[0])
 
 
-def gone(pid: int, timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_a_child_that_refuses_to_start_is_quoted_with_its_way_out(module: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        child = make_child(module, tmp_path, "refuse")
-        await child.start()
-        with pytest.raises(RoomError, match="child-0: no such model; a model must be there") as caught:
-            await child.watch()
-        assert caught.value.way_out == "give one."
-        await child.aclose()
-
-    asyncio.run(story())
-
-
-def test_a_child_inherits_none_of_the_keys_that_a_run_may_be_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: dict[str, str] = {}
-
-    async def note(*_: object, env: dict[str, str], **__: object) -> None:
-        given.update(env)
-        raise OSError("enough")
-
-    monkeypatch.setattr("asyncio.create_subprocess_exec", note)
-    for name in ("ASYNCRL_WORKER_KEY", "ASYNCRL_VLLM_KEY", "JUST_A_VARIABLE"):
-        monkeypatch.setenv(name, "x")
-    with pytest.raises(OSError, match="enough"):
-        asyncio.run(make_child("m", tmp_path).start())
-    assert {name for name in given if given[name] == "x"} == {"JUST_A_VARIABLE"}
-
-
-def test_a_child_that_crashes_is_reported_with_the_end_of_its_log(module: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        child = make_child(module, tmp_path, "crash")
-        await child.start()
-        with pytest.raises(RoomError, match="something nobody thought of"):
-            await child.watch()
-        await child.aclose()
-
-    asyncio.run(story())
-
-
-def test_a_killed_child_is_named_with_the_signal(module: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        child = make_child(module, tmp_path)
-        await child.start()
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        with pytest.raises(RoomError, match="was killed by SIGKILL"):
-            await child.watch()
-        child.note_death()
-        assert child.died is not None
-        await child.aclose()
-
-    asyncio.run(story())
-
-
-def test_a_successor_answers_on_a_port_of_its_own_and_is_not_blamed_for_what_the_one_before_wrote(
+def test_a_child_that_ends_is_quoted_and_its_successor_is_not_blamed_for_what_it_wrote(
     module: str, tmp_path: Path
 ) -> None:
     async def story() -> None:
         first = make_child(module, tmp_path, "refuse")
         await first.start()
-        with pytest.raises(RoomError, match="no such model"):
+        with pytest.raises(RoomError, match="child-0: no such model; a model must be there") as caught:
             await first.watch()
+        assert caught.value.way_out == "give one."
         await first.aclose()
         second = first.renewed()
         assert (second.pid, second.returncode, second.name) == (None, None, "child-0")
-        second._spec = "crash"
+        second.spec = "crash"
         await second.start()
         assert second.url != first.url
         with pytest.raises(RoomError, match="something nobody thought of") as caught:
@@ -208,18 +160,17 @@ def test_a_successor_answers_on_a_port_of_its_own_and_is_not_blamed_for_what_the
         assert "no such model" not in str(caught.value)
         assert "no such model" in second.log_path.read_text()
         assert "no such model" in str(first.death())
-        await second.aclose()
-
-    asyncio.run(story())
-
-
-def test_closing_ends_the_process_and_can_be_repeated(module: str, tmp_path: Path) -> None:
-    async def story() -> None:
-        child = make_child(module, tmp_path)
-        await child.start()
-        await child.aclose()
-        assert child.returncode is not None
-        await child.aclose()
+        third = second.renewed()
+        third.spec = "{}"
+        await third.start()
+        third.kill_nowait()
+        with pytest.raises(RoomError, match="was killed by SIGKILL"):
+            await third.watch()
+        fourth = third.renewed()
+        await fourth.start()
+        for child in (second, third, fourth, fourth):
+            await child.aclose()
+            assert child.returncode is not None
 
     asyncio.run(story())
 
@@ -260,6 +211,9 @@ def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
     for number in range(2):
         assert asyncio.run(probed(tmp_path / f"forked-{number}", env={"MORE": "of it"})) == 0
     one, other = (json.loads((tmp_path / f"forked-{number}").read_text()) for number in range(2))
+    for end, code, says in (("3", 3, ""), ("no luck", 1, "no luck\n")):
+        assert asyncio.run(probed(tmp_path / "log", end)) == code
+        assert (tmp_path / "log").read_text() == says
     assert probe.is_alive
     probe.close()
     assert asyncio.run(probed(tmp_path / "started", env={"MORE": "of it"})) == 0
@@ -273,14 +227,6 @@ def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
     assert one["random"] != other["random"]
     assert one["numpy"] != other["numpy"]
     assert "s3cret" not in str(one)
-
-
-@pytest.mark.parametrize(("end", "code", "says"), [("3", 3, ""), ("no luck", 1, "no luck\n")])
-def test_a_forked_child_ends_with_its_exit_code(
-    probe: ForkServer, tmp_path: Path, end: str, code: int, says: str
-) -> None:
-    assert asyncio.run(probed(tmp_path / "log", end)) == code
-    assert (tmp_path / "log").read_text() == says
 
 
 def test_a_killed_fork_server_leaves_its_children_alone_and_the_next_one_is_started_without_it(
@@ -320,23 +266,16 @@ def test_all_that_is_imported_beforehand_is_there() -> None:
 @pytest.mark.slow
 def test_the_command_forks_trainer_engine_and_scratch_model(tmp_path: Path) -> None:
     """The installed command, as users start it."""
-    asyncrl = Path(sys.executable).with_name("asyncrl")
-    command = [str(asyncrl), "run", str(write_config(tmp_path)), "trainer.num_steps=400"]
-    with subprocess.Popen(
-        [*command, "--run-dir", str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    asyncrl = str(Path(sys.executable).with_name("asyncrl"))
+    command = [asyncrl, "run", str(write_config(tmp_path)), "--run-dir", str(tmp_path / "run")]
+    with subprocess.Popen([*command, "trainer.num_steps=400"], stdout=subprocess.PIPE, text=True) as process:
         wait_for_steps(tmp_path / "run", 1, process)
-        (server,) = [
-            child for child in psutil.Process(process.pid).children() if "fork_server" in child.cmdline()[2]
-        ]
+        started = psutil.Process(process.pid).children()
+        (server,) = [child for child in started if "fork_server" in child.cmdline()[2]]
         children = children_of(process)
         mapped = [{area.path for area in child.memory_maps()} for child in (server, *children)]
         interrupt(process)
-    assert process.returncode == 130
-    assert len(children) == 2
+    assert (process.returncode, len(children)) == (130, 2)
     assert "fork server" not in (tmp_path / "run" / "logs" / "controller.log").read_text()
     assert all(any("libtorch_cpu" in path for path in paths) for paths in mapped)
     assert all_gone([server, *children])
@@ -375,6 +314,62 @@ def test_a_child_that_this_machine_has_nothing_left_for_is_not_blamed_and_no_por
         asyncio.run(make_child(module, tmp_path).start())
 
 
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_member_of_the_group_has_time_to_clear_up_after_its_leader_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
+) -> None:
+    (tmp_path / "guarded_for_test.py").write_text(textwrap.dedent(GUARDED))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    os.mkfifo(tmp_path / "started")
+
+    async def story() -> None:
+        child = make_child("guarded_for_test", tmp_path)
+        await child.start()
+        assert child.pid is not None
+        await asyncio.to_thread((tmp_path / "started").read_text)
+        if is_frozen:
+            os.killpg(child.pid, signal.SIGSTOP)
+        child.kill_nowait()
+        await child.aclose()
+        assert (tmp_path / "cleaned").exists()
+        assert group_members(child.pid) == []
+
+    asyncio.run(story())
+
+
+def test_a_process_that_the_kernel_does_not_let_die_is_named_and_left(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In state D no signal ends it; here none reaches it."""
+
+    async def story() -> None:
+        child = make_child(module, tmp_path)
+        await child.start()
+        pid = child.pid
+        assert pid is not None
+        with monkeypatch.context() as patch:
+            patch.setattr("asyncrl.placement.processes._signal_group", lambda *_: None)
+            patch.setattr("asyncrl.placement.processes.KILL_TIMEOUT_S", 0.01)
+            patch.setattr(ChildProcess, "kill_nowait", lambda _: None)
+            await child.aclose(0.01)
+        assert f"process {pid} of child-0 is still there 0.01 s after SIGKILL" in child.left
+        await child.aclose()
+        assert gone(pid)
+
+    asyncio.run(story())
+
+
+def test_a_server_that_the_run_did_not_start_is_never_ended_and_is_the_same_after_a_loss() -> None:
+    server = ForeignProcess("engine-0", "http://127.0.0.1:8000/")
+    server.kill_nowait()
+    asyncio.run(server.aclose())
+    assert (server.pid, server.returncode, server.died, server.left) == (None, None, None, "")
+    assert server.renewed() is server
+    assert server.url == "http://127.0.0.1:8000"
+
+
+# ---- folders of weights
+
 HOLD_STAGING = """
 import os, subprocess, sys
 from pathlib import Path
@@ -387,74 +382,42 @@ input()
 """
 
 
-@contextlib.contextmanager
-def staging_of_a_run(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """Another process that has a staging folder, with weights in it, and a child that outlives it."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD_STAGING, str(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as owner:
+def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
+    """A pid means nothing in another container, a start time nothing once the clock was set: a lock does."""
+    mine, other = new_staging_dir(tmp_path), tmp_path / "asyncrl-without-a-lock"
+    foreign = tmp_path / "asyncrl-another_host-1-abcdef01"
+    other.mkdir()
+    foreign.mkdir()
+    (foreign / "lock").touch()
+    command = [sys.executable, "-c", HOLD_STAGING, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         folder, child = owner.stdout.readline().split()
-        try:
-            yield owner, Path(folder)
-        finally:
-            owner.kill()
-            os.kill(int(child), signal.SIGKILL)
-
-
-def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not_whatever_the_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mine, other = new_staging_dir(tmp_path), tmp_path / "asyncrl-notes-of-somebody-else"
-    other.mkdir()
-    with staging_of_a_run(tmp_path) as (owner, folder):
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                psutil, "pid_exists", lambda pid: False
-            )  # in the PID namespace of another container
-            patch.setattr("psutil._pslinux.boot_time", lambda: 0.0)  # the clock was set
-            assert clear_stale_staging(tmp_path) == []
-        assert (folder / "v7.safetensors").exists()
+        assert clear_stale_staging(tmp_path) == []
+        assert (Path(folder) / "v7.safetensors").exists()
         owner.kill()
         owner.wait()
-        assert clear_stale_staging(tmp_path) == [folder], "although a child of it lives"
-    assert sorted(tmp_path.iterdir()) == sorted([mine, other])
+        assert clear_stale_staging(tmp_path) == [Path(folder)], "although a child of it lives"
+        os.kill(int(child), signal.SIGKILL)
+    assert sorted(tmp_path.iterdir()) == sorted([mine, other, foreign])
     remove_staging_dir(mine)
-    assert list(tmp_path.iterdir()) == [other]
-
-
-def test_a_file_that_comes_while_a_folder_is_removed_does_not_keep_it_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, unlink = new_staging_dir(tmp_path), Path.unlink
-    (folder / "v7").touch()
-
-    def comes_late(path: Path, **named: bool) -> None:
-        if path.name == "lock":
-            with contextlib.suppress(FileNotFoundError):
-                (folder / "late").touch()  # by its name, which is gone by then
-        unlink(path, **named)
-
-    monkeypatch.setattr(Path, "unlink", comes_late)
-    remove_staging_dir(folder)
-    assert list(tmp_path.iterdir()) == []
+    new_staging_dir(tmp_path)
+    clear_own_staging()
+    assert sorted(tmp_path.iterdir()) == sorted([other, foreign])
 
 
 def test_a_folder_whose_removal_was_cut_short_is_cleared_by_the_next_run(tmp_path: Path) -> None:
     folder = new_staging_dir(tmp_path)
     left = tmp_path / f"{folder.name[:-1]}x.gone"
     left.mkdir()
-    (left / "lock").touch()
-    (left / "v7").touch()
+    for name in ("lock", "v7"):
+        (left / name).touch()
     assert clear_stale_staging(tmp_path) == [left]
     remove_staging_dir(folder)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_folder_is_cleared_while_it_is_made_and_who_makes_one_takes_another_if_it_was(
+def test_a_folder_that_is_cleared_while_it_is_made_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Path] = []
@@ -467,54 +430,15 @@ def test_no_folder_is_cleared_while_it_is_made_and_who_makes_one_takes_another_i
 
     monkeypatch.setattr(fcntl, "flock", flock)
     folder = new_staging_dir(tmp_path)
-    assert len(taken) == 1
-    assert clear_stale_staging(tmp_path) == []
+    assert (len(taken), clear_stale_staging(tmp_path)) == (1, [])
     assert list(tmp_path.iterdir()) == [folder]
     remove_staging_dir(folder)
 
 
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_warden_has_time_to_clear_up_after_its_leader_was_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
-) -> None:
-    (tmp_path / "warded_for_test.py").write_text(textwrap.dedent(WARDED))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    async def story() -> None:
-        child = ChildProcess(
-            "child-0", "warded_for_test", "{}", run_dir=tmp_path / "run", secret="s3cret", has_warden=True
-        )
-        await child.start()
-        assert child.pid is not None
-        await asyncio.to_thread(wait_for_file, tmp_path / "started")
-        if is_frozen:
-            os.killpg(child.pid, signal.SIGSTOP)
-        child.kill_nowait()
-        await child.aclose()
-        assert (tmp_path / "cleaned").exists()
-        assert group_members(child.pid) == []
-        assert child.renewed()._has_warden
-
-    asyncio.run(story())
-
-
-def test_a_process_that_the_kernel_does_not_let_die_is_named_and_left(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In state D no signal ends it; here none reaches it."""
-
-    async def story() -> None:
-        child = make_child(module, tmp_path)
-        await child.start()
-        pid = child.pid
-        assert pid is not None
-        with monkeypatch.context() as patch:
-            patch.setattr("asyncrl.placement.processes._signal_group", lambda *_: None)
-            patch.setattr("asyncrl.placement.processes.KILL_TIMEOUT_S", 0.01)
-            await child.aclose(0.01)
-        assert f"process {pid} of child-0 is still there 0.01 s after SIGKILL (state: " in child.left
-        assert child.left in caplog.text
-        await child.aclose()
-        assert gone(pid)
-
-    asyncio.run(story())
+def test_a_disk_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
+    assert disk_root(WeightSyncConfig()) is None
+    there = WeightSyncConfig(transport="disk", disk_dir=str(tmp_path / "weights"))
+    assert disk_root(there) == tmp_path / "weights"
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="weight_sync.disk_dir=.* cannot be made"):
+        disk_root(WeightSyncConfig(transport="disk", disk_dir=str(tmp_path / "file" / "weights")))

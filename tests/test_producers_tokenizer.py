@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,45 +90,30 @@ def test_a_chat_that_is_rendered_and_encoded_gives_the_ids_that_transformers_giv
 )
 def test_any_text_gives_the_ids_that_transformers_gives(bos_tokenizer: HFChatTokenizer, text: str) -> None:
     reference = bos_tokenizer._tokenizer
-    assert bos_tokenizer.encode(text) == tuple(reference.encode(text, add_special_tokens=False))
     ids = bos_tokenizer.encode(text)
+    assert ids == tuple(reference.encode(text, add_special_tokens=False))
     for skip in (True, False):
-        assert bos_tokenizer.decode(ids, skip_special_tokens=skip) == reference.decode(
-            list(ids), skip_special_tokens=skip
-        )
+        expected = reference.decode(list(ids), skip_special_tokens=skip)
+        assert bos_tokenizer.decode(ids, skip_special_tokens=skip) == expected
 
 
-def test_the_parts_of_a_rendered_chat_are_encoded_without_an_added_token(
-    bos_tokenizer: HFChatTokenizer,
-) -> None:
-    without = bos_tokenizer.render(CHAT, add_generation_prompt=False)
-    prompt = bos_tokenizer.render(CHAT).removeprefix(without)
-    assert prompt == "<|start_header_id|>assistant\n\n"
-    assert bos_tokenizer.encode(without) + bos_tokenizer.encode(prompt) == bos_tokenizer.encode_chat(CHAT)
-    assert bos_tokenizer.decode(bos_tokenizer.encode(prompt), skip_special_tokens=False) == prompt
-
-
+@pytest.mark.parametrize(
+    ("text", "messages", "said"),
+    [
+        ("{{ raise_exception('only one system message') }}", CHAT, "only one system message"),
+        ("{{ messages[0].content + 'a' }}", [{"role": "user"}], "has no attribute 'content'"),
+        ("{{ 1 + messages[0].content }}", CHAT, "str"),
+        ("{{ 1 / 0 }}", CHAT, "zero"),
+        ("{{ messages.__class__.__mro__ }}", CHAT, "safe"),  # templates run in a sandbox
+    ],
+)
 def test_what_a_template_refuses_is_a_value_error_with_its_own_words(
-    tiny_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tmp_path: Path, text: str, messages: list[dict[str, Any]], said: str
 ) -> None:
     template = tmp_path / "chat.jinja"
-
-    def refusal(text: str, messages: list[dict[str, Any]]) -> str:
-        template.write_text(text)
-        with pytest.raises(ValueError, match="the chat template refuses these messages: ") as caught:
-            HFChatTokenizer(tiny_model_dir, chat_template=template).render(messages)
-        return str(caught.value)
-
-    assert "only one system message" in refusal("{{ raise_exception('only one system message') }}", CHAT)
-    assert "has no attribute 'content'" in refusal("{{ messages[0].content + 'a' }}", [{"role": "user"}])
-    assert "str" in refusal("{{ 1 + messages[0].content }}", CHAT)
-    assert "empty" in refusal("{{ messages }}", [])
-    assert "zero" in refusal("{{ 1 / 0 }}", CHAT)
-    assert "safe" in refusal("{{ messages.__class__.__mro__ }}", CHAT), "templates run in a sandbox"
-    deep: Any = "x"
-    for _ in range(100_000):
-        deep = [deep]
-    assert "recursion" in refusal("{{ messages[0].content | tojson }}", [{"role": "user", "content": deep}])
+    template.write_text(text)
+    with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{said}"):
+        HFChatTokenizer(tiny_model_dir, chat_template=template).render(messages)
 
 
 def test_arguments_of_tool_calls_reach_a_template_in_the_form_that_it_reads(
@@ -149,38 +133,20 @@ def test_arguments_of_tool_calls_reach_a_template_in_the_form_that_it_reads(
         return HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat)
 
     assert rendered("{{ arguments | tojson }}") == '{"b": 1.5, "a": "x"}', "an object: not quoted once more"
-    assert (
-        rendered("{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}")
-        == said
-    )
+    as_it_is = "{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}"
+    assert rendered(as_it_is) == said
     assert rendered("{{ 'f(' + arguments + ')' }}") == f"f({said})", "a template that wants text gets it"
     call["function"]["arguments"] = {"b": 1.5}
     assert rendered("{{ 'f(' + arguments + ')' }}") == 'f({"b": 1.5})'
-    call["function"]["arguments"] = said
-    assert chat[-1]["tool_calls"][0]["function"]["arguments"] == said, "what was given is left alone"
     call["function"]["arguments"] = "no json"
     assert rendered("{{ arguments | tojson }}") == '"no json"'
     with pytest.raises(ValueError, match="no calls, please"):
         rendered("{{ raise_exception('no calls, please') }}")
 
 
-def test_long_texts_are_encoded_in_threads_beside_short_ones(bos_tokenizer: HFChatTokenizer) -> None:
-    text = "abc 012 " * 20_000
-    expected, short = bos_tokenizer.encode(text), bos_tokenizer.encode("abc")
-    with ThreadPoolExecutor(2) as threads:
-        long_ones = [threads.submit(bos_tokenizer.encode, text) for _ in range(4)]
-        while not all(each.done() for each in long_ones):
-            assert bos_tokenizer.encode("abc") == short
-            bos_tokenizer.decode(short)
-            bos_tokenizer.render([{"role": "user", "content": "abc"}])
-        assert all(each.result() == expected for each in long_ones)
-
-
-def test_a_lone_surrogate_is_refused_by_its_place(bos_tokenizer: HFChatTokenizer) -> None:
-    with pytest.raises(ValueError, match=r"character 2 is the lone surrogate '\\ud800'"):
-        bos_tokenizer.encode("ab\ud800")
+def test_a_lone_surrogate_is_refused(bos_tokenizer: HFChatTokenizer) -> None:
     with pytest.raises(ValueError, match="lone surrogate"):
-        bos_tokenizer.encode_chat([{"role": "user", "content": "\udfff"}])
+        bos_tokenizer.encode("ab\ud800")
 
 
 def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_path: Path) -> None:
@@ -205,19 +171,6 @@ def test_the_end_ids_are_those_of_the_embedded_engine(tiny_model_dir: Path, tmp_
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot read generation_config\.json"):
         HFChatTokenizer(folder)
-
-
-@pytest.mark.parametrize("make", [byte_level, byte_fallback])
-@pytest.mark.parametrize(
-    "text",
-    ["the quick fox", " " * 300, "\U0001f680" * 40, "Grüße\n\n\x00\x7f", ""],
-    ids=["words", "spaces", "rockets", "odd", "none"],
-)
-def test_a_text_has_at_least_its_bytes_over_max_token_bytes_tokens(
-    make: Any, text: str, tmp_path: Path
-) -> None:
-    tokenizer = save(make(), tmp_path / "tokenizer")
-    assert len(tokenizer.encode(text)) * tokenizer.max_token_bytes >= len(text.encode())
 
 
 def test_the_model_may_know_more_ids_than_the_vocabulary_has(

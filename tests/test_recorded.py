@@ -45,11 +45,7 @@ def branches(draw: Any, index: int, branch: int, has_credits: bool) -> Trajector
         reward=draw(st.floats(-1e9, 1e9)),
         is_truncated=draw(st.booleans()),
         num_interruptions=draw(st.integers(0, 9)),
-        metrics=draw(
-            st.dictionaries(
-                st.text(max_size=3).filter(lambda name: "\ud800" not in name), st.floats(-5, 5), max_size=2
-            )
-        ),
+        metrics=draw(st.dictionaries(st.sampled_from(["a", "\u2028"]), st.floats(-5, 5))),
         branch=branch,
         credits=tuple(Credit(place, place + 1, 0.1, place) for place in places) if has_credits else (),
     )
@@ -75,14 +71,7 @@ def test_people_can_read_what_was_said_and_a_rollout_without_a_reward_has_none(t
     path = tmp_path / "r.jsonl"
     write(path, make_record(reward=None))
     header, line = (json.loads(text) for text in path.read_text().splitlines())
-    assert header == {
-        "format": "asyncrl-rollouts",
-        "version": 2,
-        "model_digest": "aaaa",
-        "dtype": "float32",
-        "tokenizer": "bbbb",
-        "temperature": 1.0,
-    }
+    assert {"format": "asyncrl-rollouts", "version": 2, "model_digest": "aaaa"}.items() <= header.items()
     assert (line["branches"][0]["text"], line["reward"]) == ("said", None)
     assert read_recording(path).rollouts[0].reward is None
 
@@ -137,13 +126,9 @@ def test_a_line_that_says_what_cannot_be_is_refused_with_its_number(
         read_recording(path)
 
 
-OLD = (
-    '{"format": "asyncrl-rollouts", "version": 1, "model_digest": "a", "dtype": "float32", "tokenizer": "b",'
-    ' "temperature": 1.0}\n'
+@pytest.mark.parametrize(
+    "text", ["", "hello\n", "[]\n", '{"format": "other"}\n', '{"format": "asyncrl-rollouts", "version": 1}\n']
 )
-
-
-@pytest.mark.parametrize("text", ["", "hello\n", "[]\n", '{"format": "other", "version": 1}\n', OLD])
 def test_what_is_no_recording_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(text)

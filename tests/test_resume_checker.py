@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import json
 import sqlite3
+import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from journal_cases import make_group, open_journal, rollouts_of
 from resume_checker import Evidence, JournalGroup, Promise, changes, read_evidence, violations
 
+from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Trajectory
 
 PROMISE = Promise(seed=5, num_prompts=7, num_groups=2, group_size=2, max_staleness=1)
@@ -25,16 +28,23 @@ Lines = list[dict[str, Any]]
 
 def prompt_of(draw: int) -> Prompt:
     epoch, place = divmod(draw, PROMISE.num_prompts)
-    return Prompt(
-        f"{epoch}/{np.random.default_rng([PROMISE.seed, epoch]).permutation(PROMISE.num_prompts)[place]}", ()
-    )
+    order = np.random.default_rng([PROMISE.seed, epoch]).permutation(PROMISE.num_prompts)
+    return Prompt(f"{epoch}/{order[place]}", ())
 
 
-def group_of(group_id: int, draw: int, version: int) -> Group:
-    """Its last rollout has two branches."""
-    return replace(
-        make_group(group_id, size=PROMISE.group_size, branches=2, version=version), prompt=prompt_of(draw)
-    )
+def admit(journal: Journal, group_id: int, draw: int, version: int) -> None:
+    journal.admitted_nowait(Ticket(GroupId(group_id), version), prompt_of(draw))
+
+
+def make_ready(journal: Journal, group_id: int, draw: int, version: int) -> Group:
+    """The whole life of a group whose last rollout has two branches."""
+    group = make_group(group_id, size=PROMISE.group_size, branches=2, version=version)
+    group = replace(group, prompt=prompt_of(draw))
+    admit(journal, group_id, draw, version)
+    for rollout in rollouts_of(group):
+        journal.rollout_finished_nowait(group.group_id, rollout)
+    journal.group_ended_nowait(group.group_id, "ready", "")
+    return group
 
 
 def entry_of(group: Group, trajectory: Trajectory) -> dict[str, Any]:
@@ -54,68 +64,41 @@ def entry_of(group: Group, trajectory: Trajectory) -> dict[str, Any]:
 def line_of(batch: Batch) -> dict[str, Any]:
     entries = [entry_of(group, trajectory) for group in batch.groups for trajectory in group.trajectories]
     total = sum(entry["num_loss_tokens"] for entry in entries)
-    return {
-        "version": batch.version,
-        "loss": batch.version / 3,
-        "num_loss_tokens": total,
-        "trajectories": entries,
-    }
-
-
-async def tell_history(journal: Any) -> list[Batch]:
-    """Four batches of an epoch and a bit, one group that failed, one that was handed back and came again, one
-    ready, one running.
-    """
-    batches = []
-    groups = iter(
-        [*[(group_id, group_id) for group_id in range(9)], (11, 10)]
-    )  # draw 9 fails as group 9 and is to come again, draw 10 is handed back as group 10
-
-    def admit(group_id: int, draw: int, version: int) -> None:
-        journal.admitted_nowait(Ticket(GroupId(group_id), version), prompt_of(draw))
-
-    def make_ready(group_id: int, draw: int, version: int) -> Group:
-        group = group_of(group_id, draw, version)
-        for rollout in rollouts_of(group):
-            journal.rollout_finished_nowait(group.group_id, rollout)
-        journal.group_ended_nowait(group.group_id, "ready", "")
-        return group
-
-    for version in range(NUM_STEPS):
-        taken = []
-        for group_id, draw in (next(groups), next(groups)):
-            admit(group_id, draw, max(0, version - 1))
-            taken.append(make_ready(group_id, draw, max(0, version - 1)))
-        batches.append(Batch(version, tuple(taken), max(0, version - 1)))
-        await journal.batch_taken(batches[-1])
-    admit(8, 8, 3)
-    make_ready(8, 8, 3)
-    admit(9, 9, 3)
-    journal.group_ended_nowait(GroupId(9), "failed", "no reward", requeued=1)
-    admit(10, 10, 3)
-    journal.group_ended_nowait(GroupId(10), "handed_back", "dropped", requeued=1)
-    admit(11, 10, 3)
-    return batches
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    """An honest run, killed and resumed at version 2."""
-
-    async def story() -> list[Batch]:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        try:
-            return await tell_history(journal)
-        finally:
-            await journal.aclose()
-
-    first, second, *rest = (line_of(batch) for batch in asyncio.run(story()))
-    write_lines(tmp_path, [first, second, rest[0], {"restored": 2}, *rest])
-    return tmp_path
+    loss = batch.version / 3
+    return {"version": batch.version, "loss": loss, "num_loss_tokens": total, "trajectories": entries}
 
 
 def write_lines(run_dir: Path, lines: Lines) -> None:
     (run_dir / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """An honest run, killed and resumed at version 2: four batches of an epoch and a bit, then group 8 ready,
+    9 failed, 10 handed back, whose prompt runs again as 11.
+    """
+
+    async def story() -> list[Batch]:
+        journal, batches = open_journal(tmp_path / "journal.sqlite"), []
+        for version in range(NUM_STEPS):
+            groups = [
+                make_ready(journal, draw, draw, max(0, version - 1))
+                for draw in (2 * version, 2 * version + 1)
+            ]
+            batches.append(Batch(version, tuple(groups), max(0, version - 1)))
+            await journal.batch_taken(batches[-1])
+        make_ready(journal, 8, 8, 3)
+        admit(journal, 9, 9, 3)
+        journal.group_ended_nowait(GroupId(9), "failed", "no reward", requeued=1)
+        admit(journal, 10, 10, 3)
+        journal.group_ended_nowait(GroupId(10), "handed_back", "dropped", requeued=1)
+        admit(journal, 11, 10, 3)
+        await journal.aclose()
+        return batches
+
+    first, second, *rest = (line_of(batch) for batch in asyncio.run(story()))
+    write_lines(tmp_path, [first, second, rest[0], {"restored": 2}, *rest])
+    return tmp_path
 
 
 def found_in(run_dir: Path, promise: Promise = PROMISE) -> list[str]:
@@ -126,127 +109,84 @@ def test_an_honest_history_has_no_violation(run_dir: Path) -> None:
     evidence = read_evidence(run_dir)
     assert found_in(run_dir) == []
     assert [group.state for group in evidence.groups[8:]] == ["ready", "failed", "handed_back", "running"]
-    assert sum(len(group.branches) for group in evidence.groups) == 27, (
-        "nine groups of two rollouts, one of which has two branches"
-    )
+    assert sum(len(group.branches) for group in evidence.groups) == 27, "nine groups of three branches"
     assert found_in(run_dir, replace(PROMISE, max_staleness=0)) != []
 
 
-PLANTED_SQL = {
-    "a prompt that was drawn is gone": (
-        "DELETE FROM groups WHERE group_id = 9",
-        "group 10 has draw 10, the one before was 8",
-    ),
-    "a prompt was drawn twice": (
+BLOB = "UPDATE trajectories SET blob = with_head(blob, '{}', '{}') WHERE group_id = {}"
+OTHER = "SELECT blob FROM trajectories WHERE group_id = 5 AND sample_index = 0"
+PLANTED_SQL = [
+    ("DELETE FROM groups WHERE group_id = 9", "group 10 has draw 10, the one before was 8"),
+    (
         "UPDATE groups SET state = 'failed', requeued = NULL WHERE group_id = 10",
         "group 11 was made though group 10 is failed",
     ),
-    "a failed prompt is lost": (
-        "UPDATE groups SET requeued = NULL WHERE group_id = 9",
-        "is lost: group 9 is failed",
-    ),
-    "a prompt in training came back": (
-        "UPDATE groups SET requeued = 1 WHERE group_id = 8",
-        "came back 1 times with group 8",
-    ),
-    "a group is consumed and in no batch": (
-        "UPDATE groups SET state = 'taken' WHERE group_id = 8",
-        "group 8 is taken, and in batch None",
-    ),
-    "a batch has lost a group": ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups"),
-    "a batch is gone": ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3]"),
-    "a batch is out of order": (
-        "UPDATE batch_groups SET position = 5 - position WHERE version = 3",
-        "groups in the order [7, 6]",
-    ),
-    "a batch allows too old tokens": (
-        "UPDATE batches SET min_version = 1 WHERE version = 3",
-        "batch 3 has min_version 1",
-    ),
-    "a batch holds too old tokens": (
-        "UPDATE trajectories SET oldest_version = 0 WHERE group_id = 6",
-        "g6/r0 has tokens of version 0",
-    ),
-    "a reward has changed": (
-        "UPDATE trajectories SET reward = 9.5 WHERE group_id = 4",
+    ("UPDATE groups SET requeued = NULL WHERE group_id = 9", "is lost: group 9 is failed"),
+    ("UPDATE groups SET requeued = 1 WHERE group_id = 8", "came back 1 times with group 8"),
+    ("UPDATE groups SET state = 'taken' WHERE group_id = 8", "group 8 is taken, and in batch None"),
+    ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups"),
+    ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3]"),
+    ("UPDATE batch_groups SET position = 5 - position WHERE version = 3", "groups in the order [7, 6]"),
+    ("UPDATE batches SET min_version = 1 WHERE version = 3", "batch 3 has min_version 1"),
+    (BLOB.format("spans", "[[2, 12, 0]]", 6), "g6/r0 has tokens of version 0"),
+    (BLOB.format("reward", "9.5", 4), "group 4 was trained on other tokens or rewards"),
+    (
+        f"UPDATE trajectories SET blob = ({OTHER}) WHERE group_id = 4 AND sample_index = 0",
         "group 4 was trained on other tokens or rewards",
     ),
-    "tokens have changed": (
-        "UPDATE trajectories SET blob = (SELECT blob FROM trajectories WHERE group_id = 5 AND sample_index = "
-        "0)"
-        " WHERE group_id = 4 AND sample_index = 0",
-        "group 4 was trained on other tokens or rewards",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("fault", PLANTED_SQL)
-def test_a_fault_in_the_journal_is_found(run_dir: Path, fault: str) -> None:
-    statement, words = PLANTED_SQL[fault]
+def with_head(blob: bytes, key: str, value: str) -> bytes:
+    """A trajectory with one value of its head replaced."""
+    body = zlib.decompress(blob)
+    start = 4 + struct.unpack_from("<I", body)[0]
+    head = json.dumps(json.loads(body[4:start]) | {key: json.loads(value)}).encode()
+    return zlib.compress(struct.pack("<I", len(head)) + head + body[start:])
+
+
+@pytest.mark.parametrize(("statement", "words"), PLANTED_SQL)
+def test_a_fault_in_the_journal_is_found(run_dir: Path, statement: str, words: str) -> None:
     with sqlite3.connect(run_dir / "journal.sqlite") as connection:
-        connection.execute("PRAGMA foreign_keys = OFF")
+        connection.create_function("with_head", 3, with_head)
         assert connection.execute(statement).rowcount > 0
     connection.close()
     assert any(words in violation for violation in found_in(run_dir)), found_in(run_dir)
 
 
-def other_tokens(lines: Lines) -> None:
-    lines[4]["trajectories"][0]["tokens_sha"] = "0" * 16
-
-
-def other_loss(lines: Lines) -> None:
-    lines[4]["loss"] += 1e-9
-
-
-def no_restored_line(lines: Lines) -> None:
-    del lines[3]
-
-
-def restored_too_far(lines: Lines) -> None:
-    lines[3]["restored"] = 4
-
-
-def a_step_twice(lines: Lines) -> None:
-    lines.append(dict(lines[-1], version=4))
-
-
-def a_step_less(lines: Lines) -> None:
-    del lines[-1]
-
-
-def too_old(lines: Lines) -> None:
-    lines[5]["trajectories"][0]["spans"][0][2] = 1
-
-
-def fewer_loss_tokens(lines: Lines) -> None:
-    lines[5]["trajectories"][0]["num_loss_tokens"] -= 1
-
-
-def another_group(lines: Lines) -> None:
+def other_group(lines: Lines) -> None:
     for entry in lines[5]["trajectories"][:3]:
         entry["group_id"] = 8
 
 
-def another_prompt(lines: Lines) -> None:
-    lines[5]["trajectories"][0]["prompt_id"] = lines[0]["trajectories"][0]["prompt_id"]
-
-
-PLANTED_LINES: list[tuple[Callable[[Lines], None], str]] = [
-    (other_tokens, "batch 2 had another trajectories when it was trained again"),
-    (other_loss, "batch 2 had another loss when it was trained again"),
-    (no_restored_line, "line 4 is of batch 2, after batch 2"),
-    (restored_too_far, "line 4 goes on from version 4, which was never reached"),
-    (a_step_twice, "g6/r0 was trained on in batch 3 already"),
-    (a_step_less, "the record has batches [0, 1, 2] after 4 steps"),
-    (too_old, "batch 3: g6/r0 has loss on tokens 2..11 of version 1"),
-    (fewer_loss_tokens, "g6/r0 has 9 loss tokens, and spans of another number"),
-    (another_group, "batch 3: the journal has groups [6, 7], trained were [8, 7]"),
-    (another_prompt, "was trained on in two groups"),
+PLANTED_LINES: list[tuple[Callable[[Lines], Any], str]] = [
+    (
+        lambda lines: lines[4]["trajectories"][0].update(tokens_sha="0" * 16),
+        "batch 2 had another trajectories when it was trained again",
+    ),
+    (lambda lines: lines[4].update(loss=0.5), "batch 2 had another loss when it was trained again"),
+    (lambda lines: lines.pop(3), "line 4 is of batch 2, after batch 2"),
+    (lambda lines: lines[3].update(restored=4), "line 4 goes on from version 4, which was never reached"),
+    (lambda lines: lines.append(dict(lines[-1], version=4)), "g6/r0 was trained on in batch 3 already"),
+    (lambda lines: lines.pop(), "the record has batches [0, 1, 2] after 4 steps"),
+    (
+        lambda lines: lines[5]["trajectories"][0].update(spans=[[2, 12, 1]]),
+        "batch 3: g6/r0 has loss on tokens 2..11 of version 1",
+    ),
+    (
+        lambda lines: lines[5]["trajectories"][0].update(num_loss_tokens=9),
+        "g6/r0 has 9 loss tokens, and spans of another number",
+    ),
+    (other_group, "batch 3: the journal has groups [6, 7], trained were [8, 7]"),
+    (
+        lambda lines: lines[5]["trajectories"][0].update(prompt_id=prompt_of(0).prompt_id),
+        "was trained on in two groups",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("plant", "words"), PLANTED_LINES, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_fault_in_the_record_is_found(run_dir: Path, plant: Callable[[Lines], None], words: str) -> None:
+@pytest.mark.parametrize(("plant", "words"), PLANTED_LINES)
+def test_a_fault_in_the_record_is_found(run_dir: Path, plant: Callable[[Lines], Any], words: str) -> None:
     lines: Lines = [json.loads(line) for line in (run_dir / "trained.jsonl").read_text().splitlines()]
     plant(lines)
     write_lines(run_dir, lines)
@@ -254,50 +194,39 @@ def test_a_fault_in_the_record_is_found(run_dir: Path, plant: Callable[[Lines], 
 
 
 def test_on_policy_prompts_out_of_their_order_are_found(tmp_path: Path) -> None:
-    async def story(draws: list[int]) -> None:
+    async def story() -> None:
         journal = open_journal(tmp_path / "journal.sqlite")
-        groups = [group_of(group_id, draw, group_id // 2) for group_id, draw in enumerate(sorted(draws))]
-        for group in groups:
-            journal.admitted_nowait(Ticket(group.group_id, group.group_id // 2), group.prompt)
-            for rollout in rollouts_of(group):
-                journal.rollout_finished_nowait(group.group_id, rollout)
-            journal.group_ended_nowait(group.group_id, "ready", "")
-        batches = [
-            Batch(0, (groups[draws[0]], groups[draws[1]]), 0),
-            Batch(1, (groups[draws[2]], groups[draws[3]]), 1),
-        ]
+        zero, one, two, three = (make_ready(journal, draw, draw, draw // 2) for draw in range(4))
+        batches = [Batch(0, (zero, two), 0), Batch(1, (one, three), 1)]
         for batch in batches:
             await journal.batch_taken(batch)
         await journal.aclose()
         write_lines(tmp_path, [line_of(batch) for batch in batches])
 
-    asyncio.run(story([0, 2, 1, 3]))
+    asyncio.run(story())
     found = violations(read_evidence(tmp_path), replace(PROMISE, max_staleness=0))
     assert "consumed out of order: number 1 is draw 2 instead of 1" in found
 
 
 def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
     before = read_evidence(run_dir)
-    assert changes(before, before) == []
-    groups = list(before.groups)
-    assert changes(replace(before, groups=tuple(groups[:-1])), before) == []
-    assert changes(before, replace(before, groups=tuple(groups[:-1]))) == [
+    first, *others = before.groups
+
+    def found(**altered: Any) -> list[str]:
+        return list(changes(before, replace(before, **altered)))
+
+    assert found() == list(changes(replace(before, groups=before.groups[:-1]), before)) == []
+    assert found(groups=before.groups[:-1]) == [
         f"group 11 (prompt {prompt_of(10).prompt_id}, running) is gone"
     ]
-    again = replace(groups[0], state="running", version=None)
-    assert "was taken with prompt" in changes(before, replace(before, groups=(again, *groups[1:])))[0]
-    moved = replace(groups[0], version=1)
-    assert changes(before, replace(before, groups=(moved, *groups[1:]))) == [
-        "group 0 has moved from batch 0 to 1"
-    ]
-    other = replace(groups[0], branches={0: (0.5, 12, 0, "")})
-    assert changes(before, replace(before, groups=(other, *groups[1:]))) == [
-        "rollouts of group 0 have changed"
-    ]
-    assert changes(before, replace(before, batches={})) == ["a batch has changed"]
-    assert changes(before, replace(before, record=before.record[1:])) == [
-        "lines of the trained record have changed"
-    ]
+    assert (
+        "was taken with prompt" in found(groups=(replace(first, state="running", version=None), *others))[0]
+    )
+    assert found(groups=(replace(first, version=1), *others)) == ["group 0 has moved from batch 0 to 1"]
+    other = replace(first, branches={0: (0.5, 12, 0, "")})
+    assert found(groups=(other, *others)) == ["rollouts of group 0 have changed"]
+    assert found(batches={}) == ["a batch has changed"]
+    assert found(record=before.record[1:]) == ["lines of the trained record have changed"]
 
 
 def test_on_policy_failed_prompts_that_come_again_too_early_or_too_late_are_found() -> None:
@@ -307,12 +236,9 @@ def test_on_policy_failed_prompts_that_come_again_too_early_or_too_late_are_foun
             JournalGroup(group_id, prompt_of(draw).prompt_id, version, "running", None, None, None, {})
             for group_id, (draw, version) in enumerate([(0, 0), *places])
         ]
-        groups = (replace(failed, state="failed", requeued=1), *others)
-        return [
-            text
-            for text in violations(Evidence(groups, {}, ()), replace(PROMISE, max_staleness=0))
-            if "came again" in text
-        ]
+        evidence = Evidence((replace(failed, state="failed", requeued=1), *others), {}, ())
+        texts = violations(evidence, replace(PROMISE, max_staleness=0))
+        return [text for text in texts if "came again" in text]
 
     assert found((1, 0), (0, 1), (2, 1)) == found((1, 0)) == []
     assert "came again at its version, as group 1" in found((0, 0))[0]

@@ -38,7 +38,6 @@ MODULE = """
         def score(self, prompt, completion): return 0.0
 """
 MODULES = {
-    "own_here": "class Own(Exception): pass\nraise Own('own')",
     "exits_here": "import sys\nsys.exit(0)",
     "threads_here": """
 import threading
@@ -53,8 +52,6 @@ FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "mat
 REFUSED = r"""
 model.scratch=none model.path=models/typo
     models/typo: there is no such folder
-model.scratch=none model.path=emptymodel
-    emptymodel has no config.json
 model.scratch=none model.path=no_weights
     no_weights has no weights
 model.scratch=none model.path=odd_type
@@ -71,24 +68,16 @@ algorithm.advantage=mine_here:advantage
     advantage(reward_B) cannot be called as advantage(reward_B, group_B)
 generator.python=mine_here:agent
     agent(task) cannot be called as (task, session)
-generator.python=mine_here:right_agent generator.args={depth: 2}
-    cannot be called as (task, session, depth=...)
 generator.command=[./nothere.sh]
     generator.command: there is no program ./nothere.sh
 gateway.tool_format=mine_here:parse
     parse() cannot be called as parse(text)
-gateway.tool_format=own_here:f
-    gateway.tool_format=own_here:f: importing own_here raised Own: own
-model.chat_template=nofile.jinja
-    cannot read model.chat_template=nofile.jinja
 model.chat_template=broken.jinja
     model.chat_template=broken.jinja line 1:
 model.chat_template=refuses.jinja generator.command=[/bin/true]
     the chat template refuses these messages: no chats ... model.chat_template=refuses.jinja
 generator.command=[/bin/true] generator.pass_env=[NOT_SET_HERE]
     generator.pass_env names NOT_SET_HERE
-generator.command=[/bin/true] generator.pass_env=[ASYNCRL_WORKER_KEY]
-    generator.pass_env has ASYNCRL_WORKER_KEY ... asyncrl's own
 task.python=exits_here:f
     importing exits_here raised SystemExit: 0
 trainer.lora.targets=[qproj]
@@ -97,15 +86,16 @@ task.python=none task.reasoning_gym=chain_sums
     has no such task ... did you mean chain_sum
 rollout.max_prompt_tokens=3
     all of the first 100 prompts of the task are longer than rollout.max_prompt_tokens=3
-task.python=none task.files=[nowhere.jsonl] task.reward=math
-    nowhere.jsonl is not a file
-task.python=none task.files=[broken.jsonl] task.reward=math
-    broken.jsonl line 2 is not JSON
 task.python=mine_here:Broken generator.python=mine_here:right_agent
     ConfigError: prompt ... of task.python=mine_here:Broken: making it raised KeyError: 'x'
 """
 CASES = re.findall(r"^(\S.*)\n    (.*)$", REFUSED, flags=re.MULTILINE)
 """(settings, words that are said, parts apart by ...)."""
+EARLY = (
+    "model.scratch=none model.path=odd_type",
+    "generator.python=mine_here:agent",
+    "algorithm.loss=mine_here:los",
+)
 
 
 def settings_of(line: str) -> list[str]:
@@ -120,7 +110,6 @@ def is_said(words: str, text: str) -> bool:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with a module, data, and folders that are nearly models."""
     (tmp_path / "mine_here.py").write_text(textwrap.dedent(MODULE))
-    (tmp_path / "emptymodel").mkdir()
     for name, source in MODULES.items():
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -131,7 +120,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "no_weights").mkdir()
     (tmp_path / "no_weights" / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "broken.jinja").write_text("{% for message in messages %}{{ message['content'] }}")
-    (tmp_path / "broken.jsonl").write_text('{"prompt": "x", "answer": "1"}\n{"prompt": "y", "ans\n')
     for path in (tmp_path / "rows.jsonl", tmp_path / "data" / "train.jsonl"):
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -156,7 +144,7 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
 
 
 @pytest.mark.parametrize("begin", [run_job, serve_gateway])
-@pytest.mark.parametrize(("line", "words"), [CASES[2], CASES[9], CASES[11]])
+@pytest.mark.parametrize(("line", "words"), [case for case in CASES if case[0] in EARLY])
 def test_a_run_and_a_gateway_refuse_the_same_before_they_have_started_a_process(
     line: str, words: str, begin: Any, here: Path
 ) -> None:
@@ -171,15 +159,11 @@ def test_what_needs_the_network_is_told_and_not_looked_at(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
-    found = look(
-        load_config(
-            write_config(
-                here,
-                model={"scratch": None, "path": "who/model"},
-                task={**FILES, "files": None, "dataset": "who/data"},
-            )
-        )
-    )
+    hub = {
+        "model": {"scratch": None, "path": "who/model"},
+        "task": {**FILES, "files": None, "dataset": "who/data"},
+    }
+    found = look(load_config(write_config(here, **hub)))
     assert found.task is None
     assert [line.partition(":")[0] for line in found.lines] == ["task", "model"]
     assert all("not looked at" in line and "network" in line for line in found.lines)
@@ -195,26 +179,17 @@ def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run_and_not_look
     (cached / "refs" / "main").write_text("0" * 40)
     (snapshot / "config.json").write_text('{"model_type": "qwen3"}')
     (snapshot / "model.safetensors").touch()
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", partial(snapshot_download, cache_dir=here / "cache")
-    )
-    half = {"scratch": None, "path": "who/half"}
-    assert find_on_disk(load_config(write_config(here, model=half)).model) == snapshot
-    assert (
-        "model: who/half is fetched from the hub"
-        in look(load_config(write_config(here, model=half))).lines[-1]
-    )
-    with pytest.raises(ConfigError, match=r"model\.chat_template=broken\.jinja line 1"):
-        look(load_config(write_config(here, model={**half, "chat_template": "broken.jinja"})))
+    download = partial(snapshot_download, cache_dir=here / "cache")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = load_config(write_config(here, model={"scratch": None, "path": "who/half"}))
+    assert find_on_disk(config.model) == snapshot
+    assert "model: who/half is fetched from the hub" in look(config).lines[-1]
 
 
 def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed_on(here: Path) -> None:
     found = look(load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6})))
-    assert found.notes == (
-        "1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6 (the longest has 7 "
-        "tokens): "
-        "each is a failed rollout",
-    )
+    (note,) = found.notes
+    assert note.startswith("1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6")
     assert found.task is not None
     assert len(found.task) == 2
 
@@ -222,18 +197,14 @@ def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed
 def test_functions_of_the_right_shape_pass_uncalled_and_their_threads_are_not_waited_for(
     here: Path,
 ) -> None:
-    own = {
-        "algorithm": {"loss": "threads_here:loss", "advantage": "mine_here:right_advantage"},
-        "generator": {"python": "mine_here:right_agent"},
-    }
-    found = look(load_config(write_config(here, gateway={"tool_format": "mine_here:right_parse"}, **own)))
+    algorithm = {"loss": "threads_here:loss", "advantage": "mine_here:right_advantage"}
+    agent, gateway = {"python": "mine_here:right_agent"}, {"tool_format": "mine_here:right_parse"}
+    found = look(load_config(write_config(here, algorithm=algorithm, generator=agent, gateway=gateway)))
     assert (found.lines, found.notes) == (("task: asyncrl.tasks.letters:Letters, 200 prompts",), ())
 
 
 @pytest.mark.parametrize("code", [0, 7])
-def test_functions_that_end_their_process_when_they_are_imported_are_refused_too(
-    here: Path, code: int
-) -> None:
+def test_a_module_that_ends_its_process_when_it_is_imported_is_refused_too(here: Path, code: int) -> None:
     (here / "leaves_here.py").write_text(f"import os\nprint('bye', flush=True)\nos._exit({code})\n")
     with pytest.raises(ConfigError, match=rf"ended with exit code {code}: bye"):
         look(load_config(write_config(here, algorithm={"loss": "leaves_here:loss"})))

@@ -1,23 +1,28 @@
-"""When checkpoints are made, and what happens if one cannot be: it is told, older ones stay, and the run goes
-on.
+"""When checkpoints are made, what happens if one cannot be, and that the one a new trainer goes back to stays
+until it has caught up.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_run_restore import Life, lives, save_checkpoint
 
+from asyncrl.checkpoints import manifest
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointError, TrainerLost
-from asyncrl.journal.journal import Journal
-from asyncrl.run.restore import Checkpointer
+from asyncrl.messages.records import Batch
+from asyncrl.run.supervise_trainer import Checkpointer, recover_trainer
 from asyncrl.testing.memory_journal import MemoryJournal
 
 LOST = TrainerLost("trainer", "no answer")
@@ -25,17 +30,14 @@ NO_SPACE = CheckpointError("the trainer cannot save its state: no space left")
 
 
 class Trainer:
-    """Writes a file as a state. `go` unset: it is still writing. `fails`: what a call raises, by its name,
-    once.
-    """
+    """Writes its version as a state, once `go` is set. `fails`: what a call raises, by its name, once."""
 
-    def __init__(self) -> None:
-        self.version = 0
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
         self.go = asyncio.Event()
         self.go.set()
         self.fails: dict[str, Exception] = {}
         self.num_begun = 0
-        self._folder = Path()
 
     async def begin_save_state(self, path: Path) -> int:
         self._fail("begin")
@@ -55,11 +57,11 @@ class Trainer:
 
 
 class House:
-    def __init__(
-        self, tasks: asyncio.TaskGroup, run_dir: Path, *, keep: Any = "checkpoint", **config: Any
-    ) -> None:
+    """A checkpointer over a trainer and a journal that the test moves. `told`: warnings."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, run_dir: Path, journal: Any = None, **config: Any) -> None:
         self.checkpoints = Checkpoints(run_dir, CheckpointConfig(**{"every": 2, **config}))
-        self.trainer, self.journal = Trainer(), MemoryJournal()
+        self.trainer, self.journal = Trainer(), journal or MemoryJournal()
         self.told: list[str] = []
         self.cursor = 0
         self.tasks: list[asyncio.Task[None]] = []
@@ -68,15 +70,15 @@ class House:
             self.tasks.append(tasks.create_task(coro, name=name))
             return self.tasks[-1]
 
-        self.checkpointer = Checkpointer(
-            self.checkpoints,
-            self.trainer,
-            cast(Journal, self.journal),
+        rooms: Any = SimpleNamespace(
+            checkpoints=self.checkpoints,
+            trainer=self.trainer,
+            journal=self.journal,
             controller_state=lambda: {"cursor": self.cursor},
-            spawn=spawn,
-            warn=self.told.append,
-            keep=keep,
         )
+        config_of_run = SimpleNamespace(journal=SimpleNamespace(keep="checkpoint"))
+        job: Any = SimpleNamespace(spawn=spawn, warn=self.told.append, config=config_of_run)
+        self.checkpointer = Checkpointer(rooms, job)
 
     async def step(self, *, is_written: bool = True) -> None:
         """One optimizer step and what follows it; with `is_written`, until the disk is quiet."""
@@ -88,15 +90,18 @@ class House:
 
     @property
     def whole(self) -> list[int]:
-        """Versions on disk; each one is whole and holds its own weights, and nothing is left half done."""
-        assert (
-            not self.tasks[-1:] or not self.tasks[-1].done() or not list(self.checkpoints.root.glob(".step*"))
-        )
+        """Versions on disk; each one holds its own weights."""
         for version in self.checkpoints.versions():
-            assert (self.checkpoints.root / f"step_{version}" / "trainer" / "weights").read_text() == str(
-                version
-            )
+            weights = self.checkpoints.root / f"step_{version}" / "trainer" / "weights"
+            assert weights.read_text() == str(version)
         return self.checkpoints.versions()
+
+    @property
+    def newest(self) -> dict[str, Any]:
+        """What the newest one says of the controller."""
+        whole, _ = self.checkpoints.newest_whole()
+        assert whole is not None
+        return dict(whole.controller)
 
 
 def live(story: Callable[[House], Awaitable[None]], run_dir: Path, **options: Any) -> None:
@@ -107,21 +112,6 @@ def live(story: Callable[[House], Awaitable[None]], run_dir: Path, **options: An
     asyncio.run(play())
 
 
-def test_a_checkpoint_is_made_at_each_multiple_and_journaled_once_it_is_whole(tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        for _ in range(5):
-            await house.step()
-        assert house.whole == [2, 4]
-        assert [event[1] for event in house.journal.named("checkpointed")] == [2, 4]
-        whole, _ = house.checkpoints.newest_whole()
-        assert whole is not None
-        assert whole.controller == {"cursor": 40}
-        assert (house.checkpointer.num_made, house.checkpointer.num_failed, house.told) == (2, 0, [])
-        assert [task.get_name() for task in house.tasks] == ["checkpoint 2", "checkpoint 4"]
-
-    live(story, tmp_path)
-
-
 def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_out_and_told(
     tmp_path: Path,
 ) -> None:
@@ -129,42 +119,16 @@ def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_
         house.trainer.go.clear()
         for _ in range(5):
             await house.step(is_written=False)
-        assert house.told == [
-            "the checkpoint at version 4 is left out: the one before is still being written"
-        ]
+        assert house.told == ["the checkpoint at version 4 is left out: the one before is being written"]
         assert (house.whole, house.journal.events) == ([], [])
         house.trainer.go.set()
         await asyncio.wait(house.tasks)
+        assert house.newest == {"cursor": 20}, "of the moment at which the weights were copied"
         await house.step()
-        assert house.whole == [2, 6]
-        assert len(house.told) == 1
-        whole, _ = house.checkpoints.newest_whole()
-        assert whole is not None
-        assert whole.controller == {"cursor": 60}
+        assert (house.whole, house.newest, len(house.told)) == ([2, 6], {"cursor": 60}, 1)
+        assert [event[1] for event in house.journal.named("checkpointed")] == [2, 6]
 
     live(story, tmp_path)
-
-
-def test_what_it_says_of_the_controller_is_of_the_moment_at_which_the_weights_were_copied(
-    tmp_path: Path,
-) -> None:
-    async def story(house: House) -> None:
-        house.trainer.go.clear()
-        await house.step(is_written=False)
-        await house.step(is_written=False)
-        house.cursor = 999
-        house.trainer.go.set()
-        await asyncio.wait(house.tasks)
-        whole, _ = house.checkpoints.newest_whole()
-        assert whole is not None
-        assert whole.controller == {"cursor": 20}
-
-    live(story, tmp_path)
-
-
-def break_folder(house: House) -> None:
-    house.checkpoints.root.parent.joinpath("checkpoints").rename(house.checkpoints.root.with_name("away"))
-    house.checkpoints.root.write_text("a file where the folder was")
 
 
 def break_finish(house: House) -> None:
@@ -175,7 +139,6 @@ def break_finish(house: House) -> None:
 
 
 PLACES: dict[str, Callable[[House], Any]] = {
-    "no folder": break_folder,
     "begin refused": lambda house: house.trainer.fails.update(begin=NO_SPACE),
     "begin lost": lambda house: house.trainer.fails.update(begin=LOST),
     "wait refused": lambda house: house.trainer.fails.update(wait=NO_SPACE),
@@ -186,29 +149,23 @@ PLACES: dict[str, Callable[[House], Any]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("is_last", [False, True])
-def test_one_that_cannot_be_made_is_told_each_time_and_costs_nothing_else(
+def test_one_that_cannot_be_made_is_told_and_costs_nothing_else(
     tmp_path: Path, place: str, is_last: bool
 ) -> None:
     async def story(house: House) -> None:
         finish = house.checkpoints.finish
-        await house.step()
-        await house.step()
-        for number in (1, 2):
-            PLACES[place](house)
-            if is_last:
-                house.trainer.version = 2 + number
-                await house.checkpointer.make_last(2 + number)
-            else:
-                await house.step()
-                await house.step()
-            assert (house.checkpointer.num_made, house.checkpointer.num_failed) == (1, number)
-            assert len(house.told) == number
-            assert house.told[-1].startswith("no checkpoint: ")
-            if place == "no folder":
-                house.checkpoints.root.unlink()
-                house.checkpoints.root.with_name("away").rename(house.checkpoints.root)
-            house.checkpoints.finish = finish  # type: ignore[method-assign]
-            assert house.whole == [2], "the last whole one stays"
+        for _ in range(3):
+            await house.step()
+        PLACES[place](house)
+        if is_last:
+            house.trainer.version = 4
+            await house.checkpointer.make_last(4)
+        else:
+            await house.step()
+        assert (house.checkpointer.num_made, house.checkpointer.num_failed) == (1, 1)
+        assert [text.startswith("no checkpoint: ") for text in house.told] == [True]
+        assert (house.whole, [*house.checkpoints.root.glob(".step*")]) == ([2], []), "the last one stays"
+        house.checkpoints.finish = finish  # type: ignore[method-assign]
         house.trainer.version = 7
         await house.step()
         assert house.whole == [2, 8], "and the next one is made"
@@ -235,10 +192,7 @@ def test_a_version_that_has_its_checkpoint_gets_no_second_one_at_the_end(
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    keep_last=st.integers(1, 3),
-    fails=st.lists(st.sampled_from(["", "begin", "wait"]), min_size=1, max_size=8),
-)
+@given(st.integers(1, 3), st.lists(st.sampled_from(["", "begin", "wait"]), min_size=1, max_size=8))
 def test_no_batch_is_forgotten_that_a_checkpoint_on_disk_would_need(
     tmp_path_factory: pytest.TempPathFactory, keep_last: int, fails: list[str]
 ) -> None:
@@ -254,3 +208,86 @@ def test_no_batch_is_forgotten_that_a_checkpoint_on_disk_would_need(
         assert len(house.told) == sum(map(bool, fails))
 
     live(story, tmp_path_factory.mktemp("run"), every=1, keep_last=keep_last)
+
+
+# ---- a trainer that is started again while a checkpoint is being finished
+
+
+class NewTrainer:
+    """Reads what it is to load, and counts the batches that it is given; held at `stops_at` until `go`."""
+
+    def __init__(self, stops_at: str) -> None:
+        self.stops_at = stops_at
+        self.reached, self.go = asyncio.Event(), asyncio.Event()
+        self.loaded: str | None = None
+        self.trained: list[int] = []
+
+    async def recover(self, state: Path | None, batches: AsyncIterator[Batch], _: object) -> None:
+        await self._pass("loading")
+        self.loaded = None if state is None else (state / "weights").read_text()
+        async for batch in batches:
+            await self._pass("training")
+            self.trained.append(batch.version)
+
+    async def _pass(self, place: str) -> None:
+        if place == self.stops_at:
+            self.reached.set()
+            await self.go.wait()
+
+
+async def begin(life: Life, house: House) -> None:
+    """Three batches are trained, checkpoint 1 is whole, the trainer writes checkpoint 3; keep_last is 1."""
+    house.trainer.version = 3
+    house.trainer.go.clear()
+    await life.run_steps(3)
+    save_checkpoint(house.checkpoints, 1)
+    await house.checkpointer.after_step(3)
+
+
+@pytest.mark.parametrize("place", ["reading", "loading", "training"])
+def test_what_a_recovery_goes_back_to_stays_until_it_is_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    async def story(life: Life) -> None:
+        loop, may_read, trainer = asyncio.get_running_loop(), threading.Event(), NewTrainer(place)
+        sha256_of = manifest.sha256_of
+
+        def slow_sha256_of(path: Path) -> str:
+            if place == "reading" and "step_1" in path.parts:
+                loop.call_soon_threadsafe(trainer.reached.set)
+                may_read.wait()
+            return sha256_of(path)
+
+        monkeypatch.setattr(manifest, "sha256_of", slow_sha256_of)
+        loop.set_default_executor(ThreadPoolExecutor(2 if place == "reading" else 1))
+        async with asyncio.TaskGroup() as tasks:
+            house = House(tasks, tmp_path, life.journal, every=3, keep_last=1)
+            await begin(life, house)
+            recovering = recover_trainer(trainer, life.journal, house.checkpoints, 3, num_batches=20)  # type: ignore[arg-type]
+            task = tasks.create_task(recovering)
+            await trainer.reached.wait()
+            house.trainer.go.set()
+            for _ in range(20):  # all that could be handed to threads by now ends
+                await asyncio.to_thread(int)
+                await life.journal.flush()
+            may_read.set()
+            trainer.go.set()
+            await task
+            assert (trainer.loaded, trainer.trained) == ("1", [1, 2])
+        assert (house.checkpoints.versions(), house.checkpointer.num_made, house.told) == ([3], 1, [])
+
+    lives(tmp_path / "journal.sqlite", story)
+
+
+def test_a_checkpoint_whose_trainer_dies_while_it_is_written_holds_up_no_recovery(tmp_path: Path) -> None:
+    async def story(life: Life) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            house, trainer = House(tasks, tmp_path, life.journal, every=3, keep_last=1), NewTrainer("")
+            await begin(life, house)
+            await recover_trainer(trainer, life.journal, house.checkpoints, 3, num_batches=20)  # type: ignore[arg-type]
+            assert (trainer.loaded, trainer.trained) == ("1", [1, 2]), "no one has told the checkpointer yet"
+            house.trainer.fails["wait"] = LOST
+            house.trainer.go.set()
+        assert (house.checkpoints.versions(), house.told) == ([1], ["no checkpoint: trainer: no answer"])
+
+    lives(tmp_path / "journal.sqlite", story)

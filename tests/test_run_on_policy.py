@@ -8,6 +8,8 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from journal_cases import open_journal
@@ -20,8 +22,7 @@ from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.rollouts.generators import SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
-from asyncrl.run.restore import restore
-from asyncrl.run.resume import ResumePoint
+from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
 from asyncrl.testing.memory_journal import MemoryJournal
@@ -67,6 +68,9 @@ class Life:
         )
         self.unfinished: tuple[UnfinishedGroup, ...] = ()
         self.returning: list[tuple[int, Prompt]] = []
+
+    def returns_nowait(self, version: int, prompt: Prompt) -> None:
+        self.returning.append((version, prompt))
 
     async def play(self, *, version: int = 0, until_s: float = 1e9) -> None:
         """From batch `version` to the end of the run, or of this life."""
@@ -166,17 +170,11 @@ def test_batches_of_a_killed_run_with_failures_are_those_of_one_that_was_never_k
         journal = open_journal(tmp_path / "journal.sqlite")
         await tell(journal, told)
         state = await journal.read_resume(0)
-        second.unfinished = await restore(
-            ResumePoint(None),
-            state,
-            trainer=NoTrainer(),
-            journal=journal,
-            buffer=second.buffer,
-            feed=second.feed,
-            returns=lambda *returning: second.returning.append(returning),
-            on_restored=lambda: None,
-            on_step=lambda *_: None,
+        rooms: Any = SimpleNamespace(
+            trainer=NoTrainer(), journal=journal, buffer=second.buffer, feed=second.feed, producers=second
         )
+        reporter: Any = SimpleNamespace(resumes=lambda *_: None, step=lambda *_, **__: None)
+        second.unfinished = await restore(rooms, reporter, ResumePoint(None), state)
         await journal.aclose()
         return state.next_version
 

@@ -19,9 +19,9 @@ from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerErro
 from asyncrl.journal.story import events
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
 from asyncrl.messages.trainer_calls import TrainResponse
-from asyncrl.run.restore import recover_trainer, restore
-from asyncrl.run.resume import ResumePoint
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.resume import ResumePoint, restore
+from asyncrl.run.supervise import Supervision
+from asyncrl.run.supervise_trainer import SupervisedTrainer, recover_trainer
 from asyncrl.tasks import Feed, Item
 from asyncrl.testing.fake_trainer import FakeTrainerServer
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -39,7 +39,7 @@ class Questions:
         return self.size
 
     def prompt(self, index: int) -> Item:
-        return Item(f"Question {index}", answer=str(index), info={"level": 2})
+        return Item(f"Question {index}")
 
     def score(self, prompt: Any, completion: str) -> float:
         return 0.0
@@ -56,21 +56,20 @@ def quick_worker() -> FakeTrainerServer:
 
 
 class Life:
-    """One life of a run: its rooms, with a journal that the next life finds."""
+    """One life of a run: its rooms, with a journal that the next life finds, and its reporter. `restored`:
+    how often it was told that nothing refuses any more, so that what the killed run reported may be cut.
+    """
 
     def __init__(self, path: Path, *, num_batches: int = 20) -> None:
         self.journal = open_journal(path)
         self.worker = quick_worker()
         self.client, self.feed = TrainerClient(self.worker), make_feed()
-        self.trainer = LivingTrainer(
+        self.trainer = SupervisedTrainer(
             self.client,
             [],
-            SupervisionConfig(),
-            heartbeat_s=1.0,
+            Supervision(SupervisionConfig(), 1.0, print, print),
             before_start=lambda: None,
             recover=self._never,
-            warn=print,
-            on_event=lambda *_: None,
         )
         self.buffer = Buffer(
             BufferConfig(max_staleness=1, look_ahead=1),
@@ -78,15 +77,13 @@ class Life:
             num_batches=num_batches,
             on_handed_back=lambda *_: None,
         )
+        self.producers = self
         self.steps: list[tuple[Batch, TrainResponse]] = []
         self.returned: list[tuple[int, str, int]] = []
         self.restored = 0
-        """How often it was told that nothing refuses any more: what the killed run reported may be cut from
-        there on.
-        """
 
     async def _never(self, version: int) -> None:
-        raise AssertionError(f"the worker of this test does not die, so nobody goes back to {version}")
+        raise AssertionError(f"the worker of this test does not die, so nothing goes back to {version}")
 
     def admit(self) -> Ticket:
         ticket, prompt = self.buffer.admit_nowait(), self.feed.next_nowait()
@@ -100,7 +97,7 @@ class Life:
         assert self.buffer.finish_nowait(group) == "ready"
         self.journal.group_ended_nowait(ticket.group_id, "ready", "")
 
-    async def step(self, *, is_trained: bool = True) -> None:
+    async def take_step(self, *, is_trained: bool = True) -> None:
         batch = self.buffer.take_nowait()
         await self.journal.batch_taken(batch)
         if is_trained:
@@ -112,31 +109,24 @@ class Life:
         for _ in range(number):
             for ticket in [self.admit(), self.admit()]:
                 self.finish(ticket)
-            await self.step()
+            await self.take_step()
 
-    async def restore(self, whole: Whole | None = None, version: int = 0) -> tuple[UnfinishedGroup, ...]:
+    async def restore(self, whole: Whole | None = None) -> tuple[UnfinishedGroup, ...]:
         point = ResumePoint(whole)
-        assert point.version == version
         if whole is not None:
-            self.worker.states[str(whole.trainer_dir)] = weights_of(version)
-        state = await self.journal.read_resume(version)
-        return await restore(
-            point,
-            state,
-            trainer=self.trainer,
-            journal=self.journal,
-            buffer=self.buffer,
-            feed=self.feed,
-            returns=lambda version, prompt: self.returned.append(
-                (version, prompt.prompt_id, prompt.num_handed_back)
-            ),
-            on_restored=self._on_restored,
-            on_step=lambda batch, report: self.steps.append((batch, report)),
-        )
+            self.worker.states[str(whole.trainer_dir)] = weights_of(point.version)
+        state = await self.journal.read_resume(point.version)
+        return await restore(self, self, point, state)  # type: ignore[arg-type]
 
-    def _on_restored(self) -> None:
+    def resumes(self, version: int, counted: object) -> None:
         assert self.steps == [], "before the first step is told again"
         self.restored += 1
+
+    def step(self, rooms: object, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
+        self.steps.append((batch, report))
+
+    def returns_nowait(self, version: int, prompt: Prompt) -> None:
+        self.returned.append((version, prompt.prompt_id, prompt.num_handed_back))
 
 
 def weights_of(version: int) -> list[str]:
@@ -169,7 +159,7 @@ async def leave_something_of_everything(life: Life) -> None:
     for ticket in [life.admit(), life.admit()]:
         life.finish(ticket)
     eight, nine = life.admit(), life.admit()
-    await life.step(is_trained=False)
+    await life.take_step(is_trained=False)
     life.finish(eight)
     life.journal.rollout_finished_nowait(nine.group_id, make_rollout(9, 1, version=3))
     life.journal.rollout_failed_nowait(nine.group_id, 0, 3, "it timed out")
@@ -190,7 +180,7 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
         whole = make_whole(tmp_path / "step", version) if version else None
         if version == 4:  # no checkpoint can be ahead of the journal: its batch was trained
             life.journal.trained_nowait(3, {})
-        unfinished = await life.restore(whole, version)
+        unfinished = await life.restore(whole)
         assert life.restored == 1
         assert life.worker.weights == weights_of(4)
         assert life.client.policy_version == 4
@@ -207,8 +197,8 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
             {0: (3, "it timed out")},
         )
         assert dict(nine.partials) == {2: (1, make_partial(5))}
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running, stats.served) == (4, 1, 1, 4)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running, rule.served) == (4, 1, 1, 4)
         assert life.buffer.next_group_id == 13
         prompts = [life.feed.next_nowait() for _ in range(3)]
         assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [
@@ -230,47 +220,44 @@ def test_restoring_twice_in_a_row_comes_to_the_same(tmp_path: Path) -> None:
     async def resumed(life: Life) -> None:
         unfinished = await life.restore()
         feed = [life.feed.next_nowait().prompt_id for _ in range(4)]
-        found.append((life.worker.weights, life.buffer.stats(), feed, [group.ticket for group in unfinished]))
+        found.append(
+            (life.worker.weights, life.buffer.gauges(), feed, [group.ticket for group in unfinished])
+        )
 
     lives(tmp_path / "journal.sqlite", leave_something_of_everything, resumed, resumed, resumed)
     assert found[0] == found[1] == found[2]
 
 
-def test_a_prompt_that_could_not_be_written_down_is_made_again_by_the_task_and_comes_first(
-    tmp_path: Path,
-) -> None:
+def test_a_prompt_that_the_task_makes_otherwise_now_starts_anew_and_comes_first(tmp_path: Path) -> None:
     async def first(life: Life) -> None:
         life.feed.next_nowait()
-        life.journal.admitted_nowait(life.buffer.admit_nowait(), Prompt("0/0", (), answer=object()))
+        prompt = Prompt("0/0", ({"role": "user", "content": "another question"},))
+        life.journal.admitted_nowait(life.buffer.admit_nowait(), prompt)
         life.admit()
 
     async def second(life: Life) -> None:
         unfinished = await life.restore()
         assert [group.ticket.group_id for group in unfinished] == [1]
-        assert life.buffer.stats().running == 1
+        assert life.buffer.rule.num_running == 1
         assert life.admit() == Ticket(GroupId(2), 0), "no number is used twice"
 
     async def third(life: Life) -> None:
-        unfinished = await life.restore()
-        assert [(group.ticket.group_id, group.prompt.prompt_id) for group in unfinished] == [
-            (1, "0/1"),
-            (2, "0/0"),
-        ]
+        found = [(group.ticket.group_id, group.prompt.prompt_id) for group in await life.restore()]
+        assert found == [(1, "0/1"), (2, "0/0")]
         assert life.feed.next_nowait().prompt_id == "0/2"
 
     lives(tmp_path / "journal.sqlite", first, second, third)
 
 
-@pytest.mark.parametrize("on_overdue", ["wait", "drop"])
 def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_prompts_come_first(
-    tmp_path: Path, on_overdue: str
+    tmp_path: Path,
 ) -> None:
     """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of version 0, and g6 is
     ready, of version 2.
     """
 
     def make_buffer(max_staleness: int) -> Buffer:
-        config = BufferConfig(max_staleness=max_staleness, look_ahead=max_staleness, on_overdue=on_overdue)
+        config = BufferConfig(max_staleness=max_staleness, look_ahead=max_staleness)
         return Buffer(config, num_groups=2, num_batches=20, on_handed_back=lambda *_: None)
 
     async def first(life: Life) -> None:
@@ -278,28 +265,28 @@ def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_pro
         tickets = [life.admit() for _ in range(6)]
         for ticket in tickets[:5]:
             life.finish(ticket)
-        await life.step()
-        await life.step()
+        await life.take_step()
+        await life.take_step()
         life.finish(life.admit())
         life.journal.rollout_finished_nowait(GroupId(5), make_rollout(5, 1, version=0))
 
     async def second(life: Life) -> None:
         life.buffer = make_buffer(0)
         assert await life.restore() == ()
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running) == (2, 1, 0)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running) == (2, 1, 0)
         assert [life.admit().group_id] == [7]
         assert [life.feed.next_nowait().prompt_id, life.feed.next_nowait().prompt_id] == ["0/5", "0/7"], (
             "g7 has the prompt of g4"
         )
         life.finish(Ticket(GroupId(7), 2))
-        await life.step()
+        await life.take_step()
 
     async def third(life: Life) -> None:
         life.buffer = make_buffer(0)
         assert await life.restore() == ()
         assert life.client.policy_version == 3, "what was given up stands in nobody's way"
-        assert (await life.journal.read_resume(0)).counted[-1].dropped == 0, (
+        assert (await life.journal.read_resume(0)).counted["rollout/dropped"] == 0, (
             "the settings took them, and no batch left them too old"
         )
         assert [life.feed.next_nowait().prompt_id for _ in range(2)] == ["0/5", "0/7"]
@@ -335,39 +322,19 @@ def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_
         elif refusal == "state":
             life.trainer = RefusesState()  # type: ignore[assignment]
         with pytest.raises((TaskError, TrainerError, JournalError)):
-            await life.restore(whole, 2)
+            await life.restore(whole)
         assert (life.restored, life.steps, life.worker.calls) == (0, [], [])
         await life.journal.flush()
         assert [event for event in events(life.journal.path) if event.what == "restored"] == []
 
     async def resumed(life: Life) -> None:
-        unfinished = await life.restore(whole, 2)
+        unfinished = await life.restore(whole)
         assert (life.restored, len(life.steps), len(unfinished)) == (1, 2, 1)
 
     lives(tmp_path / "journal.sqlite", first, refused, *([] if refusal == "tokens" else [resumed]))
 
 
 # ---- without the journal
-
-
-@pytest.mark.parametrize("order", [{"size": 120}, {"seed": 1}, {"shuffle": True}])
-def test_another_order_of_prompts_is_refused_and_the_run_can_still_go_on_in_its_own(
-    tmp_path: Path, order: dict[str, Any]
-) -> None:
-    async def begin(life: Life) -> None:
-        life.journal.order_nowait(life.feed.order)
-        await life.run_steps(3)
-
-    async def go_astray(life: Life) -> None:
-        life.feed = make_feed(**order)
-        with pytest.raises(TaskError, match="same task, seed and order"):
-            await life.restore()
-
-    async def go_on(life: Life) -> None:
-        assert await life.restore() == ()
-        await life.run_steps(3)
-
-    lives(tmp_path / "journal.sqlite", begin, go_astray, go_on, go_astray, go_on)
 
 
 def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twice(tmp_path: Path) -> None:
@@ -383,19 +350,17 @@ def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twic
         )
         controller["next_group_id"] = life.buffer.next_group_id
 
-    whole = make_whole(tmp_path / "step_3", 3, **controller)
-
     async def second(life: Life) -> None:
-        assert await life.restore(Whole(3, whole.folder, controller), 3) == ()
+        assert await life.restore(make_whole(tmp_path / "step_3", 3, **controller)) == ()
         assert life.worker.weights == weights_of(3)
         assert (life.client.policy_version, life.buffer.next_group_id) == (3, 8)
-        stats = life.buffer.stats()
-        assert (stats.next_batch, stats.ready, stats.running) == (3, 0, 0)
+        rule = life.buffer.rule
+        assert (rule.next_batch, rule.num_ready, rule.num_running) == (3, 0, 0)
         tickets = [life.admit() for _ in range(4)]
         assert [ticket.group_id for ticket in tickets] == [8, 9, 10, 11]
 
     async def third(life: Life) -> None:
-        unfinished = await life.restore(Whole(3, whole.folder, controller), 3)
+        unfinished = await life.restore(make_whole(tmp_path / "step_3", 3, **controller))
         assert [group.prompt.prompt_id for group in unfinished] == ["0/6", "0/7", "0/8", "0/9"]
         assert life.feed.next_nowait().prompt_id == "0/10", (
             "prompts 0 to 5 are consumed, though this journal never saw them"
@@ -413,7 +378,7 @@ def test_killed_again_before_the_new_journal_saw_a_group_the_prompts_are_still_t
     whole = make_whole(tmp_path / "step_3", 3, feed=feed.state(), out={"0/7": 1, "0/2": 0}, next_group_id=8)
 
     async def resumed(life: Life) -> None:
-        await life.restore(whole, 3)
+        await life.restore(whole)
         assert life.buffer.next_group_id == 8
         prompts = [life.feed.next_nowait() for _ in range(3)]
         assert [(prompt.prompt_id, prompt.num_handed_back) for prompt in prompts] == [
@@ -425,7 +390,7 @@ def test_killed_again_before_the_new_journal_saw_a_group_the_prompts_are_still_t
     lives(tmp_path / "new.sqlite", resumed, resumed, resumed)
 
 
-@pytest.mark.parametrize("spoil", ["feed", "out", "next_group_id", "value"])
+@pytest.mark.parametrize("spoil", ["out", "value"])
 def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused_with_a_way_out(
     tmp_path: Path, spoil: str
 ) -> None:
@@ -437,7 +402,7 @@ def test_a_checkpoint_that_does_not_say_where_the_run_stood_is_refused_with_a_wa
 
     async def resumed(life: Life) -> None:
         with pytest.raises(CheckpointError, match="does not say where the run stood") as caught:
-            await life.restore(make_whole(tmp_path / "step_3", 3, **controller), 3)
+            await life.restore(make_whole(tmp_path / "step_3", 3, **controller))
         assert "journal.sqlite" in caught.value.way_out
 
     lives(tmp_path / "journal.sqlite", resumed)
@@ -453,7 +418,7 @@ def save_checkpoint(checkpoints: Checkpoints, version: int) -> None:
     checkpoints.finish(pending, version, {})
 
 
-@pytest.mark.parametrize("saved", [(), (1,), (1, 2)])
+@pytest.mark.parametrize("saved", [(), (1, 2)])
 def test_a_new_trainer_gets_the_newest_checkpoint_and_the_batches_up_to_the_version_that_was_answered(
     tmp_path: Path, saved: tuple[int, ...]
 ) -> None:
@@ -461,7 +426,7 @@ def test_a_new_trainer_gets_the_newest_checkpoint_and_the_batches_up_to_the_vers
         await life.run_steps(3)
         for ticket in [life.admit(), life.admit()]:
             life.finish(ticket)
-        await life.step(is_trained=False)  # batch 3 is in the journal, and its step was never answered
+        await life.take_step(is_trained=False)  # batch 3 is in the journal, and its step was never answered
         checkpoints = Checkpoints(tmp_path, CheckpointConfig())
         for version in saved:
             save_checkpoint(checkpoints, version)
@@ -472,18 +437,5 @@ def test_a_new_trainer_gets_the_newest_checkpoint_and_the_batches_up_to_the_vers
         assert life.worker.weights == weights_of(3), "batch 3 is asked for again by the call that waits"
         assert life.worker.calls.count("/train") == 3 + 3 - max(saved, default=0)
         assert unfinished.folder.exists(), "one may be in the making"
-
-    lives(tmp_path / "journal.sqlite", story)
-
-
-def test_a_new_trainer_cannot_get_batches_that_are_gone(tmp_path: Path) -> None:
-    async def story(life: Life) -> None:
-        await life.run_steps(3)
-        await life.journal.compact(2)
-        life.worker.restart()
-        with pytest.raises(JournalError, match="tokens of batch 0 were deleted"):
-            await recover_trainer(
-                life.client, life.journal, Checkpoints(tmp_path, CheckpointConfig()), 3, num_batches=20
-            )
 
     lives(tmp_path / "journal.sqlite", story)

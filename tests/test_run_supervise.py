@@ -6,41 +6,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from turn_cases import DECODE_S, HEARTBEAT_S, START_S, EngineRooms, make_request, play, play_to_its_error
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
-from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.run.colocate import SideBySide
-from asyncrl.run.supervise import EngineSupervisor, until_lost
-from asyncrl.sync.publisher import Publisher
+from asyncrl.run.supervise import until_lost
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeEngineProcess
 from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
-
-DECODE_S = 0.01
-START_S = 5.0
-HEARTBEAT_S = 3.0
-
-
-def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1) -> SamplingRequest:
-    return SamplingRequest(name, (ord("p"), ord("q")), max_tokens, temperature=1.0, seed=seed)
 
 
 async def undisturbed(request: SamplingRequest) -> Completion:
     return await EnginePool([EngineServer(FakeEngineServer(decode_s=DECODE_S))], slots=4).generate(request)
 
 
-class House:
-    """Everything that a run has around its engine servers, wired as wiring.py does it."""
+class House(EngineRooms):
+    """Engines beside a trainer of their own devices."""
+
+    fakes: list[FakeEngineServer]
 
     def __init__(
         self,
@@ -48,97 +42,36 @@ class House:
         num_engines: int = 2,
         *,
         trainer: FakeTrainer | None = None,
-        max_restarts: int = 3,
-        restart_window_s: float = 3600.0,
-        backoff_s: float = 1.0,
         prepare_s: float = 0.0,
         swap_s: float = 0.0,
         timeout_s: float = 60.0,
+        **supervision: Any,
     ) -> None:
-        self.tasks, self.trainer = tasks, trainer or FakeTrainer(is_frozen=True)
-        self.fakes = [
-            FakeEngineServer(
-                f"engine-{index}", slots=4, decode_s=DECODE_S, prepare_s=prepare_s, swap_s=swap_s
-            )
-            for index in range(num_engines)
-        ]
-        self.processes = [FakeEngineProcess(fake, start_s=START_S) for fake in self.fakes]
-        self.announced, self.announced_at = [0], [0.0]
-        self.told: list[str] = []
-        self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.targets = [EngineServer(fake) for fake in self.fakes]
-        on_lost = self._on_lost if max_restarts else None
-        self.pool = EnginePool(self.targets, slots=4, on_lost=on_lost)
-        self.publisher = Publisher(
-            self.trainer,
-            self.targets,
-            interrupt="abort",
+        super().__init__(
+            tasks,
+            [
+                FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, prepare_s=prepare_s, swap_s=swap_s)
+                for index in range(num_engines)
+            ],
+            trainer or FakeTrainer(is_frozen=True),
+            SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
+            lambda: SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task),
             timeout_s=timeout_s,
-            on_served=self._on_served,
-            on_lost=on_lost,
         )
-        config = SupervisionConfig(
-            max_restarts=max_restarts, backoff_s=backoff_s, restart_window_s=restart_window_s
-        )
-        turns = SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task)
-        self.supervisors = {
-            process.name: EngineSupervisor(
-                process,
-                target,
-                self.pool,
-                turns,
-                config,
-                heartbeat_s=HEARTBEAT_S,
-                warn=self.told.append,
-                on_event=lambda what, detail: self.events.append((what, detail)),
-            )
-            for process, target in zip(self.processes, self.targets, strict=True)
-        }
-        self.running = [tasks.create_task(self.publisher.run(), name="publisher")]
-        self.running += [
-            tasks.create_task(supervisor.run(), name=f"watch {name}")
-            for name, supervisor in self.supervisors.items()
-        ]
+        self.announced, self.announced_at = [0], [0.0]
+        self.running.append(tasks.create_task(self.publisher.run(), name="publisher"))
 
-    def _on_lost(self, error: EngineLost) -> None:
-        self.supervisors[error.room].lost_nowait(error)
-        assert error.room in self.pool.stats().down, "down when the call returns"
-
-    def _on_served(self, version: int) -> None:
-        for fake, target in zip(self.fakes, self.targets, strict=True):
-            if fake.name not in self.pool.stats().down:
-                assert target.policy_version == version, "announced only when every live engine serves it"
-        self.announced.append(version)
-        self.announced_at.append(asyncio.get_running_loop().time())
-
-    def ask(self, request: SamplingRequest) -> asyncio.Task[Completion]:
-        return self.tasks.create_task(self.pool.generate(request), name=f"request {request.request_id}")
-
-    def close(self) -> None:
-        for task in self.running:
-            task.cancel()
+    def on_served(self, version: int) -> None:
+        super().on_served(version)
+        self.announced_at.append(now_s())
 
 
 def live(story: Callable[[House], Any], **knobs: Any) -> House:
-    """Play a story with a house, and return what is left of it."""
-
-    async def play() -> House:
-        async with asyncio.TaskGroup() as tasks:
-            house = House(tasks, **knobs)
-            await story(house)
-            house.close()
-        return house
-
-    return run_virtual(play())
+    return play(House, story, **knobs)
 
 
 def fails(story: Callable[[House], Any], **knobs: Any) -> RoomError:
-    """Play a story that ends the run, and return with what."""
-    with pytest.raises(ExceptionGroup) as caught:
-        live(story, **knobs)
-    (error,) = caught.value.exceptions
-    assert isinstance(error, RoomError)
-    return error
+    return play_to_its_error(House, story, **knobs)
 
 
 def now_s() -> float:
@@ -175,30 +108,6 @@ def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_strea
     live(story, trainer=FakeTrainer(is_frozen=False))
 
 
-def test_requests_sleep_while_no_server_lives_and_go_on_when_one_is_back() -> None:
-    async def story(house: House) -> None:
-        requests = [make_request(f"r{index}", seed=index) for index in range(6)]
-        running = [house.ask(request) for request in requests]
-        await asyncio.sleep(5.5 * DECODE_S)
-        house.fakes[0].die()
-        await all_blocked()
-        assert (house.pool.stats().down, house.pool.stats().inflight, house.pool.oldest_served_version) == (
-            ("engine-0",),
-            0,
-            -1,
-        )
-        late = house.ask(make_request("late"))
-        for request, task in zip(requests, running, strict=True):
-            assert (await task).token_ids == (await undisturbed(request)).token_ids
-        await late
-        assert now_s() >= 5.5 * DECODE_S + 1.0 + START_S, "backoff, then the start"
-        assert house.supervisors["engine-0"].is_up
-        assert [what for what, _ in house.events] == ["engine lost", "engine up"]
-        assert house.told == ["engine-0: process 17 was killed by SIGKILL; starting it again, 1 of 3"]
-
-    live(story, num_engines=1)
-
-
 def test_a_frozen_server_is_left_at_the_heartbeat_killed_and_used_again() -> None:
     async def story(house: House) -> None:
         requests = [make_request(f"r{index}", seed=index) for index in range(4)]
@@ -222,71 +131,6 @@ def test_a_frozen_server_is_left_at_the_heartbeat_killed_and_used_again() -> Non
 
 
 # ---- weights
-
-
-def test_a_server_that_is_back_serves_the_announced_version_before_it_has_work() -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
-        await asyncio.sleep(1.0)
-        house.fakes[0].die()
-        await asyncio.sleep(1.0)
-        house.trainer.step()
-        await asyncio.sleep(1.0)
-        assert house.announced == [0, 1, 2], "the other one goes on"
-        assert house.pool.stats().down == ("engine-0",)
-        await asyncio.sleep(10.0)
-        assert [fake.policy_version for fake in house.fakes] == [2, 2]
-        assert house.fakes[0].weights == "w2"
-        completions = await asyncio.gather(*(house.ask(make_request(f"r{index}")) for index in range(4)))
-        assert len(house.fakes[0].requests) == 2
-        assert {completion.version_spans for completion in completions} == {
-            (VersionSpan(0, 20, 2, engine),) for engine in (0, 1)
-        }
-
-    live(story, trainer=FakeTrainer())
-
-
-@pytest.mark.parametrize("freezes", [False, True])
-@pytest.mark.parametrize(("at_s", "phase"), [(1.0, "prepare"), (2.5, "commit")])
-def test_an_engine_lost_in_a_push_stops_neither_the_others_nor_the_announcement(
-    at_s: float, phase: str, freezes: bool
-) -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
-        await asyncio.sleep(at_s)
-        assert house.announced == [0], phase
-        house.fakes[0].freeze() if freezes else house.fakes[0].die()
-        await asyncio.sleep(8.0)
-        assert house.announced == [0, 1]
-        assert house.announced_at[1] <= (3.0 if not freezes else at_s + 1.0 + HEARTBEAT_S + 1.0 + 1.0)
-        await asyncio.sleep(20.0)
-        assert [fake.policy_version for fake in house.fakes] == [1, 1]
-        assert house.pool.stats().down == ()
-        assert house.supervisors["engine-0"].num_restarts == 1
-
-    live(story, prepare_s=2.0, swap_s=1.0)
-
-
-def test_bring_up_and_a_push_take_turns_so_that_no_version_is_missed() -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
-        await asyncio.sleep(5.0)
-        house.fakes[0].die()  # back in 1 + 5 s, then 3 s of bring_up
-        await asyncio.sleep(7.5)
-        assert house.fakes[0].policy_version == 0
-        house.trainer.step()  # in the middle of it
-        await asyncio.sleep(1.0)
-        assert house.publisher._is_pushing
-        await asyncio.sleep(1.5)
-        assert house.pool.stats().down == (), (
-            "it is back with version 1, and the push of 2 has it among its engines"
-        )
-        assert house.announced == [0, 1]
-        await asyncio.sleep(5.0)
-        assert house.announced == [0, 1, 2]
-        assert [fake.policy_version for fake in house.fakes] == [2, 2]
-
-    live(story, prepare_s=2.0, swap_s=1.0)
 
 
 def test_weights_that_arrive_changed_at_a_restarted_engine_end_the_run() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
-from asyncrl.http import shortage
+from asyncrl.http import out_of
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import CommitResponse
 from asyncrl.messages.records import Batch
@@ -210,12 +210,12 @@ def test_an_engine_that_dies_or_is_silent_is_named_with_the_versions_that_each_o
 def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:
     class Short(EngineServer):
         async def prepare(self, manifest: ExportResponse) -> str:
-            raise shortage(self.name, errno.EMFILE)
+            raise out_of(f"cannot open a connection to {self.name}", errno.EMFILE, self.name)
 
     async def story() -> None:
         lost: list[EngineLost] = []
         push = Push(1, [Short(FakeEngineServer("engine-0"))], served=0, timeout_s=60.0, on_lost=lost.append)
-        with pytest.raises(ConnectionShortage, match="which may be well"):
+        with pytest.raises(ConnectionShortage, match="cannot open a connection to engine-0"):
             await push.whole(ExportResponse(version=1, path="p", digest="w1", num_tensors=1, num_bytes=1))
         assert not lost
 

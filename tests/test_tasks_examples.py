@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -47,26 +46,19 @@ def test_the_page_shows_the_examples_as_they_are() -> None:
         assert code in PAGE, f"docs/tasks.md shows another examples/{name}"
 
 
-def test_reading_the_page_takes_every_way_to_give_a_task() -> None:
-    shown = [yaml.safe_load(text)["task"] for text in blocks("yaml")]
-    assert {key for task in shown for key in task} >= {"files", "dataset", "reasoning_gym", "python"}
-
-
-def score(spec: dict[str, Any], completion_of: Any) -> list[float]:
-    task = build_task(TaskConfig(**spec), seed=0)
+@pytest.mark.parametrize(
+    ("file", "reward", "right", "wrong"),
+    [
+        ("capitals", "examples.my_reward:names_it", "It is {}.", "I do not know"),
+        ("sums", "math", "so it is $\\boxed{{{}}}$", "$\\boxed{{123456}}$"),
+    ],
+)
+def test_the_example_data_can_be_answered(file: str, reward: str, right: str, wrong: str) -> None:
+    task = build_task(TaskConfig(files=[f"examples/data/{file}.jsonl"], reward=reward), seed=0)
     feed = Feed(task, seed=0, shuffle=False)
-    prompts = [feed.next_nowait() for _ in range(len(task))]
-    return [float(task.score(prompt, completion_of(prompt))) for prompt in prompts]  # type: ignore[arg-type]
-
-
-def test_the_example_data_can_be_answered() -> None:
-    capitals = {"files": ["examples/data/capitals.jsonl"], "reward": "examples.my_reward:names_it"}
-    assert set(score(capitals, lambda prompt: f"It is {prompt.answer}.")) == {1.0}
-    assert set(score(capitals, lambda prompt: f"It is {prompt.answer}, " + "you see " * 20)) == {0.5}
-    assert set(score(capitals, lambda prompt: "I do not know")) == {0.0}
-    sums = {"files": ["examples/data/sums.jsonl"], "reward": "math"}
-    assert set(score(sums, lambda prompt: f"so it is $\\boxed{{{prompt.answer}}}$")) == {1.0}
-    assert set(score(sums, lambda prompt: "$\\boxed{123456}$")) == {0.0}
+    for prompt in [feed.next_nowait() for _ in range(len(task))]:
+        said = (text.format(prompt.answer) for text in (right, wrong))
+        assert [task.score(prompt, text) for text in said] == [1.0, 0.0]
 
 
 def test_the_shipped_configs_load_and_their_prompts_fit() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
-from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Item, build_task
 
 ROWS = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "6", "level": 2}]
@@ -50,22 +49,11 @@ def test_chat_messages_are_a_prompt_too_and_parquets_empty_fields_are_left_out(t
     assert len(task_of(str(tmp_path / "a.parquet")).prompt(0).content) == 2
 
 
-def test_the_reward_gets_the_answer_of_its_row(tmp_path: Path) -> None:
-    task = task_of(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    prompt = Prompt("0/0", ({"role": "user", "content": "2+2?"},), "4")
-    assert (task.score(prompt, "It is 4."), task.score(prompt, "It is 5.")) == (1.0, 0.0)
-
-
 def test_a_missing_column_names_the_columns_that_exist(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
-    with pytest.raises(
-        ConfigError,
-        match="line 1 has no column prompt .task.prompt_column.; its columns are question, answer",
-    ):
+    with pytest.raises(ConfigError, match=r"line 1 has no column prompt; its columns are question, answer"):
         task_of(file)
-    with pytest.raises(
-        ConfigError, match=r"no column gold(.|\n)*Way out: set task.answer_column to one of them, or to none"
-    ):
+    with pytest.raises(ConfigError, match=r"no column gold(.|\n)*Way out: set task.prompt_column"):
         task_of(file, prompt_column="question", answer_column="gold")
 
 
@@ -105,11 +93,6 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) 
         task_of(str(tmp_path / "a.parquet"))
 
 
-def test_settings_for_files_are_refused_since_files_have_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="files have no settings"):
-        task_of(write_jsonl(tmp_path / "a.jsonl", ROWS), args={"x": 1})
-
-
 def dataset_task(folder: Path, cache: Path, **settings: Any) -> Any:
     config = TaskConfig(dataset=str(folder), reward="math", args={"cache_dir": str(cache)}, **settings)
     return build_task(config, seed=0)
@@ -120,7 +103,7 @@ def test_a_folder_of_data_files_is_a_dataset(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
     task = dataset_task(tmp_path / "data", tmp_path / "cache")
     assert [task.prompt(i).answer for i in range(len(task))] == ["4", "6"]
-    with pytest.raises(ConfigError, match=r"row 0 has no column q (.|\n)*prompt, answer, level"):
+    with pytest.raises(ConfigError, match=r"row 0 has no column q(.|\n)*prompt, answer, level"):
         dataset_task(tmp_path / "data", tmp_path / "cache", prompt_column="q")
     with pytest.raises(ConfigError, match=r"split test cannot be loaded(.|\n)*task.split"):
         dataset_task(tmp_path / "data", tmp_path / "cache", split="test")
@@ -134,5 +117,5 @@ def test_a_saved_dataset_is_read_with_and_without_splits(tmp_path: Path) -> None
     datasets.DatasetDict({"easy": rows}).save_to_disk(tmp_path / "splits")
     assert len(dataset_task(tmp_path / "plain", tmp_path)) == 2
     assert len(dataset_task(tmp_path / "splits", tmp_path, split="easy")) == 2
-    with pytest.raises(ConfigError, match="there is no such split; it has easy"):
+    with pytest.raises(ConfigError, match="its splits are easy"):
         dataset_task(tmp_path / "splits", tmp_path)

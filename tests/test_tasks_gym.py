@@ -47,7 +47,7 @@ def test_the_score_is_the_librarys_own() -> None:
     assert task.score(prompt, "no idea") == task.score(prompt, "") == 0.0
 
 
-@pytest.mark.parametrize("name", ["products", "leg_counting", "number_sorting", "countdown", "rush_hour"])
+@pytest.mark.parametrize("name", ["leg_counting", "countdown", "rush_hour"])
 def test_reference_answers_score_1_and_others_are_scored_with_their_metadata(name: str) -> None:
     task = gym(name, args={}, size=2)
     prompt = first_prompt(task)
@@ -62,7 +62,7 @@ def test_an_unknown_name_suggests_the_closest_ones() -> None:
 
 
 def test_settings_of_another_task_are_refused_with_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"'min_term'; its settings are min_terms, max_terms"):
+    with pytest.raises(ConfigError, match=r"'min_term'; its settings are .*max_terms, min_digits, min_terms"):
         gym(args={"min_term": 2})
     with pytest.raises(ConfigError, match="do not suit reasoning-gym's chain_sum"):
         gym(args={"min_terms": 5, "max_terms": 2})

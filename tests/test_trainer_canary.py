@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import TIMEOUT_S, Group, running
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import Canary, ExportChunkRequest, ExportChunkResponse, ExportResponse
-from asyncrl.trainer.canary import canary_ids
+from asyncrl.messages.trainer_calls import Canary, ExportChunkResponse
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.step import TrainStep
 
@@ -68,15 +66,14 @@ def distance(canary: Canary | None, logprobs: Tensor, next_logprob: float) -> fl
     return float(np.abs(found - np.array([*logprobs.tolist(), next_logprob])).max())
 
 
-@pytest.mark.parametrize("architecture", [{}, {"tie_word_embeddings": False}], ids=["tied", "untied"])
-@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["tied", "untied with adapters"])
 def test_the_canary_is_what_transformers_says_with_the_weights_in_the_file(
-    make_step: MakeStep, tmp_path: Path, architecture: dict[str, Any], lora: dict[str, Any] | None
+    make_step: MakeStep, tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
-    folder = make_tiny_model(tmp_path / "base", **architecture)
+    folder = make_tiny_model(tmp_path / "base", tie_word_embeddings=lora is None)
     step = make_step(model_dir=folder, num_steps=0, trainer={"lora": lora})
     seen = []
-    for version in range(3):
+    for version in range(2):
         answer = step.export(tmp_path / f"v{version}.safetensors")
         assert answer.canary is not None
         assert len(answer.canary.token_ids) == NUM_TOKENS
@@ -84,51 +81,20 @@ def test_the_canary_is_what_transformers_says_with_the_weights_in_the_file(
         seen.append(answer.canary)
         step.train(*make_batch(version=version))
     assert seen[0].token_ids == seen[1].token_ids
-    assert all(
-        distance(one, torch.tensor(other.logprobs), other.next_logprob) > 1e-2
-        for one, other in zip(seen, seen[1:], strict=False)
-    )
+    assert distance(seen[0], torch.tensor(seen[1].logprobs), seen[1].next_logprob) > 1e-2
 
 
-def test_with_adapters_alone_in_the_file_it_is_what_the_merged_model_says(
+def test_in_bfloat16_it_is_of_the_rounded_weights_as_the_loss_sees_them(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
-    step = make_step(num_steps=2, trainer={"lora": {"rank": 4}}, transport="lora")
-    answer = step.export(tmp_path / "adapters.safetensors")
-    assert answer.kind == "lora"
-    assert answer.canary is not None
-    weights, adapters = load_file(tmp_path / "model" / "model.safetensors"), load_file(answer.path)
-    for name in [name.removesuffix(".lora_A.weight") for name in adapters if name.endswith(".lora_A.weight")]:
-        delta = adapters[f"{name}.lora_B.weight"] @ adapters[f"{name}.lora_A.weight"]
-        weights[f"{name}.weight"] = weights[f"{name}.weight"] + adapters["scale"] * delta
-    assert distance(answer.canary, *plain(weights, tmp_path / "model", answer.canary.token_ids)) < 1e-5
-
-
-@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "adapters"])
-def test_in_bfloat16_it_is_of_the_rounded_weights_as_the_loss_sees_them(
-    make_step: MakeStep, tmp_path: Path, lora: dict[str, Any] | None
-) -> None:
-    step = make_step(num_steps=3, dtype="bfloat16", trainer={"lora": lora})
+    step = make_step(num_steps=3, dtype="bfloat16", trainer={"lora": {"rank": 4}})
     answer = step.export(tmp_path / "v3.safetensors")
     assert answer.canary is not None
     weights = load_file(answer.path)
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert distance(answer.canary, *plain(weights, tmp_path / "model", answer.canary.token_ids)) < 0.1
     micro = pack_texts([[np.array([*answer.canary.token_ids, 0])]], torch.device("cpu"))
-    assert step.policy(micro)[0].tolist()[:-1] == answer.canary.logprobs, (
-        "bit for bit what the loss would get"
-    )
-
-
-def test_the_text_goes_over_the_whole_vocabulary_and_is_always_the_same() -> None:
-    ids = canary_ids(150_000, NUM_TOKENS)
-    assert ids == canary_ids(150_000, NUM_TOKENS)
-    assert (len(set(ids)), min(ids) < 10_000, max(ids) > 140_000, max(ids) < 150_000) == (
-        NUM_TOKENS,
-        True,
-        True,
-        True,
-    )
+    assert step.policy(micro).logprob_M.tolist()[:-1] == answer.canary.logprobs, "what the loss would get"
 
 
 def test_one_stale_tensor_anywhere_in_a_push_shows_in_the_canary(make_step: MakeStep, tmp_path: Path) -> None:
@@ -143,80 +109,27 @@ def test_one_stale_tensor_anywhere_in_a_push_shows_in_the_canary(make_step: Make
     for name in changed:
         logprobs, _ = plain({**new, name: old[name]}, tmp_path / "model", answer.canary.token_ids)
         gap = float(np.abs(np.array(answer.canary.logprobs) - logprobs.numpy()).mean())
-        assert gap > 1e-3, (
-            f"{name} alone is old by one step of learning rate 0.01: a hundred times what float32 differs by"
-        )
+        assert gap > 1e-3, f"{name} alone is old by one step: a hundred times what float32 differs by"
 
 
 def test_the_last_chunk_carries_the_canary_of_the_whole_and_no_other_does(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
-    for values in ({}, {"trainer": {"lora": {"rank": 4}}}):
-        step = make_step(**values)
-        chunks: list[ExportChunkResponse] = []
-        while not chunks or not chunks[-1].is_last:
-            step.chunk_names(1, len(chunks))
-            chunks.append(step.export_chunk(len(chunks)))
-        assert len(chunks) > 3
-        assert {chunk.canary for chunk in chunks[:-1]} == {None}
-        assert chunks[-1].canary == step.export(tmp_path / "whole.safetensors").canary
-        assert chunks[-1].canary is not None
-
-
-def spoilt(tmp_path: Path) -> Path:
-    """A model whose last norm is NaN."""
-    folder = make_tiny_model(tmp_path / "spoilt")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"].fill_(torch.nan)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    step = make_step(trainer={"lora": {"rank": 4}})
+    chunks: list[ExportChunkResponse] = []
+    while not chunks or not chunks[-1].is_last:
+        step.chunk_names(1, len(chunks))
+        chunks.append(step.export_chunk(len(chunks)))
+    assert len(chunks) > 3
+    assert {chunk.canary for chunk in chunks[:-1]} == {None}
+    assert chunks[-1].canary == step.export(tmp_path / "whole.safetensors").canary
+    assert chunks[-1].canary is not None
 
 
 def test_weights_that_give_nan_are_not_published(make_step: MakeStep, tmp_path: Path) -> None:
-    step = make_step(model_dir=spoilt(tmp_path), num_steps=0)
-    with pytest.raises(Refused, match="not finite, for 159 of the 159 tokens of the canary") as refused:
+    step = make_step(num_steps=0)
+    with torch.no_grad():
+        step.policy.model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(Refused, match="not finite, 159 of 159 tokens") as refused:
         step.export(tmp_path / "v0.safetensors")
     assert "weight_sync.canary_limit=none" in refused.value.body.way_out
-
-
-def chunks_of(group: Group, version: int) -> list[ExportChunkResponse]:
-    chunks: list[ExportChunkResponse] = []
-    while not chunks or not chunks[-1].is_last:
-        message = ExportChunkRequest(version=version, index=len(chunks))
-        chunks.append(
-            group.ask(
-                lambda caller, message=message: caller.post(
-                    "/export_chunk", message, ExportChunkResponse, timeout_s=TIMEOUT_S
-                )
-            )
-        )
-    return chunks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("values", "limit"),
-    [({}, 1e-5), ({"trainer": {"lora": {"rank": 4}}}, 1e-5), ({"dtype": "bfloat16"}, 0.1)],
-    ids=["float32", "adapters", "bfloat16"],
-)
-def test_two_ranks_say_what_one_says(
-    make_step: MakeStep, tmp_path: Path, values: dict[str, Any], limit: float
-) -> None:
-    alone = make_step(num_steps=1, **values)
-    expected = alone.export(tmp_path / "alone.safetensors").canary
-    assert expected is not None
-    spec = {"canary_tokens": NUM_TOKENS, "chunk_bytes": 10_000, **values}
-    with running(tmp_path / "model", tmp_path / "ranks", **spec) as group:
-        group.train(*make_batch())
-        answer: ExportResponse = group.export()
-        assert answer.canary is not None
-        assert distance(answer.canary, torch.tensor(expected.logprobs), expected.next_logprob) < limit
-        assert (
-            distance(
-                answer.canary, *plain(load_file(answer.path), tmp_path / "model", answer.canary.token_ids)
-            )
-            < limit
-        )
-        chunks = chunks_of(group, 1)
-        assert [chunk.canary for chunk in chunks] == [*[None] * (len(chunks) - 1), answer.canary]
-        assert group.train(*make_batch(version=1)).policy_version == 2, "all ranks are where they were"

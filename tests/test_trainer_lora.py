@@ -12,10 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
-from lora_ranks import rank_main
-from safetensors.torch import load_file
-from tiny_model import make_tiny_model
-from torch import multiprocessing, nn
+from torch import nn
 from trainer_cases import make_batch, make_spec, naive_logprobs
 from transformers import AutoModelForCausalLM
 
@@ -32,15 +29,10 @@ def make_step(
     model_dir: Path,
     folder: Path,
     *,
-    lora: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
+    lora: dict[str, Any] = LORA,
     **values: Any,
-):
-    return TrainStep(
-        make_spec(
-            model_dir, folder, trainer={"lora": LORA if lora is None else lora, **(trainer or {})}, **values
-        )
-    )
+) -> TrainStep:
+    return TrainStep(make_spec(model_dir, folder, trainer={"lora": lora}, **values))
 
 
 def trained(step: TrainStep, num_batches: int = 3) -> TrainStep:
@@ -125,33 +117,6 @@ def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine_and_
         layer.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_export_for_engines_that_know_no_adapters_is_the_base_plus_scale_times_b_a(
-    tiny_model_dir: Path, tmp_path: Path, dtype: str
-) -> None:
-    step = trained(
-        make_step(
-            tiny_model_dir, tmp_path, lora={**LORA, "targets": ["q_proj", "mlp.down_proj"]}, dtype=dtype
-        )
-    )
-    answer = step.export(tmp_path / "v3.safetensors")
-    assert answer.kind == "weights"
-    exported, base, model = load_file(answer.path), base_of(tiny_model_dir), step.policy.model
-    assert exported.keys() == base.keys()
-    num_changed = 0
-    for name, weight in exported.items():
-        expected = base[name].to(getattr(torch, dtype)).float()
-        if name.endswith(("q_proj.weight", "down_proj.weight")):
-            layer = model.get_submodule(name.removesuffix(".weight"))
-            expected = (
-                expected
-                + 2.0 * layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
-            )
-            num_changed += not torch.equal(weight, base[name].to(weight.dtype))
-        assert torch.equal(weight, expected.to(weight.dtype)), name
-    assert num_changed == 4
-
-
 def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_the_policy(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -175,20 +140,8 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
     assert np.abs(plain_logprobs(with_adapters) - logprobs(step)).max() < 1e-5
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tiny_model_dir)
-    assert written["target_modules"] == [
-        "down_proj",
-        "gate_proj",
-        "k_proj",
-        "o_proj",
-        "q_proj",
-        "up_proj",
-        "v_proj",
-    ]
-
-
-def test_adapters_cannot_be_saved_where_all_weights_are_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="trainer.lora is none"):
-        TrainStep(make_spec(tiny_model_dir, tmp_path)).save(tmp_path / "adapter", merged=False)
+        TrainStep(make_spec(tiny_model_dir, tmp_path)).save(tmp_path / "none", merged=False)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -200,7 +153,7 @@ def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(
     before = logprobs(step)
     trained(step)
     assert step._reference is None, "no copy is held"
-    assert np.array_equal(step._reference_logprobs(header, arrays, arrays.loss_mask), before)
+    assert np.array_equal(step._numbers(header, arrays, arrays.loss_mask).reference_N, before)
     assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
     assert step.train(header, arrays)["policy/kl_reference"] > 0
 
@@ -209,70 +162,17 @@ def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(
     ("targets", "message"),
     [
         (["q_projection"], r"no such layer.*q_proj.*down_proj"),
-        (["lm_head"], r"output head"),
-        (["q_proj", "embed_tokens"], r"model.embed_tokens is a Embedding"),
-        (["self_attn"], r"self_attn is a Qwen3Attention"),
+        (["lm_head"], r"lm_head is the output head"),
+        (["q_proj", "embed_tokens"], r"model.embed_tokens is Embedding"),
         ([], r"names no layer.*q_proj"),
     ],
 )
-@pytest.mark.parametrize("tied", [True, False])
 def test_targets_that_can_carry_no_adapter_are_refused_with_what_the_model_has(
-    tmp_path: Path, targets: list[str], message: str, tied: bool
+    tiny_model_dir: Path, targets: list[str], message: str
 ) -> None:
-    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
-    with pytest.raises(ConfigError, match="(?s)" + message) as refusal:
-        make_step(folder, tmp_path, lora={**LORA, "targets": targets})
-    assert "trainer.lora" in str(refusal.value)
-
-
-def test_a_weight_that_two_layers_share_is_refused() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-            self.second.weight = self.first.weight
-
-        def get_output_embeddings(self) -> None:
-            return None
-
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    with pytest.raises(ConfigError, match=f"(?s)trainer.lora.*{message}"):
+        find_targets(model, LoraConfig(targets=targets))
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[0].mlp.gate_proj.weight
     with pytest.raises(ConfigError, match="shared with another layer"):
-        find_targets(Shared(), LoraConfig())
-
-
-@pytest.mark.slow
-def test_two_ranks_train_export_and_save_the_adapters_that_one_does(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    tolerances, algorithm = {"float32": 1e-4, "bfloat16": 0.1}, {"kl_coefficient": 0.1}
-    spec = make_spec(tiny_model_dir, tmp_path, trainer={"lora": LORA, "world_size": 2}, algorithm=algorithm)
-    spec.staging_dir.mkdir()
-    multiprocessing.spawn(rank_main, (spec.model_dump_json(), list(tolerances), tmp_path), nprocs=2)
-    for dtype, tolerance in tolerances.items():
-        alone = trained(make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm=algorithm))
-        header, arrays = make_batch(version=3)
-        two = np.load(tmp_path / dtype / "logprobs.npz")
-        assert np.abs(two["logprobs"] - logprobs(alone)).max() < tolerance
-        assert (
-            np.abs(two["reference"] - alone._reference_logprobs(header, arrays, arrays.loss_mask)).max()
-            < tolerance
-        )
-        exported, adapters = (
-            load_file(tmp_path / dtype / f"{name}.safetensors") for name in ("weights", "lora")
-        )
-        saved = load_file(tmp_path / dtype / "adapter" / "adapter_model.safetensors")
-        for found, expected in (
-            (exported, alone._adapters.merged()),
-            (adapters, alone._adapters.export_tensors()),
-        ):
-            assert found.keys() == expected.keys()
-            for name, tensor in expected.items():
-                assert float((found[name].float() - tensor.float()).abs().mean()) < tolerance / 10, name
-        assert {f"base_model.model.{name}" for name in adapters} - {"base_model.model.scale"} == set(saved)
-        assert all(
-            torch.equal(tensor, adapters[name.removeprefix("base_model.model.")])
-            for name, tensor in saved.items()
-        )
-        for name, weight in AutoModelForCausalLM.from_pretrained(
-            tmp_path / dtype / "final"
-        ).named_parameters():
-            assert torch.equal(weight, exported[name]), name
+        find_targets(model, LoraConfig())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_cases import Rows, batch_of, random_groups, trees
+from trainer_cases import Rows, batch_of, random_groups, trees
 
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 from asyncrl.trainer.model import packing
@@ -37,10 +37,8 @@ def test_every_loss_token_is_there_once_with_its_own_context(groups: Rows, max_t
         for index, (prefix_start, prefix, own_start, own) in enumerate(micro.layout.rows):
             entry = header.trajectories[micro.trajectory_S[index]]
             places = [*range(prefix_start, prefix_start + prefix), *range(own_start, own_start + own)]
-            assert (
-                micro.token_ids_N[places].tolist()
-                == arrays.token_ids[entry.start : entry.start + prefix + own].tolist()
-            )
+            ids = arrays.token_ids[entry.start : entry.start + prefix + own]
+            assert micro.token_ids_N[places].tolist() == ids.tolist()
             assert micro.position_N[places].tolist() == list(range(prefix + own))
             offset = micro.source_M[sequence_M == index] - entry.start
             assert [places[before] for before in offset - 1] == predict_M[sequence_M == index].tolist()
@@ -52,39 +50,38 @@ def test_every_loss_token_is_there_once_with_its_own_context(groups: Rows, max_t
 def test_a_layout_covers_the_packed_tokens_without_gaps(groups: Rows, max_tokens: int) -> None:
     for micro in packed(groups, max_tokens)[2]:
         layout = micro.layout
-        ends = [end for _, end in layout.segments]
-        assert [start for start, _ in layout.segments] == [0, *ends[:-1]]
-        assert ends[-1] == layout.num_tokens == len(micro.token_ids_N) == len(micro.position_N)
-        assert all(end > start for start, end in layout.segments)
-        assert layout.num_prefix_tokens == sum(prefix for prefix, _ in layout.families)
-        assert layout.num_family_tokens == sum(own for _, own in layout.families)
+        assert layout.num_tokens == len(micro.token_ids_N) == len(micro.position_N)
+        for part in layout.passes:
+            for place, lengths in ((part.queries, part.query_lengths), (part.keys, part.key_lengths)):
+                assert place.stop - place.start == sum(lengths)
+                assert min(lengths) > 0, "a kernel may break on a sequence of none"
         assert layout.longest == max(prefix + own for _, prefix, _, own in layout.rows)
         assert layout.num_tokens <= max_tokens or len(micro.trajectory_S) == 1
 
 
-def test_a_prompt_that_a_group_shares_is_there_once() -> None:
-    _, _, micros = packed(random_groups([[5, 9, 3, 7]], prompt=30))
-    assert [micro.layout.num_tokens for micro in micros] == [30 + 4 + 8 + 2 + 6]
-    assert micros[0].layout.families == ((30, 20),)
-
-
-def test_a_group_cut_in_two_has_its_prefix_in_both_and_a_lone_sequence_has_none() -> None:
-    _, _, micros = packed(random_groups([[11, 11, 11, 11, 11]], prompt=20), max_tokens=40)
-    assert [micro.layout.num_tokens for micro in micros] == [40, 40, 30]
-    assert [micro.layout.families for micro in micros] == [((20, 20),), ((20, 20),), ()]
-
-
-def test_a_sequence_longer_than_the_limit_is_alone_and_whole() -> None:
-    _, _, micros = packed(random_groups([[50, 3], [3]], prompt=20), max_tokens=30)
-    assert [micro.layout.num_tokens for micro in micros] == [69, 22, 22]
+@pytest.mark.parametrize(
+    ("groups", "max_tokens", "num_tokens", "families"),
+    [
+        (random_groups([[5, 9, 3, 7]], prompt=30), 10**6, [30 + 4 + 8 + 2 + 6], [[(30, 20)]]),
+        (random_groups([[11] * 5], prompt=20), 40, [40, 40, 30], [[(20, 20)], [(20, 20)], []]),
+        (random_groups([[50, 3], [3]], prompt=20), 30, [69, 22, 22], [[], [], []]),
+    ],
+    ids=["shared once", "cut in two", "longer than the limit"],
+)
+def test_a_prompt_is_there_once_in_each_micro_batch_that_has_several_of_its_group(
+    groups: Rows, max_tokens: int, num_tokens: list[int], families: list[list[tuple[int, int]]]
+) -> None:
+    layouts = [micro.layout for micro in packed(groups, max_tokens)[2]]
+    assert [layout.num_tokens for layout in layouts] == num_tokens
+    for layout, expected in zip(layouts, families, strict=True):
+        lengths = [(part.key_lengths, part.query_lengths) for part in layout.passes[1:]]
+        assert lengths == [((prefix,), (own,)) for prefix, own in expected]
 
 
 def test_on_a_cpu_a_micro_batch_is_no_larger_than_its_caches_like(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(packing.MOST_TOKENS, "cpu", 30)
-    assert [micro.layout.num_tokens for micro in packed(random_groups([[9], [9], [9]], prompt=7))[2]] == [
-        30,
-        15,
-    ]
+    micros = packed(random_groups([[9], [9], [9]], prompt=7))[2]
+    assert [micro.layout.num_tokens for micro in micros] == [30, 15]
 
 
 def test_sequences_without_loss_are_left_out_and_a_batch_of_them_is_empty() -> None:

@@ -15,7 +15,7 @@ import torch
 from branch_cases import make_branch_batch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_processes import TIMEOUT_S, running
+from rank_processes import TIMEOUT_S, running, save_state
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 from trainer_cases import changed, make_batch, make_spec
@@ -28,13 +28,16 @@ from asyncrl.messages.base import find_fatal
 from asyncrl.messages.trainer_calls import (
     BatchArrays,
     BatchHeader,
+    ExportChunkRequest,
+    ExportChunkResponse,
     ExportResponse,
+    StateRequest,
     TrainerHealth,
-    TrainResponse,
 )
+from asyncrl.placement.devices import place
 from asyncrl.run import start as startup
+from asyncrl.trainer.model.packing import split_tokens
 from asyncrl.trainer.ranks import join_ranks
-from asyncrl.trainer.shares import split_tokens
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
 
@@ -55,8 +58,7 @@ def compare(
     model_dir: Path,
     folder: Path,
     *,
-    atol: float,
-    num_steps: int = 5,
+    atol: float = 1e-5,
     world_size: int = 2,
     trainer: dict[str, Any] | None = None,
     only_ranks: dict[str, Any] | None = None,
@@ -67,74 +69,74 @@ def compare(
 ) -> None:
     """Train one process and several on the same batches: metrics and exported weights agree within `atol`."""
     (folder / "alone").mkdir()
+    values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
     alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
-    with running(
-        model_dir, folder / "ranks", world_size, trainer={**(trainer or {}), **(only_ranks or {})}, **values
-    ) as group:
-        for version in range(num_steps):
+    of_ranks = {**(trainer or {}), **(only_ranks or {})}
+    with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
+        for version in range(3):
             header, arrays = aged(*make(version))
             expected, actual = alone.train(header, arrays), group.train(header, arrays).metrics
-            assert actual.keys() == expected.keys()
-            for name in actual.keys() - {"perf/train_s"}:
-                assert actual[name] == pytest.approx(expected[name], rel=10 * atol, abs=10 * atol), name
-            assert actual["policy/loss"] == pytest.approx(expected["policy/loss"], abs=atol)
-        export = group.export()
-        expected_weights = load_file(alone.export(folder / "alone.safetensors").path)
-        actual_weights = load_file(export.path)
-        assert export.digest == digest_of(actual_weights)
-        assert actual_weights.keys() == expected_weights.keys()
-        for name, tensor in expected_weights.items():
-            assert actual_weights[name].dtype == tensor.dtype
-            torch.testing.assert_close(actual_weights[name], tensor, rtol=0, atol=atol)
+            for metrics in (expected, actual):
+                del metrics["perf/train_s"]
+            assert actual == pytest.approx(expected, rel=10 * atol, abs=10 * atol)
+        export, expected_export = group.export(), alone.export(folder / "alone.safetensors")
+        assert export.digest == digest_of(load_file(export.path))
+        assert_close(export.path, expected_export.path, atol)
+        assert export.canary is not None
+        assert export.canary.logprobs == pytest.approx(expected_export.canary.logprobs, abs=10 * atol)
+        chunks: list[ExportChunkResponse] = []
+        while not chunks or not chunks[-1].is_last:
+            message = ExportChunkRequest(version=3, index=len(chunks))
+            chunks.append(group.post("/export_chunk", message, ExportChunkResponse))
+        assert (chunks[-1].whole_digest, chunks[-1].canary) == (export.digest, export.canary)
         group.save(folder / "saved")
-        model = AutoModelForCausalLM.from_pretrained(folder / "saved")
-        assert (
-            digest_of({name: parameter.detach() for name, parameter in model.named_parameters()})
-            == export.digest
+        saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
+        assert digest_of({name: weight.detach() for name, weight in saved.items()}) == export.digest
+        if "lora" in of_ranks:
+            group.save(folder / "adapter", merged=False)
+            alone.save(folder / "alone-adapter", merged=False)
+            adapters = [folder / name / "adapter_model.safetensors" for name in ("adapter", "alone-adapter")]
+            assert_close(*adapters, atol)
+        assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == 3, "one line a batch, not a rank"
+        # What several processes have saved, one has then, and the other way round.
+        save_state(group, folder / "several")
+        alone.load_state(folder / "several")
+        assert_close(
+            alone.export(folder / "loaded.safetensors").path, export.path, 1e-7 if atol < 1e-3 else 0
         )
-        assert len(job_runs.read_lines(group.folder / "trained.jsonl")) == num_steps, (
-            "one line a batch, not one a rank"
-        )
+        alone.train(*make(3))
+        alone.begin_save_state(folder / "one").result()
+        group.post("/load_state", StateRequest(path=str(folder / "one")), TrainerHealth)
+        expected_path = alone.export(folder / "alone.safetensors").path
+        assert_close(group.export().path, expected_path, 1e-7 if atol < 1e-3 else 0)
 
 
-@given(st.data(), st.integers(1, 5))
+def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
+    """Of all tensors in two files."""
+    found, wanted = load_file(actual), load_file(expected)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
+
+
+@given(st.integers(0, 1000), st.integers(1, 12), st.data(), st.integers(1, 5))
 def test_every_loss_token_goes_to_one_rank_whole_sequences_and_no_rank_is_off_by_more_than_one(
-    data: st.DataObject, num_ranks: int
+    seed: int, num_sequences: int, data: st.DataObject, num_ranks: int
 ) -> None:
-    group_sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-    header, arrays = make_batch(
-        num_groups=sum(group_sizes), group_size=1, seed=data.draw(st.integers(0, 1000))
-    )
-    groups = [group for group, size in enumerate(group_sizes) for _ in range(size)]
-    trajectories = [
-        entry.model_copy(update={"group_index": group})
-        for entry, group in zip(header.trajectories, groups, strict=True)
-    ]
-    header = header.model_copy(update={"trajectories": trajectories})
-    has_loss = (
-        arrays.loss_mask
-        & np.array(
-            data.draw(st.lists(st.booleans(), min_size=len(trajectories), max_size=len(trajectories)))
-        )[np.repeat(np.arange(len(trajectories)), [entry.end - entry.start for entry in trajectories])]
-    )
-    if not has_loss.any():
-        has_loss = arrays.loss_mask
-    for group in set(groups):  # rollouts of one prompt begin with it
-        first, *others = (entry for entry in trajectories if entry.group_index == group)
-        for entry in others:
-            arrays.token_ids[entry.start : entry.start + 5] = arrays.token_ids[first.start : first.start + 5]
-    shares = split_tokens(header, arrays, has_loss, num_ranks)
+    header, arrays = make_batch(num_groups=num_sequences, group_size=1, seed=seed)
+    entries = header.trajectories
+    chosen = data.draw(st.lists(st.booleans(), min_size=num_sequences, max_size=num_sequences).filter(any))
+    has_loss = arrays.loss_mask & np.repeat(chosen, [entry.end - entry.start for entry in entries])
+    shares = split_tokens(header, has_loss, num_ranks)
     assert len(shares) == num_ranks
     assert np.array_equal(np.sum(shares, axis=0), has_loss), "each token once"
-    loads, seen = np.zeros(num_ranks), set()
-    for entry in trajectories:
-        part = slice(entry.start, entry.end)
+    loads = np.zeros(num_ranks)
+    for part in (slice(entry.start, entry.end) for entry in entries):
         if has_loss[part].any():
             (owner,) = [rank for rank, share in enumerate(shares) if share[part].any()]
             assert np.array_equal(shares[owner][part], has_loss[part])
-            prompt = 5 if entry.group_index in seen else 0
-            loads[owner] += np.flatnonzero(has_loss[part])[-1] + 1 - prompt
-            seen.add(entry.group_index)
+            loads[owner] += part.stop - part.start
     assert np.abs(loads - loads.sum() / num_ranks).max() <= 25, "5 + 20 tokens is the longest sequence"
 
 
@@ -148,58 +150,37 @@ def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
         join_ranks(make_spec(tiny_model_dir, tmp_path, trainer={"world_size": 3}), torch.device("cuda"))
 
 
-@pytest.mark.slow
-def test_two_ranks_give_the_losses_and_weights_of_one_with_branches_and_credits_on_the_padded_plan_too(
-    tmp_path: Path,
-) -> None:
-    model_dir = make_tiny_model(
-        tmp_path / "model", use_sliding_window=True, sliding_window=12, max_window_layers=0
-    )
-    compare(
-        model_dir,
-        tmp_path,
-        atol=1e-5,
-        num_steps=3,
-        trainer={"mini_batches": 2, "learning_rate": 1e-3},
-        only_ranks={"micro_batch_tokens": 60},
-        algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
-        make=lambda version: make_branch_batch(version, version=version, num_groups=4),
-    )
+LIKE_ONE: dict[str, dict[str, Any]] = {
+    "branches and credits, sequences alone": {
+        "architecture": {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 0},
+        "trainer": {"mini_batches": 2, "learning_rate": 1e-3},
+        "only_ranks": {"micro_batch_tokens": 60},
+        "algorithm": {
+            "loss": "decoupled_ppo",
+            "kl_coefficient": 0.1,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        "make": lambda version: make_branch_batch(version, version=version, num_groups=4),
+    },
+    "three ranks, many steps, checkpointing, uneven micro-batches": {
+        "world_size": 3,
+        "trainer": {"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
+        "only_ranks": {"gradient_checkpointing": True, "micro_batch_tokens": 30},
+        "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
+    },
+    "bfloat16": {"atol": 2e-2, "dtype": "bfloat16", "trainer": {"learning_rate": 1e-3}},
+    # of rank 1, so that one of the processes has no share of an A
+    "adapters": {"trainer": {"lora": {"rank": 1}}, "algorithm": {"kl_coefficient": 0.1}},
+}
 
 
 @pytest.mark.slow
-def test_so_do_three_with_more_steps_a_batch_extra_passes_checkpointing_and_uneven_micro_batches(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    compare(
-        tiny_model_dir,
-        tmp_path,
-        atol=1e-5,
-        world_size=3,
-        num_steps=3,
-        trainer={"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
-        only_ranks={"gradient_checkpointing": True, "micro_batch_tokens": 30},
-        algorithm={"loss": "decoupled_ppo", "kl_coefficient": 0.1},
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "atol", "trainer"),
-    [("bfloat16", 2e-2, {"learning_rate": 1e-3}), ("float32", 1e-5, {"lora": {"rank": 4}})],
-)
-def test_so_do_two_in_bfloat16_and_with_adapters(
-    tiny_model_dir: Path, tmp_path: Path, dtype: str, atol: float, trainer: dict[str, Any]
-) -> None:
-    compare(
-        tiny_model_dir,
-        tmp_path,
-        atol=atol,
-        num_steps=3,
-        dtype=dtype,
-        trainer=trainer,
-        algorithm={"kl_coefficient": 0.1},
-    )
+@pytest.mark.parametrize("name", LIKE_ONE)
+def test_several_ranks_train_export_and_save_what_one_does(tmp_path: Path, name: str) -> None:
+    values = dict(LIKE_ONE[name])
+    model_dir = make_tiny_model(tmp_path / "model", **values.pop("architecture", {}))
+    compare(model_dir, tmp_path, **values)
 
 
 @pytest.mark.slow
@@ -211,7 +192,7 @@ def test_a_refusal_leaves_all_ranks_ready_one_that_hangs_is_an_error_and_all_end
         with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
             group.train(*make_batch(version=7))
         with pytest.raises(CallRefused, match="not a batch"):
-            group.ask(lambda caller: caller.post("/train", b"nonsense", TrainResponse, timeout_s=TIMEOUT_S))
+            group.train_body(b"nonsense")
         with pytest.raises(CallRefused, match="adapters were asked for"):
             group.save(tmp_path / "adapters", merged=False)
         assert group.train(*make_batch(num_groups=1, group_size=2)).policy_version == 1
@@ -268,15 +249,14 @@ def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
     (tmp_path / "empty").mkdir()
 
     async def story() -> None:
-        trainers, _ = startup.make_servers(config, tiny_model_dir, tmp_path, tmp_path / "staging", "s3cret")
-        trainers[1].child._spec = trainers[1].child._spec.replace(
-            str(tiny_model_dir), str(tmp_path / "empty")
+        placement = place(config, 0)
+        trainers = startup.Launcher(config, placement, tiny_model_dir, tmp_path).trainers(
+            tmp_path / "staging"
         )
+        trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
         try:
-            for server in trainers:
-                await startup.start(server)
             with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):
-                await startup.wait_all_ready(trainers)
+                await startup.start_all(trainers)
         finally:
             for server in trainers:
                 await server.aclose()

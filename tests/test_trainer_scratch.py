@@ -14,11 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.messages.base import ErrorBody, find_fatal
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model.scratch import (
-    main,
-    make_character_tokenizer,
-    make_random_model,
-)
+from asyncrl.trainer.model.scratch import main, make_character_tokenizer
 
 TOKENIZER = make_character_tokenizer(TINY_CHARACTERS)
 
@@ -28,26 +24,21 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(tmp_path: Path) -> None:
+    seeds = {"a": 1, "b": 1, "c": 2}
     first, again, other = (
-        folder_bytes(make_tiny_model(tmp_path / name, seed=seed))
-        for name, seed in (("a", 1), ("b", 1), ("c", 2))
+        folder_bytes(make_tiny_model(tmp_path / name, seed=seed)) for name, seed in seeds.items()
     )
     assert first == again
     assert first["model.safetensors"] != other["model.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"], (
-        "no unfinished folder stays behind"
-    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*seeds], "no unfinished folder stays behind"
 
 
 def test_the_folder_opens_with_the_auto_classes(tiny_model_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     assert model.config.vocab_size == len(tokenizer) == 6 + len(TINY_CHARACTERS)
-    assert (
-        model.generation_config.eos_token_id
-        == tokenizer.eos_token_id
-        == tokenizer.convert_tokens_to_ids("<|im_end|>")
-    )
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == end
     text = "a  b, c\n.\n? 12 ."
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -79,26 +70,11 @@ def test_with_a_tool_role_there_is_one_more_special_token_and_chats_with_tool_ca
         {"role": "user", "content": "1+2"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "3", "tool_call_id": "c1"},
-        {"role": "assistant", "content": "let me see", "tool_calls": [call]},
-        {"role": "tool", "content": "", "tool_call_id": "c1"},
     ]
     text = chats.render(chat, tools=[{"type": "function", "function": {"name": "add"}}])
-    assert text == (
-        "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>let me "
-        "see<|im_end|><|tool|><|im_end|><|assistant|>"
-    )
-    assert text == chats.render(chat), "tools are not written"
-    ids = chats.encode(text)
-    assert ids.count(tokenizer.convert_tokens_to_ids("<|tool|>")) == 2
-    assert len(ids) == 3 + 10 + 1 + 11, "one token a character, one a mark"
-    assert chats.decode(ids) == "1+23let me see"
-
-
-def test_an_unknown_key_of_the_architecture_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="a qwen3 config does not know: hiden_size"):
-        make_random_model({**TINY_ARCHITECTURE, "hiden_size": 3}, TOKENIZER, 0)
-    with pytest.raises(ValueError, match="no model_type"):
-        make_random_model({"hidden_size": 8}, TOKENIZER, 0)
+    marks = "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>"
+    assert text == chats.render(chat) == marks, "tools are not written"
+    assert len(chats.encode(text)) == 7 + 4, "one token a character, one a mark"
 
 
 def test_a_spec_that_makes_no_model_ends_with_what_to_correct(
@@ -119,7 +95,11 @@ def test_a_spec_that_makes_no_model_ends_with_what_to_correct(
         assert error.way_out
         return error
 
-    assert "qwen33" in fatal(scratch={"architecture": {"model_type": "qwen33"}, "characters": "ab"}).error
-    assert "sed" in fatal(sed=3).error
+    for architecture, words in (
+        ({"model_type": "qwen33"}, "qwen33"),
+        ({**TINY_ARCHITECTURE, "hiden_size": 3}, "a qwen3 config does not know: hiden_size"),
+        ({"hidden_size": 8}, "no model_type"),
+    ):
+        assert words in fatal(scratch={"architecture": architecture, "characters": "ab"}).error
     (tmp_path / "model").mkdir()
     assert "exists already" in fatal().error

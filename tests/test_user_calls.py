@@ -19,7 +19,7 @@ from rollout_cases import single_turn
 from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, RolloutFailure, RolloutTimeout, TaskError
 from asyncrl.messages.records import GroupId, Prompt
-from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner
+from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
 from asyncrl.tasks import TaskScorer
 from asyncrl.testing.fakes import FakeEngine
 from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
@@ -83,9 +83,7 @@ def test_a_rollout_whose_reward_swallows_everything_ends_with_its_time_and_when_
         scorer = make_scorer(swallows, [], timeout_s=1e6)
         runner = RolloutRunner(single_turn(FakeEngine(), scorer), timeout_s=20.0, retries=2)
 
-        async def no_wait() -> None: ...
-
-        run = partial(runner.run, GroupId(0), PROMPT, wait_slot=no_wait, stopped_sampling=int)
+        run = partial(runner.run, GroupId(0), PROMPT, slots=Slots(2), order=())
         outcome = await run(0)
         assert isinstance(outcome, FailedRollout)
         assert isinstance(outcome.failure, RolloutTimeout)

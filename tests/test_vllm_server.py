@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import shutil
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,11 +14,15 @@ from typing import Any
 
 import pytest
 from engine_in_process import make_qwen3
-from vllm_house import MAX_LENGTH, House
+from vllm_house import House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
+from asyncrl.engines.vllm.facts import VllmFacts, check_settings
+from asyncrl.engines.vllm.vllm_routes import ServerInfo
+from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
 from asyncrl.messages.base import find_fatal
+from asyncrl_servers.vllm import environment
 from asyncrl_servers.vllm.arguments import (
     ELSEWHERE,
     KV_CACHE,
@@ -40,7 +46,7 @@ OTHERS = (
     "enforce_eager no_enforce_eager compilation_config cudagraph_capture_sizes disable_uvicorn_access_log "
     "disable_fastapi_docs max_loras"
 )
-KNOWN = {name: [f"--{name.replace('_', '-')}"] for name in (*ELSEWHERE, *OTHERS.split())}
+KNOWN = {*ELSEWHERE, *OTHERS.split()}
 
 
 def arguments_of(folder: Path, *, is_cpu: bool = True, **fields: Any) -> list[str]:
@@ -59,7 +65,7 @@ def test_what_the_run_depends_on_is_always_given_to_vllm(tmp_path: Path) -> None
         "--max-model-len=512",
         "--generation-config=vllm",
         "--worker-extension-cls=asyncrl_servers.vllm.worker_extension.WeightLoader",
-        "--distributed-executor-backend=asyncrl_servers.vllm.mending.CpuExecutor",
+        "--distributed-executor-backend=asyncrl_servers.vllm.monkeypatches.CpuExecutor",
     ):
         assert option in given
     assert not any("secret" in option or "api-key" in option for option in given)
@@ -93,12 +99,11 @@ def test_an_unknown_argument_is_refused_with_the_nearest_known_ones(tmp_path: Pa
     assert "did you mean max_num_batched_tokens" in refused.value.body.way_out
 
 
-@pytest.mark.parametrize("name", [*ELSEWHERE, "max-model-len", "no-enable-scale-out", "middleware+"])
-def test_an_argument_that_is_set_elsewhere_is_refused_with_the_place(tmp_path: Path, name: str) -> None:
-    with pytest.raises(Refused) as refused:
-        arguments_of(tmp_path, args={name: "x"})
-    assert "by itself" in refused.value.body.error
-    assert "remove it; use " in refused.value.body.way_out
+def test_an_argument_that_is_set_elsewhere_is_refused_with_the_place(tmp_path: Path) -> None:
+    for name in (*ELSEWHERE, "max-model-len", "no-enable-scale-out", "middleware+"):
+        with pytest.raises(Refused, match="by itself") as refused:
+            arguments_of(tmp_path, args={name: "x"})
+        assert "remove it; use " in refused.value.body.way_out
 
 
 @pytest.mark.parametrize("transport", ["shm", "lora", "nccl"])
@@ -108,9 +113,8 @@ def test_nothing_that_a_user_gives_is_silently_replaced(tmp_path: Path, transpor
         for option in arguments_of(tmp_path, transport=transport)
         if option[:2] == "--"
     }
-    assert (
-        ours - KV_CACHE - {"enforce_eager", "distributed_executor_backend"} <= ELSEWHERE.keys()
-    )  # those give way to what is given
+    gives_way = KV_CACHE | {"enforce_eager", "distributed_executor_backend"}
+    assert ours - gives_way <= ELSEWHERE.keys()
     with pytest.raises(Refused) as refused:
         arguments_of(tmp_path, args={"max-num-batched-tokens": 64, "max_num_batched_tokens": 128})
     assert "twice" in refused.value.body.error
@@ -128,30 +132,56 @@ def test_the_kv_cache_holds_all_slots_on_cpu_and_is_vllms_business_on_cuda_or_wh
     kv = "kv-cache-memory-bytes"
     assert any(kv in option for option in arguments_of(tmp_path))
     assert not any(kv in option for option in arguments_of(tmp_path, is_cpu=False))
-    assert f"--{kv}=12345" in arguments_of(tmp_path, is_cpu=False, kv_cache_bytes=12345)
     assert f"--{kv}=99" in arguments_of(tmp_path, args={"kv_cache_memory_bytes": 99})
     assert not any(kv in option for option in arguments_of(tmp_path, args={"gpu_memory_utilization": 0.3}))
 
 
-@pytest.mark.parametrize(
-    ("transport", "backend"),
-    [("shm", None), ("disk", None), ("nccl", "broadcast"), ("ipc", None), ("lora", None)],
-)
-def test_the_transport_chooses_vllms_backend_and_adapters(
-    tmp_path: Path, transport: str, backend: str | None
-) -> None:
-    given = arguments_of(tmp_path, transport=transport, lora_rank=12)
-    assert (backend is None) == ("--weight-transfer-config" not in given)
-    if backend is not None:
-        assert given[given.index("--weight-transfer-config") + 1] == json.dumps({"backend": backend})
-    assert ("--enable-lora" in given) == (transport == "lora")
-    assert ("--max-lora-rank=16" in given) == (transport == "lora")
-
-
-def test_a_model_without_a_tokenizer_is_served_without_one(tmp_path: Path) -> None:
+def test_transport_and_tokenizer_choose_backend_adapters_and_text(tmp_path: Path) -> None:
     assert "--skip-tokenizer-init" in arguments_of(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert "--skip-tokenizer-init" not in arguments_of(tmp_path)
+    for transport in ("shm", "disk", "nccl", "ipc", "lora"):
+        given = arguments_of(tmp_path, transport=transport, lora_rank=12)
+        assert ('{"backend": "broadcast"}' in given) == (transport == "nccl")
+        assert ("--enable-lora" in given) == ("--max-lora-rank=16" in given) == (transport == "lora")
+        assert "--skip-tokenizer-init" not in given
+
+
+FACTS = VllmFacts("/model", "float32", 4, 64, (), False, "cpu")
+MODEL = {
+    "model": "/model",
+    "dtype": "torch.float32",
+    "max_model_len": 64,
+    "logprobs_mode": "processed_logprobs",
+}
+
+
+def info(keep_alive: int | None, **model: Any) -> ServerInfo:
+    config = {"model_config": MODEL | model, "scheduler_config": {"max_num_seqs": 4}}
+    return ServerInfo(vllm_config=config, vllm_env={"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": keep_alive})
+
+
+def test_a_server_with_other_settings_than_the_run_counts_on_is_refused_with_the_setting() -> None:
+    check_settings("engine-0", info(None), FACTS)
+    check_settings("engine-0", info(60), FACTS)
+    with pytest.raises(ConfigError, match=r"TIMEOUT_KEEP_ALIVE=5(.|\n)*TIMEOUT_KEEP_ALIVE=60 or more"):
+        check_settings("engine-0", info(5), FACTS)
+    with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs"):
+        check_settings("engine-0", info(60, logprobs_mode="raw_logprobs"), FACTS)
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "deterministic", "is_set"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_kernels_that_do_not_depend_on_the_batch_are_asked_for_on_cuda_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cpu: bool, deterministic: bool, is_set: bool
+) -> None:
+    monkeypatch.setattr(environment, "is_cpu_build", lambda: is_cpu)
+    monkeypatch.setattr(environment.tempfile, "tempdir", None)
+    monkeypatch.setattr(os, "environ", {"HOME": str(tmp_path)})
+    spec = VllmSpec(**SPEC, model_path="/model", deterministic=deterministic)
+    environment.set_environment(spec, tmp_path)
+    assert (os.environ.get("VLLM_BATCH_INVARIANT") == "1") == is_set
+    assert os.environ["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] == "3600"
 
 
 def test_the_last_words_are_the_cause_and_not_what_points_to_it() -> None:
@@ -221,21 +251,11 @@ class TestAServer:
             for name in ("cmdline", "environ"):
                 assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
 
-    def test_vllm_was_started_as_the_spec_says(self, server: VllmProcess) -> None:
-        config = json.dumps(server.get("/server_info?config_format=json"))
-        for expected in (
-            '"logprobs_mode": "processed_logprobs"',
-            '"max_num_seqs": 16',
-            f'"max_model_len": {MAX_LENGTH}',
-            '"max_num_batched_tokens": 256',
-        ):
-            assert expected in config
-
     def test_seeded_requests_with_split_prefills_live_and_answer_bit_for_bit_as_alone(
         self, server: VllmProcess
     ) -> None:
-        """Sixteen prompts of 300 tokens in steps of 256: each prefill is split. Without the mended seeds this
-        ends the engine.
+        """Sixteen prompts of 300 tokens in steps of 256: each prefill is split. Without the patched seeds
+        this ends the engine.
         """
         drawn = random.Random(3)
         prompts = [[drawn.randrange(40) for _ in range(300)] for _ in range(16)]
@@ -254,25 +274,14 @@ class TestAServer:
         assert ask(("another seed", 0)) == alone[0]
         assert server.generate(prompts[0], temperature=1.0, seed=99, max_tokens=40)[0] != alone[0][0]
 
-    def test_requests_with_and_without_a_seed_run_side_by_side(self, server: VllmProcess) -> None:
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(
-                pool.map(
-                    lambda seed: server.generate([1, 2, 3] * 60, temperature=1.0, **seed),
-                    [{}, {"seed": 4}] * 8,
-                )
-            )
-        assert all(len(tokens) == len(logprobs) == 16 for tokens, logprobs in answers)
-        assert len({tuple(tokens) for tokens, _ in answers[1::2]}) == 1
-
 
 def started(model: Path, folder: Path, **fields: Any) -> Any:
     return vllm_process({**SPEC, "model_path": str(model), **fields}, folder)
 
 
 class TestItsEnd:
-    """The servers of other tests end in the other ways: the shared one by SIGTERM (conftest.py), that with
-    adapters by the loss of its worker, those of a broadcast by the loss of the API process and of the parent.
+    """The servers of other tests end otherwise: the shared one by SIGTERM (conftest.py), that with adapters
+    by the loss of its worker, those of a broadcast by the loss of the API process and of the parent.
     """
 
     pytestmark = slow_vllm
@@ -281,44 +290,32 @@ class TestItsEnd:
         self, model: Path, tmp_path: Path
     ) -> None:
         with started(model, tmp_path) as server:
-            server.wait_group_of(4)  # server, warden, resource tracker, engine
+            server.wait_group_of(4)  # server, reaper, resource tracker, engine
             assert server.process.stdin is not None
             server.process.stdin.close()
             assert server.process.wait(60) == 3
             server.wait_group_ended()
 
-
-class TestAStartThatFails:
-    """The run shows what stands in the fatal line, so it must name the cause."""
-
-    pytestmark = slow_vllm
-
     @pytest.mark.parametrize(
-        ("fields", "cause"),
+        ("args", "cause"),
         [
-            ({"args": {"max-num-batch-tokens": 1}}, "max_num_batch_tokens, and vLLM has no argument"),
-            ({"kv_cache_bytes": 2**44}, "memory"),
+            ({"max-num-batch-tokens": 1}, "max_num_batch_tokens, and vllm has no argument"),
+            ({"kv-cache-memory-bytes": 2**44}, "memory"),
+            ({}, "safetensor|header"),
         ],
     )
     def test_a_start_that_fails_names_the_cause_and_a_way_out(
-        self, model: Path, tmp_path: Path, fields: dict[str, Any], cause: str
+        self, model: Path, tmp_path: Path, args: dict[str, Any], cause: str
     ) -> None:
-        with started(model, tmp_path, **fields) as server:
+        if not args:
+            torn = tmp_path / "torn"
+            shutil.copytree(model, torn)
+            os.truncate(torn / "model.safetensors", 5000)
+            model = torn
+        with started(model, tmp_path, args=args) as server:
             assert server.process.wait(400) == 1
             fatal = find_fatal(server.read_log())
             assert fatal is not None, server.read_log()[-3000:]
-            assert cause in fatal.error
+            assert re.search(cause, fatal.error.lower())
             assert fatal.way_out
             server.wait_group_ended()
-
-    def test_a_model_whose_weights_are_torn_is_named(self, model: Path, tmp_path: Path) -> None:
-        torn = tmp_path / "torn"
-        torn.mkdir()
-        (torn / "config.json").write_bytes((model / "config.json").read_bytes())
-        (torn / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:5000])
-        with started(torn, tmp_path) as server:
-            assert server.process.wait(400) == 1
-            fatal = find_fatal(server.read_log())
-            assert fatal is not None
-            assert "safetensor" in fatal.error.lower() or "header" in fatal.error.lower(), fatal
-            assert str(torn) in fatal.error

@@ -216,7 +216,7 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
         for version in (1, 2):
             step.train(*make_batch(version=version - 1))
             push(step, engine)
-            opened.add(engine.resting._memory._memory)
+            opened.add(engine.weights._memory._memory)
         engine.submit(make_request("r")).result(timeout=60)
         assert len(opened) == 1, "opened once"
         assert len(list((tmp_path / "staging").glob("chunk*"))) == 1
@@ -227,7 +227,7 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
         for version in (0, 1, 2):
             other.train(*make_batch(version=version))
         push(other, engine)
-        assert engine.resting._memory._memory not in opened, "opened anew"
+        assert engine.weights._memory._memory not in opened, "opened anew"
         wake_empty(engine)
         chunk = export(other, 0)
         other._chunks._place._memory.data[0] ^= 1  # type: ignore[attr-defined]

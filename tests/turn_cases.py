@@ -5,15 +5,17 @@ counted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import numpy as np
+import pytest
 from pydantic import BaseModel
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineLost
+from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import CallRefused
 from asyncrl.messages.base import ErrorBody, Moved
 from asyncrl.messages.records import (
@@ -33,14 +35,15 @@ from asyncrl.messages.trainer_calls import (
     TrainResponse,
 )
 from asyncrl.run.colocate import TakingTurns
-from asyncrl.run.supervise import EngineSupervisor
-from asyncrl.run.supervise_trainer import LivingTrainer
+from asyncrl.run.supervise import EngineSupervisor, Supervision
+from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeEngineProcess, FakeTrainerProcess, FakeTrainerServer
+from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
-DECODE_S, START_S, TIMEOUT_S, MOVE_S = 0.01, 5.0, 60.0, 0.5
+DECODE_S, START_S, TIMEOUT_S, MOVE_S, HEARTBEAT_S = 0.01, 5.0, 60.0, 0.5, 3.0
 NUM_CHUNKS = 3
 
 
@@ -117,86 +120,136 @@ class TurnTrainer(FakeTrainerServer):
         return await super()._work(path, body)
 
 
-class House:
-    """The rooms around a handover, real ones. `announced`: versions in their order."""
+class EngineRooms:
+    """Pool, publisher and supervisors over fake engine servers, as a run wires them. `announced`: versions in
+    their order, each when every engine that is not down serves it.
+    """
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20, num_steps: int = 1000
+        self,
+        tasks: asyncio.TaskGroup,
+        fakes: Sequence[FakeEngineServer],
+        trainer: Any,
+        config: SupervisionConfig,
+        make_turns: Callable[[], Any],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        **publishing: Any,
     ) -> None:
-        self.tasks = tasks
-        self.worker, self.fakes = (
-            TurnTrainer(),
-            [TurnEngine(f"engine-{index}", decode_s=DECODE_S, weights="w") for index in range(num_engines)],
-        )
-        self.worker_process = FakeTrainerProcess(self.worker, start_s=START_S)
-        self.processes = [FakeEngineProcess(fake, start_s=START_S) for fake in self.fakes]
+        self.tasks, self.fakes, self.trainer = tasks, fakes, trainer
+        self.processes = [FakeEngineProcess(fake, start_s=START_S) for fake in fakes]
+        self.targets = [EngineServer(fake) for fake in fakes]
         self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.told: list[str] = []
         self.announced: list[int] = []
-        self.published: list[tuple[int, str]] = []
-        self.wholes: list[int] = []
-        self.batches: list[Batch] = []
-        config = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1)
-        self.client = TrainerClient(self.worker)
-        self.trainer = LivingTrainer(
-            self.client,
-            [self.worker_process],
-            config,
-            heartbeat_s=3.0,
-            before_start=lambda: None,
-            recover=self._recover,
-            warn=lambda _: None,
-            on_event=self.tell,
-            wait_room=lambda: self.turns.wait_room_for_trainer(),
-        )
-        on_lost = self._on_lost if max_restarts else None
-        self.targets = [EngineServer(fake) for fake in self.fakes]
-        self.pool = EnginePool(self.targets, slots=4, on_lost=on_lost)
+        self.on_lost = self._on_lost if config.max_restarts else None
+        self.pool = EnginePool(self.targets, slots=4, on_lost=self.on_lost)
         self.publisher = Publisher(
-            self.trainer,
+            trainer,
             self.targets,
-            timeout_s=TIMEOUT_S,
-            on_served=self._on_served,
-            on_published=lambda manifest: self.published.append((manifest.version, manifest.digest)),
-            is_file_wanted=lambda version: version % 2 == 0,
-            on_file=lambda manifest: self.wholes.append(manifest.version),
-            on_lost=on_lost,
+            timeout_s=timeout_s,
+            on_served=self.on_served,
+            on_lost=self.on_lost,
+            **publishing,
         )
-        self.turns = TakingTurns(
-            self.targets,
-            self.trainer,
-            self.publisher,
-            num_steps=num_steps,
-            timeout_s=TIMEOUT_S,
-            on_event=self.tell,
-            on_lost=on_lost,
-        )
+        self.turns, supervision = make_turns(), Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
         self.supervisors = {
             process.name: EngineSupervisor(
                 process,
                 target,
                 self.pool,
                 self.turns,
-                config,
-                heartbeat_s=3.0,
-                warn=lambda _: None,
-                on_event=self.tell,
+                supervision,
             )
             for process, target in zip(self.processes, self.targets, strict=True)
         }
         self.running = [
-            tasks.create_task(self.trainer.run(), name="watch trainer"),
-            tasks.create_task(self._watch(), name="watch memory"),
-        ]
-        self.running += [
             tasks.create_task(supervisor.run(), name=f"watch {name}")
             for name, supervisor in self.supervisors.items()
         ]
+
+    def ask(self, request: SamplingRequest) -> asyncio.Task[Completion]:
+        """A rollout's request."""
+        return self.tasks.create_task(self.pool.generate(request), name=f"request {request.request_id}")
+
+    def tell(self, what: str, detail: Mapping[str, Any]) -> None:
+        self.events.append((what, detail))
+
+    async def begin(self) -> None:
+        """As a run starts."""
+
+    def check(self) -> None:
+        """What holds between two steps."""
+
+    def on_served(self, version: int) -> None:
+        down = self.pool.stats().down
+        live = [fake for fake in self.fakes if fake.name not in down and not fake.has_ended.is_set()]
+        assert {fake.policy_version for fake in live} <= {version}
+        assert all(fake.parts.can_serve for fake in live)
+        self.announced.append(version)
+
+    def _on_lost(self, error: EngineLost) -> None:
+        self.supervisors[error.room].lost_nowait(error)
+        assert error.room in self.pool.stats().down, "down when the call returns"
+
+
+class House(EngineRooms):
+    """Those whose engines take turns with a trainer, and the trainer."""
+
+    turns: TakingTurns
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        *,
+        num_engines: int = 2,
+        max_restarts: int = 20,
+        num_steps: int = 1000,
+        is_begun: bool = True,
+    ) -> None:
+        self.is_begun = is_begun
+        self.worker = TurnTrainer()
+        self.worker_process = FakeTrainerProcess(self.worker, start_s=START_S)
+        self.published: list[tuple[int, str]] = []
+        self.wholes: list[int] = []
+        self.batches: list[Batch] = []
+        self.client = TrainerClient(self.worker)
+        config = SupervisionConfig(max_restarts=max_restarts, backoff_s=0.1)
+        trainer = SupervisedTrainer(
+            self.client,
+            [self.worker_process],
+            Supervision(config, HEARTBEAT_S, print, self.tell),
+            before_start=lambda: None,
+            recover=self._recover,
+            wait_room=lambda: self.turns.wait_room_for_trainer(),
+        )
+        super().__init__(
+            tasks,
+            [TurnEngine(f"engine-{index}", decode_s=DECODE_S, weights="w") for index in range(num_engines)],
+            trainer,
+            config,
+            lambda: TakingTurns(
+                self.targets,
+                trainer,
+                self.publisher,
+                num_steps=num_steps,
+                timeout_s=TIMEOUT_S,
+                on_event=self.tell,
+                on_lost=self.on_lost,
+            ),
+            on_published=lambda manifest: self.published.append((manifest.version, manifest.digest)),
+            is_file_wanted=lambda version: version % 2 == 0,
+            on_file=lambda manifest: self.wholes.append(manifest.version),
+        )
+        self.running.insert(0, tasks.create_task(trainer.run(), name="watch trainer"))
+        self.running.append(tasks.create_task(self._watch(), name="watch memory"))
 
     async def begin(self) -> None:
         """As a run starts: the engines are asleep until their first turn."""
         for fake in self.fakes:
             fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
-        await self.turns.start(0)
+        if self.is_begun:
+            await self.turns.start(0)
 
     async def step(self) -> TrainResponse:
         """What the train loop does with a batch."""
@@ -207,13 +260,6 @@ class House:
         report = await self.trainer.train(batch)
         await self.turns.to_engines(report.policy_version)
         return report
-
-    def ask(self, request: SamplingRequest) -> asyncio.Task[Completion]:
-        """A rollout's request."""
-        return self.tasks.create_task(self.pool.generate(request), name=f"request {request.request_id}")
-
-    def tell(self, what: str, detail: Mapping[str, Any]) -> None:
-        self.events.append((what, detail))
 
     def check(self) -> None:
         """Between two handovers one side alone has memory on the device, in a handover both have their
@@ -227,11 +273,6 @@ class House:
             engines, trainer = engines if trainer - {"weights"} else engines & {"kv"}, trainer
         assert not (trainer and engines), f"the trainer has {trainer}, the engines {engines} ({self.turns!r})"
 
-    def close(self) -> None:
-        """End what watches."""
-        for task in self.running:
-            task.cancel()
-
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(0.05)
@@ -244,26 +285,35 @@ class House:
 
         await self.client.recover(None, batches(), lambda *_: None)
 
-    def _on_lost(self, error: EngineLost) -> None:
-        self.supervisors[error.room].lost_nowait(error)
 
-    def _on_served(self, version: int) -> None:
-        live = [
-            fake
-            for fake in self.fakes
-            if fake.name not in self.pool.stats().down and not fake.has_ended.is_set()
-        ]
-        assert {fake.policy_version for fake in live} <= {version}, (
-            "announced only when every live engine serves it"
-        )
-        assert all(fake.parts.can_serve for fake in live), "announced only when every live engine can sample"
-        self.announced.append(version)
+Rooms = TypeVar("Rooms", bound=EngineRooms)
+
+
+def play(make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any) -> Rooms:
+    """Play a story in virtual time, and return what is left of its rooms."""
+
+    async def story_of_a_run() -> Rooms:
+        async with asyncio.TaskGroup() as tasks:
+            rooms = make(tasks, **knobs)
+            await rooms.begin()
+            await story(rooms)
+            rooms.check()
+            for task in rooms.running:
+                task.cancel()
+        return rooms
+
+    return run_virtual(story_of_a_run())
+
+
+def play_to_its_error(make: Callable[..., Rooms], story: Callable[[Rooms], Any], **knobs: Any) -> RoomError:
+    """Play a story that ends the run, and return with what."""
+    with pytest.raises(ExceptionGroup) as caught:
+        play(make, story, **knobs)
+    return next(error for error in caught.value.exceptions if isinstance(error, RoomError))
 
 
 def make_batch(version: int) -> Batch:
     """One group of one trajectory of one token."""
-    import numpy as np
-
     trajectory = Trajectory(
         sample_index=0,
         token_ids=np.array([1, 2], np.int32),

@@ -15,20 +15,18 @@ import functools
 import itertools
 import json
 import logging
-import math
 import os
 import secrets
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from pydantic import ValidationError
 
-from asyncrl.agents.harness import AnyTask, HarnessSpec, Session
+from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
 from asyncrl.agents.process_group import (
     MARK_ENV,
     adopt_orphans,
@@ -40,7 +38,6 @@ from asyncrl.agents.process_group import (
 )
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.work import OutcomeMessage
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +48,7 @@ OWN_PREFIX = "ASYNCRL_"
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL; less than the worker itself is given."""
 STDERR_TAIL_BYTES = 2000
+_CHUNK_BYTES = 2**16
 
 
 class CommandHarness:
@@ -82,11 +80,8 @@ class CommandHarness:
         `pass_env` is not set.
         """
         _refuse_own("generator.env", env)
-        self._env = (
-            {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
-            | passed_env(pass_env)
-            | dict(env)
-        )
+        kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
+        self._env = kept | passed_env(pass_env) | dict(env)
         self.command = tuple(str(Path(part).absolute()) if Path(part).is_file() else part for part in command)
         if shutil.which(self.command[0], path=self._env.get("PATH")) is None:
             raise ConfigError(
@@ -115,7 +110,11 @@ class CommandHarness:
         try:
             (folder / "work").mkdir()
             (folder / "tmp").mkdir()
-            with OutputPipe(self.max_output_bytes) as output, OutputPipe(self.max_output_bytes) as errors:
+            most = self.max_output_bytes
+            with (
+                contextlib.closing(OutputPipe(most)) as output,
+                contextlib.closing(OutputPipe(most)) as errors,
+            ):
                 code = await self._run(task, session, mark, folder, output, errors)
                 text = self._output(code, output, errors)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
@@ -135,6 +134,13 @@ class CommandHarness:
         )
         feed.write(_standard_input(task, session))
         feed.close()  # once all is written
+        environment = self._env | {
+            "TMPDIR": str(folder / "tmp"),
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "OPENAI_MODEL": session.model,
+            MARK_ENV: mark,
+        }
         process: asyncio.subprocess.Process | None = None
         try:
             self._num_starting += 1
@@ -145,14 +151,11 @@ class CommandHarness:
                     stdout=output.writing_end,
                     stderr=errors.writing_end,
                     cwd=folder / "work",
-                    env=self._environment(session, mark, folder),
+                    env=environment,
                     start_new_session=True,
                 )
             except OSError as error:
-                raise RolloutFailure(
-                    f"command {self.command[0]} cannot be started: {error}",
-                    way_out="read the worker's log; check the machine's limits.",
-                ) from error
+                raise RolloutFailure(f"command {self.command[0]} cannot be started: {error}") from error
             finally:
                 self._num_starting -= 1
                 os.close(reading_end)
@@ -185,24 +188,13 @@ class CommandHarness:
             if self._folder is not None and not self._num_starting:
                 reap_orphans(but=self._own_children)
 
-    def _environment(self, session: Session, mark: str, folder: Path) -> dict[str, str]:
-        return self._env | {
-            "TMPDIR": str(folder / "tmp"),
-            "OPENAI_BASE_URL": session.base_url,
-            "OPENAI_API_KEY": session.api_key,
-            "OPENAI_MODEL": session.model,
-            MARK_ENV: mark,
-        }
-
     def _output(self, code: int, output: OutputPipe, errors: OutputPipe) -> str:
         """What it printed. Raises RolloutFailure if it did not end well."""
-        output.drain()
-        errors.drain()
         for name, pipe in (("standard output", output), ("standard error", errors)):
+            pipe.drain()
             if pipe.is_over:
                 raise RolloutFailure(
                     f"command {self.command[0]} printed more than {self.max_output_bytes} bytes to {name}",
-                    rule=f"generator.max_output_bytes={self.max_output_bytes} is the limit of each",
                     way_out="have it print less, or raise generator.max_output_bytes.",
                 )
         if code != 0:
@@ -211,7 +203,6 @@ class CommandHarness:
             raise RolloutFailure(
                 f"command {self.command[0]} {how}; the end of its standard error: {tail}",
                 rule="a rollout ends well with exit code 0",
-                way_out="mend the command, or let it exit with 0 where this is no failure.",
             )
         return output.text()
 
@@ -224,25 +215,18 @@ def passed_env(names: Sequence[str]) -> dict[str, str]:
     if missing := [name for name in names if name not in os.environ]:
         raise ConfigError(
             f"generator.pass_env names {', '.join(missing)}, which this process does not have",
-            rule="a command gets the values of the environment that the run, or `asyncrl work`, was started "
-            "in",
+            rule="a command gets the values of the environment in which `asyncrl` was started",
             way_out=f"export {missing[0]}=... before, or remove the name.",
         )
     return {name: os.environ[name] for name in names}
 
 
 def _refuse_own(setting: str, names: Iterable[str]) -> None:
-    if taken := sorted(set(names) & set(ROLLOUT_ENV)):
+    if taken := sorted(name for name in names if name in ROLLOUT_ENV or name.startswith(OWN_PREFIX)):
         raise ConfigError(
             f"{setting} has {', '.join(taken)}",
-            rule="each rollout has its own value of these",
+            rule=f"{', '.join(ROLLOUT_ENV)} differ by rollout; {OWN_PREFIX}... are asyncrl's own",
             way_out="leave them out, or give the command that value under another name.",
-        )
-    if ours := sorted(name for name in set(names) if name.startswith(OWN_PREFIX)):
-        raise ConfigError(
-            f"{setting} has {', '.join(ours)}",
-            rule=f"{OWN_PREFIX}... are asyncrl's own: its keys and marks, which no command gets",
-            way_out="leave them out; a variable of yours needs another name.",
         )
 
 
@@ -250,7 +234,7 @@ def _standard_input(task: AnyTask, session: Session) -> bytes:
     """The task, and what its outcome is posted with: here and nowhere else, so that what the program starts
     does not inherit it.
     """
-    values = {each.name: getattr(task, each.name) for each in fields(task)}
+    values = asdict(task)
     if session.outcome_key is not None:
         values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
     return json.dumps(values).encode()
@@ -261,65 +245,33 @@ def last_line_outcome(text: str) -> Outcome:
     RolloutFailure for a wrong one.
     """
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
-    with contextlib.suppress(ValueError):
-        number = float(last)
-        if not math.isfinite(number):
-            raise _not_an_outcome(last, "the number is not finite")
-        return Outcome(number)
-    if not last.startswith("{"):
-        return Outcome()
     try:
-        return OutcomeMessage.model_validate_json(last).as_outcome()
+        with contextlib.suppress(ValueError):
+            last = json.dumps({"reward": float(last)})
+        return OUTCOME.validate_json(last) if last.startswith("{") else Outcome()
     except ValidationError as error:
-        first = error.errors()[0]
-        raise _not_an_outcome(last, f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()) from None
-
-
-def _not_an_outcome(line: str, why: str) -> RolloutFailure:
-    return RolloutFailure(
-        f"the command's last line is no outcome: {line[:200]!r}: {why}",
-        rule="it is a finite number, a JSON object of reward, metrics, turn_rewards and branch_rewards, or "
-        "any other text that begins "
-        "with neither",
-        way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}} last, or some word if the task scores '
-        "it.",
-    )
-
-
-def make(spec: HarnessSpec) -> CommandHarness:
-    """The harness of a worker."""
-    assert spec.command is not None
-    return CommandHarness(
-        spec.command, spec.env, spec.max_output_bytes, pass_env=spec.pass_env, is_worker=True
-    )
-
-
-_CHUNK_BYTES = 2**16
+        raise RolloutFailure(
+            f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}",
+            rule="it is a number, a JSON object of reward, metrics, turn_rewards, branch_rewards, or text",
+            way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}}, or a word if the task scores it.',
+        ) from None
 
 
 class OutputPipe:
     """A pipe whose reading end is ours, read without waiting for its end: another holder of the pipe cannot
     hold us.
 
-    Life:       with block entered: both ends open -> given to a process, close_writing_end() -> read() ->
-                drain() once the process has exited: the rest of what it wrote -> block left: closed.
+    Life:       both ends open -> given to a process, close_writing_end() -> read() -> drain() once the
+                process has exited: the rest of what it wrote -> close().
     Invariant:  holds max_bytes and one chunk at most.
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._data = bytearray()
-        self._reading_end = self.writing_end = -1
-        self._is_read = False
-
-    def __enter__(self) -> OutputPipe:
+        self.max_bytes, self._data = max_bytes, bytearray()
         self._reading_end, self.writing_end = os.pipe()
         os.set_blocking(self._reading_end, False)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.close_writing_end()
         self._stop()
         os.close(self._reading_end)
@@ -349,7 +301,6 @@ class OutputPipe:
                 on_overflow()
 
         asyncio.get_running_loop().add_reader(self._reading_end, readable)
-        self._is_read = True
 
     def drain(self) -> None:
         """Take what has been written by now."""
@@ -365,6 +316,4 @@ class OutputPipe:
         return bool(chunk)
 
     def _stop(self) -> None:
-        if self._is_read:
-            asyncio.get_running_loop().remove_reader(self._reading_end)
-            self._is_read = False
+        asyncio.get_running_loop().remove_reader(self._reading_end)

@@ -1,17 +1,24 @@
-"""What a harness is given: a task, and a session with the model; and the table of the kinds of harness."""
+"""What a harness is given: a task, and a session with the model. The kinds of harness, and of them `python`,
+an async (or plain) function of the user's.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from asyncrl.errors import ConfigError, install_extra
+from asyncrl.errors import ConfigError, RolloutFailure, install_extra
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome
+from asyncrl.user_code import UserCalls, load_function
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -20,6 +27,7 @@ GRACE_S = 30.0
 """What a harness that is cancelled has to clean up, before its rollout's slot is given to the next one."""
 MAX_RETRIES = 4
 """Of the client: the gateway samples a call once, however often it is asked for."""
+OUTCOME = TypeAdapter(Outcome)
 
 
 class MissingAnswerError(ConfigError, AttributeError):
@@ -81,59 +89,45 @@ class Session:
         model: str,
         *,
         outcome_key: str | None = None,
-        http_client: Callable[[], Any] | None = None,
+        http_client: Callable[[], Any] = lambda: None,
     ) -> None:
         """`outcome_key`: what a program posts its outcome with (None: it posts none). `http_client` makes the
         httpx client below `client`; several sessions may share one.
         """
         self.base_url, self.api_key, self.model, self.outcome_key = base_url, api_key, model, outcome_key
         self._http_client = http_client
-        self._client: AsyncOpenAI | None = None
 
-    @property
+    @functools.cached_property
     def client(self) -> AsyncOpenAI:
         """An openai.AsyncOpenAI for this session, without time limits of its own: rollout.timeout_s is the
-        limit.
-
-        Raises ConfigError if openai is not installed.
+        limit. Raises ConfigError if openai is not installed.
         """
-        if self._client is None:
-            client_class = _openai().AsyncOpenAI
-            http_client = self._http_client() if self._http_client else None
-            self._client = client_class(
-                base_url=self.base_url,
-                api_key=self.api_key,
-                max_retries=MAX_RETRIES,
-                timeout=None,
-                http_client=http_client,
-            )
-        return self._client
+        client: AsyncOpenAI = _openai().AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=self.api_key,
+            max_retries=MAX_RETRIES,
+            timeout=None,
+            http_client=self._http_client(),
+        )
+        return client
 
 
-class HttpClients:
-    """The one httpx client that the sessions of a worker share: connections are kept, and making one each
-    would cost more than a call.
+def make_http_client() -> Any:
+    """An httpx client for all sessions of a worker: making one each would cost more than a call."""
+    import httpx
 
-    Life: empty -> get(), made by the first that asks -> aclose().
-    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+    return _openai().DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
 
-    def __init__(self) -> None:
-        self._client: Any = None
 
-    def get(self) -> Any:
-        """The client; to be called in the worker's event loop."""
-        if self._client is None:
-            import httpx
-
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-            self._client = _openai().DefaultAsyncHttpxClient(timeout=None, limits=limits, trust_env=False)
-        return self._client
-
-    async def aclose(self) -> None:
-        """Close the connections; idempotent."""
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+def _openai() -> Any:
+    try:
+        return importlib.import_module("openai")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"session.client needs the package openai: {error}",
+            way_out=f"{install_extra('harness')}, where the worker runs; or use session.base_url yourself.",
+        ) from error
 
 
 class Harness(Protocol):
@@ -146,29 +140,6 @@ class Harness(Protocol):
         When it returns, raises or is cancelled, nothing of the rollout runs any more.
         """
         ...
-
-
-def _openai() -> Any:
-    try:
-        import openai
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"session.client needs the package openai: {error}",
-            rule="it comes with the extra `harness`",
-            way_out=f"{install_extra('harness')}, where the worker runs; or call session.base_url with a "
-            f"client of your own.",
-        ) from error
-    return openai
-
-
-HARNESSES = {
-    "python": "asyncrl.agents.python",
-    "command": "asyncrl.agents.command",
-    "verifiers": "asyncrl.agents.verifiers",
-}
-"""Modules of the kinds of harness, each loaded when it is run. Each has `make(spec: HarnessSpec) -> Harness`,
-which raises ConfigError for what cannot be run.
-"""
 
 
 class HarnessSpec(Message):
@@ -186,17 +157,99 @@ class HarnessSpec(Message):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        if len(given := [name for name in HARNESSES if getattr(self, name)]) != 1:
-            raise ValueError(f"give one of {', '.join(HARNESSES)} (given: {', '.join(given) or 'none'})")
+        if sum(map(bool, (self.python, self.command, self.verifiers))) != 1:
+            raise ValueError("give one of python, command, verifiers")
         return self
-
-    @property
-    def kind(self) -> str:
-        """`python`, `command` or `verifiers`."""
-        return next(name for name in HARNESSES if getattr(self, name))
 
 
 def build_harness(spec: HarnessSpec) -> Harness:
-    """The harness. Raises ConfigError if it cannot be run here."""
-    harness: Harness = importlib.import_module(HARNESSES[spec.kind]).make(spec)
-    return harness
+    """The harness of a worker. Raises ConfigError if it cannot be run here."""
+    if spec.command:
+        from asyncrl.agents.command import CommandHarness
+
+        return CommandHarness(
+            spec.command, spec.env, spec.max_output_bytes, pass_env=spec.pass_env, is_worker=True
+        )
+    if spec.verifiers:
+        from asyncrl.agents.verifiers import VerifiersHarness
+
+        return VerifiersHarness(spec.verifiers, spec.args)
+    with contextlib.suppress(ModuleNotFoundError):  # while nothing runs: it takes seconds
+        importlib.import_module("openai")
+    return PythonHarness(spec.python or "", spec.args)
+
+
+class PythonHarness:
+    """Calls `function(task, session, **args)`, with as many calls at once as the worker has slots.
+
+    An async function runs on the worker's event loop: what blocks that loop stops all its rollouts, and for
+    longer than gateway.lease_timeout_s loses them; one that does not end when it is cancelled is given up
+    (user_code.py). A plain one runs in a thread of its own, which nothing can end: after a timeout it goes
+    on until its next call of the model, which is refused.
+    """
+
+    def __init__(self, spec: str, args: dict[str, Any]) -> None:
+        """Raises ConfigError if there is no such function, or it cannot be called so."""
+        self.spec, self._args = spec, args
+        usage = ", ".join(["(task, session", *(f"{name}=..." for name in args)]) + ")"
+        self._function: Callable[..., Any] = load_function(
+            spec,
+            "generator.python",
+            usage=usage,
+            arguments=(None, None),
+            keywords=args,
+            args="generator.args",
+        )
+        self._calls = UserCalls(f"generator.python={spec}", error=ConfigError, grace_s=GRACE_S)
+        called = getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__`
+        self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(called)
+
+    @property
+    def num_abandoned(self) -> int:
+        """Calls so far that were given up because they did not end when they were cancelled."""
+        return self._calls.num_abandoned
+
+    async def run(self, task: AnyTask, session: Session) -> Outcome:
+        """What the function returns, as an Outcome. Raises RolloutFailure for a value that is none, and
+        whatever the function raises.
+        """
+        call = functools.partial(self._function, task, session, **self._args)
+        self._calls.check()
+        value = call() if self._is_async else await self._calls.run(asyncio.to_thread(_in_thread, call))
+        if inspect.isawaitable(value):  # of a plain function too: a partial, a decorator
+            value = await self._calls.run(value)
+        return as_outcome(value, self.spec)
+
+
+def _in_thread(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except (
+        StopIteration,
+        KeyboardInterrupt,
+    ) as error:  # the first no future carries; the second ends the loop
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def as_outcome(value: object, spec: str) -> Outcome:
+    """None, a finite number (of numpy and torch too), or an Outcome of such numbers. Raises RolloutFailure
+    for all else.
+    """
+    try:
+        if isinstance(value, (str, bytes)):
+            raise ValueError("it is a text")
+        return OUTCOME.validate_python(value if isinstance(value, Outcome) else Outcome(value))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise RolloutFailure(
+            f"generator.python={spec} returned no outcome: {value!r:.80} ({type(value).__name__}): "
+            f"{first_fault(error)}",
+            rule="it returns a finite number, an Outcome of such, or None for the task's own reward",
+        ) from error
+
+
+def first_fault(error: ValueError) -> str:
+    """What is wrong first, and where."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))} {first['msg']}".strip()

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl.agents.harness import GRACE_S, AnyTask, HarnessSpec, Session
+from asyncrl.agents.harness import GRACE_S, AnyTask, Session, first_fault
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
 from asyncrl.messages.records import Outcome
@@ -49,7 +49,8 @@ class VerifiersHarness:
         """Raises ConfigError if there is no such environment, or it cannot be trained here."""
         self._env = load_environment(identifier, args)
         self._name, self._seat = identifier, _trained_seat(identifier, self._env.config)
-        self._shared = _SharedServers(self._env)
+        self._servers, self._changing, self._is_open = AsyncExitStack(), asyncio.Lock(), False
+        self.num_users = 0
         self._vf = _library(identifier)
         self._calls = UserCalls(f"generator.verifiers={identifier}", error=ConfigError, grace_s=GRACE_S)
         for name in _CHATTY:
@@ -65,12 +66,31 @@ class VerifiersHarness:
         client = self._vf.EvalClientConfig(
             base_url=f"{root}/s/{session.api_key}/v1", api_key_var=_NO_KEY_VARIABLE
         )
-        async with self._shared:
+        async with self._served():
             self._calls.check()
             episode = await self._calls.run(
                 self._env.run_episode(played, self._vf.ModelContext(model=session.model, client=client))
             )
         return self._outcome(episode, session)
+
+    @asynccontextmanager
+    async def _served(self) -> AsyncIterator[None]:
+        """With what rollouts share: the tool servers of the taskset, and what its start() builds. The first
+        rollout opens it and the last one to leave closes it; others sleep meanwhile.
+        """
+        async with self._changing:
+            if not self._is_open:
+                await self._servers.enter_async_context(_serving(self._env))
+                self._is_open = True
+            self.num_users += 1
+        try:
+            yield
+        finally:
+            self.num_users -= 1  # before the wait: one that is cancelled in it has left all the same
+            async with self._changing:
+                if self._is_open and self.num_users == 0:
+                    self._is_open = False
+                    await self._servers.aclose()
 
     @property
     def num_abandoned(self) -> int:
@@ -91,7 +111,6 @@ class VerifiersHarness:
         if data is None:
             raise ConfigError(
                 f"prompt {task.prompt_id} is none of the verifiers environment {self._name}",
-                rule="its tasks come from its own taskset",
                 way_out="set task.verifiers=true in the run's config.",
             )
         task_class = type(self._env.taskset).task_type()
@@ -101,25 +120,19 @@ class VerifiersHarness:
         traces = [trace for trace in episode.traces if trace.agent.name == self._seat]
         if not self._env.complete(episode) or not traces:
             raise self._failure(episode, session)
-        if len(traces) > 1 or not traces[0].agent.trainable:
+        trace = traces[0]
+        if len(traces) > 1 or not trace.agent.trainable:
             raise ConfigError(
                 f"verifiers environment {self._name}: an episode ran its agent {self._seat} {len(traces)} "
-                f"times"
-                if len(traces) > 1
-                else f"verifiers environment {self._name} says that its agent {self._seat} is not to be "
-                f"trained",
+                f"times, trainable={trace.agent.trainable}",
                 rule="an episode is one rollout of the one agent that is trained",
-                way_out="use rollout.group_size for several attempts; give agents that are not trained a "
-                "client of their own.",
+                way_out="use rollout.group_size for several attempts; give other agents a client.",
             )
-        trace = traces[0]
-        missing = [name for name, reward in trace.rewards.items() if reward is None]
-        if missing:
+        if missing := [name for name, reward in trace.rewards.items() if reward is None]:
             raise RewardFailure(
                 f"verifiers environment {self._name} did not come to its rewards {', '.join(missing)} "
                 f"(stopped by {trace.stop_condition})",
-                rule="a missing reward is no reward of 0",
-                way_out="raise the timeouts in generator.args, or mend the environment.",
+                way_out="raise the timeouts in generator.args, or correct the environment.",
             )
         metrics = {f"reward/{name}": float(reward.score) for name, reward in trace.rewards.items()}
         metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
@@ -130,48 +143,15 @@ class VerifiersHarness:
         said = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ran no agent that is trained"
         calls = [call for trace in episode.traces for call in trace.calls]
         foreign = {call.endpoint for call in calls if call.error is not None} - {None, "/chat/completions"}
-        way_out = "mend the environment, or its settings in generator.args; a few failures cost only time."
+        way_out = "correct the environment, or its settings in generator.args."
         if foreign:
-            called = ", ".join(sorted(foreign))
             way_out = (
-                f"choose a program (agent.harness) that calls /chat/completions; this one calls {called}."
+                f"choose a program that calls /chat/completions; this one calls {', '.join(sorted(foreign))}."
             )
         return RolloutFailure(
             f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}",
-            rule="what fails in an environment fails its rollout",
             way_out=way_out,
         )
-
-
-class _SharedServers:
-    """What an environment's rollouts share: the tool servers of its taskset, and what its start() builds.
-
-    Life:       closed -> opened by the first rollout -> closed by the last one to leave; then opened again,
-                ...
-    Waits:      a rollout sleeps while another one opens or closes.
-    Invariant:  open while a rollout runs, and nothing is left when none does.
-    """
-
-    def __init__(self, env: Any) -> None:
-        self._env = env
-        self._stack = AsyncExitStack()
-        self._changing = asyncio.Lock()
-        self._is_open = False
-        self.num_users = 0
-
-    async def __aenter__(self) -> None:
-        async with self._changing:
-            if not self._is_open:
-                await self._stack.enter_async_context(_serving(self._env))
-                self._is_open = True
-            self.num_users += 1
-
-    async def __aexit__(self, *_: object) -> None:
-        self.num_users -= 1  # before the wait: one that is cancelled in it has left all the same
-        async with self._changing:
-            if self._is_open and self.num_users == 0:
-                self._is_open = False
-                await self._stack.aclose()
 
 
 @asynccontextmanager
@@ -199,55 +179,35 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
     Raises ConfigError if the library, the environment or a setting is not there, or is wrong.
     """
     vf = _library(identifier)
-    shown = f"generator.verifiers={identifier}"
-    taskset = args.get("taskset", {})
+    shown, taskset = f"generator.verifiers={identifier}", args.get("taskset", {})
     if not isinstance(taskset, Mapping) or "id" in taskset:
         raise ConfigError(
             f"{shown}: generator.args.taskset is {taskset!r:.80}",
-            rule="its fields are the taskset's own settings; generator.verifiers is its id",
-            way_out="leave `id` out of it.",
+            rule="it holds the taskset's own settings; generator.verifiers is its id",
         )
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
+    settings = copy.deepcopy({**args, "taskset": {**taskset, "id": identifier}})
     try:
-        return vf.load_environment(
-            vf.resolve_env_config(copy.deepcopy({**args, "taskset": {**taskset, "id": identifier}}))
-        )
+        return vf.load_environment(vf.resolve_env_config(settings))
     except ValidationError as error:
-        wrong = error.errors()[0]
         raise ConfigError(
-            f"{shown}: generator.args.{'.'.join(map(str, wrong['loc']))}: {wrong['msg']} (given: "
-            f"{wrong['input']!r:.80})",
+            f"{shown}: generator.args: {first_fault(error)} (given: {error.errors()[0]['input']!r:.80})",
             rule=f"generator.args are the fields of verifiers' {error.title}",
-            way_out=f"correct generator.args; `vf-eval {identifier} --help` shows them as --env.NAME.",
+            way_out=f"`vf-eval {identifier} --help` shows them as --env.NAME.",
         ) from error
     except ModuleNotFoundError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
         raise ConfigError(
-            f"{shown} cannot be imported: {cause}",
-            rule=f"environments are looked for in the working directory ({here}) and among the installed "
-            f"packages",
+            f"{shown} cannot be imported: {error.__cause__ or error}",
+            rule=f"environments are looked for in {here} and among the installed packages",
             way_out="start asyncrl in the folder of the module, install it, or correct the name.",
         ) from error
-    except (
-        ImportError,
-        SyntaxError,
-        NameError,
-        AttributeError,
-        TypeError,
-        ValueError,
-        OSError,
-        LookupError,
-        RuntimeError,
-    ) as error:
+    except Exception as error:  # the environment's own code
         raise ConfigError(
             f"{shown} cannot be loaded with generator.args={dict(args)}: {type(error).__name__}: {error}",
-            rule="verifiers 0.4 loads a package that exports a Taskset in __all__; one for older verifiers, "
-            "with a function "
-            "load_environment, it does not load",
-            way_out=f"correct generator.args, or the environment; `vf-eval {identifier}` runs it without "
-            f"asyncrl.",
+            rule="verifiers 0.4 loads a package that exports a Taskset in __all__",
+            way_out=f"correct generator.args, or the environment; `vf-eval {identifier}` runs it by itself.",
         ) from error
 
 
@@ -274,26 +234,18 @@ def _trained_seat(identifier: str, config: Any) -> str:
     agents = {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
     trained: list[str] = [name for name, agent in agents.items() if agent.client is None]
     shown = f"generator.verifiers={identifier}"
-    if len(trained) != 1:
+    if len(trained) != 1 or agents[trained[0]].model is not None:
         raise ConfigError(
-            f"{shown}: {len(trained)} of its agents ({', '.join(agents)}) have no client of their own"
-            + (f": {', '.join(trained)}" if trained else ""),
-            rule="the one without a client is trained, and only one can be",
+            f"{shown}: of its agents {', '.join(agents)} these have no client of their own: "
+            f"{', '.join(f'{name} (model={agents[name].model})' for name in trained) or 'none'}",
+            rule="the one without a client and without a model is trained, and only one can be",
             way_out="give each other agent, a judge or a user say, a `client` in generator.args.",
         )
-    agent = agents[trained[0]]
-    if agent.model is not None:
-        raise ConfigError(
-            f"{shown}: its agent {trained[0]} names model={agent.model}, and has no client of its own",
-            rule="without one it is the policy that is trained",
-            way_out="remove the model, or add the client that serves it.",
-        )
-    for place, retries in (("", config.retries), (f"{trained[0]}.", agent.retries)):
+    for place, retries in (("", config.retries), (f"{trained[0]}.", agents[trained[0]].retries)):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
             raise ConfigError(
                 f"{shown}: generator.args has {place}retries",
-                rule="a retry inside the environment samples into the same rollout, which would be trained "
-                "on both",
+                rule="a retry inside the environment samples into the same rollout, which is trained",
                 way_out="remove them: a failed rollout is run again by asyncrl (rollout.retries).",
             )
     return trained[0]
@@ -305,13 +257,6 @@ def _library(identifier: str) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"generator.verifiers={identifier} needs the package verifiers, of version 0.4: {error}",
-            rule="it comes with the extra `verifiers`",
             way_out=f"{install_extra('verifiers')}, where the run is started and where its workers run.",
         ) from error
     return verifiers.v1
-
-
-def make(spec: HarnessSpec) -> VerifiersHarness:
-    """The harness of a worker."""
-    assert spec.verifiers is not None
-    return VerifiersHarness(spec.verifiers, spec.args)

@@ -8,12 +8,20 @@ import logging
 import random
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from asyncrl.agents.harness import AnyTask, Harness, HttpClients, Session, Task, TaskWithoutAnswer
+from asyncrl.agents.harness import (
+    OUTCOME,
+    AnyTask,
+    Harness,
+    Session,
+    Task,
+    TaskWithoutAnswer,
+    first_fault,
+    make_http_client,
+)
 from asyncrl.errors import AsyncrlError, ConfigError, ConnectionShortage, RolloutFailure, RolloutTimeout
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.records import Outcome
@@ -24,7 +32,6 @@ from asyncrl.messages.work import (
     AliveAnswer,
     AliveRequest,
     FailureMessage,
-    OutcomeMessage,
     ResultRequest,
     TakeAnswer,
     TakeRequest,
@@ -48,14 +55,6 @@ GOODBYE_TIMEOUT_S = 1.0
 _MAX_WORDS = 4000
 
 
-@dataclass(eq=False, slots=True)
-class _Running:
-    item: WorkItem
-    task: asyncio.Task[None] | None = None
-    is_over: bool = False
-    """The harness has ended; its result is on its way."""
-
-
 class Worker:
     """Runs as many rollouts at once as it has slots.
 
@@ -66,17 +65,17 @@ class Worker:
                 ever: it may be started again.
     Invariant:  an item is in `holding` from the answer that gave it until its result has been answered, or it
                 was cancelled. Signs of life come from the event loop that the harnesses run on: a harness
-                that blocks it for lease_timeout_s loses its worker all items, and the log says so.
+                that blocks it for lease_timeout_s loses its worker all items.
     """
 
     def __init__(self, harness: Harness, caller: Caller, *, name: str, slots: int) -> None:
         self.name, self.slots = name, slots
         self._harness, self._caller = harness, caller
         self._who = {"worker": name, "instance": secrets.token_hex(8)}
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
         self._freed, self._is_known = asyncio.Event(), asyncio.Event()
         self._number = 0
-        self._clients = HttpClients()
+        self._http: Any = None
         self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
         self._lost_since_s: float | None = None
         self._ticked_s = asyncio.get_running_loop().time()
@@ -116,23 +115,22 @@ class Worker:
             leaving = AliveRequest(**self._who, holding=self.holding, is_leaving=True)
             with contextlib.suppress(CallLost, CallRefused, ConnectionShortage):
                 await self._caller.post("/work/alive", leaving, AliveAnswer, timeout_s=GOODBYE_TIMEOUT_S)
-            await self._clients.aclose()
+            if self._http is not None:
+                await self._http.aclose()
 
     async def _take_for_ever(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             while len(self._running) >= self.slots:
                 self._freed.clear()
                 await self._freed.wait()
-            answer = await self._ask(
-                "/work/take", self._take_request, TakeAnswer, MAX_WAIT_S + CALL_TIMEOUT_S
-            )
+            timeout_s = MAX_WAIT_S + CALL_TIMEOUT_S
+            answer = await self._ask("/work/take", self._take_request, TakeAnswer, timeout_s)
             self._lease_timeout_s = answer.lease_timeout_s
             self._is_known.set()
             for item in answer.items:
-                running = self._running[item.item_id] = _Running(item)
-                running.task = tasks.create_task(
-                    self._run_item(running, answer.model), name=f"{item.rollout_id} attempt {item.attempt}"
-                )
+                name = f"{item.rollout_id} attempt {item.attempt}"
+                running = tasks.create_task(self._run_item(item, answer.model), name=name)
+                self._running[item.item_id] = running
 
     def _take_request(self) -> TakeRequest:
         """A new one for each try: what is held changes meanwhile."""
@@ -142,11 +140,9 @@ class Worker:
             **self._who, max_items=free, slots=self.slots, number=self._number, holding=holding
         )
 
-    async def _run_item(self, running: _Running, model: str) -> None:
-        item = running.item
+    async def _run_item(self, item: WorkItem, model: str) -> None:
         try:
             said = await self._run_harness(item, model)
-            running.is_over = True
             result = ResultRequest(**self._who, item_id=item.item_id, **said)
             await self._ask("/work/result", lambda: result, Accepted, CALL_TIMEOUT_S)
         except CallRefused as refused:
@@ -169,7 +165,7 @@ class Worker:
             item.key,
             model,
             outcome_key=item.outcome_key,
-            http_client=self._clients.get,
+            http_client=self._http_client,
         )
         given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
         task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else TaskWithoutAnswer(*given)
@@ -177,7 +173,7 @@ class Worker:
         try:
             async with limit:
                 outcome = await self._harness.run(task, session)
-            return {} if outcome == Outcome() else {"outcome": _outcome_message(outcome)}
+            return {} if outcome == Outcome() else {"outcome": _checked(outcome)}
         except asyncio.CancelledError as error:
             if (current := asyncio.current_task()) is not None and current.cancelling():
                 raise
@@ -195,6 +191,12 @@ class Worker:
                 log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
             return {"failure": _failure(item, error)}
 
+    def _http_client(self) -> Any:
+        """The one of all sessions; made in the worker's event loop by the first that asks."""
+        if self._http is None:
+            self._http = make_http_client()
+        return self._http
+
     async def _give_signs(self) -> None:
         await self._is_known.wait()  # how often, and for what, is known from the first answer on
         while True:
@@ -206,30 +208,15 @@ class Worker:
                 min(CALL_TIMEOUT_S, self._lease_timeout_s / 3),
             )
             for item_id, why in answer.cancel.items():
-                running = self._running.get(item_id)
-                if running is None or running.task is None:
-                    continue
-                if not running.is_over:
-                    log.info("%s is given up: %s", running.item.rollout_id, why)
-                # also while its result is on its way: it is not taken, and asking for ever keeps its slot
-                running.task.cancel()
+                if (running := self._running.get(item_id)) is not None:
+                    log.info("%s is given up: %s", running.get_name(), why)
+                    running.cancel()  # also while its result is on its way: it is not taken
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._ticked_s = loop.time()
             await asyncio.sleep(TICK_S)
-            lag_s = loop.time() - self._ticked_s - TICK_S
-            if lag_s > self._lease_timeout_s / 2:
-                log.warning(
-                    "the event loop of worker %s stood still for %.1f s, without a sign of life; after "
-                    "gateway.lease_timeout_s=%s a worker counts as gone, and all its rollouts fail. Way out: "
-                    "`await asyncio.to_thread(...)` for what blocks, or a harness that is no async function, "
-                    "which runs in a thread.",
-                    self.name,
-                    lag_s,
-                    self._lease_timeout_s,
-                )
 
     async def _ask(
         self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
@@ -239,7 +226,7 @@ class Worker:
         Raises CallRefused for 410, ConfigError if the gateway does not know this worker's key or its
         messages.
         """
-        backoff_s = 0.5
+        backoff_s, now_s = 0.5, asyncio.get_running_loop().time
         while True:
             try:
                 found = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
@@ -247,48 +234,29 @@ class Worker:
                 if isinstance(error, CallRefused) and error.status == 410:
                     raise
                 if isinstance(error, CallRefused) and error.status in (401, 422):
-                    raise ConfigError(
-                        f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}",
-                        rule=error.body.rule,
-                        way_out=error.body.way_out,
-                    ) from error
-                self._note_lost(error)
+                    what = f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}"
+                    raise ConfigError(what, rule=error.body.rule, way_out=error.body.way_out) from error
+                if self._lost_since_s is None:
+                    self._lost_since_s = now_s()
+                    log.warning("worker %s: %s. It asks again, for ever; Ctrl-C ends it.", self.name, error)
             else:
-                self._note_answered()
+                if self._lost_since_s is not None:
+                    lost_s, self._lost_since_s = now_s() - self._lost_since_s, None
+                    log.warning("worker %s: the gateway answers again, after %.0f s", self.name, lost_s)
                 return found
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # many workers do not come back at once
 
-    def _note_lost(self, error: Exception) -> None:
-        if self._lost_since_s is None:
-            self._lost_since_s = asyncio.get_running_loop().time()
-            log.warning(
-                "worker %s: %s. It asks again until it is answered, for ever; Ctrl-C or SIGTERM ends it.",
-                self.name,
-                error,
-            )
 
-    def _note_answered(self) -> None:
-        if self._lost_since_s is not None:
-            lost_s = asyncio.get_running_loop().time() - self._lost_since_s
-            log.warning("worker %s: the gateway answers again, after %.0f s", self.name, lost_s)
-            self._lost_since_s = None
-
-
-def _outcome_message(outcome: Outcome) -> OutcomeMessage:
+def _checked(outcome: Outcome) -> Outcome:
     try:
-        message = OutcomeMessage.of(outcome)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise RolloutFailure(f"the outcome is wrong: {where} {first['msg']}") from error
-    if (size := len(message.model_dump_json().encode())) > MAX_OUTCOME_BYTES:
-        raise RolloutFailure(
-            f"the outcome has {size} bytes",
-            rule=f"{MAX_OUTCOME_BYTES} is the limit",
-            way_out="give fewer metrics.",
-        )
-    return message
+        checked = OUTCOME.validate_python(outcome)
+    except ValueError as error:
+        raise RolloutFailure(f"the outcome is wrong: {first_fault(error)}") from error
+    if (size := len(OUTCOME.dump_json(checked))) > MAX_OUTCOME_BYTES:
+        rule = f"{MAX_OUTCOME_BYTES} is the limit"
+        raise RolloutFailure(f"the outcome has {size} bytes", rule=rule, way_out="give fewer metrics.")
+    return checked
 
 
 def _failure(item: WorkItem, error: BaseException) -> FailureMessage:
@@ -297,5 +265,5 @@ def _failure(item: WorkItem, error: BaseException) -> FailureMessage:
     what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}: {error}"
     if isinstance(error, AsyncrlError):
         what, rule, way_out = error.what, error.rule, error.way_out
-    words = (text[:_MAX_WORDS].encode("utf-8", errors="replace").decode() for text in (what, rule, way_out))
-    return FailureMessage(**dict(zip(("error", "rule", "way_out"), words, strict=True)))
+    words = [text[:_MAX_WORDS].encode("utf-8", errors="replace").decode() for text in (what, rule, way_out)]
+    return FailureMessage(error=words[0], rule=words[1], way_out=words[2])

@@ -19,9 +19,9 @@ import threading
 import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from asyncrl.agents.harness import Harness, HarnessSpec, build_harness
 from asyncrl.agents.process_group import hide_memory
@@ -42,42 +42,52 @@ class WorkerSpec(Message):
     harness: HarnessSpec
 
 
-async def work(
+def work(
     harness: Harness,
-    *,
-    url: str,
+    spec: WorkerSpec,
     key: str,
-    name: str,
-    slots: int,
-    begun: Callable[[Worker], None] = lambda _: None,
-) -> int:
-    """Work until SIGTERM or SIGINT comes, and return the number of the signal; the second one ends the
-    process at once.
-
-    Raises ConfigError; see Worker.run.
+    *,
+    say: Callable[[ConfigError], int],
+    begun: Callable[[Worker], None] = lambda worker: None,
+    code_of: Callable[[int], int] = lambda number: 128 + number,
+) -> NoReturn:
+    """Work until SIGTERM or SIGINT comes, and end the process with code_of its number; the second one ends it
+    at once. `say` prints a ConfigError that Worker.run raises, and gives its exit code.
     """
-    caller, caught = Caller("gateway", url, key), list[int]()
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
 
-    def end(number: int) -> None:
-        if caught:  # the second one does not wait for what a harness cleans up
-            end_process(128 + number)
-        caught.append(number)
-        task.cancel()
+    async def live() -> int:
+        caller, caught = Caller("gateway", spec.url, key), list[int]()
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end, number)
-    try:
-        worker = Worker(harness, caller, name=name, slots=slots)
-        begun(worker)
-        await worker.run()
-    except asyncio.CancelledError:
-        if not caught:
-            raise
-    finally:
-        await caller.aclose()
-    return caught[0]
+        def end(number: int) -> None:
+            if caught:  # the second one does not wait for what a harness cleans up
+                end_process(128 + number)
+            caught.append(number)
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end, number)
+        try:
+            worker = Worker(harness, caller, name=spec.name, slots=spec.slots)
+            begun(worker)
+            await worker.run()
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+        finally:
+            await caller.aclose()
+        return code_of(caught[0])
+
+    async def live_and_end() -> NoReturn:
+        try:
+            code = await live()
+        except ConfigError as error:
+            code = say(error)
+        end_process(code)
+
+    asyncio.run(end_what_is_left(live_and_end()))
+    raise AssertionError("the process has ended")
 
 
 def main() -> None:
@@ -85,20 +95,12 @@ def main() -> None:
     from asyncrl.http import child_arguments, die_with_parent, fail, make_app, secret_of, serve
 
     text, fd = child_arguments()
-    try:
-        spec = WorkerSpec.model_validate_json(text)
-    except ValidationError as error:
-        fail(
-            f"the worker's spec is wrong: {error}",
-            rule="see asyncrl/agents/worker.py",
-            way_out="start it through asyncrl.",
-        )
+    spec = WorkerSpec.model_validate_json(text)
     harnesses: list[Harness] = []
 
     def kill_commands() -> None:
         for harness in harnesses:
-            if kill := getattr(harness, "kill_all_nowait", None):
-                kill()
+            getattr(harness, "kill_all_nowait", lambda: None)()
 
     die_with_parent(kill_commands)
     log_to_stderr()
@@ -118,18 +120,12 @@ def main() -> None:
 
         threading.Thread(target=serve, args=(app, fd), name="health", daemon=True).start()
 
-    async def work_and_end() -> None:
-        code = 0
-        try:
-            await work(
-                harnesses[0], url=spec.url, key=key, name=spec.name, slots=spec.slots, begun=serve_health
-            )
-        except ConfigError as error:
-            body, code = ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out), 1
-            print(fatal_line(body), file=sys.stderr)
-        end_process(code)
+    def say(error: ConfigError) -> int:
+        body = ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
+        print(fatal_line(body), file=sys.stderr)
+        return 1
 
-    asyncio.run(end_what_is_left(work_and_end()))
+    work(harnesses[0], spec, key, say=say, begun=serve_health, code_of=lambda number: 0)
 
 
 def log_to_stderr() -> None:
@@ -180,38 +176,33 @@ def run_worker(
             way_out=f"set {WORKER_KEY_ENV} or give --key-file FILE; a run with generator.remote prints it, "
             f"and its gateway.json has it.",
         )
-    if slots < 1:
-        raise ConfigError(
-            f"--slots {slots} is less than 1",
-            way_out="give the number of rollouts that this worker may run at once.",
+    try:
+        harness = HarnessSpec(
+            python=python,
+            command=shlex.split(command) if command else None,
+            verifiers=verifiers,
+            args=json.loads(args or "{}"),
+            env=dict(_variable(each) for each in env),
+            pass_env=list(pass_env),
+            max_output_bytes=max_output_bytes,
         )
-    address = gateway_url(url)
-    kinds = {"python": python, "command": shlex.split(command) if command else None, "verifiers": verifiers}
-    if sum(map(bool, kinds.values())) != 1:
+        name = name or f"{socket.gethostname()}/{os.getpid()}"
+        spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=harness)
+    except ValueError as error:
         raise ConfigError(
-            "`asyncrl work` runs one harness",
-            way_out="give one of --python MODULE:FUNCTION, --command '...', --verifiers ID.",
-        )
-    variables = dict(_variable(each) for each in env)
-    more = {"env": variables, "pass_env": list(pass_env), "max_output_bytes": max_output_bytes}
-    spec = HarnessSpec.model_validate(kinds | more | {"args": _arguments(args)})
+            f"`asyncrl work` got python={python}, command={command}, verifiers={verifiers}, {args=}: {error}",
+            rule="it runs one harness: --python MODULE:FUNCTION, --command '...' or --verifiers ID",
+            way_out="write --args as a JSON object, like '{\"max_turns\": 4}'.",
+        ) from error
     log_to_stderr()
     hide_memory()
-    harness = build_harness(spec)
-    name = name or f"{socket.gethostname()}/{os.getpid()}"
-    logging.getLogger("asyncrl.worker").info(
-        "worker %s: %d slots, %s, gateway %s", name, slots, spec.kind, address
-    )
+    logging.getLogger("asyncrl.worker").info("worker %s: %d slots, gateway %s", name, slots, spec.url)
 
-    async def work_and_end() -> NoReturn:
-        try:
-            number = await work(harness, url=address, key=worker_key, name=name, slots=slots)
-        except ConfigError as error:
-            print(f"ConfigError: {error}", file=sys.stderr)
-            end_process(ConfigError.exit_code)
-        end_process(128 + number)
+    def say(error: ConfigError) -> int:
+        print(f"ConfigError: {error}", file=sys.stderr)
+        return ConfigError.exit_code
 
-    asyncio.run(end_what_is_left(work_and_end()))
+    work(build_harness(spec.harness), spec, worker_key, say=say)
 
 
 def gateway_url(url: str) -> str:
@@ -221,10 +212,8 @@ def gateway_url(url: str) -> str:
     address = url.rstrip("/").removesuffix("/v1")
     parts = urllib.parse.urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(
-            f"{url} is no address of a gateway",
-            way_out="write it like http://trainer-host:8700, as the run prints it.",
-        )
+        way_out = "write it like http://trainer-host:8700, as the run prints it."
+        raise ConfigError(f"{url} is no address of a gateway", way_out=way_out)
     return address
 
 
@@ -237,21 +226,7 @@ def _key_in(path: Path) -> str:
         raise ConfigError(
             f"--key-file {path} cannot be read: {type(error).__name__}: {error}",
             rule="it holds the worker key alone, or is the gateway.json of a run with generator.remote",
-            way_out="name the right file.",
         ) from error
-
-
-def _arguments(text: str | None) -> dict[str, Any]:
-    try:
-        values = json.loads(text) if text is not None else {}
-        if not isinstance(values, dict):
-            raise ValueError("it is no object")
-    except ValueError as error:
-        raise ConfigError(
-            f"--args {text:.80} is no JSON object: {error}",
-            way_out="write it like --args '{\"max_turns\": 4}'.",
-        ) from error
-    return values
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -14,11 +14,13 @@ import math
 import random
 from collections import Counter, deque
 from dataclasses import dataclass
+from itertools import count
+from statistics import fmean
 
 from asyncrl.buffer.buffer import WaitMeter
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import HandedBack, StalenessRule
-from asyncrl.messages.records import GroupId, WaitReport
+from asyncrl.messages.records import GroupId
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,8 @@ class Workload:
     long when it comes again. `num_slots` rollouts run at once, others wait in order of admission, and a group
     is admitted when a slot is free and no rollout waits. A group is done when its `group_size` rollouts are.
     A batch trains for `train_s`; its version is served `publish_s` later, and while a publish is under way
-    newer versions wait and are skipped over. A finished group fails with `failure_probability`, and one that
-    has not failed is filtered with `filter_probability`: both hand their admission back. The prompt of a
-    dropped or failed group comes again before any new one (of a failed one, once another has not failed and a
-    later version is served), drawn anew, `max_hand_backs` times at most.
+    newer versions wait and are skipped over. The prompt of a dropped group comes again before any new one,
+    drawn anew, `max_hand_backs` times at most.
     """
 
     num_slots: int
@@ -43,8 +43,6 @@ class Workload:
     group_size: int = 1
     train_s: float = 1.0
     publish_s: float = 0.0
-    failure_probability: float = 0.0
-    filter_probability: float = 0.0
     max_hand_backs: int = 3
     seed: int = 0
 
@@ -57,7 +55,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """Ages are in versions: batch index - oldest version of a token with a loss weight, one value a group."""
 
     batches_per_s: float
@@ -66,23 +64,15 @@ class Outcome:
     age_max: int
     late_fraction: float
     masked_fraction: float
-    num_dropped: int
-    num_all_masked: int
+    num_handed_back: int
     num_given_up: int
-    num_failed: int
-    num_filtered: int
     look_ahead_mean: float
-    wait: WaitReport
-
-
-Comeback = tuple[int, int]
-"""(prompt, its num_handed_back) of a prompt that is to be sampled again."""
 
 
 @dataclass(slots=True)
 class _Rollout:
     length_s: float
-    started_s: float = -1.0
+    started_s: float = math.inf
     oldest: int = 0
 
 
@@ -90,7 +80,6 @@ class _Rollout:
 class _Group:
     prompt: int
     num_handed_back: int
-    start_version: int
     rollouts: list[_Rollout]
     num_unfinished: int
 
@@ -103,41 +92,33 @@ class Simulation:
     def __init__(self, rule: StalenessRule, workload: Workload, *, auto: LookAhead | None = None) -> None:
         self.rule, self.workload, self.auto = rule, workload, auto
         self.now_s = 0.0
-        self._failures = random.Random(~workload.seed)
-        self._filters = random.Random(f"filter/{workload.seed}")
         self._num_drawn = 0
-        self._back: list[Comeback] = []  # heap
-        self._failed_in_a_row: list[tuple[int, Comeback]] = []  # (start version, what will be in _back)
-        self._returning: list[
-            tuple[int, Comeback]
-        ] = []  # of the rows before: until a later version is served
-        self._events: list[tuple[float, int, str, int, int]] = []
-        self._sequence = 0
+        self._back: list[tuple[int, int]] = []  # heap: (prompt, its num_handed_back)
+        self._events: list[tuple[float, int, str, int, int]] = []  # heap; the number keeps the order of calls
+        self._numbers = count()
         self._groups: dict[GroupId, _Group] = {}
         self._queue: deque[tuple[GroupId, int]] = deque()
         self._free_slots = workload.num_slots
         self._served_at_s = [0.0]
         self._trained = 0
         self._is_publishing = self._is_training = False
-        self._meter: WaitMeter | None = WaitMeter(0.0, rule.waits_for)
+        self._meter = WaitMeter(0.0, rule.waits_for)
         self._last_take_s = 0.0
         self._num_spare = 0
         self._counts = Counter[str]()
         self._tokens = self._masked = 0.0
         self._ages: list[int] = []
         self._look_aheads: list[int] = []
-        self._waits: list[WaitReport] = []
         self.batches: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         """(index, (group id, oldest version) of each group) of every batch, for tests."""
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Play until the last batch has been trained."""
         self._settle()
         while self.rule.next_batch < self.rule.num_batches or self._is_training:
             if not self._events:
-                raise RuntimeError(
-                    f"deadlock at batch {self.rule.next_batch}: waits for {self.rule.waits_for}, nothing runs"
-                )
+                waits_for = self.rule.waits_for
+                raise RuntimeError(f"deadlock: batch {self.rule.next_batch} waits for {waits_for}")
             self.now_s, _, kind, first, second = heapq.heappop(self._events)
             match kind:
                 case "rollout":
@@ -148,11 +129,10 @@ class Simulation:
                 case "published":
                     self._publish_done(first)
             self._settle()
-        return self._outcome()
+        return self._result()
 
     def _at(self, delay_s: float, kind: str, first: int = 0, second: int = 0) -> None:
-        self._sequence += 1
-        heapq.heappush(self._events, (self.now_s + delay_s, self._sequence, kind, first, second))
+        heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), kind, first, second))
 
     def _settle(self) -> None:
         """Do all that can be done now: start in free slots, take a batch."""
@@ -162,91 +142,59 @@ class Simulation:
 
     def _fill(self) -> None:
         """A free slot goes to a rollout that waits for one, then to a new group."""
-        while self._free_slots:
-            if self._queue:
-                self._start(*self._queue.popleft())
-            elif self.rule.num_open:
+        while self._free_slots and (self._queue or self.rule.num_open):
+            if not self._queue:
                 self._admit()
-            else:
-                return
+                continue
+            group_id, index = self._queue.popleft()
+            if group_id in self._groups:  # else it was dropped while it waited
+                rollout = self._groups[group_id].rollouts[index]
+                rollout.started_s, rollout.oldest = self.now_s, self.rule.served
+                self._free_slots -= 1
+                self._at(rollout.length_s, "rollout", group_id, index)
 
     def _admit(self) -> None:
         ticket = self.rule.admit_nowait()
-        for start_version, back in self._returning:
-            if start_version < ticket.start_version:
-                heapq.heappush(self._back, back)
-        self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
-        if self._back:
-            prompt, num_handed_back = heapq.heappop(self._back)
-        else:
-            prompt, num_handed_back = self._num_drawn, 0
-            self._num_drawn += 1
-        group_id, size = ticket.group_id, self.workload.group_size
-        rollouts = [_Rollout(self.workload.length_s(prompt, num_handed_back, index)) for index in range(size)]
-        self._groups[group_id] = _Group(prompt, num_handed_back, ticket.start_version, rollouts, size)
-        self._queue.extend((group_id, index) for index in range(size))
-
-    def _start(self, group_id: GroupId, index: int) -> None:
-        if group_id in self._groups:  # else it was dropped while it waited
-            rollout = self._groups[group_id].rollouts[index]
-            rollout.started_s, rollout.oldest = self.now_s, self.rule.served
-            self._free_slots -= 1
-            self._at(rollout.length_s, "rollout", group_id, index)
-
-    def _again(self, group: _Group) -> list[Comeback]:
-        """The prompt as it comes again; nothing if that was often enough."""
-        if group.num_handed_back < self.workload.max_hand_backs:
-            return [(group.prompt, group.num_handed_back + 1)]
-        self._counts["given_up"] += 1
-        return []
+        prompt, num_handed_back = heapq.heappop(self._back) if self._back else (self._num_drawn, 0)
+        self._num_drawn += num_handed_back == 0
+        size = self.workload.group_size
+        rollouts = [_Rollout(self.workload.length_s(prompt, num_handed_back, i)) for i in range(size)]
+        self._groups[ticket.group_id] = _Group(prompt, num_handed_back, rollouts, size)
+        self._queue.extend((ticket.group_id, index) for index in range(size))
 
     def _rollout_done(self, group_id: GroupId, index: int) -> None:
         group = self._groups.get(group_id)
         if group is None:
             return  # dropped meanwhile: its slots were freed then
         self._free_slots += 1
-        group.rollouts[index].length_s = self.now_s - group.rollouts[index].started_s
         group.num_unfinished -= 1
         if group.num_unfinished:
             return
-        if self._failures.random() < self.workload.failure_probability:
-            self._counts["failed"] += 1
-            self._failed_in_a_row += [(group.start_version, again) for again in self._again(group)]
-        else:
-            self._returning += self._failed_in_a_row
-            self._failed_in_a_row.clear()
-            if self._filters.random() >= self.workload.filter_probability:
-                oldest = min(rollout.oldest for rollout in group.rollouts)
-                back = self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served)
-                if back is not None:
-                    self._hand_back(back)
-                return
-            self._counts["filtered"] += 1
-        self.rule.fail_nowait(group_id)
-        del self._groups[group_id]
+        oldest = min(rollout.oldest for rollout in group.rollouts)
+        back = self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served)
+        if back is not None:
+            self._hand_back(back)
 
     def _hand_back(self, handed_back: HandedBack) -> None:
         group = self._groups.pop(handed_back.group_id)
-        self._counts[handed_back.reason] += 1
-        for back in self._again(group):
-            heapq.heappush(self._back, back)
-        if not handed_back.was_ready:
-            self._free_slots += sum(
-                rollout.started_s >= 0 and rollout.started_s + rollout.length_s > self.now_s
-                for rollout in group.rollouts
-            )
+        self._counts["handed_back"] += 1
+        if group.num_handed_back < self.workload.max_hand_backs:
+            heapq.heappush(self._back, (group.prompt, group.num_handed_back + 1))
+        else:
+            self._counts["given_up"] += 1
+        ends = (rollout.started_s + rollout.length_s for rollout in group.rollouts)
+        self._free_slots += sum(self.now_s < end_s < math.inf for end_s in ends)
 
     def _take_if_formed(self) -> None:
-        if self._meter is None:
+        rule = self.rule
+        if self._is_training or rule.next_batch == rule.num_batches:
             return
-        self._meter.change(self.now_s, self.rule.waits_for)
-        if self.rule.next_batch == self.rule.num_batches or self.rule.waits_for is not None:
+        self._meter.change(self.now_s, rule.waits_for)
+        if rule.waits_for is not None:
             return
         wait = self._meter.report()
-        self._meter = None
-        self._waits.append(wait)
-        self._look_aheads.append(self.rule.look_ahead)
-        choice = self.rule.take_nowait()
+        self._look_aheads.append(rule.look_ahead)
+        choice = rule.take_nowait()
         taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
         groups = tuple((int(group_id), self._weigh(choice.version, group)) for group_id, group in taken)
         self.batches.append((choice.version, groups))
@@ -254,7 +202,7 @@ class Simulation:
             self._hand_back(handed_back)
         if self.auto is not None:
             interval_s = self.now_s - self._last_take_s
-            self.rule.set_look_ahead(self.auto.batch_taken(interval_s, wait, self._num_spare))
+            rule.set_look_ahead(self.auto.batch_taken(interval_s, wait, self._num_spare))
         self._last_take_s = self.now_s
         self._is_training = True
         self._at(self.workload.train_s, "trained")
@@ -293,24 +241,16 @@ class Simulation:
         self.rule.set_served_nowait(version)
         self._publish()
 
-    def _outcome(self) -> Outcome:
+    def _result(self) -> SimulationResult:
         counts, num_batches = self._counts, self.rule.num_batches
-        return Outcome(
+        return SimulationResult(
             batches_per_s=num_batches / self.now_s,
             idle_fraction=1 - num_batches * self.workload.train_s / self.now_s,
-            age_mean=sum(self._ages) / len(self._ages),
+            age_mean=fmean(self._ages),
             age_max=max(self._ages),
             late_fraction=counts["late"] / len(self._ages),
             masked_fraction=self._masked / self._tokens,
-            num_dropped=counts["dropped"],
-            num_all_masked=counts["all_masked"],
+            num_handed_back=counts["handed_back"],
             num_given_up=counts["given_up"],
-            num_failed=counts["failed"],
-            num_filtered=counts["filtered"],
-            look_ahead_mean=sum(self._look_aheads) / num_batches,
-            wait=WaitReport(
-                generation_s=sum(wait.generation_s for wait in self._waits),
-                stragglers_s=sum(wait.stragglers_s for wait in self._waits),
-                publishing_s=sum(wait.publishing_s for wait in self._waits),
-            ),
+            look_ahead_mean=fmean(self._look_aheads),
         )

@@ -8,11 +8,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl.buffer.overdue import POLICIES, HandBackReason, OnOverdue, OverduePolicy
-from asyncrl.errors import RoomError, WouldWait
+from asyncrl.errors import WouldWait
 from asyncrl.messages.records import GroupId, Ticket
 
 WaitCause = Literal["generation", "stragglers", "publishing"]
+OnOverdue = Literal["wait", "mask", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class OverduePolicy:
+    """buffer.on_overdue: what happens when a group that the next batch leaves behind would become too old.
+
+    `waits`: the batch waits for stragglers, so that no group ever passes its deadline. `masks`: late groups
+    are trained on; their tokens older than the batch's min_version have no loss weight. Neither: a group that
+    has passed its deadline is generated again.
+    """
+
+    waits: bool = False
+    masks: bool = False
+
+    @property
+    def reason(self) -> Literal["dropped", "all_masked"]:
+        """Why a group is handed back once no batch can use it."""
+        return "all_masked" if self.masks else "dropped"
+
+    def last_use(self, deadline: int, newest_deadline: int | None) -> int | None:
+        """Last batch that has a use for a group whose oldest token has `deadline`; None: any batch.
+
+        `newest_deadline` of its newest token, None while it runs: a masked group is of use as long as one of
+        its tokens is young enough.
+        """
+        return newest_deadline if self.masks else deadline
+
+
+POLICIES: dict[OnOverdue, OverduePolicy] = {
+    "wait": OverduePolicy(waits=True),
+    "mask": OverduePolicy(masks=True),
+    "drop": OverduePolicy(),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +53,11 @@ class HandedBack:
     """An admitted group that no batch can use any more; `was_ready` says whether it had finished."""
 
     group_id: GroupId
-    reason: HandBackReason
     was_ready: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BatchChoice:
     """Batch `version`: its groups in order of admission, and what taking it made unusable."""
 
     version: int
@@ -78,12 +110,10 @@ class StalenessRule:
 
     @property
     def num_running(self) -> int:
-        """Groups admitted and not finished."""
         return len(self._running)
 
     @property
     def num_ready(self) -> int:
-        """Groups finished and not taken."""
         return len(self._ready)
 
     @property
@@ -108,14 +138,13 @@ class StalenessRule:
     def waits_for(self) -> WaitCause | None:
         """What the next batch waits for, as in WaitReport; None if it can be taken now."""
         if self.num_ready >= self.num_groups:
-            return "stragglers" if self.overdue.waits and self.first_in_danger() is not None else None
+            return "stragglers" if self.overdue.waits and self._is_in_danger() else None
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
             return "publishing"
         return "generation"
 
-    def first_in_danger(self) -> int | None:
-        """Earliest deadline that could be missed if the next batch were taken now; None if everything left
-        stays feasible.
+    def _is_in_danger(self) -> bool:
+        """Whether a deadline could be missed if the next batch were taken now.
 
         What is left with deadline <= D, all of it, must fit into the batches next_batch + 1 .. D.
         """
@@ -124,8 +153,8 @@ class StalenessRule:
             num_due += self._running_due[deadline] + self._ready_due[deadline]
             num_taken = min(self.num_groups, num_taken + self._ready_due[deadline])
             if num_due - num_taken > (deadline - self.next_batch) * self.num_groups:
-                return deadline
-        return None
+                return True
+        return False
 
     # ---- what happens
 
@@ -149,45 +178,31 @@ class StalenessRule:
         late = self._late(deadlines, ready)
         for group_id in sorted(deadlines.keys() - late):
             self._add_running(group_id, deadlines[group_id])
-        for group_id, (oldest, newest) in ready.items():
-            if group_id not in late:
-                self.finish_nowait(group_id, oldest=oldest, newest=newest)
+        for group_id in ready.keys() - late:
+            oldest, newest = ready[group_id]
+            self.finish_nowait(group_id, oldest=oldest, newest=newest)
         return tuple(sorted(late))
 
     def set_look_ahead(self, look_ahead: int) -> None:
         """From now on at most `look_ahead` batches beyond the served version may be started. What has started
         stays.
         """
-        if not 0 <= look_ahead <= self.max_staleness:
-            raise RoomError(
-                "buffer",
-                f"look_ahead={look_ahead} with max_staleness={self.max_staleness}",
-                rule=f"it lies in 0..{self.max_staleness}, or a group could start that is too old when its "
-                "turn comes",
-            )
+        assert 0 <= look_ahead <= self.max_staleness, f"look_ahead {look_ahead} is beyond max_staleness"
         self.look_ahead = look_ahead
 
     def set_served_nowait(self, version: int) -> None:
         """Every engine serves `version` or a newer one from now on. Versions may be skipped, never go
         back.
         """
-        if version < self.served:
-            raise RoomError(
-                "buffer",
-                f"served version {version} was reported after {self.served}",
-                rule="the oldest version that any engine serves never goes back",
-                way_out="read the log of the engine that restarted, then start the run again.",
-            )
-        if version > self.next_batch:
-            raise self._version_unknown(f"served version {version}")
+        assert self.served <= version <= self.next_batch, (
+            f"version {version} is served after {self.served}, with {self.next_batch} batches taken"
+        )
         self.served = version
 
     def admit_nowait(self) -> Ticket:
         """Leave to start one group. Raises WouldWait while the rule gives none."""
         if self.num_open == 0:
-            raise WouldWait(
-                f"admitted {self.admitted} groups at version {self.served} with look_ahead {self.look_ahead}"
-            )
+            raise WouldWait(f"{self.admitted} groups are admitted at version {self.served}")
         group_id = GroupId(self.num_issued)
         self.num_issued += 1
         self._add_running(group_id, self.served + self.max_staleness)
@@ -197,64 +212,40 @@ class StalenessRule:
         """A running group is ready; `oldest` and `newest` are the versions of its tokens.
 
         Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns the group if no batch
-        can use it any more. Raises RoomError as check_tokens does.
+        can use it any more.
         """
-        self.check_tokens(group_id, oldest=oldest, newest=newest)
-        self._forget_running(group_id)
         deadline = oldest + self.max_staleness
+        assert self._running[group_id] <= deadline, f"group {group_id} has a token older than its ticket"
+        assert newest <= self.next_batch, f"group {group_id} has a token of version {newest}, not made yet"
+        self.fail_nowait(group_id)
         last_use = self.overdue.last_use(deadline, newest + self.max_staleness)
         if last_use is not None and last_use < self.next_batch:
-            return HandedBack(group_id, self.overdue.reason, was_ready=True)
+            return HandedBack(group_id, was_ready=True)
         self._ready[group_id] = deadline
         self._ready_due[deadline] += 1
         heapq.heappush(self._ready_order, (deadline, group_id))
         self._note_last_use(group_id, last_use)
         return None
 
-    def check_tokens(self, group_id: GroupId, *, oldest: int, newest: int) -> None:
-        """Raises RoomError if the group is not running, or its tokens are older than its ticket allows or
-        newer than any weights.
-        """
-        start_version = self.deadline_of(group_id) - self.max_staleness
-        if oldest < start_version:
-            raise RoomError(
-                "buffer",
-                f"group {group_id} has a token of version {oldest}, its ticket says {start_version}",
-                rule="no token of a group may be older than the version that every engine served when the "
-                "group was admitted",
-                way_out=f"read the engines' logs: one of them served version {oldest} after {start_version} "
-                "had been announced.",
-            )
-        if newest > self.next_batch:
-            raise self._version_unknown(f"group {group_id} has a token of version {newest}")
-
     def fail_nowait(self, group_id: GroupId) -> None:
-        """A running group failed or was filtered: its admission is handed back. Raises RoomError if it is not
-        running.
-        """
-        self.deadline_of(group_id)
-        self._forget_running(group_id)
+        """A running group has ended without being ready: its admission is handed back."""
+        deadline = self._running.pop(group_id)
+        _count_down(self._running_due, deadline)
+        last_use = self.overdue.last_use(deadline, None)
+        if last_use is not None:
+            self._useless_after[last_use].discard(group_id)
 
-    def deadline_of(self, group_id: GroupId) -> int:
-        """Last batch that may take a running group whole. Raises RoomError if it is not running."""
-        if group_id not in self._running:
-            raise RoomError("buffer", f"group {group_id} is not running: it was never admitted, or has ended")
-        return self._running[group_id]
-
-    def take_nowait(self) -> Choice:
+    def take_nowait(self) -> BatchChoice:
         """Batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This method
-        guarantees the bound.
-
-        Raises WouldWait while `waits_for` says so, and RoomError after the last batch.
+        guarantees the bound. Raises WouldWait while `waits_for` says so.
         """
-        if self.next_batch == self.num_batches:
-            raise RoomError("buffer", f"a batch was asked for after all {self.num_batches} were taken")
+        assert self.next_batch < self.num_batches, f"all {self.num_batches} batches were taken"
         if cause := self.waits_for:
             raise WouldWait(f"batch {self.next_batch} waits for {cause}")
         version = self.next_batch
         group_ids = tuple(sorted(self._pop_earliest() for _ in range(self.num_groups)))
         self.next_batch += 1
-        return Choice(version, group_ids, tuple(self._hand_back(version)))
+        return BatchChoice(version, group_ids, tuple(self._hand_back(version)))
 
     # ---- how
 
@@ -285,13 +276,6 @@ class StalenessRule:
         if last_use is not None:
             self._useless_after.setdefault(last_use, set()).add(group_id)
 
-    def _forget_running(self, group_id: GroupId) -> None:
-        deadline = self._running.pop(group_id)
-        _count_down(self._running_due, deadline)
-        last_use = self.overdue.last_use(deadline, None)
-        if last_use is not None:
-            self._useless_after[last_use].discard(group_id)
-
     def _pop_earliest(self) -> GroupId:
         while True:
             _, group_id = heapq.heappop(self._ready_order)
@@ -306,17 +290,8 @@ class StalenessRule:
             for groups, due in ((self._ready, self._ready_due), (self._running, self._running_due)):
                 if group_id in groups:
                     _count_down(due, groups.pop(group_id))
-                    was_ready = groups is self._ready
-                    handed_back.append(HandedBack(group_id, self.overdue.reason, was_ready))
+                    handed_back.append(HandedBack(group_id, was_ready=groups is self._ready))
         return handed_back
-
-    def _version_unknown(self, what: str) -> RoomError:
-        return RoomError(
-            "buffer",
-            f"{what}, but {self.next_batch} batches have been taken",
-            rule=f"version {self.next_batch} is the newest that can exist",
-            way_out="read the engine's log: it stamps tokens with a version that was never published.",
-        )
 
 
 def _count_down(counts: Counter[int], deadline: int) -> None:

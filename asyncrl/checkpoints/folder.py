@@ -74,14 +74,15 @@ def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
     To be done once a run goes on from an older one, so that a start that is refused changes nothing.
     """
     told = []
-    for folder in (found.folder for found in passed_over):
-        aside = folder.with_name(f"damaged_{folder.name}")
+    for found in passed_over:
+        aside = found.folder.with_name(f"damaged_{found.folder.name}")
+        became = f"it lies in {aside.name} now"
         try:
             shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            told.append(f"checkpoint {folder} was passed over: it lies in {aside.name} now.")
+            found.folder.rename(aside)
         except OSError as error:
-            told.append(f"checkpoint {folder} was passed over, and cannot be renamed: {error.strerror}.")
+            became = f"it cannot be renamed: {error.strerror}"
+        told.append(f"checkpoint {found.folder} was passed over: {became}.")
     return told
 
 
@@ -108,7 +109,7 @@ class Checkpoints:
 
     def versions(self) -> list[int]:
         """Versions that have a folder, oldest first; nothing is checked."""
-        return _versions_in(path.name for path in self.root.glob("step_*"))
+        return _versions_in(self.root.glob("step_*"))
 
     def begin(self) -> Pending:
         """A folder to write into. Raises CheckpointError if it cannot be made."""
@@ -126,8 +127,9 @@ class Checkpoints:
         """
         final = self.root / f"step_{version}"
         try:
-            text = json.dumps(controller, indent=1) + "\n"
-            (pending.folder / CONTROLLER).write_text(text, encoding="utf-8")
+            (pending.folder / CONTROLLER).write_text(
+                json.dumps(controller, indent=1) + "\n", encoding="utf-8"
+            )
             write_manifest(pending.folder, version)
             sync_records(self.root.parent)
             # it may be there: made by a run that was killed, and is replayed now
@@ -165,14 +167,13 @@ class Checkpoints:
         try:
             for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
                 settle_folder(self.root / left.name.split(".")[1])
-            return _versions_in(path.name for path in self.root.iterdir())
+            return _versions_in(self.root.iterdir())
         except FileNotFoundError:
             return []
         except OSError as error:
+            way_out = "see to its disk, its rights and the limit of open files, and start again."
             raise CheckpointError(
-                f"{self.root} cannot be read: {error.strerror or error}",
-                rule="a run goes on from its newest checkpoint",
-                way_out="see to its disk, its rights and the limit of open files, and start again.",
+                f"{self.root} cannot be read: {error.strerror or error}", way_out=way_out
             ) from error
 
     def _read(self, folder: Path, version: int) -> Whole:
@@ -214,11 +215,10 @@ class Checkpoints:
         return CheckpointError(
             f"no checkpoint can be written to {self.root}: {error.strerror or error}",
             rule="the last whole checkpoint stays, and the run goes on",
-            way_out="free space on the disk of the run directory; the next checkpoint is tried when it is "
-            "due.",
+            way_out="free space on the disk of the run directory; the next one is tried when it is due.",
         )
 
 
-def _versions_in(names: Iterable[str]) -> list[int]:
-    numbers = (name.removeprefix("step_") for name in names if name.startswith("step_"))
-    return sorted(int(number) for number in numbers if number.isdigit())
+def _versions_in(folders: Iterable[Path]) -> list[int]:
+    kinds = (path.name.partition("_") for path in folders)
+    return sorted(int(number) for kind, _, number in kinds if kind == "step" and number.isdigit())

@@ -1,13 +1,11 @@
 """The manifest of a checkpoint: the size and sha256 of every file, so that half a checkpoint is never taken
 for a whole one.
 
-A file is hashed once: by whoever writes it, while it is written, if a SUMS file beside it says so; else here.
 Knows files alone. Everything here blocks: call it in a thread.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -16,11 +14,7 @@ from asyncrl.errors import CheckpointDamaged, CheckpointError
 from asyncrl.files import sha256_of, sync, sync_tree
 
 MANIFEST = "manifest.json"
-SUMS = "state.json"
-"""The trainer's own manifest (asyncrl/trainer/state.py): `files` by name.
-"""
 FORMAT = 1
-_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 class FileEntry(BaseModel):
@@ -32,14 +26,19 @@ class FileEntry(BaseModel):
     sha256: str
 
 
-class Manifest(BaseModel):
+class ManifestFormat(BaseModel):
+    """All that is asked of a manifest before its format is known."""
+
+    model_config = ConfigDict(frozen=True)
+
+    format: int = FORMAT
+
+
+class Manifest(ManifestFormat):
     """What a whole checkpoint consists of. `version`: batches trained when it was made; `files` by relative
     path.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: int = FORMAT
     version: int
     files: dict[str, FileEntry]
 
@@ -47,33 +46,17 @@ class Manifest(BaseModel):
 def write_manifest(folder: Path, version: int) -> Manifest:
     """Sync every file of `folder` to disk and write the manifest over them, last of all. Raises OSError."""
     sync_tree(folder)
-    known, files = _known_sums(folder), {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        size = path.stat().st_size
-        entry = known.get(path) or FileEntry(size=size, sha256=sha256_of(path))
-        if entry.size != size:
-            raise OSError(f"{path} has {size} bytes, and {entry.size} were written")
-        files[path.relative_to(folder).as_posix()] = entry
+    files = {
+        path.relative_to(folder).as_posix(): FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     manifest = Manifest(version=version, files=files)
     path = folder / MANIFEST
     path.write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
     sync(path)
     sync(folder)
     return manifest
-
-
-def _known_sums(folder: Path) -> dict[Path, FileEntry]:
-    """Of the files that were hashed while they were written. Raises OSError for a SUMS that cannot be
-    read.
-    """
-    known = {}
-    for sums in folder.rglob(SUMS):
-        try:
-            for name, entry in json.loads(sums.read_text(encoding="utf-8"))["files"].items():
-                known[sums.parent / name] = FileEntry.model_validate(entry)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise OSError(f"{sums} cannot be read: {error}") from error
-    return known
 
 
 def check_manifest(folder: Path) -> Manifest:
@@ -83,13 +66,16 @@ def check_manifest(folder: Path) -> Manifest:
     file cannot be read, or a newer asyncrl wrote it.
     """
     try:
-        plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if isinstance(plain, dict) and isinstance(number := plain.get("format"), int) and number > FORMAT:
-            raise _too_new(folder, number)
-        manifest = Manifest.model_validate(plain)
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        if (number := ManifestFormat.model_validate_json(text).format) > FORMAT:
+            raise CheckpointError(
+                f"checkpoint {folder} has format {number}, this version of asyncrl reads {FORMAT}",
+                way_out="resume with the asyncrl that wrote it, or a newer one.",
+            )
+        manifest = Manifest.model_validate_json(text)
     except OSError as error:
         raise unreadable(folder, MANIFEST, error) from error
-    except ValueError as error:  # no JSON, no text, or not these fields
+    except ValueError as error:
         raise damaged(folder, f"its {MANIFEST} cannot be read: {str(error).splitlines()[0]}") from error
     for name, entry in manifest.files.items():
         path = folder / name
@@ -106,23 +92,13 @@ def check_manifest(folder: Path) -> Manifest:
 
 def unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
     """A file that is not there is damage; one that the system does not read may be whole."""
-    if isinstance(error, _MISSING):
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return damaged(folder, f"{name} cannot be read: {error.strerror}")
     return CheckpointError(
         f"checkpoint {folder} cannot be read: {name}: {error.strerror or error}",
-        rule="only what was read and is wrong counts as damaged, and a run goes on from its newest "
-        "checkpoint",
-        way_out=f"see to its disk, its rights and the limit of open files, and start again; if it is lost, "
-        f"rename it to "
-        f"damaged_{folder.name}: an older one is taken if there is one.",
-    )
-
-
-def _too_new(folder: Path, number: int) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {folder} has format {number}, this version of asyncrl reads {FORMAT}",
-        rule="what a newer asyncrl wrote is not guessed at",
-        way_out="resume with the asyncrl that wrote it, or a newer one.",
+        rule="only what was read and is wrong counts as damaged",
+        way_out="see to its disk, its rights and the limit of open files, and start again; if it is lost, "
+        f"rename it to damaged_{folder.name}: an older one is taken if there is one.",
     )
 
 
@@ -131,6 +107,5 @@ def damaged(folder: Path, why: str) -> CheckpointDamaged:
     return CheckpointDamaged(
         f"checkpoint {folder} is damaged: {why}",
         rule="a checkpoint is used only if every file is as its manifest says",
-        way_out="an older one is taken if there is one; else copy the folder back from where it is whole, or "
-        "start a new run.",
+        way_out="an older one is taken if there is one; else copy the folder back, or start a new run.",
     )

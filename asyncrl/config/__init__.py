@@ -1,48 +1,22 @@
-"""The settings of a run. Knows what is allowed; knows no room, no torch, no device."""
+"""The settings of a run. Knows what is allowed; knows no other part, no torch, no device."""
 
-from asyncrl.config.generation import (
-    BufferConfig,
-    EvalConfig,
-    ObserveConfig,
-    RolloutConfig,
-    SimulatedConfig,
-    WeightSyncConfig,
-)
-from asyncrl.config.learning import AlgorithmConfig, LoraConfig, TrainerConfig
-from asyncrl.config.load import load_config, run_config_yaml
-from asyncrl.config.model_task import (
-    GatewayConfig,
-    GeneratorConfig,
-    ModelConfig,
-    Outcomes,
-    ScratchConfig,
-    TaskConfig,
-)
-from asyncrl.config.placement import PlacementConfig
-from asyncrl.config.run_config import RunConfig
-from asyncrl.config.sections import CheckpointConfig, JournalConfig, SupervisionConfig
-
-__all__ = [
-    "AlgorithmConfig",
-    "BufferConfig",
-    "CheckpointConfig",
-    "EvalConfig",
-    "GatewayConfig",
-    "GeneratorConfig",
-    "JournalConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "ObserveConfig",
-    "Outcomes",
-    "PlacementConfig",
-    "WeightSyncConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "ScratchConfig",
-    "SimulatedConfig",
-    "SupervisionConfig",
-    "TaskConfig",
-    "TrainerConfig",
-    "load_config",
-    "run_config_yaml",
-]
+from asyncrl.config.generation import BufferConfig as BufferConfig
+from asyncrl.config.generation import EvalConfig as EvalConfig
+from asyncrl.config.generation import ObserveConfig as ObserveConfig
+from asyncrl.config.generation import RolloutConfig as RolloutConfig
+from asyncrl.config.generation import WeightSyncConfig as WeightSyncConfig
+from asyncrl.config.load import load_config as load_config
+from asyncrl.config.load import run_config_yaml as run_config_yaml
+from asyncrl.config.model_task import GatewayConfig as GatewayConfig
+from asyncrl.config.model_task import GeneratorConfig as GeneratorConfig
+from asyncrl.config.model_task import ModelConfig as ModelConfig
+from asyncrl.config.model_task import Outcomes as Outcomes
+from asyncrl.config.model_task import ScratchConfig as ScratchConfig
+from asyncrl.config.model_task import TaskConfig as TaskConfig
+from asyncrl.config.placement import PlacementConfig as PlacementConfig
+from asyncrl.config.run_config import RunConfig as RunConfig
+from asyncrl.config.sections import AlgorithmConfig as AlgorithmConfig
+from asyncrl.config.sections import CheckpointConfig as CheckpointConfig
+from asyncrl.config.sections import LoraConfig as LoraConfig
+from asyncrl.config.sections import SupervisionConfig as SupervisionConfig
+from asyncrl.config.sections import TrainerConfig as TrainerConfig

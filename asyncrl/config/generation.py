@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
@@ -84,78 +84,33 @@ class RolloutConfig(FrozenConfig):
     ports: list[Port] | None = None
     """Ports of the engine servers on 127.0.0.1, one each (none = any free ones)."""
 
-    @model_validator(mode="after")
-    def _a_port_each(self) -> Self:
-        if self.ports is not None and len(self.ports) != self.num_engines:
-            raise ValueError(
-                f"rollout.ports names {len(self.ports)} ports for rollout.num_engines={self.num_engines}; "
-                f"give one port an engine, or none"
-            )
-        if self.ports is not None and len(set(self.ports)) != len(self.ports):
-            raise ValueError(
-                f"rollout.ports={self.ports} names a port twice, and each engine listens on one of its own; "
-                f"name each once"
-            )
-        return self
-
     @field_validator("urls")
     @classmethod
     def _are_addresses(cls, urls: list[str] | None) -> list[str] | None:
         for url in urls or ():
-            parts = urlsplit(url)
-            if (
-                parts.scheme not in ("http", "https")
-                or not parts.hostname
-                or parts.path.strip("/")
-                or parts.query
-            ):
+            if not re.fullmatch(r"https?://[^/?#\s]+/?", url):
+                raise ValueError(f"{url!r}: write a server like http://10.0.0.7:8000, without a path")
+        return urls and [url.rstrip("/") for url in urls]
+
+    @model_validator(mode="after")
+    def _settings_fit_the_engine(self) -> Self:
+        of_engines = {"simulated": ("simulated",), "vllm": ("vllm", "vllm_python", "urls", "tensor_parallel")}
+        for engine, names in of_engines.items():
+            if self.engine != engine and (given := self.given(*names)):
                 raise ValueError(
-                    f"{url!r} is no address of a server; write it like http://10.0.0.7:8000, without a path"
+                    f"rollout.{given[0]} is for rollout.engine={engine}, and rollout.engine={self.engine}; "
+                    f"set rollout.engine={engine}, or remove it"
                 )
-        if urls == []:
-            raise ValueError("it names no server; name one for each of rollout.num_engines, or remove it")
-        if urls is not None and len({url.rstrip("/") for url in urls}) != len(urls):
-            raise ValueError("a server is named twice, and each engine is one server; name each once")
-        return urls
-
-    @model_validator(mode="after")
-    def _a_latency_model_is_for_the_simulated_engine(self) -> Self:
-        if self.engine != "simulated" and self.simulated != SimulatedConfig():
+        for name, values in {"ports": self.ports, "urls": self.urls}.items():
+            if values is not None and not len(values) == len(set(values)) == self.num_engines:
+                raise ValueError(
+                    f"rollout.{name}={values}, and each of rollout.num_engines={self.num_engines} engines "
+                    f"has one of its own; name each once, or set rollout.num_engines={len(set(values))}"
+                )
+        if self.urls is not None and (given := self.given("ports", "vllm", "tensor_parallel")):
             raise ValueError(
-                f"rollout.simulated is the latency model of the simulated engine, and "
-                f"rollout.engine={self.engine}; "
-                "set rollout.engine=simulated, or remove it"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _vllm_keys_are_for_vllm(self) -> Self:
-        given = {
-            "vllm": bool(self.vllm),
-            "vllm_python": self.vllm_python != "auto",
-            "urls": self.urls is not None,
-        }
-        given["tensor_parallel"] = self.tensor_parallel > 1
-        names = [f"rollout.{name}" for name, is_given in given.items() if is_given]
-        if self.engine != "vllm" and names:
-            raise ValueError(
-                f"{', '.join(names)} is for vLLM, and rollout.engine={self.engine}; set rollout.engine=vllm, "
-                f"or remove it"
-            )
-        if self.urls is None:
-            return self
-        if len(self.urls) != self.num_engines:
-            raise ValueError(
-                f"rollout.urls names {len(self.urls)} servers for rollout.num_engines={self.num_engines}; "
-                f"set rollout.num_engines="
-                f"{len(self.urls)}"
-            )
-        others = {"rollout.ports": self.ports is not None, "rollout.vllm": bool(self.vllm)}
-        others["rollout.tensor_parallel"] = self.tensor_parallel > 1
-        if names := [name for name, is_given in others.items() if is_given]:
-            raise ValueError(
-                f"{', '.join(names)} is for servers that the run starts, and rollout.urls names those of "
-                f"somebody else"
+                f"rollout.{given[0]} is for servers that the run starts, and rollout.urls names others; "
+                f"remove one"
             )
         return self
 
@@ -184,10 +139,8 @@ class BufferConfig(FrozenConfig):
         if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
             raise ValueError(
                 f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}, so "
-                f"a group could start "
-                f"that is too old when its turn comes; set buffer.look_ahead to auto or "
-                f"0..{self.max_staleness}, "
-                f"or raise buffer.max_staleness to {self.look_ahead}"
+                "a group could start that is too old when its turn comes; set buffer.look_ahead to auto or "
+                f"0..{self.max_staleness}, or raise buffer.max_staleness to {self.look_ahead}"
             )
         return self
 
@@ -222,8 +175,7 @@ class EvalConfig(FrozenConfig):
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
                 f"eval.samples={self.samples} completions of a prompt are all the same at "
-                f"eval.temperature=0; "
-                "set eval.samples to 1, or eval.temperature above 0"
+                "eval.temperature=0; set eval.samples to 1, or eval.temperature above 0"
             )
         return self
 
@@ -267,17 +219,11 @@ class WeightSyncConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> Self:
-        if self.way.is_file_shared and self.disk_dir is None:
+        if self.way.is_file_shared != (self.disk_dir is not None):
             raise ValueError(
-                "weight_sync.transport=disk writes each version into weight_sync.disk_dir, which is none; "
-                "give a "
-                "folder that trainer and engines share"
-            )
-        if not self.way.is_file_shared and self.disk_dir is not None:
-            raise ValueError(
-                f"weight_sync.disk_dir is for weight_sync.transport=disk, and the transport is "
-                f"{self.transport}; "
-                f"remove it"
+                f"weight_sync.transport={self.transport} with weight_sync.disk_dir={self.disk_dir}: "
+                "transport=disk writes each version into disk_dir, and no other does; give a folder that "
+                "trainer and engines share, or none"
             )
         return self
 

@@ -36,10 +36,7 @@ class ModelConfig(FrozenConfig):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.scratch is None):
-            raise ValueError(
-                "give model.path (a folder or hub id) or model.scratch (a model with random weights), not "
-                "both"
-            )
+            raise ValueError("give one of model.path (a folder or hub id) and model.scratch (random weights)")
         return self
 
 
@@ -103,20 +100,16 @@ class TaskConfig(FrozenConfig):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
-        sources = [name for name in names if getattr(self, name) not in (None, False)]
+        sources = self.given(*names)
         if len(sources) != 1:
             given = ", ".join(sources) or "none of them"
             raise ValueError(f"give exactly one of {', '.join(names)} (given: {given})")
         if self.scores_itself and self.reward is not None:
+            raise ValueError(f"task.reward is set, but a {sources[0]} task scores itself; remove task.reward")
+        if self.verifiers and (given := ", ".join(self.given("args", "system_prompt"))):
             raise ValueError(
-                f"task.reward={self.reward} is set, but a {sources[0]} task scores itself; remove task.reward"
-            )
-        if self.verifiers and self.args:
-            raise ValueError("task.args are not for a verifiers environment; its settings are generator.args")
-        if self.verifiers and self.system_prompt is not None:
-            raise ValueError(
-                "task.system_prompt does not reach a verifiers environment, which makes its own messages; "
-                "set generator.args.taskset.system_prompt to a file with the text"
+                f"{given} does not reach a verifiers environment; its settings are generator.args (the "
+                "system prompt: generator.args.taskset.system_prompt, a file)"
             )
         return self
 
@@ -180,46 +173,31 @@ class GeneratorConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        given = [name for name in ("python", "command", "verifiers", "remote") if getattr(self, name)]
-        if len(given) > 1:
+        kinds = self.given("python", "command", "verifiers", "remote")
+        if len(kinds) > 1 or self.command == []:
             raise ValueError(
-                f"give at most one of python, command, verifiers, remote (given: {', '.join(given)})"
+                "give at most one of python, command (a program and its arguments), verifiers, remote "
+                f"(given: {', '.join(kinds)})"
             )
-        if self.command == []:
-            raise ValueError("generator.command is an empty list; give a program and its arguments")
-        if self.stop and given:
-            raise ValueError(
-                f"generator.stop is for single-turn rollouts; with generator.{given[0]} the harness sends "
-                f"its own `stop`"
-            )
-        if self.env and not self.command:
-            raise ValueError(
-                "generator.env is for generator.command; other harnesses have the environment that they were "
-                "started in"
-            )
-        if self.pass_env and not self.command:
-            raise ValueError(
-                "generator.pass_env is for generator.command; other harnesses have the environment that they "
-                "were started in, and "
-                "`asyncrl work` has --pass-env"
-            )
+        kind = kinds[0] if kinds else "none of them"
+        for_kinds = {
+            "stop": ("none of them",),
+            "env": ("command",),
+            "pass_env": ("command",),
+            "args": ("python", "verifiers"),
+            "give_answer": ("python", "command", "verifiers", "remote"),
+            "outcomes": ("command", "remote")
+            if self.outcomes == "posted"
+            else ("python", "command", "verifiers", "remote"),
+        }
+        for name in self.given(*for_kinds):
+            if kind not in for_kinds[name]:
+                raise ValueError(
+                    f"generator.{name} is for a generator with {' or '.join(for_kinds[name])}, and it has "
+                    f"{kind} of python, command, verifiers, remote; remove it"
+                )
         if both := sorted(set(self.env) & set(self.pass_env)):
-            raise ValueError(
-                f"generator.env and generator.pass_env both give {', '.join(both)}; remove it from one of "
-                f"them"
-            )
-        if self.args and not (self.python or self.verifiers):
-            raise ValueError("generator.args are for generator.python and generator.verifiers")
-        if self.outcomes == "posted" and not (self.command or self.remote):
-            raise ValueError(
-                "generator.outcomes=posted is for programs, generator.command and generator.remote; others "
-                "return their rewards"
-            )
-        if not given and (self.outcomes != "returned" or self.give_answer):
-            raise ValueError(
-                "generator.outcomes and generator.give_answer are for a harness, and the generator has none; "
-                "remove them"
-            )
+            raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from one of them")
         return self
 
 

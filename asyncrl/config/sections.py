@@ -1,5 +1,5 @@
-"""Sections `checkpoint`, `journal` and `supervision`: what survives, and what happens when a part dies or
-hangs.
+"""The base of all sections; `trainer` and `algorithm`, and those of what survives and of what happens when a
+part dies or hangs: `checkpoint`, `journal`, `supervision`.
 """
 
 from __future__ import annotations
@@ -7,8 +7,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
-
-# The base of all config sections.
 
 
 class FrozenConfig(BaseModel):
@@ -34,6 +32,10 @@ class FrozenConfig(BaseModel):
     def _may_be_null(cls, key: Any) -> bool:
         return key in cls.model_fields and type(None) in get_args(cls.model_fields[key].annotation)
 
+    def given(self, *names: str) -> list[str]:
+        """Those of `names` that are not at their default."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
 
 Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA where there is a device, else CPU."""
@@ -45,6 +47,131 @@ on CPU.
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 """A TCP port."""
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class LoraConfig(FrozenConfig):
+    """Low-rank adapters (https://arxiv.org/abs/2106.09685), trained instead of the weights that they sit
+    on.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of each adapter."""
+    alpha: float = Field(default=32.0, gt=0)
+    """Adapters are scaled by alpha / rank."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that get one, e.g. [q_proj, v_proj] (all-linear = every one but the
+    head).
+    """
+
+
+class TrainerConfig(FrozenConfig):
+    """The optimizer steps."""
+
+    num_groups: int = Field(default=8, ge=1)
+    """Groups in a batch. Each batch makes one policy_version."""
+    num_steps: int = Field(default=100, ge=1)
+    """Batches of the run."""
+    mini_batches: int = Field(default=1, ge=1)
+    """Optimizer steps that one batch is split into, by groups; must divide num_groups. Still one
+    policy_version a batch.
+    """
+    epochs: int = Field(default=1, ge=1)
+    """Times a batch is gone through."""
+    world_size: int = Field(default=1, ge=1)
+    """Trainer processes: with more than one, weights, gradients and optimizer are sharded over them
+    (FSDP2).
+    """
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What the learning rate does after the warm-up: stay, or fall to 0 at num_steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW weight decay."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW betas."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Clip the gradient to this norm (none = off)."""
+    micro_batch_tokens: int = Field(default=16384, ge=1)
+    """Most tokens in one forward-backward of one process. Changes memory, never the result."""
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass: less memory, about a third more time."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights (none = all weights)."""
+    max_skipped_steps: int = Field(default=3, ge=1)
+    """An optimizer step whose gradient is not finite is skipped; so many in a row end the run."""
+    timeout_s: float = Field(default=3600.0, gt=0)
+    """Seconds until an optimizer step, an export or a save that does not end is taken for hung: the trainer
+    is started again, up to supervision.max_restarts times."""
+    logprob_gap_limit: float | None = Field(default=None, gt=0)
+    """End the run when trainer and engines, all or one of them (64 tokens or more), disagree by more than
+    this mean, in nats, on fresh tokens (none = warn at 0.05)."""
+    threads: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
+    port: Port | None = None
+    """Port of the trainer on 127.0.0.1 (none = any free one)."""
+
+
+class AlgorithmConfig(FrozenConfig):
+    """Advantages and loss; docs/algorithms.md has the recipes with their papers."""
+
+    advantage: str = "grpo"
+    """Built-in name (grpo, dr_grpo, rloo, leave_one_out, reinforce_pp, reinforce_pp_baseline) or
+    `module:function`.
+    """
+    loss: str = "ppo_clip"
+    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, m2po) or
+    `module:function`.
+    """
+    ratio: Literal["auto", "behaviour", "proximal"] = "auto"
+    """Policy below the line of the loss's probability ratio (auto = what the loss's paper says)."""
+    correction: Literal["auto", "none", "tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po"] = (
+        "auto"
+    )
+    """Weight, without gradient, on each token's loss for the step from the behaviour to the proximal policy:
+    truncated (tis) or masked (mis) importance weights a token or a sequence, icepop, m2po (auto = what the
+    loss's paper says)."""
+    aggregate: Literal["auto", "token", "sequence", "constant"] = "auto"
+    """The loss is the mean over tokens, the mean over sequences of their token means, or the sum over
+    sequences * rollout.max_tokens (Dr. GRPO) (auto = what the loss's paper says)."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """Lower clip range of the probability ratio: 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Upper clip range of the probability ratio: 1 + clip_high."""
+    importance_cap: float = Field(default=2.0, gt=0)
+    """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo)."""
+    importance_floor: float = Field(default=0.5, ge=0)
+    """Smallest importance weight that icepop keeps."""
+    m2_limit: float = Field(default=0.04, gt=0)
+    """Largest second moment of the log ratio that m2po leaves, in nats squared."""
+    proximal: Literal["recompute", "interpolate"] = "recompute"
+    """Proximal logprobs: computed with the weights before the batch's first step, or interpolated between
+    behaviour and current by the token's staleness, which saves a forward pass where there is more than one
+    step a batch."""
+    kl_coefficient: float = Field(default=0.0, ge=0)
+    """Weight of the KL divergence to the initial weights (0 = off, and no reference weights are held)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where it goes: into each token's loss, or as a penalty into the reward (estimator k1)."""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """Samples with more sampled tokens than rollout.max_tokens - overlong_tokens are penalised, linearly down
+    to a reward less by 1 (0 = off)."""
+
+    @model_validator(mode="after")
+    def _reward_takes_k1(self) -> Self:
+        if self.kl_coefficient > 0 and self.kl_in == "reward" and self.kl_estimator != "k1":
+            raise ValueError(
+                f"kl_in=reward with kl_estimator={self.kl_estimator}: the penalty in the reward is the sum "
+                "of current - reference, which is k1; set algorithm.kl_estimator=k1"
+            )
+        return self
 
 
 class CheckpointConfig(FrozenConfig):
@@ -67,9 +194,8 @@ class CheckpointConfig(FrozenConfig):
     def _multiples_exist(self) -> Self:
         if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
             raise ValueError(
-                f"checkpoint.keep_every={self.keep_every} is not a multiple of "
-                f"checkpoint.every={self.every}, so there would be no such "
-                "checkpoint; set it to a multiple, or to none"
+                f"keep_every={self.keep_every} is not a multiple of every={self.every}, so there would be no "
+                "such checkpoint; set it to a multiple, or to none"
             )
         return self
 

@@ -47,25 +47,22 @@ class Way:
         """Why weights cannot go this way to these engines, and what to write instead; None if nothing speaks
         against it.
         """
-        if config.rollout.urls is None:
-            return None
-        if config.placement.rollout == "trainer":
+        urls = config.rollout.urls
+        if urls is not None and config.placement.rollout == "trainer":
             return (
-                "placement.rollout=trainer has the engines sleep while the trainer works, and the servers of "
-                "rollout.urls are somebody else's; remove rollout.urls, or set placement.rollout=auto"
+                "placement.rollout=trainer has the engines sleep while the trainer works, which those of "
+                "rollout.urls cannot; remove rollout.urls, or set placement.rollout=auto"
             )
-        return self._conflict_with_urls(config.rollout.urls)
+        return None if urls is None else self._conflict_with_urls(urls)
 
     def _conflict_with_urls(self, urls: list[str]) -> str | None:
         elsewhere = [url for url in urls if urlsplit(url).hostname not in LOOPBACK]
         if not elsewhere:
             return None
         return (
-            f"weight_sync.transport=shm hands weights over in the memory of this machine, which "
-            f"{elsewhere[0]} "
-            "cannot read; set weight_sync.transport=disk and weight_sync.disk_dir to a folder that both "
-            "machines "
-            "share (on this very machine, write the server as http://127.0.0.1:PORT)"
+            f"weight_sync.transport=shm is in the memory of this machine, which {elsewhere[0]} cannot read; "
+            "set weight_sync.transport=disk and weight_sync.disk_dir to a folder that both machines share "
+            "(on this very machine, write the server as http://127.0.0.1:PORT)"
         )
 
     def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
@@ -76,8 +73,8 @@ class Way:
         """How weights go beside generation, and why."""
         what = "the adapters alone" if self.sends_adapters else "all weights"
         return (
-            f"{what} go as one file in shared memory, because engines read it while they go on with the old "
-            "ones"
+            f"{what} go as one file in shared memory, because engines read it while they go on with the "
+            f"old ones"
         )
 
 
@@ -97,7 +94,17 @@ class Disk(Way):
         )
 
 
-class Lora(Way):
+class Placed(Way):
+    """What transports need whose engines the run itself starts and places."""
+
+    def _conflict_with_urls(self, urls: list[str]) -> str | None:
+        return (
+            f"weight_sync.transport={self.name} needs engines that the run itself starts and places, and "
+            "rollout.urls names others; set weight_sync.transport=shm (disk on other machines), or remove it"
+        )
+
+
+class Lora(Placed):
     """transport: lora. The adapters alone, as a file like that of shm."""
 
     name = "lora"
@@ -105,25 +112,13 @@ class Lora(Way):
 
     def conflict(self, config: RunConfig) -> str | None:
         """There must be adapters, and an engine with weights under them."""
-        if config.trainer.lora is None:
+        if config.trainer.lora is None or config.rollout.engine == "simulated":
             return (
-                "weight_sync.transport=lora publishes adapters, and trainer.lora is none; set "
-                "trainer.lora={rank: 16}"
-            )
-        if config.rollout.engine == "simulated":
-            return (
-                "weight_sync.transport=lora needs an engine with weights, and rollout.engine=simulated "
-                "has none"
+                "weight_sync.transport=lora publishes adapters for the weights of an engine, with "
+                f"trainer.lora={config.trainer.lora} and rollout.engine={config.rollout.engine}; set "
+                "trainer.lora={rank: 16}, and an engine with a model"
             )
         return super().conflict(config)
-
-    def _conflict_with_urls(self, urls: list[str]) -> str | None:
-        return (
-            "weight_sync.transport=lora needs servers that were started with room for the adapters, and how "
-            "the servers of rollout.urls were started is not for the run to say; set "
-            "weight_sync.transport=shm "
-            "(adapters are merged), or remove rollout.urls"
-        )
 
     def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
         """An engine that slept has no weights under the adapters."""
@@ -137,8 +132,8 @@ class Lora(Way):
         )
 
 
-class BetweenDevices(Way):
-    """What both that go from device to device need: vLLM, placed by the run."""
+class BetweenDevices(Placed):
+    """What both that go from device to device need: vLLM."""
 
     def conflict(self, config: RunConfig) -> str | None:
         """The engine must be vLLM's."""
@@ -150,12 +145,6 @@ class BetweenDevices(Way):
             )
         return super().conflict(config)
 
-    def _conflict_with_urls(self, urls: list[str]) -> str | None:
-        return (
-            f"weight_sync.transport={self.name} connects devices that the run has placed, and where the "
-            "servers of rollout.urls are is not known; set weight_sync.transport=shm on one machine, or disk"
-        )
-
 
 class Nccl(BetweenDevices):
     """transport: nccl. One broadcast to all engines; on the CPU it is gloo's."""
@@ -165,18 +154,16 @@ class Nccl(BetweenDevices):
 
     def conflict(self, config: RunConfig) -> str | None:
         """All engines receive at once."""
-        conflict = super().conflict(config)
-        if conflict is None and config.weight_sync.rolling:
+        if config.weight_sync.rolling:
             return (
                 "weight_sync.transport=nccl sends each version once, to all engines together, and "
-                "weight_sync.rolling has them swap one after the other; set weight_sync.rolling=false, or "
-                "weight_sync.transport=shm"
+                "weight_sync.rolling=true swaps one after the other; set rolling=false, or transport=shm"
             )
-        return conflict
+        return super().conflict(config)
 
     def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
         """Devices of one kind, and no two processes on one of them."""
-        if len({"cpu" in devices for devices in (used.ranks, used.engines)}) > 1:
+        if ("cpu" in used.ranks) != ("cpu" in used.engines):
             side = "trainer" if "cpu" in used.ranks else "rollout"
             return (
                 f"weight_sync.transport=nccl, and of trainer and engines the {side} alone is on the CPU",
@@ -193,10 +180,9 @@ class Nccl(BetweenDevices):
 
     def words(self, *, is_on_cuda: bool, disk_dir: str | None) -> str:
         """By which library."""
-        how = "NCCL" if is_on_cuda else "gloo"
         return (
-            f"all weights go by {how}, in one broadcast from a copy that the trainer holds on its device, to "
-            "all engines at once"
+            f"all weights go by {'NCCL' if is_on_cuda else 'gloo'}, in one broadcast from a copy that the "
+            "trainer holds on its device, to all engines at once"
         )
 
 
@@ -206,44 +192,19 @@ class Ipc(BetweenDevices):
     name = "ipc"
     shares_device = True
 
-    def conflict(self, config: RunConfig) -> str | None:
-        """Neither side is on the CPU."""
-        conflict = super().conflict(config)
-        sides = {"trainer": config.placement.trainer, "rollout": config.placement.rollout}
-        if conflict is None and (on_cpu := [side for side, devices in sides.items() if devices == "cpu"]):
-            return (
-                f"weight_sync.transport=ipc goes from CUDA device to CUDA device, and placement.{on_cpu[0]} "
-                f"is "
-                f"cpu; set weight_sync.transport=shm, or give placement.{on_cpu[0]} a CUDA device"
-            )
-        return conflict
-
     def refuse(self, config: RunConfig, used: DevicesInUse) -> Refusal | None:
         """One CUDA device, in turns."""
-        for side, devices, given in (
-            ("trainer", used.ranks, config.placement.trainer),
-            ("rollout", used.engines, config.placement.rollout),
-        ):
-            if "cpu" in devices:
-                return (
-                    f"weight_sync.transport=ipc, and placement.{side}={given} is the CPU here",
-                    "a CUDA IPC handle is of memory on a CUDA device",
-                    "set weight_sync.transport=shm, or place both sides on CUDA devices",
-                )
-        if not used.is_turns:
-            return (
-                "weight_sync.transport=ipc, and trainer and engines are on different devices",
-                "a CUDA IPC handle names memory of one device for processes on that device",
-                "set weight_sync.transport=nccl, or shm; or have both sides take turns "
-                "(placement.rollout=trainer, buffer.max_staleness=0)",
-            )
-        if (num_devices := len({*used.ranks, *used.engines})) > 1:
-            return (
-                f"weight_sync.transport=ipc, and {num_devices} devices take turns",
-                "rank 0 has the chunks on its device, and an engine sees its own devices alone",
-                "set weight_sync.transport=shm, which works on any number of devices, or use one device",
-            )
-        return None
+        devices = {*used.ranks, *used.engines}
+        if used.is_turns and len(devices) == 1 and "cpu" not in devices:
+            return None
+        how = "in turns" if used.is_turns else "apart"
+        return (
+            f"weight_sync.transport=ipc, and trainer and engines work {how} on {', '.join(sorted(devices))} "
+            f"(placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout})",
+            "a CUDA IPC handle names memory of one CUDA device, for processes that take turns on it",
+            "set weight_sync.transport=shm, which works on any devices, or have both sides take turns on one "
+            "CUDA device (placement.rollout=trainer, buffer.max_staleness=0)",
+        )
 
 
 WAYS: dict[str, Way] = {way.name: way for way in (Way(), Disk(), Lora(), Nccl(), Ipc())}

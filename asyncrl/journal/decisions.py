@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl.errors import JournalError
-from asyncrl.journal.tokens import encode_partial, encode_prompt, encode_trajectory
+from asyncrl.journal.tokens import encode_partial, encode_trajectory
 from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, Rollout, Ticket
 
-Taken = Literal["taken", "replayed"]
-"""Of a batch: it is new, or it was taken before and is the same."""
+Ended = Literal["ready", "failed", "filtered", "handed_back"]
+_GROUPS_A_STEP = 200
 
 
 def text(given: object) -> str:
@@ -25,43 +26,44 @@ def text(given: object) -> str:
     return str(given).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt, now_s: float) -> None:
+def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
     """The group runs. A resumed run may repeat it for a group that runs already."""
-    prompt_id = text(prompt.prompt_id)
+    key = (ticket.group_id, text(prompt.prompt_id), ticket.start_version)
     rows = connection.execute(
         "SELECT group_id, prompt_id, start_version, state FROM groups"
         " WHERE group_id = ?1 OR prompt_id = ?2 AND state IN ('running', 'ready', 'taken')",
-        (ticket.group_id, prompt_id),
+        key[:2],
     ).fetchall()
-    if (ticket.group_id, prompt_id, ticket.start_version, "running") in rows:
+    if (*key, "running") in rows:
         return
     if rows:
-        group_id, found_id, _, state = rows[0]
         raise JournalError(
-            f"group {ticket.group_id} (prompt {prompt_id}) cannot be admitted: group {group_id} is {state}, "
-            f"with prompt {found_id}"
+            f"group {ticket.group_id} (prompt {prompt.prompt_id}) cannot be admitted: group {rows[0][0]} "
+            f"with prompt {rows[0][1]} is {rows[0][3]}"
         )
     connection.execute(
-        "INSERT INTO groups (group_id, prompt_id, start_version, state, admitted_s)"
-        " VALUES (?, ?, ?, 'running', ?)",
-        (ticket.group_id, prompt_id, ticket.start_version, now_s),
+        "INSERT INTO groups"
+        " (group_id, prompt_id, start_version, state, num_handed_back, messages, admitted_s)"
+        " VALUES (?, ?, ?, 'running', ?, ?, ?)",
+        (*key, prompt.num_handed_back, json.dumps([*map(dict, prompt.messages)]), time.time()),
     )
-    blob = encode_prompt(ticket, replace(prompt, prompt_id=prompt_id))
-    connection.execute("INSERT INTO prompts VALUES (?, ?)", (ticket.group_id, blob))
 
 
 def began_at(
     connection: sqlite3.Connection, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
 ) -> None:
-    """What was before this journal, whose run goes on from a checkpoint without the one that it had."""
-    counts = {text(prompt_id): num_handed_back for prompt_id, num_handed_back in out.items()}
-    before = {"version": version, "num_drawn": num_drawn, "out": counts, "next_group_id": next_group_id}
+    """A new journal of an old run, which goes on from a checkpoint alone; no group is admitted yet.
+
+    `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back, all
+    others are consumed.
+    """
+    before = {"version": version, "num_drawn": num_drawn, "out": out, "next_group_id": next_group_id}
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('began_at', ?)", (json.dumps(before),))
 
 
 def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
-    """What the order of the run's prompts follows from."""
-    connection.execute("INSERT OR REPLACE INTO meta VALUES ('order', ?)", (json.dumps(dict(what)),))
+    """What the order of the run's prompts follows from: a resumed run must have the same."""
+    connection.execute("INSERT OR REPLACE INTO meta VALUES ('order', ?)", (json.dumps(what),))
 
 
 def segment(
@@ -88,28 +90,20 @@ def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout:
     """The rollout's tokens, all its branches; its segments go."""
     if _state(connection, group_id) != "running":
         return
-    places = [(branch.sample_index, branch.branch) for branch in rollout]
-    if not rollout or places != [(places[0][0], number) for number in range(len(rollout))]:
-        raise JournalError(f"a rollout of group {group_id} has branches (sample_index, branch) {places}")
     sample_index = rollout[0].sample_index
+    places = [(branch.sample_index, branch.branch) for branch in rollout]
+    assert places == [(sample_index, number) for number in range(len(rollout))], f"branches {places}"
     _refuse_ended(connection, group_id, sample_index)
     connection.executemany(
-        "INSERT INTO trajectories"
-        " (group_id, sample_index, branch, reward, num_tokens, num_sampled, oldest_version, blob)"
-        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        [
-            (
-                group_id,
-                sample_index,
-                branch.branch,
-                float(branch.reward),
-                len(branch.token_ids),
-                branch.num_sampled,
-                branch.oldest_version if branch.version_spans else None,
-                encode_trajectory(group_id, branch),
-            )
-            for branch in rollout
-        ],
+        "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
+        [(group_id, sample_index, branch.branch, encode_trajectory(group_id, branch)) for branch in rollout],
+    )
+    oldest = min((span.version for branch in rollout for span in branch.version_spans), default=None)
+    connection.execute(
+        "UPDATE groups SET num_rollouts = num_rollouts + 1, num_sampled = num_sampled + ?,"
+        " reward_sum = reward_sum + ?, oldest_version = min(coalesce(oldest_version, ?3), ?3)"
+        " WHERE group_id = ?4",
+        (sum(branch.num_sampled for branch in rollout), float(rollout[0].reward), oldest, group_id),
     )
     connection.execute(
         "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", (group_id, sample_index)
@@ -126,54 +120,57 @@ def rollout_failed(
     connection.execute(
         "INSERT INTO failures VALUES (?, ?, ?, ?)", (group_id, sample_index, num_attempts, text(why))
     )
+    connection.execute("UPDATE groups SET num_failed = num_failed + 1 WHERE group_id = ?", (group_id,))
     _lose(connection, "group_id = ? AND sample_index = ?", group_id, sample_index)
 
 
 def group_ended(
     connection: sqlite3.Connection,
     group_id: GroupId,
-    state: str,
+    state: Ended,
     reason: str,
-    requeued: int | None,
-    now_s: float,
+    *,
+    requeued: int | None = None,
 ) -> None:
-    """From running to any end, or from ready to handed_back."""
+    """From running to any end, or from ready to handed_back. `requeued`: its prompt comes again, with that
+    num_handed_back.
+    """
     found = _state(connection, group_id)
     if found != "running" and (found, state) != ("ready", "handed_back"):
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
     connection.execute(
         "UPDATE groups SET state = ?, reason = ?, requeued = ?, ended_s = ? WHERE group_id = ?",
-        (state, text(reason), requeued, now_s, group_id),
+        (state, text(reason), requeued, time.time(), group_id),
     )
     _lose(connection, "group_id = ?", group_id)
 
 
-def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> Taken:
+def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken", "replayed"]:
     """The batch, its groups in order, and the groups' new state: together or not at all."""
-    version, group_ids = batch.version, [group.group_id for group in batch.groups]
-    row = connection.execute(
-        "SELECT min_version, mask_older FROM batches WHERE version = ?", (version,)
+    version, min_version, mask_older = batch.version, batch.min_version, int(batch.mask_older)
+    group_ids = [group.group_id for group in batch.groups]
+    found = connection.execute(
+        "SELECT min_version, mask_older, json_group_array(group_id) FROM"
+        " (SELECT * FROM batches JOIN batch_groups USING (version) WHERE version = ? ORDER BY position)"
+        " GROUP BY version",
+        (version,),
     ).fetchone()
-    if row is not None:
-        found = connection.execute(
-            "SELECT group_id FROM batch_groups WHERE version = ? ORDER BY position", (version,)
-        )
-        taken = [group_id for (group_id,) in found]
-        if (taken, *row) != (group_ids, batch.min_version, int(batch.mask_older)):
+    this = (min_version, mask_older, json.dumps(group_ids, separators=(",", ":")))
+    if found is not None:
+        if found != this:
             raise _not_this_batch(
-                version,
-                f"it was taken with groups {taken}, min_version {row[0]}, mask_older {bool(row[1])}; this "
-                f"one has groups {group_ids}, min_version {batch.min_version}, mask_older {batch.mask_older}",
+                version, f"it was taken as {found} (min_version, mask_older, groups); this is {this}"
             )
         return "replayed"
     newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
     if newest is not None and version != newest + 1:
         raise _not_this_batch(version, f"the newest batch is {newest}")
-    if wrong := _unready(connection, batch):
-        raise _not_this_batch(version, "; ".join(wrong))
+    for group_id in group_ids:
+        if (state := _state(connection, group_id)) != "ready":
+            raise _not_this_batch(version, f"group {group_id} is {state}")
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
-        (version, batch.min_version, int(batch.mask_older), len(group_ids), now_s),
+        (version, min_version, mask_older, len(group_ids), time.time()),
     )
     connection.executemany(
         "INSERT INTO batch_groups VALUES (?, ?, ?)",
@@ -185,28 +182,27 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch, now_s: float) -> T
     return "taken"
 
 
-def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, Any], now_s: float) -> None:
-    """The batch has become a step; a resumed run that trains it again replaces what was said."""
+def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, float]) -> None:
+    """The batch has become a step (policy_version is version + 1 now). Said again after a resume."""
     loss = metrics.get("policy/loss")
     changed = connection.execute(
         "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
-        (now_s, None if loss is None else float(loss), version),
+        (time.time(), None if loss is None else float(loss), version),
     ).rowcount
-    if not changed:
-        raise JournalError(f"a step of batch {version}, which was never taken")
+    assert changed, f"a step of batch {version}, which was never taken"
 
 
-def published(connection: sqlite3.Connection, version: int, digest: str, now_s: float) -> None:
+def published(connection: sqlite3.Connection, version: int, digest: str) -> None:
     """Every engine serves it; said again after a resume."""
-    connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, now_s))
+    connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, time.time()))
 
 
 def checkpointed(
-    connection: sqlite3.Connection, version: int, path: str, beside: Sequence[int], now_s: float
+    connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
 ) -> None:
     """It is whole on disk, and of the others those in `beside` are still there."""
     connection.execute(
-        "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), now_s)
+        "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), time.time())
     )
     connection.execute(
         "UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))",
@@ -214,69 +210,58 @@ def checkpointed(
     )
 
 
+def restored(connection: sqlite3.Connection, version: int) -> None:
+    """The run goes on from weights `version`; the batches from there on are trained again."""
+    event(connection, "restored", {"version": version})
+
+
 def event(
-    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], keep: int | None, now_s: float
+    connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
 ) -> None:
-    """Something that `inspect` should show: a restart, a resume, what a watchdog saw. `keep`: the newest so
-    many of that name stay.
+    """Something that `inspect` should show: a restart, a resume, what the watchdog saw. `keep`: of what
+    happens in every step, only the newest so many of that name stay.
     """
     connection.execute(
         "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
-        (now_s, text(what), json.dumps(detail, default=str)),
+        (time.time(), text(what), json.dumps(detail, default=str)),
     )
     if keep is not None:
         older = "SELECT id FROM events WHERE what = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
         connection.execute(f"DELETE FROM events WHERE id IN ({older})", (text(what), keep))
 
 
+def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
+    """Delete messages and tokens of some groups that no resume can need: those of batches before a version,
+    and older ones that were never trained on. Returns of how many, 0 when none is left.
+    """
+    found = connection.execute(
+        "SELECT g.group_id FROM groups g INDEXED BY groups_with_tokens LEFT JOIN batch_groups b"
+        " USING (group_id) WHERE g.messages IS NOT NULL AND (b.version < ?1"
+        " OR g.state IN ('failed', 'filtered', 'handed_back')"
+        " AND g.group_id <= (SELECT max(group_id) FROM batch_groups WHERE version = ?1 - 1))"
+        " ORDER BY g.group_id LIMIT ?2",
+        (before_version, _GROUPS_A_STEP),
+    ).fetchall()
+    for table in ("trajectories", "failures", "segments"):
+        connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", found)
+    connection.executemany("UPDATE groups SET messages = NULL WHERE group_id = ?", found)
+    return len(found)
+
+
 def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: int) -> None:
     """Delete segments that nothing will come of, and count their tokens."""
-    lost = connection.execute(
-        f"SELECT sum(num_tokens) FROM segments WHERE {where}", (group_id, *rest)
-    ).fetchone()[0]
-    if lost is not None:
-        connection.execute(f"DELETE FROM segments WHERE {where}", (group_id, *rest))
-        connection.execute(
-            "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?", (lost, group_id)
-        )
-
-
-def _unready(connection: sqlite3.Connection, batch: Batch) -> list[str]:
-    """Why the batch cannot be taken, by group."""
-    wrong = [] if batch.groups else ["it has no groups"]
-    for group in batch.groups:
-        name = f"group {group.group_id}"
-        row = connection.execute(
-            "SELECT state, (SELECT version FROM batch_groups b WHERE b.group_id = g.group_id),"
-            " (SELECT count(*) FROM trajectories t WHERE t.group_id = g.group_id),"
-            " (SELECT total(num_tokens) FROM trajectories t WHERE t.group_id = g.group_id)"
-            " FROM groups g WHERE group_id = ?",
-            (group.group_id,),
-        ).fetchone()
-        if row is None:
-            wrong.append(f"{name} was never admitted")
-            continue
-        state, version, *written = row
-        given = [len(group.trajectories), sum(len(trajectory.token_ids) for trajectory in group.trajectories)]
-        if version is not None:
-            wrong.append(f"{name} is in batch {version}")
-        elif state != "ready":
-            wrong.append(f"{name} is {state}")
-        elif written != given:
-            wrong.append(
-                f"{name} has {given[0]} trajectories of {given[1]} tokens, the journal {written[0]} of "
-                f"{written[1]:.0f}"
-            )
-    if len({group.group_id for group in batch.groups}) < len(batch.groups):
-        wrong.append("a group is in it twice")
-    return wrong
+    connection.execute(
+        "UPDATE groups SET lost_tokens = lost_tokens + (SELECT coalesce(sum(num_tokens), 0) FROM segments"
+        f" WHERE {where}) WHERE group_id = ?",
+        (group_id, *rest, group_id),
+    )
+    connection.execute(f"DELETE FROM segments WHERE {where}", (group_id, *rest))
 
 
 def _not_this_batch(version: int, found: str) -> JournalError:
     return JournalError(
         f"batch {version} cannot be taken: {found}",
-        rule="a version is made from one batch, batches follow each other, and a group is trained on exactly "
-        "once, when it is ready",
+        rule="batches follow each other, and a group is trained on exactly once, when it is ready",
         way_out="resume: the journal is whole, and its batches are trained again as they are.",
     )
 
@@ -300,66 +285,3 @@ def _has_ended(connection: sqlite3.Connection, group_id: GroupId, sample_index: 
 def _refuse_ended(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> None:
     if _has_ended(connection, group_id, sample_index):
         raise JournalError(f"rollout g{group_id}/r{sample_index} has ended already")
-
-
-# Compaction: deletes what no resume can need, the tokens of batches before every checkpoint. What stays of a
-# group is one short row, its place in its batch, and five numbers: about 100 bytes.
-
-_GROUPS_A_STEP = 200
-_PAGES_A_STEP = 500
-
-
-@dataclass(frozen=True, slots=True)
-class CompactReport:
-    """Groups whose tokens were deleted, and pages of the file that were given back to the disk."""
-
-    num_groups: int
-    num_pages: int
-
-
-def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
-    """Delete the prompts and tokens of some groups; returns of how many, 0 when none is left."""
-    taken = connection.execute(
-        "SELECT g.group_id FROM batch_groups b JOIN groups g USING (group_id)"
-        " WHERE b.version >= (SELECT CAST(value AS INTEGER) FROM meta WHERE key = 'compacted_before')"
-        " AND b.version < ? AND g.num_rollouts IS NULL ORDER BY b.version, b.position LIMIT ?",
-        (before_version, _GROUPS_A_STEP),
-    ).fetchall()
-    newest = connection.execute(
-        "SELECT max(group_id) FROM batch_groups WHERE version = ?", (before_version - 1,)
-    ).fetchone()[0]
-    wasted = connection.execute(
-        "SELECT group_id FROM groups WHERE state IN ('failed', 'filtered', 'handed_back')"
-        " AND num_rollouts IS NULL AND group_id <= ? ORDER BY group_id LIMIT ?",
-        (-1 if newest is None else newest, _GROUPS_A_STEP),
-    ).fetchall()
-    for (group_id,) in taken + wasted:
-        _shrink(connection, group_id)
-    if len(taken) < _GROUPS_A_STEP:
-        connection.execute(
-            "UPDATE meta SET value = ?1 WHERE key = 'compacted_before'"
-            " AND CAST(value AS INTEGER) < CAST(?1 AS INTEGER)",
-            (str(before_version),),
-        )
-    return len(taken) + len(wasted)
-
-
-def vacuum_some(connection: sqlite3.Connection) -> int:
-    """Give some free pages back to the disk; returns how many, 0 when there are none."""
-    num_pages = min(int(connection.execute("PRAGMA freelist_count").fetchone()[0]), _PAGES_A_STEP)
-    for _ in range(num_pages):  # sqlite3 steps a statement without columns once, which frees one page
-        connection.execute("PRAGMA incremental_vacuum(1)")
-    return num_pages
-
-
-def _shrink(connection: sqlite3.Connection, group_id: int) -> None:
-    connection.execute(
-        "UPDATE groups SET num_failed = (SELECT count(*) FROM failures f WHERE f.group_id = groups.group_id),"
-        " (num_rollouts, num_sampled, oldest_version, reward_mean) ="
-        " (SELECT count(CASE WHEN branch = 0 THEN 1 END), total(num_sampled), min(oldest_version),"
-        " avg(CASE WHEN branch = 0 THEN reward END) FROM trajectories t WHERE t.group_id = groups.group_id)"
-        " WHERE group_id = ?",
-        (group_id,),
-    )
-    for table in ("prompts", "trajectories", "failures", "segments"):
-        connection.execute(f"DELETE FROM {table} WHERE group_id = ?", (group_id,))

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import JournalError
-from asyncrl.journal.schema import (
-    MOVE_ASIDE,
-    SQLITE_ERRORS,
-    cannot_open,
-    check_file,
-    check_schema,
-    connect,
-    damaged,
-)
-from asyncrl.journal.tokens import decode_partial, decode_prompt, decode_trajectory
+from asyncrl.journal.schema import DISK_ERRORS, MOVE_ASIDE, cannot_use, connect, damaged
+from asyncrl.journal.tokens import decode_partial, decode_trajectory
 from asyncrl.messages.records import (
     Batch,
     Group,
@@ -31,80 +24,20 @@ from asyncrl.messages.records import (
     Prompt,
     Rollout,
     Ticket,
+    UnfinishedGroup,
 )
 
-_SUMS = """
-SELECT total(sampled + lost_tokens), total(failed),
-    total(state = 'filtered'), total(iif(state = 'filtered', sampled, 0)),
-    total(state = 'handed_back' AND reason IN ('dropped', 'all_masked')), total(state = 'failed'),
-    total(state IN ('handed_back', 'failed') AND requeued IS NULL)
-FROM (SELECT state, reason, requeued, lost_tokens,
-    coalesce(num_sampled, (SELECT sum(num_sampled) FROM trajectories t WHERE t.group_id = g.group_id), 0)
-        + coalesce((SELECT sum(num_tokens) FROM segments s WHERE s.group_id = g.group_id), 0) AS sampled,
-    coalesce(num_failed, (SELECT count(*) FROM failures f WHERE f.group_id = g.group_id)) AS failed
-    FROM groups g WHERE group_id > ? AND group_id <= ?)
-"""
-_ALL = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """What a run has generated and given up; counters of a run that goes on begin with it.
-
-    `generated`: tokens in the journal; `failed`: rollouts; `filtered`, with their tokens,
-    and the rest: groups.
-
-    `dropped`: handed back by the staleness rule while the run went on, for one of its two reasons; what a
-    resume hands back has others. `given_up`: those of `dropped` and `failed_groups` whose prompt does not
-    come again.
-    """
-
-    generated: int = 0
-    failed: int = 0
-    filtered: int = 0
-    filtered_tokens: int = 0
-    dropped: int = 0
-    failed_groups: int = 0
-    given_up: int = 0
-
-
-def read_counted(connection: sqlite3.Connection, start: int, stop: int) -> tuple[Counted, ...]:
-    """After each of the batches start .. stop - 1, and last of all the groups there are. Raises
-    sqlite3.Error.
-
-    After a batch: of the groups up to the newest that any batch so far has taken. On-policy that is exact,
-    for no later group had begun.
-    """
-    newest = dict(
-        connection.execute(
-            "SELECT version, max(max(group_id)) OVER (ORDER BY version) FROM batch_groups WHERE version < ? "
-            "GROUP BY version",
-            (stop,),
-        )
-    )
-    found, sums, below = list[Counted](), [0] * 7, -1
-    for last in (*(newest[version] for version in range(start, stop)), _ALL):
-        row = connection.execute(_SUMS, (below, last)).fetchone()
-        sums, below = [before + int(value) for before, value in zip(sums, row, strict=True)], last
-        found.append(Counted(*sums))
-    return tuple(found)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RunningRecord:
-    """A group that ran when the run ended.
-
-    By sample_index: `rollouts` that are finished, `failures` (attempts, why), and `partials` (attempt, turn,
-    all of the completion so far). A sample in none of them had not got a token. Not `prompt_is_whole`: its
-    answer or info is of a kind that cannot be written down, so the task has to make the prompt again.
-    """
-
-    ticket: Ticket
-    prompt: Prompt
-    rollouts: Mapping[int, Rollout]
-    failures: Mapping[int, tuple[int, str]]
-    partials: Mapping[int, tuple[int, int, PartialCompletion]]
-    prompt_is_whole: bool = True
+_COUNTED = {
+    "tokens/generated": "total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments)",
+    "rollout/failed": "total(num_failed)",
+    "rollout/failed_groups": "total(state = 'failed')",
+    "rollout/filtered": "total(state = 'filtered')",
+    "rollout/filtered_tokens": "total(iif(state = 'filtered', num_sampled, 0))",
+    "rollout/dropped": "total(state = 'handed_back' AND reason IN ('dropped', 'all_masked'))",
+    "rollout/given_up": "total(state IN ('handed_back', 'failed') AND requeued IS NULL)",
+}
+"""Counters of the whole run, by the names of observe/gauges.py. Dropped are those that the staleness rule
+handed back while the run went on, for one of its two reasons: what a resume hands back has others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,70 +48,53 @@ class ResumeState:
     oldest first; `requeued` prompts come again (id -> num_handed_back) and were not admitted yet, in their
     old order, those of them in `returning` only after version next_version, at which their groups failed;
     `num_drawn` different prompts were ever admitted, those of a run included whose journal was lost, so that
-    this one begins with a checkpoint.
+    this one begins with a checkpoint. Prompts have neither answer nor info: the task makes them again.
     """
 
     path: Path
     checkpoint_version: int
     next_version: int
     ready: tuple[tuple[Ticket, Group], ...]
-    running: tuple[RunningRecord, ...]
+    running: tuple[UnfinishedGroup, ...]
     requeued: Mapping[str, int]
     returning: frozenset[str]
     num_drawn: int
     next_group_id: GroupId
     order: Mapping[str, Any] | None
     """What the order of the prompts followed from; None if it was never written."""
-    counted: tuple[Counted, ...] = (Counted(),)
-    """After each batch that is trained again, and last of all now."""
-
-    def batches(self) -> Iterator[Batch]:
-        """The batches to train again, one at a time from the file. Blocks at each. Raises JournalError."""
-        for version in range(self.checkpoint_version, self.next_version):
-            yield self.load_batch(version)
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """What a run that goes on begins its counters with: _COUNTED, of all groups up to now."""
 
     def load_batch(self, version: int) -> Batch:
-        """One of them. Raises JournalError if it is not there, or its tokens were deleted."""
+        """One of the batches. Blocks. Raises JournalError if it is not there, or its tokens were deleted."""
         with reading(self.path) as connection:
             return read_batch(connection, self.path, version)
 
 
-class reading:  # noqa: N801  used as `with reading(path) as connection`
+@contextmanager
+def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A snapshot of the journal, read only; what SQLite raises inside comes out as JournalError."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> sqlite3.Connection:
-        check_file(self.path)
-        try:
-            self._connection = connect(self.path, is_read_only=True)
-            check_schema(self._connection, self.path)
-            self._connection.execute("BEGIN")
-        except SQLITE_ERRORS as error:
-            raise cannot_open(self.path, error) from error
-        return self._connection
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._connection.close()
-        # ValueError, TypeError: a number that a flipped bit made something else
-        if isinstance(error, sqlite3.Error | ValueError | TypeError):
-            raise cannot_open(self.path, error) from error
+    try:
+        with closing(connect(path, is_read_only=True)) as connection:
+            connection.execute("BEGIN")
+            yield connection
+    except DISK_ERRORS as error:
+        raise cannot_use(path, error) from error
+    except (ValueError, TypeError) as error:  # a value that a flipped bit made something else
+        raise damaged(path, str(error)) from error
 
 
 def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
     """All but the batches, which are loaded one by one. Raises JournalError."""
     with reading(path) as connection:
-        before = _meta(connection, "began_at") or {
-            "version": 0,
-            "num_drawn": 0,
-            "out": {},
-            "next_group_id": 0,
-        }
-        next_version = _next_version(connection, path, checkpoint_version, before["version"])
-        _check_states(connection, path)
+        notes = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('began_at', 'order')"))
+        began_at = json.loads(
+            notes.get("began_at", '{"version": 0, "num_drawn": 0, "out": {}, "next_group_id": 0}')
+        )
+        next_version = _next_version(connection, path, checkpoint_version, began_at["version"])
         prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
         (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
+        counted = connection.execute(f"SELECT {', '.join(_COUNTED.values())} FROM groups").fetchone()
         requeued = _requeued(connection)
         ready, running = _alive(connection, path)
         return ResumeState(
@@ -187,13 +103,13 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             next_version=next_version,
             ready=ready,
             running=running,
-            requeued={name: count for name, count in before["out"].items() if name not in prompt_ids}
+            requeued={name: count for name, count in began_at["out"].items() if name not in prompt_ids}
             | {name: count for name, (count, _) in requeued.items()},
             returning=frozenset(name for name, (_, at) in requeued.items() if at == next_version),
-            num_drawn=before["num_drawn"] + len(prompt_ids.difference(before["out"])),
-            next_group_id=GroupId(max(before["next_group_id"], num_issued)),
-            order=_meta(connection, "order"),
-            counted=read_counted(connection, checkpoint_version, next_version),
+            num_drawn=began_at["num_drawn"] + len(prompt_ids.difference(began_at["out"])),
+            next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
+            order=json.loads(notes["order"]) if "order" in notes else None,
+            counted=dict(zip(_COUNTED, map(int, counted), strict=True)),
         )
 
 
@@ -202,34 +118,33 @@ def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batc
     row = connection.execute(
         "SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)
     ).fetchone()
-    if row is None:
-        raise damaged(path, f"batch {version} is not in it")
-    min_version, mask_older, num_groups = row
-    found = connection.execute(
-        "SELECT g.group_id, g.start_version, g.prompt_id, p.blob FROM batch_groups b"
-        " JOIN groups g USING (group_id) LEFT JOIN prompts p USING (group_id)"
-        " WHERE b.version = ? ORDER BY b.position",
+    rows = connection.execute(
+        "SELECT g.group_id, prompt_id, num_handed_back, messages FROM batch_groups b"
+        " JOIN groups g USING (group_id) WHERE b.version = ? ORDER BY b.position",
         (version,),
     ).fetchall()
-    if len(found) != num_groups:
-        raise damaged(path, f"batch {version} has {len(found)} groups of {num_groups}")
-    groups = []
-    for group_id, start_version, prompt_id, blob in found:
-        if blob is None:
-            raise _deleted(path, version)
-        prompt, _ = decode_prompt(blob, Ticket(group_id, start_version), prompt_id, path)
-        groups.append(_group(path, group_id, prompt, rollouts_of(connection, group_id, path)))
-    return Batch(version, tuple(groups), min_version, mask_older=bool(mask_older))
+    if row is None or len(rows) != row[2]:
+        raise damaged(path, f"batch {version} is not in it as a whole")
+    if any(messages is None for *_, messages in rows):
+        raise _deleted(path, version)
+    groups = [_group(connection, path, row) for row in rows]
+    return Batch(version, tuple(groups), row[0], mask_older=bool(row[1]))
 
 
 def rollouts_of(connection: sqlite3.Connection, group_id: int, path: Path) -> dict[int, Rollout]:
     """The finished rollouts of a group by sample_index."""
-    rows = connection.execute(
-        "SELECT group_id, sample_index, branch, blob FROM trajectories WHERE group_id = ?"
+    found: dict[int, Rollout] = {}
+    for index, branch, blob in connection.execute(
+        "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ?"
         " ORDER BY sample_index, branch",
         (group_id,),
-    )
-    return _rollouts(rows, path).get(group_id, {})
+    ):
+        found[index] = (*found.get(index, ()), decode_trajectory(blob, group_id, index, branch, path))
+        if len(found[index]) != branch + 1:
+            raise damaged(
+                path, f"g{group_id}/r{index} has branch {branch} after {len(found[index]) - 1} others"
+            )
+    return found
 
 
 def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
@@ -255,9 +170,9 @@ def partials_of(
     }
 
 
-def _meta(connection: sqlite3.Connection, key: str) -> dict[str, Any] | None:
-    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return None if row is None else json.loads(row[0])
+def prompt_of(prompt_id: str, num_handed_back: int, messages: str) -> Prompt:
+    """What the journal keeps of a prompt. Raises ValueError."""
+    return Prompt(prompt_id, tuple(json.loads(messages)), num_handed_back=num_handed_back)
 
 
 def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version: int, began_at: int) -> int:
@@ -266,22 +181,27 @@ def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version
     """
     if checkpoint_version < began_at:
         raise JournalError(
-            f"{path} begins at version {began_at}, and the newest whole checkpoint is of version "
-            f"{checkpoint_version}",
-            rule="a run goes on from a checkpoint with every batch since, and the batches in between were in "
-            "a journal that is gone",
+            f"{path} begins at version {began_at}, the newest whole checkpoint is of {checkpoint_version}",
+            rule="a run goes on from a checkpoint with every batch since",
             way_out=MOVE_ASIDE,
         )
-    (newest,) = connection.execute("SELECT max(version) FROM batches").fetchone()
+    newest, num_taken, num_given, num_found = connection.execute(
+        "SELECT (SELECT max(version) FROM batches), (SELECT count(*) FROM groups WHERE state = 'taken'),"
+        " (SELECT coalesce(sum(num_groups), 0) FROM batches), (SELECT count(*) FROM batch_groups)"
+    ).fetchone()
+    if not num_taken == num_given == num_found:  # no check of pages would see a bit that lies about it
+        raise damaged(
+            path, f"{num_taken} groups are taken, by batches of {num_given}, which have {num_found}"
+        )
     if newest is None:
         return checkpoint_version  # nothing was trained, or the journal was begun anew from a checkpoint
     if newest + 1 < checkpoint_version:
         raise damaged(
-            path, f"its newest batch is {newest}, but there is a checkpoint at version {checkpoint_version}"
+            path, f"its newest batch is {newest}, and a checkpoint is of version {checkpoint_version}"
         )
     (first_deleted,) = connection.execute(
-        "SELECT min(version) FROM batch_groups LEFT JOIN prompts p USING (group_id)"
-        " WHERE version >= ? AND p.blob IS NULL",
+        "SELECT min(version) FROM batch_groups JOIN groups USING (group_id)"
+        " WHERE version >= ? AND messages IS NULL",
         (checkpoint_version,),
     ).fetchone()
     if first_deleted is not None:
@@ -294,75 +214,43 @@ def _deleted(path: Path, version: int) -> JournalError:
         f"the tokens of batch {version} were deleted from {path}",
         rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
         way_out="put a whole copy of a newer checkpoint back (damaged_step_N as step_N), or move "
-        "journal.sqlite* out of the run directory: the run then goes on from its newest whole checkpoint "
-        "alone.",
+        "journal.sqlite* out of the run directory: the run then goes on from its newest whole checkpoint.",
     )
-
-
-def _check_states(connection: sqlite3.Connection, path: Path) -> None:
-    """A group is taken if, and only if, it is in a batch; batches have no gap. No page check would see a bit
-    that lies about it.
-    """
-    taken, given, found = connection.execute(
-        "SELECT (SELECT count(*) FROM groups WHERE state = 'taken'),"
-        " (SELECT coalesce(sum(num_groups), 0) FROM batches),"
-        " (SELECT count(*) FROM batch_groups b JOIN groups g USING (group_id) JOIN batches USING (version)"
-        " WHERE g.state = 'taken')"
-    ).fetchone()
-    if not taken == given == found:
-        raise damaged(
-            path, f"{taken} groups are taken, {found} of them are in batches, which were made of {given}"
-        )
-    first, last, count = connection.execute(
-        "SELECT min(version), max(version), count(*) FROM batches"
-    ).fetchone()
-    if count and last - first + 1 != count:
-        raise damaged(path, f"it has {count} batches with versions {first} to {last}")
 
 
 def _alive(
     connection: sqlite3.Connection, path: Path
-) -> tuple[tuple[tuple[Ticket, Group], ...], tuple[RunningRecord, ...]]:
+) -> tuple[tuple[tuple[Ticket, Group], ...], tuple[UnfinishedGroup, ...]]:
     """Groups that are ready and groups that run, oldest first."""
-    branches = connection.execute(
-        "SELECT t.group_id, t.sample_index, t.branch, t.blob FROM groups g"
-        " JOIN trajectories t USING (group_id) WHERE g.state IN ('running', 'ready')"
-        " ORDER BY t.group_id, t.sample_index, t.branch"
-    )
-    rollouts = _rollouts(branches, path)
-    rows = connection.execute(
-        "SELECT group_id, start_version, state, prompt_id, blob FROM groups"
-        " LEFT JOIN prompts USING (group_id) WHERE state IN ('running', 'ready') ORDER BY group_id"
-    ).fetchall()
-    ready, running = list[tuple[Ticket, Group]](), list[RunningRecord]()
-    for group_id, start_version, state, prompt_id, blob in rows:
-        ticket, finished = Ticket(GroupId(group_id), start_version), rollouts.get(group_id, {})
-        prompt, is_whole = decode_prompt(blob, ticket, prompt_id, path)
+    ready, running = list[tuple[Ticket, Group]](), list[UnfinishedGroup]()
+    for state, start_version, *row in connection.execute(
+        "SELECT state, start_version, group_id, prompt_id, num_handed_back, messages FROM groups"
+        " WHERE state IN ('running', 'ready') ORDER BY group_id"
+    ).fetchall():
+        ticket = Ticket(GroupId(row[0]), start_version)
         if state == "ready":
-            ready.append((ticket, _group(path, group_id, prompt, finished)))
+            ready.append((ticket, _group(connection, path, row)))
             continue
-        failures, partials = failures_of(connection, group_id), partials_of(connection, group_id, path)
-        running.append(RunningRecord(ticket, prompt, finished, failures, partials, is_whole))
+        partials = partials_of(connection, ticket.group_id, path)
+        running.append(
+            UnfinishedGroup(
+                ticket,
+                prompt_of(*row[1:]),
+                rollouts_of(connection, ticket.group_id, path),
+                failures_of(connection, ticket.group_id),
+                {index: (attempt, partial) for index, (attempt, _, partial) in partials.items()},
+            )
+        )
     return tuple(ready), tuple(running)
 
 
-def _rollouts(rows: Iterable[tuple[int, int, int, bytes]], path: Path) -> dict[int, dict[int, Rollout]]:
-    """By group and sample_index, from rows in that order. Raises JournalError if a branch is missing."""
-    found: dict[int, dict[int, Rollout]] = {}
-    for group_id, index, branch, blob in rows:
-        group = found.setdefault(group_id, {})
-        before = group.get(index, ())
-        if branch != len(before):
-            raise damaged(path, f"g{group_id}/r{index} has branch {branch} after {len(before)} others")
-        group[index] = (*before, decode_trajectory(blob, group_id, index, branch, path))
-    return found
-
-
-def _group(path: Path, group_id: int, prompt: Prompt, rollouts: Mapping[int, Rollout]) -> Group:
+def _group(connection: sqlite3.Connection, path: Path, row: Any) -> Group:
+    group_id, prompt_id, num_handed_back, messages = row
+    rollouts = rollouts_of(connection, group_id, path)
     if not rollouts:
         raise damaged(path, f"group {group_id} is ready or taken, and has no trajectory")
     branches = tuple(branch for rollout in rollouts.values() for branch in rollout)
-    return Group(GroupId(group_id), prompt, branches)
+    return Group(GroupId(group_id), prompt_of(prompt_id, num_handed_back, messages), branches)
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
@@ -373,7 +261,7 @@ def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None
         "SELECT h.prompt_id, h.requeued, CASE h.state WHEN 'failed' THEN h.start_version END,"
         " (SELECT min(group_id) FROM groups f WHERE f.prompt_id = h.prompt_id) AS first FROM groups h"
         " WHERE h.requeued IS NOT NULL AND NOT EXISTS"
-        " (SELECT 1 FROM groups later WHERE later.prompt_id = h.prompt_id AND later.group_id > h.group_id) "
-        "ORDER BY first"
+        " (SELECT 1 FROM groups later WHERE later.prompt_id = h.prompt_id AND later.group_id > h.group_id)"
+        " ORDER BY first"
     )
     return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at, _ in rows}

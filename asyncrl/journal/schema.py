@@ -8,54 +8,47 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import struct
 import time
+from contextlib import closing
 from pathlib import Path
 
 from asyncrl.errors import JournalError
 from asyncrl.files import sync
 
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 BUSY_S = 10.0
 """So long a write waits for another program that holds the file, before it is an error."""
-SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""What the sqlite3 module raises: the second one if a flipped byte in a name makes SQLite's own message no
-text.
-"""
+DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
+"""What reading and writing raise: the last one if a flipped byte in a name makes SQLite's message no text."""
 MOVE_ASIDE = (
     "copy journal.sqlite back (with its -wal file) from where it is whole; or move journal.sqlite* out of "
-    "the run directory and resume: the newest checkpoint is enough to go on, and what was generated after it "
-    "is generated again."
+    "the run directory and resume: the run then goes on from its newest whole checkpoint alone."
 )
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 
--- lost_tokens: sampled by attempts that failed or were dropped. requeued: with this num_handed_back the
--- prompt of a group that has ended is sampled again; NULL: it is not. num_rollouts .. reward_mean are given
--- once compaction has deleted the tokens.
+-- messages: of the prompt; NULL once the tokens of the group are deleted. num_rollouts .. reward_sum: of its
+-- finished rollouts. lost_tokens: sampled by attempts that failed or were dropped. requeued: with this
+-- num_handed_back the prompt of a group that has ended is sampled again; NULL: it is not.
 CREATE TABLE groups (
-    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, start_version INTEGER NOT NULL,
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, num_handed_back INTEGER NOT NULL,
+    start_version INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('running', 'ready', 'taken', 'failed', 'filtered', 'handed_back')),
-    reason TEXT NOT NULL DEFAULT '', admitted_s REAL NOT NULL, ended_s REAL,
-    lost_tokens INTEGER NOT NULL DEFAULT 0,
-    num_rollouts INTEGER, num_failed INTEGER, num_sampled INTEGER, oldest_version INTEGER, reward_mean REAL,
-    requeued INTEGER
+    reason TEXT NOT NULL DEFAULT '', admitted_s REAL NOT NULL, ended_s REAL, messages TEXT,
+    num_rollouts INTEGER NOT NULL DEFAULT 0, num_failed INTEGER NOT NULL DEFAULT 0,
+    num_sampled INTEGER NOT NULL DEFAULT 0, oldest_version INTEGER, reward_sum REAL NOT NULL DEFAULT 0,
+    lost_tokens INTEGER NOT NULL DEFAULT 0, requeued INTEGER
 );
 CREATE UNIQUE INDEX a_prompt_lives_once ON groups (prompt_id) WHERE state IN ('running', 'ready', 'taken');
 CREATE INDEX groups_of_prompt ON groups (prompt_id);
 CREATE INDEX groups_alive ON groups (state) WHERE state IN ('running', 'ready');
-CREATE INDEX groups_wasted ON groups (group_id)
-    WHERE state IN ('failed', 'filtered', 'handed_back') AND num_rollouts IS NULL;
+CREATE INDEX groups_with_tokens ON groups (group_id) WHERE messages IS NOT NULL;
 CREATE INDEX groups_requeued ON groups (group_id) WHERE requeued IS NOT NULL;
 
-CREATE TABLE prompts (group_id INTEGER PRIMARY KEY REFERENCES groups, blob BLOB NOT NULL);
-
--- A rollout has a row for each of its branches. The number of its rollouts is that of the rows with branch 0.
 CREATE TABLE trajectories (
     group_id INTEGER NOT NULL REFERENCES groups, sample_index INTEGER NOT NULL, branch INTEGER NOT NULL,
-    reward REAL, num_tokens INTEGER NOT NULL, num_sampled INTEGER NOT NULL, oldest_version INTEGER,
     blob BLOB NOT NULL, PRIMARY KEY (group_id, sample_index, branch)
 );
 CREATE TABLE failures (
@@ -93,14 +86,20 @@ def damaged(where: object, why: str) -> JournalError:
     )
 
 
-def cannot_open(path: Path, error: Exception) -> JournalError:
+def cannot_use(path: Path, error: Exception) -> JournalError:
     """SQLite or the system refuses."""
-    if not isinstance(error, OSError | sqlite3.OperationalError):
+    name = getattr(error, "sqlite_errorname", "")
+    if isinstance(error, UnicodeDecodeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return damaged(path, str(error))
+    way_out = "see to its disk and its rights"
+    if name in ("SQLITE_FULL", "SQLITE_IOERR_WRITE"):
+        way_out = "free space on the disk of the run directory"
+    elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        way_out = "end the program that holds the file open"
     return JournalError(
-        f"{path} cannot be opened: {error}",
-        rule="a run writes its journal first",
-        way_out="free space on its disk, or see to its rights and to other programs that hold it open.",
+        f"{path} cannot be used: {error}{name and f' ({name})'}",
+        rule="nothing is done that is not written down first",
+        way_out=f"{way_out}, then resume: all that was written before is whole.",
     )
 
 
@@ -115,46 +114,42 @@ def create(path: Path, run_id: str) -> None:
     if log.exists() and log.stat().st_size:
         raise JournalError(
             f"there is {log} without the journal that it belongs to",
-            rule=f"{path.name} and its -wal file are one journal: the log holds what was written last, and "
-            "would be replayed onto a new one",
+            rule=f"{path.name} and its -wal file are one journal",
             way_out=f"put {path.name} back; or, if it was moved elsewhere, move {log} there too.",
         )
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.unlink(missing_ok=True)
-        connection = sqlite3.connect(beside, isolation_level=None)
-        try:
-            connection.execute(
-                "PRAGMA auto_vacuum = INCREMENTAL"
-            )  # before the first table, or without effect
+        with closing(sqlite3.connect(beside, isolation_level=None)) as connection:
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.executescript(
                 f"BEGIN IMMEDIATE; {TABLES}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
             )
-            meta = (("run_id", run_id), ("created_s", str(time.time())), ("compacted_before", "0"))
+            meta = (("run_id", run_id), ("created_s", str(time.time())))
             connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
             connection.execute("PRAGMA journal_mode = WAL")
-        finally:
-            connection.close()
         sync(beside)
         beside.rename(path)
         sync(path.parent)
-    except (*SQLITE_ERRORS, OSError) as error:
+    except DISK_ERRORS as error:
         beside.unlink(missing_ok=True)
-        raise cannot_open(path, error) from error
+        raise cannot_use(path, error) from error
 
 
 def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
-    """A connection to a journal that exists; nothing is checked. Raises sqlite3.Error. Any one thread at a
-    time may use it.
+    """A connection to a journal that exists, which any one thread at a time may use. Raises DISK_ERRORS, and
+    JournalError if the file is empty, another program's, or another asyncrl's.
 
-    A reader has to make files beside the journal, unless it is not written any more: an ended run can be
-    read where nothing may be written.
+    Nothing but SQLite opens the file: a process that closes it, by whatever descriptor, loses all its locks
+    on it, SQLite's too (https://www.sqlite.org/howtocorrupt.html section 2.2), and another program that then
+    opens the journal of a living run removes its log.
     """
+    if path.stat().st_size == 0:
+        raise damaged(path, "it is empty")  # SQLite would take it for new, and delete the log beside it
     mode = "ro" if is_read_only else "rw"
     is_ended = not path.with_name(f"{path.name}-wal").exists()
     if is_read_only and is_ended and not os.access(path.parent, os.W_OK, effective_ids=True):
-        mode += "&immutable=1"
+        mode += "&immutable=1"  # a reader has to make files beside a journal that is written
     connection = sqlite3.connect(
         f"{path.resolve().as_uri()}?mode={mode}",
         uri=True,
@@ -162,53 +157,42 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
     )
-    if not is_read_only:
-        connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
+    try:
+        if (found := _number(connection, "application_id")) != APPLICATION_ID:
+            raise _foreign(path, f"is a SQLite database of another program (application_id {found:#x})")
+        if (version := _number(connection, "user_version")) != SCHEMA_VERSION:
+            raise JournalError(
+                f"{path} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}",
+                way_out="resume with the asyncrl that wrote it.",
+            )
+        if not is_read_only:
+            connection.execute("PRAGMA synchronous = FULL")  # a commit is on the disk when it returns
+            connection.execute("PRAGMA foreign_keys = ON")
+            connection.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
-def check_file(path: Path) -> None:
-    """Raises JournalError if there is no file, or if it is empty: SQLite would take it for a new database,
-    and delete the log beside it.
-
-    It is not opened: when a process closes a file, by whatever descriptor, it loses all its locks on it,
-    SQLite's too (https://www.sqlite.org/howtocorrupt.html section 2.2). Another program that then opens the
-    journal of a living run removes its log when it closes. So nothing but SQLite ever opens the journal in
-    the process that writes it.
+def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
+    """A connection to the journal of this run, which was found whole, or made. Raises JournalError, with the
+    file and its log as they were.
     """
+    if not path.exists():
+        create(path, run_id)
     try:
-        if path.stat().st_size == 0:
-            raise damaged(path, "it is empty")
-    except OSError as error:
-        raise cannot_open(path, error) from error
-
-
-def check_schema(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises JournalError if the file is another program's, or another asyncrl's."""
-    if (found := _number(connection, "application_id")) != APPLICATION_ID:
-        raise _foreign(path, f"is a SQLite database of another program (application_id {found:#x})")
-    if (version := _number(connection, "user_version")) != SCHEMA_VERSION:
-        raise JournalError(
-            f"{path} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}",
-            way_out="resume with the asyncrl that wrote it.",
-        )
-
-
-def check(connection: sqlite3.Connection, path: Path, run_id: str) -> None:
-    """Raises JournalError as check_schema does, and if the file is damaged or another run's."""
-    check_schema(connection, path)
-    # Not quick_check: that would not see an index which hides a row. 100,000 groups take half a second,
-    # against 0.3 s.
-    wrong = [row[0] for row in connection.execute("PRAGMA integrity_check(3)") if row[0] != "ok"]
-    if wrong:
-        raise damaged(path, "; ".join(wrong).replace("\n", " "))
-    owner = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
-    if owner is None:
-        raise damaged(path, "it does not say which run it is of")
-    if owner[0] != run_id:
-        raise _foreign(path, f"is the journal of run {owner[0]}, this is run {run_id}")
+        with closing(connect(path, is_read_only=True)) as connection:
+            # quick_check would not see an index that hides a row
+            rows = connection.execute("PRAGMA integrity_check(3)").fetchall()
+            if wrong := [row[0] for row in rows if row[0] != "ok"]:
+                raise damaged(path, "; ".join(wrong).replace("\n", " "))
+            owner = connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()
+            if owner != (run_id,):
+                raise _foreign(path, f"is the journal of run {owner and owner[0]}, this is run {run_id}")
+        return connect(path, is_read_only=False)
+    except DISK_ERRORS as error:
+        raise cannot_use(path, error) from error
 
 
 def _foreign(path: Path, why: str) -> JournalError:
@@ -221,58 +205,3 @@ def _foreign(path: Path, why: str) -> JournalError:
 
 def _number(connection: sqlite3.Connection, pragma: str) -> int:
     return int(connection.execute(f"PRAGMA {pragma}").fetchone()[0])
-
-
-# Finds a damaged write-ahead log: SQLite takes its whole part and drops the rest in silence.
-# Layout: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
-
-
-_HEADER = struct.Struct(">8I")  # magic, format, page size, checkpoint number, two salts, two checksums
-_FRAME = struct.Struct(">6I")  # page, pages of the database after a commit (else 0), two salts, two checksums
-
-
-def commits_in(wal: Path) -> list[int]:
-    """Numbers, from 1, of the frames that end a commit, whole or not, by what they say of themselves."""
-    try:
-        with wal.open("rb") as file:
-            header = file.read(_HEADER.size)
-            if len(header) < _HEADER.size:
-                return []
-            _, _, page_size, _, *salts, _, _ = _HEADER.unpack(header)
-            if not _is_whole(header):
-                return (
-                    [1, 2] if file.read(1) else []
-                )  # SQLite will read nothing of the log, and it is not known what was in it
-            frames = []
-            while len(frame := file.read(_FRAME.size)) == _FRAME.size:
-                frames.append(_FRAME.unpack(frame))
-                file.seek(page_size, 1)
-    except FileNotFoundError:
-        return []
-    return [number for number, frame in enumerate(frames, 1) if frame[1] and list(frame[2:4]) == salts]
-
-
-def _is_whole(header: bytes) -> bool:
-    """The header's own checksum."""
-    words = struct.unpack(">6I" if header[3] & 1 else "<6I", header[:24])
-    one = two = 0
-    for first, second in zip(words[::2], words[1::2], strict=True):
-        one = (one + first + two) % 2**32
-        two = (two + second + one) % 2**32
-    return (one, two) == struct.unpack(">2I", header[24:])
-
-
-def check_wal(connection: sqlite3.Connection, path: Path, commits: list[int]) -> None:
-    """Compare what SQLite took of the log with the commits that were in it (`commits_in`, before the file was
-    opened).
-
-    Raises JournalError if more than one is missing. The last one may be: a power cut tears the commit that
-    was being written, of which no answer was given yet; no check can tell that from damage to it.
-    """
-    num_whole = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1]
-    lost = [number for number in commits if number > max(0, num_whole)]
-    if len(lost) > 1:
-        raise damaged(
-            f"{path.name}-wal of {path.parent}",
-            f"after {max(0, num_whole)} whole frames there are {len(lost)} commits that do not read",
-        )

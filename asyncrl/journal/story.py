@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.journal.read import failures_of, partials_of, reading, rollouts_of
-from asyncrl.journal.tokens import decode_prompt, decode_trajectory
-from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Rollout, Ticket
+from asyncrl.journal.read import failures_of, partials_of, prompt_of, reading, rollouts_of
+from asyncrl.messages.records import PartialCompletion, Prompt, Rollout
 
 MAX_EVENTS = 1000
-_GROUP_NUMBERS = (
-    " coalesce(g.num_rollouts, (SELECT count(*) FROM trajectories t WHERE t.group_id = g.group_id AND branch "
-    "= 0)),"
-    " coalesce(g.num_failed, (SELECT count(*) FROM failures f WHERE f.group_id = g.group_id)),"
-    " coalesce(g.num_sampled, (SELECT total(num_sampled) FROM trajectories t WHERE t.group_id = g.group_id)),"
-    " coalesce(g.oldest_version, (SELECT min(oldest_version) FROM trajectories t WHERE t.group_id = "
-    "g.group_id)),"
-    " coalesce(g.reward_mean, (SELECT avg(reward) FROM trajectories t WHERE t.group_id = g.group_id AND "
-    "branch = 0)), g.lost_tokens"
+_LINE = (
+    "g.group_id, g.prompt_id, g.state, g.num_rollouts, g.num_failed, g.num_sampled, g.oldest_version,"
+    " iif(g.num_rollouts, g.reward_sum / g.num_rollouts, NULL), g.lost_tokens"
 )
 
 
@@ -50,21 +43,21 @@ class GroupLine:
 class GroupStory:
     """A group's whole life. After compaction `prompt` is None, and rollouts and failures are gone.
 
-    Rollouts, failures and partials by sample_index, as in RunningRecord.
+    By sample_index: `rollouts` that are finished, `failures` (attempts, why), and `partials` (attempt, turn,
+    all of the completion so far). `siblings`: other groups of the same prompt, which was handed back.
     """
 
     line: GroupLine
-    start_version: int
-    reason: str
-    admitted_s: float
-    ended_s: float | None
-    batch: int | None
     prompt: Prompt | None
     rollouts: Mapping[int, Rollout]
     failures: Mapping[int, tuple[int, str]]
     partials: Mapping[int, tuple[int, int, PartialCompletion]]
     siblings: tuple[int, ...]
-    """Other groups of the same prompt: it was handed back and admitted again."""
+    start_version: int
+    reason: str
+    admitted_s: float
+    ended_s: float | None
+    batch: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +67,14 @@ class BatchStory:
     """
 
     version: int
-    min_version: int
+    groups: tuple[GroupLine, ...]
+    tokens_by_version: Mapping[int, int] | None
     mask_older: bool
+    min_version: int
     taken_s: float
     trained_s: float | None
     loss: float | None
     published_s: float | None
-    groups: tuple[GroupLine, ...]
-    tokens_by_version: Mapping[int, int] | None
 
     @property
     def masked_tokens(self) -> int | None:
@@ -94,7 +87,8 @@ class BatchStory:
 @dataclass(frozen=True, slots=True)
 class Totals:
     """A run in numbers. `groups` and `sampled_tokens` by state; `lost_tokens` are those of failed, retried
-    and dropped attempts.
+    and dropped attempts; `checkpoints`: (version, path, whole or removed); tokens of batches before
+    `compacted_before` are deleted.
     """
 
     run_id: str
@@ -102,13 +96,11 @@ class Totals:
     sampled_tokens: Mapping[str, int]
     lost_tokens: int
     failed_rollouts: int
+    checkpoints: tuple[tuple[int, str, str], ...]
     num_batches: int
     num_trained: int
     newest_published: int | None
-    checkpoints: tuple[tuple[int, str, str], ...]
-    """(version, path, whole or removed)."""
     compacted_before: int
-    """Tokens of batches before this one are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,31 +116,24 @@ def group_story(path: Path, group_id: int) -> GroupStory | None:
     """All about a group; None if it was never admitted."""
     with reading(path) as connection:
         row = connection.execute(
-            "SELECT start_version, reason, admitted_s, ended_s, p.blob, prompt_id, state,"
-            f" (SELECT version FROM batch_groups b WHERE b.group_id = g.group_id),{_GROUP_NUMBERS}"
-            " FROM groups g LEFT JOIN prompts p USING (group_id) WHERE group_id = ?",
+            "SELECT messages, num_handed_back, start_version, reason, admitted_s, ended_s, b.version,"
+            f" {_LINE} FROM groups g LEFT JOIN batch_groups b USING (group_id) WHERE g.group_id = ?",
             (group_id,),
         ).fetchone()
         if row is None:
             return None
-        start_version, reason, admitted_s, ended_s, prompt, prompt_id, state, batch, *numbers = row
-        ticket = Ticket(GroupId(group_id), start_version)
-
+        line, messages = GroupLine(*row[7:]), row[0]
         siblings = connection.execute(
-            "SELECT group_id FROM groups WHERE prompt_id = ? AND group_id <> ?", (prompt_id, group_id)
+            "SELECT group_id FROM groups WHERE prompt_id = ? AND group_id <> ?", (line.prompt_id, group_id)
         ).fetchall()
         return GroupStory(
-            _line((group_id, prompt_id, state, *numbers)),
-            start_version,
-            reason,
-            admitted_s,
-            ended_s,
-            batch,
-            None if prompt is None else decode_prompt(prompt, ticket, prompt_id, path)[0],
+            line,
+            None if messages is None else prompt_of(line.prompt_id, row[1], messages),
             rollouts_of(connection, group_id, path),
             failures_of(connection, group_id),
             partials_of(connection, group_id, path),
             tuple(sibling for (sibling,) in siblings),
+            *row[2:7],
         )
 
 
@@ -156,7 +141,7 @@ def batch_story(path: Path, version: int) -> BatchStory | None:
     """All about the batch of a step; None if it was never taken."""
     with reading(path) as connection:
         row = connection.execute(
-            "SELECT min_version, mask_older, taken_s, trained_s, loss,"
+            "SELECT mask_older, min_version, taken_s, trained_s, loss,"
             " (SELECT served_s FROM publishes p WHERE p.version = b.version + 1)"
             " FROM batches b WHERE version = ?",
             (version,),
@@ -164,60 +149,42 @@ def batch_story(path: Path, version: int) -> BatchStory | None:
         if row is None:
             return None
         found = connection.execute(
-            f"SELECT g.group_id, g.prompt_id, g.state,{_GROUP_NUMBERS}, g.num_rollouts IS NOT NULL"
+            f"SELECT messages IS NULL, {_LINE}"
             " FROM batch_groups b JOIN groups g USING (group_id) WHERE b.version = ? ORDER BY b.position",
             (version,),
         ).fetchall()
-        lines = tuple(_line(line[:-1]) for line in found)
-        counts: Counter[int] | None = None
-        if not any(line[-1] for line in found):
-            counts = Counter()
-            for group_id, index, branch, blob in connection.execute(
-                "SELECT t.group_id, t.sample_index, t.branch, t.blob"
-                " FROM batch_groups b JOIN trajectories t USING (group_id) WHERE b.version = ?",
-                (version,),
-            ):
-                for span in decode_trajectory(blob, group_id, index, branch, path).version_spans:
+        lines = tuple(GroupLine(*line) for _, *line in found)
+        counts = Counter[int]()
+        for line in lines:
+            for rollout in rollouts_of(connection, line.group_id, path).values():
+                for span in (span for branch in rollout for span in branch.version_spans):
                     counts[span.version] += span.end - span.start
-        min_version, mask_older, taken_s, trained_s, loss, published_s = row
-        tokens_by_version = None if counts is None else dict(sorted(counts.items()))
-        times = (taken_s, trained_s, loss, published_s)
-        return BatchStory(version, min_version, bool(mask_older), *times, lines, tokens_by_version)
+        is_deleted = any(line[0] for line in found)
+        tokens = None if is_deleted else dict(sorted(counts.items()))
+        return BatchStory(version, lines, tokens, bool(row[0]), *row[1:])
 
 
 def totals(path: Path) -> Totals:
     """The run in numbers."""
     with reading(path) as connection:
-        meta = dict(connection.execute("SELECT key, value FROM meta").fetchall())
         states = connection.execute(
-            "SELECT state, count(*), total(num_sampled), total(lost_tokens) FROM groups GROUP BY state"
+            "SELECT state, count(*), sum(num_sampled), sum(lost_tokens), sum(num_failed) FROM groups"
+            " GROUP BY state"
         ).fetchall()
-        live = dict(
-            connection.execute(
-                "SELECT g.state, total(t.num_sampled) FROM trajectories t JOIN groups g USING (group_id) "
-                "GROUP BY g.state"
-            ).fetchall()
-        )
-        num_batches, num_trained = connection.execute(
-            "SELECT count(*), count(trained_s) FROM batches"
+        numbers = connection.execute(
+            "SELECT (SELECT count(*) FROM batches), (SELECT count(trained_s) FROM batches),"
+            " (SELECT max(version) FROM publishes), (SELECT coalesce(max(version) + 1, 0)"
+            " FROM batch_groups JOIN groups USING (group_id) WHERE messages IS NULL)"
         ).fetchone()
+        checkpoints = connection.execute("SELECT version, path, state FROM checkpoints ORDER BY version")
         return Totals(
-            run_id=meta["run_id"],
-            groups={state: count for state, count, *_ in states},
-            sampled_tokens={state: int(sampled + live.get(state, 0)) for state, _, sampled, _ in states},
-            lost_tokens=int(sum(row[3] for row in states)),
-            failed_rollouts=int(
-                connection.execute(
-                    "SELECT (SELECT count(*) FROM failures) + (SELECT total(num_failed) FROM groups)"
-                ).fetchone()[0]
-            ),
-            num_batches=num_batches,
-            num_trained=num_trained,
-            newest_published=connection.execute("SELECT max(version) FROM publishes").fetchone()[0],
-            checkpoints=tuple(
-                connection.execute("SELECT version, path, state FROM checkpoints ORDER BY version").fetchall()
-            ),
-            compacted_before=int(meta["compacted_before"]),
+            connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0],
+            {state: count for state, count, *_ in states},
+            {state: sampled for state, _, sampled, *_ in states},
+            sum(row[3] for row in states),
+            sum(row[4] for row in states),
+            tuple(checkpoints.fetchall()),
+            *numbers,
         )
 
 
@@ -228,9 +195,3 @@ def events(path: Path, *, newest: int = MAX_EVENTS) -> tuple[Event, ...]:
             "SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?", (newest,)
         ).fetchall()
         return tuple(Event(at_s, what, json.loads(detail)) for at_s, what, detail in reversed(rows))
-
-
-def _line(row: Sequence[Any]) -> GroupLine:
-    """From id, prompt, state and _GROUP_NUMBERS."""
-    group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, *rest = row
-    return GroupLine(group_id, prompt_id, state, num_rollouts, num_failed, int(num_sampled), *rest)

@@ -14,10 +14,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from asyncrl.errors import JournalError
-from asyncrl.journal.schema import SQLITE_ERRORS, damaged
+from asyncrl.journal.schema import DISK_ERRORS, cannot_use
 
-Decision = Callable[..., Any]
-"""(connection, *args): one thing that is done as a whole or refused as a whole."""
+Decision = Callable[[sqlite3.Connection], Any]
+"""One thing that is done as a whole or refused as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,6 @@ class _Job:
     """A decision that waits. `answer` None: no caller waits for it, so its refusal ends the writer."""
 
     decide: Decision
-    args: tuple[Any, ...]
     answer: Future[Any] | None
 
 
@@ -42,11 +41,10 @@ class Writer:
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.path = path
-        self.num_put = self.num_written = self.num_commits = 0
+        self.num_commits = 0
         self.longest_commit_s = self.busy_s = 0.0
         self.failed: Future[JournalError] = Future()
         """Its result is the error, once there is one."""
-        self._failure: JournalError | None = None
         self._is_stopped = False
         self._connection = connection
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
@@ -54,18 +52,16 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def put(self, decide: Decision, *args: object) -> None:
+    def put(self, decide: Decision) -> None:
         """Have it written. Raises JournalError if the writer has failed or was stopped."""
         self._check()
-        self.num_put += 1
-        self._queue.put(_Job(decide, args, None))
+        self._queue.put(_Job(decide, None))
 
-    def ask(self, decide: Decision, *args: object) -> Future[Any]:
+    def ask(self, decide: Decision) -> Future[Any]:
         """Have it written; the future has what it returns once it is durable, or JournalError."""
         self._check()
-        self.num_put += 1
         answer: Future[Any] = Future()
-        self._queue.put(_Job(decide, args, answer))
+        self._queue.put(_Job(decide, answer))
         return answer
 
     def stop(self) -> None:
@@ -76,12 +72,12 @@ class Writer:
             self._is_stopped = True
             self._queue.put(None)
         self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+        if self.failed.done():
+            raise self.failed.result()
 
     def _check(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failed.done():
+            raise self.failed.result()
         if self._is_stopped:
             raise JournalError(f"{self.path} is closed")
 
@@ -89,10 +85,15 @@ class Writer:
         is_last = False
         while not is_last:
             jobs, is_last = self._take()
-            if self._failure is None:
-                self._write(jobs)
-            else:
-                self._answer([(job, self._failure) for job in jobs])
+            outcomes = self._write(jobs) if jobs and not self.failed.done() else []
+            outcomes += [self.failed.result() for _ in jobs[len(outcomes) :]]
+            for job, outcome in zip(jobs, outcomes, strict=True):
+                if job.answer is None or not job.answer.set_running_or_notify_cancel():
+                    continue
+                if isinstance(outcome, JournalError):
+                    job.answer.set_exception(outcome)
+                else:
+                    job.answer.set_result(outcome)
         self._connection.close()
 
     def _take(self) -> tuple[list[_Job], bool]:
@@ -107,80 +108,44 @@ class Writer:
                 return jobs, False
         return jobs, True
 
-    def _write(self, jobs: list[_Job]) -> None:
+    def _write(self, jobs: list[_Job]) -> list[Any]:
+        """What each decision returned, or the error that refused it; [] if none was written: then `failed`
+        says why.
+        """
         started_s = time.monotonic()
-        outcomes: list[tuple[_Job, Any]] = []
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            for job in jobs:
-                outcomes.append((job, self._apply(job)))
-                if job.answer is None and isinstance(outcomes[-1][1], JournalError):
-                    break
+            outcomes = [self._apply(job) for job in jobs]
             self._connection.execute("COMMIT")
-        except (*SQLITE_ERRORS, OSError) as error:
-            self._fail(_cannot_write(self.path, error), jobs)
-            return
         except Exception as error:  # a thread has no caller to hear of a bug: the waiters must
-            self._fail(_broken(self.path, error), jobs)
-            return
-        self.num_commits += 1
-        self.num_written += len(outcomes)
+            with contextlib.suppress(sqlite3.Error):  # if the disk is gone, nothing of it is in the file
+                self._connection.rollback()
+            self.failed.set_result(_as_journal_error(self.path, error))
+            return []
         commit_s = time.monotonic() - started_s
+        self.num_commits += 1
         self.longest_commit_s = max(self.longest_commit_s, commit_s)
         self.busy_s += commit_s
-        self._answer(outcomes)
-        last_job, last = outcomes[-1] if outcomes else (None, None)
-        if last_job is not None and last_job.answer is None and isinstance(last, JournalError):
-            self.num_written -= 1
-            self._fail(last, jobs[len(outcomes) :])
+        return outcomes
 
     def _apply(self, job: _Job) -> Any:
-        """What the decision returns, or the JournalError that refuses it: then it has changed nothing."""
+        """What the decision returns; one that is asked for and refused has changed nothing."""
+        if job.answer is None:
+            return job.decide(self._connection)
         self._connection.execute("SAVEPOINT decision")
         try:
-            result = job.decide(self._connection, *job.args)
+            return job.decide(self._connection)
         except (JournalError, sqlite3.IntegrityError) as error:
             self._connection.execute("ROLLBACK TO decision")
-            self._connection.execute("RELEASE decision")
-            return error if isinstance(error, JournalError) else _broken(self.path, error)
-        self._connection.execute("RELEASE decision")
-        return result
-
-    def _fail(self, failure: JournalError, jobs: list[_Job]) -> None:
-        if self._connection.in_transaction:
-            with contextlib.suppress(
-                sqlite3.Error
-            ):  # if the disk is gone, nothing of it is in the file anyway
-                self._connection.execute("ROLLBACK")
-        self._failure = failure
-        self._answer([(job, failure) for job in jobs])
-        self.failed.set_result(failure)
-
-    def _answer(self, outcomes: list[tuple[_Job, Any]]) -> None:
-        for job, outcome in outcomes:
-            if job.answer is None or not job.answer.set_running_or_notify_cancel():
-                continue
-            if isinstance(outcome, JournalError):
-                job.answer.set_exception(outcome)
-            else:
-                job.answer.set_result(outcome)
+            return _as_journal_error(self.path, error)
+        finally:
+            if self._connection.in_transaction:
+                self._connection.execute("RELEASE decision")
 
 
-def _broken(path: Path, error: Exception) -> JournalError:
-    return JournalError(f"what is to go into {path} cannot be written: {type(error).__name__}: {error}")
-
-
-def _cannot_write(path: Path, error: Exception) -> JournalError:
-    name = getattr(error, "sqlite_errorname", type(error).__name__)
-    if isinstance(error, UnicodeDecodeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-        return damaged(path, str(error))
-    way_out = "see to the disk of the run directory"
-    if name in ("SQLITE_FULL", "SQLITE_IOERR_WRITE"):
-        way_out = "free space on the disk of the run directory"
-    elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        way_out = "end the program that holds the file open for writing"
-    return JournalError(
-        f"{path} cannot be written: {error} ({name})",
-        rule="nothing is done that is not written down first, so the run ends",
-        way_out=f"{way_out}, then resume: all that was written before is whole.",
-    )
+def _as_journal_error(path: Path, error: Exception) -> JournalError:
+    if isinstance(error, JournalError):
+        return error
+    if isinstance(error, DISK_ERRORS) and not isinstance(error, sqlite3.IntegrityError):
+        return cannot_use(path, error)
+    return JournalError(f"what is to go into {path} is refused: {type(error).__name__}: {error}")

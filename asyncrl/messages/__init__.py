@@ -1,1 +1,1 @@
-"""Records and Protocols that rooms share. Rooms never import each other: they meet here. Knows no torch."""
+"""Every record that crosses a part or a process, once. Knows no torch."""

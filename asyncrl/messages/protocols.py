@@ -1,4 +1,4 @@
-"""What rooms need of each other, as Protocols."""
+"""What a part needs of a part above it, or of one that has several implementations."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class GroupSink(Protocol):
         """The group has all its rollouts; returns what became of it."""
         ...
 
-    def fail_nowait(self, group_id: GroupId, reason: str) -> None:
+    def fail_nowait(self, group_id: GroupId) -> None:
         """The group failed: its admission is handed back."""
         ...
 

@@ -8,12 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NewType
+from typing import Annotated, Any, Literal, NewType
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ConfigDict, Field
 
 from asyncrl.messages.trainer_calls import Credit
+
+LARGEST_NUMBER = 1e18
+"""Of rewards and metrics: the mean, the square and the sum of many such are finite in float32."""
+MAX_METRICS = 256
+"""Of one rollout. Each name is a curve of the run: names that say something else each time are many
+thousands.
+"""
+Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)]
 
 GroupId = NewType("GroupId", int)
 """Number of a group in order of admission, from 0; never reused, so its order is the order of admission."""
@@ -164,13 +173,20 @@ class Outcome:
     `reward` None: the task's own reward function scores the text of the last completion. `turn_rewards` and
     `branch_rewards`, by the id of a completion (chatcmpl-0, ...): each completion, or each branch by any
     completion that lies in it alone, is a sample of its own in the advantage, and must be named; give one of
-    the two. Then `reward` None is their mean.
+    the two. Then `reward` None is their mean. It is checked where it is validated: messages, and what a
+    harness returns.
     """
 
-    reward: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    turn_rewards: Mapping[str, float] = field(default_factory=dict)
-    branch_rewards: Mapping[str, float] = field(default_factory=dict)
+    __pydantic_config__ = ConfigDict(extra="forbid", revalidate_instances="always")
+
+    reward: Number | None = None
+    metrics: Annotated[Mapping[str, Number], Field(max_length=MAX_METRICS)] = field(default_factory=dict)
+    turn_rewards: Mapping[str, Number] = field(default_factory=dict)
+    branch_rewards: Mapping[str, Number] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.turn_rewards and self.branch_rewards:
+            raise ValueError("give turn_rewards or branch_rewards, not both: a token answers for one reward")
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,20 +113,12 @@ class SaveRequest(Message):
 
 
 class StateRequest(Message):
-    """Save what is needed to go on into the new folder `path` (/begin_save_state), or go on from there
-    (/load_state). Of a folder to load, the client has compared every file with the checkpoint's manifest.
+    """Save what is needed to go on into the new folder `path` (/begin_save_state answers once the copy is
+    made, /wait_save_state once it is written), or go on from there (/load_state). Of a folder to load, the
+    client has compared every file with the checkpoint's manifest.
     """
 
     path: str
-
-
-class StateSaved(Message):
-    """The copy is made, and is being written (/wait_save_state answers once it is): training stood still for
-    `held_s`.
-    """
-
-    policy_version: int
-    held_s: float
 
 
 # A batch on its way to the trainer.

@@ -7,7 +7,7 @@ the worker key as `Authorization: Bearer KEY`; it opens no session, and no sessi
     POST /work/alive    AliveRequest   -> AliveAnswer   a sign of life, and what to give up
     POST /work/result   ResultRequest  -> Accepted      410 if that item is no longer this worker's: it drops
     it
-    POST /v1/outcome    OutcomeMessage -> Accepted      with the outcome key of an item (also
+    POST /v1/outcome    Outcome        -> Accepted      with the outcome key of an item (also
     /s/KEY/v1/outcome)
     GET /health         -> WorkerHealth                 of a worker that a run has started, with its own
     secret
@@ -15,9 +15,9 @@ the worker key as `Authorization: Bearer KEY`; it opens no session, and no sessi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Any
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome
@@ -29,47 +29,12 @@ MAX_WAIT_S = 20.0
 """Longest that /work/take sleeps."""
 
 MAX_OUTCOME_BYTES = 2**18
-"""Largest OutcomeMessage; its metrics are kept with every branch of the rollout."""
+"""Largest Outcome that is posted or returned; its metrics are kept with every branch of the rollout."""
 
 MAX_MESSAGE_BYTES = 2**22
 """Largest message of a worker, whatever gateway.max_body_bytes says of calls: an outcome, a failure's words,
 all items that it holds.
 """
-
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-
-
-class OutcomeMessage(Message):
-    """What a harness says of its rollout (types.Outcome). Rewards are finite; turn and branch rewards exclude
-    each other.
-    """
-
-    reward: Finite | None = None
-    metrics: dict[str, Finite] = {}
-    turn_rewards: dict[str, Finite] = {}
-    branch_rewards: dict[str, Finite] = {}
-
-    @model_validator(mode="after")
-    def _one_kind(self) -> Self:
-        if self.turn_rewards and self.branch_rewards:
-            raise ValueError(
-                "give turn_rewards or branch_rewards, not both: each token answers for one reward"
-            )
-        return self
-
-    @classmethod
-    def of(cls, outcome: Outcome) -> Self:
-        """Raises ValidationError for numbers that are none, or both kinds of parts."""
-        return cls(
-            reward=outcome.reward,
-            metrics=dict(outcome.metrics),
-            turn_rewards=dict(outcome.turn_rewards),
-            branch_rewards=dict(outcome.branch_rewards),
-        )
-
-    def as_outcome(self) -> Outcome:
-        """The same as a record."""
-        return Outcome(self.reward, self.metrics, self.turn_rewards, self.branch_rewards)
 
 
 class FailureMessage(Message):
@@ -155,7 +120,7 @@ class ResultRequest(WorkerMessage):
     """
 
     item_id: str
-    outcome: OutcomeMessage | None = None
+    outcome: Outcome | None = None
     failure: FailureMessage | None = None
 
 

@@ -226,7 +226,7 @@ def _task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _num_turns(branch: Trajectory) -> int:
-    """Stretches of sampled tokens: between two turns there is always something that nobody sampled."""
+    """Stretches of sampled tokens: between two turns there is always something that was not sampled."""
     return int(branch.loss_mask[0]) + int(np.count_nonzero(branch.loss_mask[1:] > branch.loss_mask[:-1]))
 
 

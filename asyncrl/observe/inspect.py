@@ -50,31 +50,29 @@ def render_inspect(
 def summarise(files: RunFiles, *, step: int | None = None, group: int | None = None) -> dict[str, Any]:
     """Plain values: staleness recomputed from the spans, whether the bound was kept, the verdict, and each of
     the newest batches (or that of `step` or `group`), from the trainer's record; `journal`, `batch` and
-    `story` are from the journal.
-
-    Raises ConfigError for a step or group that neither knows.
+    `story` are from the journal. Raises ConfigError for a step or group that neither knows.
     """
-    path, problems = files.run_dir / JOURNAL_FILE, list(files.problems)
-    record = read_record(files.run_dir / TRAINED_FILE, problems, files.config.buffer.max_staleness)
-    violations, lost = record.violations(), record.lost_steps()
+    problems, bound = list(files.problems), files.config.buffer.max_staleness
+    record = read_record(files.run_dir / TRAINED_FILE, problems, bound)
     told: dict[str, Any] = {}
     try:
-        if path.is_file():
-            if group is not None and (story := group_story(path, group)) is not None:
-                told["story"] = _story(story, files)
-            if step is not None and (batch := batch_story(path, step)) is not None:
-                told["batch"] = _batch(batch)
-            if group is None and step is None:
-                told["journal"] = _run(path, files)
+        if (path := files.run_dir / JOURNAL_FILE).is_file():
+            told = _journal(path, files, step, group)
     except JournalError as error:
         problems.append(str(error))
     shown = _chosen(record, step, group)
     if not shown and not told and (step is not None or group is not None):
-        raise _unknown(files.run_dir, record, step, group)
+        what = f"step {step}" if group is None else f"group {group}"
+        raise ConfigError(
+            f"{files.run_dir} has no record of {what}; it has {record.range_text}",
+            rule="only groups that a batch took are in the record",
+            way_out="take a step or a group id from `asyncrl inspect RUN_DIR --json`.",
+        )
+    violations, lost = record.violations(), record.lost_steps()
     return {
         "run_dir": str(files.run_dir),
         "state": files.state,
-        "max_staleness": files.config.buffer.max_staleness,
+        "max_staleness": bound,
         "on_overdue": files.config.buffer.on_overdue,
         **record.totals(),
         "bound_kept": not violations if len(record) else None,
@@ -88,6 +86,12 @@ def summarise(files: RunFiles, *, step: int | None = None, group: int | None = N
     }
 
 
+def _chosen(record: TrainedRecord, step: int | None, group: int | None) -> list[Line]:
+    if group is not None:
+        return [line for line in record.of_group(group) if step in (None, line["version"])]
+    return record.newest(SHOWN_STEPS) if step is None else record.of_step(step)
+
+
 def _step(line: Line, files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
     plain = batch_summary(line)
     if step is not None or group is not None:
@@ -97,51 +101,31 @@ def _step(line: Line, files: RunFiles, step: int | None, group: int | None) -> d
     return plain
 
 
-def _chosen(record: TrainedRecord, step: int | None, group: int | None) -> list[Line]:
-    if group is not None:
-        line = record.of_group(group)
-        return [line] if line is not None and step in (None, line["version"]) else []
-    return record.newest(SHOWN_STEPS) if step is None else record.of_step(step)
-
-
-def _unknown(run_dir: Path, record: TrainedRecord, step: int | None, group: int | None) -> ConfigError:
-    if step is not None and (group is None or not record.of_step(step)):
-        return ConfigError(
-            f"{run_dir} has no record of step {step}",
-            rule=f"it has {record.range_text}",
-            way_out="give one of those, or leave --step out.",
-        )
-    where = "" if step is None else f" in step {step}"
-    return ConfigError(
-        f"group {group} was not trained on{where} in {run_dir}",
-        rule="only groups that a batch took are in the record",
-        way_out="take an id from `asyncrl inspect RUN_DIR --json`, key group_ids.",
-    )
+def _journal(path: Path, files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
+    """What the journal says of the group, the step, or else of the whole run."""
+    if step is None and group is None:
+        return {"journal": _run(path, files)}
+    told: dict[str, Any] = {}
+    if group is not None and (story := group_story(path, group)) is not None:
+        told["story"] = _story(story, files)
+    if step is not None and (batch := batch_story(path, step)) is not None:
+        told["batch"] = _batch(batch)
+    return told
 
 
 def _run(path: Path, files: RunFiles) -> dict[str, Any]:
     run = totals(path)
-    tokens = run.sampled_tokens
-    wasted = {
-        "retried": run.lost_tokens,
-        "failed": tokens.get("failed", 0),
-        "filtered": tokens.get("filtered", 0),
-        "handed_back": tokens.get("handed_back", 0),
-        "masked": masked_tokens(files.steps),
-    }
+    plain, tokens = asdict(run), run.sampled_tokens
+    wasted = {name: tokens.get(name, 0) for name in ("failed", "filtered", "handed_back")}
+    wasted = {"retried": plain.pop("lost_tokens"), **wasted, "masked": masked_tokens(files.steps)}
+    plain["tokens_deleted_before"] = plain.pop("compacted_before")
     return {
-        "run_id": run.run_id,
-        "groups": dict(run.groups),
-        "num_batches": run.num_batches,
-        "num_trained": run.num_trained,
-        "newest_published": run.newest_published,
-        "failed_rollouts": run.failed_rollouts,
+        **plain,
         "sampled_tokens": sum(tokens.values()) + run.lost_tokens,
         "wasted_tokens": wasted,
         "checkpoints": [
             {"version": version, "path": where, "state": state} for version, where, state in run.checkpoints
         ],
-        "tokens_deleted_before": run.compacted_before,
         "events": [
             {"at": _time(event.at_s), "what": event.what, "detail": dict(event.detail)}
             for event in events(path)
@@ -150,44 +134,33 @@ def _run(path: Path, files: RunFiles) -> dict[str, Any]:
 
 
 def _batch(batch: BatchStory) -> dict[str, Any]:
+    by_version = batch.tokens_by_version
+    times = {f"{what}_at": _time(getattr(batch, f"{what}_s")) for what in ("taken", "trained", "published")}
     return {
         "version": batch.version,
         "min_version": batch.min_version,
-        "taken_at": _time(batch.taken_s),
-        "trained_at": _time(batch.trained_s),
-        "published_at": _time(batch.published_s),
+        **times,
         "loss": batch.loss,
-        "tokens_by_version": None
-        if batch.tokens_by_version is None
-        else {str(v): num for v, num in batch.tokens_by_version.items()},
+        "tokens_by_version": by_version and {str(version): num for version, num in by_version.items()},
         "masked_tokens": batch.masked_tokens if batch.mask_older else 0,
         "groups": [_numbers(line) for line in batch.groups],
     }
 
 
 def _numbers(line: GroupLine) -> dict[str, Any]:
-    return {
-        "group_id": line.group_id,
-        "prompt_id": line.prompt_id,
-        "num_rollouts": line.num_rollouts,
-        "num_failed": line.num_failed,
-        "num_sampled": line.num_sampled,
-        "oldest_version": line.oldest_version,
-        "reward_mean": line.reward_mean,
-        "retried_tokens": line.lost_tokens,
-    }
+    numbers = asdict(line)
+    numbers["retried_tokens"] = numbers.pop("lost_tokens")
+    return numbers
 
 
 def _story(story: GroupStory, files: RunFiles) -> dict[str, Any]:
     decode, source = find_decoder(files)
     batch = batch_story(files.run_dir / JOURNAL_FILE, story.batch) if story.batch is not None else None
-    is_running, messages = story.line.state == "running", story.prompt.messages if story.prompt else ()
     known = {*story.rollouts, *story.failures, *story.partials}
-    if is_running and story.prompt is not None:  # those too that have no token yet
+    if story.line.state == "running" and story.prompt is not None:  # those too that have no token yet
         known |= set(range(files.config.rollout.group_size))
     return {
         **_numbers(story.line),
-        "state": story.line.state,
         "reason": story.reason,
         "start_version": story.start_version,
         "admitted_at": _time(story.admitted_s),
@@ -196,7 +169,7 @@ def _story(story: GroupStory, files: RunFiles) -> dict[str, Any]:
         "trained_at": None if batch is None else _time(batch.trained_s),
         "same_prompt": list(story.siblings),
         "has_tokens": story.prompt is not None,
-        "messages": [dict(message) for message in messages],
+        "messages": [dict(message) for message in (story.prompt.messages if story.prompt else ())],
         "rollouts": [{"sample_index": index, **_rollout(story, index, decode)} for index in sorted(known)],
         "text_from": source,
     }
@@ -216,17 +189,17 @@ def _rollout(story: GroupStory, index: int, decode: Decode | None) -> dict[str, 
         return whole | (branches[0] if len(branches) == 1 else {"branches": branches})
     if (failure := story.failures.get(index)) is not None:
         return {"state": "failed", "attempts": failure[0], "why": failure[1]}
-    if (partial := story.partials.get(index)) is not None:
-        attempt, turn, completion = partial
-        return {
-            "state": "running",
-            "attempt": attempt,
-            "turn": turn,
-            "num_sampled": len(completion.token_ids),
-            "num_interruptions": completion.num_interruptions,
-            "pieces": pieces(completion.token_ids, completion.version_spans, decode),
-        }
-    return {"state": "running"}
+    if (partial := story.partials.get(index)) is None:
+        return {"state": "running"}
+    attempt, turn, completion = partial
+    return {
+        "state": "running",
+        "attempt": attempt,
+        "turn": turn,
+        "num_sampled": len(completion.token_ids),
+        "num_interruptions": completion.num_interruptions,
+        "pieces": pieces(completion.token_ids, completion.version_spans, decode),
+    }
 
 
 def _branch(branch: Trajectory, decode: Decode | None) -> dict[str, Any]:

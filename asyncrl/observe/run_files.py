@@ -1,16 +1,14 @@
 """Reads a run directory, live or afterwards, and believes nothing in it.
 
-Files that grow with every step are read line by line: no more is held of a step than some numbers. A half-
-written last line is a run in the middle of writing; any other bad line is a problem that is told. A run that
-says "running" while no process holds its lock has crashed, and is called so where that can be seen: on its
-own machine.
+Files that grow with every step are read line by line: no more is held of a step than some numbers. What
+cannot be read is left out and told. A run that says "running" while no process holds its lock has crashed,
+and is called so where that can be seen: on its own machine.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import math
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,17 +54,16 @@ class RunFiles:
 
 def read_run(run_dir: str | Path, *, step: int | None = None) -> RunFiles:
     """Read a run directory, with all metrics of `step`; not trained.jsonl, which only inspect needs
-    (trained.py).
-
-    Raises ConfigError if it is none, or if it or its config cannot be read.
+    (trained.py). Raises ConfigError if it is none, or if it or its config cannot be read.
     """
     folder = Path(run_dir)
-    if (what := _why_no_run(folder)) is not None:
+    try:
+        (folder / CONFIG_FILE).open("rb").close()
+    except OSError as error:
         raise ConfigError(
-            f"{folder} is no run directory: it {what}",
-            rule=f"a run directory holds {CONFIG_FILE}, {STATUS_FILE} and {METRICS_FILE}",
+            f"{folder} is no run directory: its {CONFIG_FILE} cannot be read ({error.strerror})",
             way_out="give the directory that `asyncrl run` printed; by default runs/NAME-DATE-TIME.",
-        )
+        ) from error
     config = load_config(folder / CONFIG_FILE)
     problems: list[str] = []
     status = _read_status(folder / STATUS_FILE, problems)
@@ -76,34 +73,17 @@ def read_run(run_dir: str | Path, *, step: int | None = None) -> RunFiles:
     return RunFiles(folder, config, state, explanation, status, steps, evaluations, one_step, tuple(problems))
 
 
-def _why_no_run(folder: Path) -> str | None:
-    try:
-        if (folder / CONFIG_FILE).is_file():
-            return None
-        if not folder.exists():
-            return "is not there"
-        return f"holds no {CONFIG_FILE}" if folder.is_dir() else "is no directory"
-    except OSError as error:  # rights, above all
-        return f"cannot be read ({error.strerror})"
-
-
 def _read_status(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {error.strerror}")
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
-    except (ValueError, RecursionError) as error:
-        problems.append(f"{path.name} is no JSON: {error}")
+    if not isinstance(value, dict) or not _is_number(value.get("updated_s", 0.0)):
+        problems.append(f"{path.name} is no JSON object with a number updated_s")
         return {}
-    if not isinstance(value, dict):
-        problems.append(f"{path.name} is no JSON object")
-        return {}
-    if "updated_s" in value and not _is_number(value["updated_s"]):
-        problems.append(f"{path.name}: updated_s is no number and is left out")
-        del value["updated_s"]
     return value
 
 
@@ -114,42 +94,31 @@ def read_steps(
     steps, wanted = Steps(), None
     for line in _metrics_of(run_dir / METRICS_FILE, problems, ("step",)):
         steps.add(line)
-        if line["step"] == step:
-            wanted = line
+        wanted = line if line["step"] == step else wanted
     return steps, wanted
 
 
 def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
     """Lines of eval.jsonl that have what every evaluation has; `problems` grows."""
-    lines = [*_metrics_of(run_dir / EVAL_FILE, problems, ("policy_version", "eval/version", "eval/seconds"))]
+    needed = ("policy_version", "eval/version", "eval/seconds")
     lengths = {"eval/length_mean", "eval/truncated_fraction"}
-    whole = [line for line in lines if "eval/reward_mean" not in line or lengths <= line.keys()]
-    if len(whole) < len(lines):
-        problems.append(f"{EVAL_FILE}: {len(lines) - len(whole)} evaluations without lengths are left out")
-    return whole
+    lines = _metrics_of(run_dir / EVAL_FILE, problems, needed)
+    return [line for line in lines if "eval/reward_mean" not in line or lengths <= line.keys()]
 
 
 def _metrics_of(path: Path, problems: list[str], needed: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Lines that have the `needed` numbers. Metrics that are no numbers are left out, which is told."""
-    needed_names = set(needed)
     for number, (_, line) in enumerate(lines_of(path, problems), start=1):
-        try:
-            if math.isfinite(sum(line.values())) and needed_names <= line.keys():  # nearly always
-                yield line
-                continue
-        except (TypeError, OverflowError):
-            pass
         if LOST_KEY in line:
-            tell(problems, f"{_missing_steps(line)} in {path.name} ({line.get('why')})")
+            tell(problems, f"steps {line[LOST_KEY]} are missing in {path.name} ({line.get('why')})")
             continue
-        wrong = [name for name, value in line.items() if name not in _WORDS and not _is_number(value)]
-        if missing := [name for name in needed if name in wrong or name not in line]:
-            names = ", ".join(missing)
-            tell(problems, f"{path.name} object {number} is left out: {names} is no number in it")
+        kept = {name: value for name, value in line.items() if name in _WORDS or _is_number(value)}
+        if missing := [name for name in needed if name not in kept]:
+            tell(problems, f"{path.name} object {number} is left out: {missing[0]} is no number in it")
             continue
-        if wrong:
+        if wrong := [name for name in line if name not in kept]:
             tell(problems, f"{path.name} object {number}: {', '.join(wrong)} is no number and is left out")
-        yield {name: value for name, value in line.items() if name not in wrong}
+        yield kept
 
 
 def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -161,15 +130,17 @@ def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, A
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 value = parse_line(line)
-                if type(value) is dict:
+                if isinstance(value, dict):
                     yield start, value
                 elif not line.endswith(b"\n"):
-                    num = len(line.decode("utf-8", "replace"))
-                    what = f"half a line ({num} characters), which is left out: it was being written"
-                    tell(problems, f"{path.name} ends in {what}")
+                    tell(
+                        problems, f"{path.name} ends in half a line, which is left out: it was being written"
+                    )
                 else:
-                    shown = line[:240].decode("utf-8", "replace").rstrip("\n")[:60]
-                    tell(problems, f"{path.name} line {number} is no JSON object and is left out: {shown!r}")
+                    tell(
+                        problems,
+                        f"{path.name} line {number} is no JSON object and is left out: {line[:60]!r}",
+                    )
                 start += len(line)
     except FileNotFoundError:
         return
@@ -180,12 +151,8 @@ def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, A
 def parse_line(line: bytes) -> Any:
     """Its JSON value, None if it is none."""
     try:
-        return from_json(line, cache_strings="keys")  # three times as fast as json, and stricter
+        return from_json(line, cache_strings="keys")  # three times as fast as json
     except ValueError:
-        pass
-    try:
-        return json.loads(line.decode("utf-8", "replace"))
-    except (ValueError, RecursionError):
         return None
 
 
@@ -202,62 +169,32 @@ def steps_are_missing(first: int, last: int) -> str:
     return f"step {first} is missing" if first == last else f"steps {first}..{last} are missing"
 
 
-def _missing_steps(line: Mapping[str, Any]) -> str:
-    try:
-        first, last = line[LOST_KEY]
-        return steps_are_missing(int(first), int(last))
-    except (TypeError, ValueError, OverflowError):
-        return "steps are missing"
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return False
+def _is_number(value: Any) -> bool:
+    """No bool, NaN or infinity, and no integer of hundreds of digits."""
+    return type(value) in (int, float) and -1e300 < value < 1e300
 
 
 def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
-    """What the run does, and a sentence about it, from status.json and from whether its lock is held."""
-    if not status:
-        why = (
-            f"there is no readable {STATUS_FILE}; the run ended before it began, or another version wrote it."
-        )
-        return "unknown", why
+    """What the run does, and a sentence about it, from status.json and from whether its lock is held.
+
+    Crashed is only what can be seen from here to have ended: on this machine, since it was started.
+    """
     said = status.get("state")
     age_s = max(0.0, time.time() - float(status.get("updated_s", 0.0)))
-    if said in ("starting", "running"):
-        return _judge_going(said, status, age_s, folder)
     if said in ("done", "failed", "interrupted"):
-        reason = f": {status['why']}" if status.get("why") else "."
-        return said, f"{said} {age_s:.0f} s ago{reason}"
-    return "unknown", f"status.json says {said!r}, which is no state of a run."
-
-
-def _judge_going(
-    said: Literal["starting", "running"], status: Mapping[str, Any], age_s: float, folder: Path
-) -> tuple[State, str]:
-    """Crashed is only what can be seen from here to have ended: on this machine, since it was started."""
+        return said, f"{said} {age_s:.0f} s ago: {status.get('why') or 'no reason is given'}"
+    if said not in ("starting", "running"):
+        return "unknown", f"{STATUS_FILE} says {said!r}, which is no state of a run."
     here, is_held = socket.gethostname(), _is_held(folder / LOCK_FILE)
-    host = status.get("host", here)
-    process = f"process {status.get('pid')}" + ("" if host == here else f" on host {host}")
+    host, is_quiet = status.get("host", here), age_s > _QUIET_S
+    what = f"{said}, as process {status.get('pid')} on host {host} wrote {age_s:.0f} s ago"
     if is_held:
-        quiet = f", but it has written nothing for {age_s:.0f} s" if age_s > _QUIET_S else ""
-        return said, f"{process} is {said}{quiet}."
-    written = f"status.json, written {age_s:.0f} s ago, says {said}"
-    log, unseen = folder / "logs" / "controller.log", f"Whether that lives cannot be seen from {here}"
-    if is_held is False and status.get("boot_id") == boot_id():
-        return "crashed", f"{written}, but {process} is gone: the run was killed or crashed. Read {log}."
-    if age_s <= _QUIET_S:
-        return said, f"{written} by {process}. {unseen}."
-    if host == here:
-        return "crashed", f"{written} by {process}; {here} was started again since. Read {log}."
-    return (
-        "unknown",
-        f"{written} by {process}, and nothing since. {unseen}: ask `asyncrl status {folder}` there.",
-    )
+        return said, f"{what}{'; it has written nothing since' if is_quiet else ''}."
+    log = folder / "logs" / "controller.log"
+    if host == here and (is_quiet or status.get("boot_id") == boot_id()) and is_held is False:
+        return "crashed", f"{what}, but it is gone: the run was killed or crashed. Read {log}."
+    state: State = "unknown" if is_quiet else said
+    return state, f"{what}; whether it lives cannot be seen from {here}: ask `asyncrl status {folder}` there."
 
 
 def _is_held(path: Path) -> bool | None:

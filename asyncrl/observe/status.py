@@ -12,25 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe.console import reward_text, staleness_text
 from asyncrl.observe.run_files import RunFiles, read_run
-from asyncrl.observe.run_numbers import evaluation_text, plain, sparkline, thinned
+from asyncrl.observe.run_numbers import boxed, evaluation_text, plain, sparkline, thinned
 from asyncrl.observe.verdict import judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 
 SHOWN_REWARDS = 1000
-_STATE_COLOURS = {
-    "done": "green",
-    "running": "blue",
-    "starting": "blue",
-    "interrupted": "yellow",
-    "failed": "red",
-    "crashed": "red",
-}
+_COLOURS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _LEFT_OUT = ("state", "step", "num_steps", "pid", "host", "boot_id", "updated_s", "why")
 
 
@@ -73,27 +65,23 @@ def to_text(*drawn: RenderableType) -> str:
 
 def _table(files: RunFiles) -> RenderableType:
     """State, progress, staleness, what status.json says, verdict so far."""
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="bold", no_wrap=True)
-    rows.add_column(ratio=1, overflow="fold")
-    colour, config, steps = _STATE_COLOURS.get(files.state, ""), files.config, files.steps
-    rows.add_row("state", Text.assemble((files.state, colour), "  ", files.explanation))
-    rows.add_row("steps", f"{len(steps)} of {config.trainer.num_steps}")
-    if rewards := steps.values("reward/mean"):
-        rows.add_row("reward", reward_text(rewards, None))
-    if "sample/staleness_mean" in steps.last:
-        rows.add_row("staleness", f"{staleness_text(steps.last, config.buffer.max_staleness)} (last step)")
+    config, steps = files.config, files.steps
+    state = (files.state, _COLOURS.get(files.state, "red"))
+    rows: list[tuple[str, RenderableType]] = [
+        ("state", Text.assemble(state, "  ", files.explanation)),
+        ("steps", f"{len(steps)} of {config.trainer.num_steps}"),
+    ]
+    if steps:
+        ages = f"{staleness_text(steps.last, config.buffer.max_staleness)} (last step)"
+        rows += [("reward", reward_text(steps)), ("staleness", ages)]
     if files.evaluations:
-        line = sparkline(
-            [e["eval/reward_mean"] for e in files.evaluations if "eval/reward_mean" in e], width=32
-        )
-        rows.add_row("eval", Text(f"{evaluation_text(files.evaluations[-1])}\n{line}"))
+        rewards = [line["eval/reward_mean"] for line in files.evaluations if "eval/reward_mean" in line]
+        rows.append(("eval", Text(f"{evaluation_text(files.evaluations[-1])}\n{sparkline(rewards)}")))
     for name, value in files.status.items():
         if name not in _LEFT_OUT and value is not None:
-            rows.add_row(Text(name), Text(_waits(value) if name == "waits" else plain(value)))
-    for problem in files.problems:
-        rows.add_row("problem", Text(problem, style="red"))
-    panel = Panel(rows, title=Text(str(files.run_dir)), title_align="left", border_style="blue")
+            rows.append((name, Text(_waits(value) if name == "waits" else plain(value))))
+    rows += [("problem", Text(problem, style="red")) for problem in files.problems]
+    panel = boxed(rows, str(files.run_dir))
     return Group(panel, summary_panel(judge(steps, config), title="so far")) if steps else panel
 
 

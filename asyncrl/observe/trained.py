@@ -5,26 +5,61 @@ Step v is the one whose batch turned policy_version v into v + 1: the same numbe
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple, NotRequired
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from asyncrl.observe.recorder import LOST_KEY
 from asyncrl.observe.run_files import lines_of, parse_line, steps_are_missing, tell
 
 TRAINED_FILE = "trained.jsonl"
-Line = Mapping[str, Any]
-"""Of the record: version, min_version and trajectories, as asyncrl.trainer.record writes them."""
-_ROW = ("start", "version", "num_trajectories", "num_loss_tokens", "sum_of_ages", "num_ages", "largest_age")
-_MAX_FAULTS = 1000
-_FIELDS = itemgetter(
-    "group_id", "sample_index", "branch", "num_tokens", "num_loss_tokens", "reward", "prompt_id", "spans"
-)
+
+
+class Entry(TypedDict):
+    """A trajectory in a line of the record, as asyncrl.trainer.record writes it."""
+
+    group_id: int
+    prompt_id: str
+    sample_index: int
+    branch: int
+    reward: float
+    num_tokens: int
+    num_loss_tokens: int
+    tokens_sha: NotRequired[str]
+    spans: list[tuple[int, int, int]]
+
+
+class Line(TypedDict):
+    """What is read of a line."""
+
+    version: int
+    min_version: int
+    trajectories: list[Entry]
+
+
+_CHECK = TypeAdapter(Line)
+
+
+class TrainedStep(NamedTuple):
+    """Numbers of one step. `start`: where its line begins; `digest`: of what has to be the same when the step
+    is taken again; `faults`: ways in which it breaks a promise.
+    """
+
+    start: int
+    version: int
+    num_trajectories: int
+    num_loss_tokens: int
+    sum_of_ages: int
+    num_ages: int
+    largest_age: int
+    digest: bytes
+    faults: tuple[str, ...]
 
 
 class TrainedRecord:
@@ -32,156 +67,109 @@ class TrainedRecord:
     asked.
 
     A later line of a version that was restored counts, and what was done there before is only compared with
-    it. No line is kept: some numbers of each step, where its line begins, and where each group was trained
-    on. What is shown is read again.
+    it. No line is kept: what is shown is read again.
     """
 
     def __init__(self, path: Path, max_staleness: int) -> None:
         self.path, self.max_staleness = path, max_staleness
         self.restored: list[int] = []
-        self.replay_faults: list[str] = []
-        """Batches that were not the same the second time."""
-        self._rows = array("q")
-        """_ROW after _ROW."""
-        self._lost: list[tuple[int, int, str]] = []
-        self._faults: list[tuple[int, str]] = []
-        self._before: dict[int, int] = {}
+        self._steps: list[TrainedStep] = []
+        self._lost: list[tuple[range, str]] = []
+        """Steps whose lines are lost, and why."""
+        self._before: dict[int, bytes] = {}
+        """Step -> digest of its data before it was restored."""
         self._trained_in: dict[int, int] = {}
-        """Group -> where the line begins of the step that it was trained in."""
+        """Group -> step."""
+        self._replay_faults: list[str] = []
 
     def __len__(self) -> int:
-        return len(self._rows) // len(_ROW)
+        return len(self._steps)
 
-    def add(self, start: int, line: Line) -> None:
-        """One line of the file, which begins at `start`. Raises KeyError, TypeError, ValueError and the like
-        if it is of no step.
-        """
+    def add(self, start: int, line: Mapping[str, Any]) -> None:
+        """One line of the file, which begins at `start`. Raises ValueError or TypeError for others."""
         if "restored" in line:
             self._restore(int(line["restored"]))
             if LOST_KEY in line:
                 first, last = line[LOST_KEY]
-                self._lost.append((int(first), int(last), str(line.get("why"))))
+                self._lost.append((range(first, last + 1), str(line.get("why"))))
             return
-        version = line["version"] + 0  # raises if it is no number
-        row, groups, faults = _count(version, line["trajectories"], self.max_staleness)
-        line["min_version"] + 0
-        numbers = array("q", (start, version, *row))  # raises before anything is changed
-        self._note(start, faults)
-        for group in groups:
-            earlier = self._trained_in.setdefault(group, start)
-            if earlier != start:
-                if (at := self._index(earlier)) is None:  # a step that was restored
-                    self._trained_in[group] = start
-                else:
-                    self._find_twice(start, line, earlier, self._rows[at * len(_ROW) + 1], group)
-        dropped = self._before.get(version)
-        if dropped is not None and _data(self._read(dropped)) != _data(line):
-            text = f"step {version} was trained again on other data than before it was restored"
-            if len(self.replay_faults) < _MAX_FAULTS:
-                self.replay_faults.append(text)
-        self._rows.extend(numbers)
+        checked = _CHECK.validate_python(line)
+        step = _step(start, checked, self.max_staleness)
+        faults = list(step.faults)
+        for group in sorted({entry["group_id"] for entry in checked["trajectories"]}):
+            earlier = self._trained_in.setdefault(group, step.version)
+            if earlier != step.version:
+                faults.append(f"step {step.version}, group {group}: was trained on in step {earlier} already")
+        if self._before.get(step.version, step.digest) != step.digest:
+            again = f"step {step.version} was trained again on other data than before it was restored"
+            self._replay_faults.append(again)
+        self._steps.append(step._replace(faults=tuple(faults)))
 
     def violations(self) -> list[str]:
         """Every way in which the record breaks a promise: too old, from the future, trained twice, does not
         add up, a step is missing.
         """
-        found, expected = list(self._faults), 0
-        for start, version in zip(self._column("start"), self._column("version"), strict=True):
-            if version < expected:
-                found.append((start, f"step {version} follows step {expected - 1}"))
-            elif version > expected and self._why_lost(expected, version - 1) is None:
-                found.append((start, f"{steps_are_missing(expected, version - 1)} in the record"))
-            expected = version + 1
-        return [text for _, text in sorted(found, key=itemgetter(0))] + self.replay_faults
+        found, expected = list[str](), 0
+        for step in self._steps:
+            if step.version < expected:
+                found.append(f"step {step.version} follows step {expected - 1}")
+            elif not all(map(self._why_lost, range(expected, step.version))):
+                found.append(f"{steps_are_missing(expected, step.version - 1)} in the record")
+            found += step.faults
+            expected = step.version + 1
+        return found + self._replay_faults
 
     def lost_steps(self) -> list[str]:
         """Steps that are missing for a reason that the record gives, in words."""
         found, expected = [], 0
-        for version in self._column("version"):
-            if version > expected and (why := self._why_lost(expected, version - 1)) is not None:
-                found.append(f"{steps_are_missing(expected, version - 1)} in the record ({why})")
-            expected = version + 1
+        for step in self._steps:
+            if step.version > expected and (why := self._why_lost(expected)):
+                found.append(f"{steps_are_missing(expected, step.version - 1)} in the record ({why})")
+            expected = step.version + 1
         return found
 
     def totals(self) -> dict[str, Any]:
         """Plain values of all steps."""
-        ages, num_ages = self._column("sum_of_ages"), sum(self._column("num_ages"))
+        num_ages = sum(step.num_ages for step in self._steps)
         return {
             "num_steps": len(self),
-            "num_trajectories": sum(self._column("num_trajectories")),
-            "num_loss_tokens": sum(self._column("num_loss_tokens")),
-            "staleness_mean": sum(ages) / num_ages if num_ages else None,
-            "staleness_max": max(self._column("largest_age")) if num_ages else None,
+            "num_trajectories": sum(step.num_trajectories for step in self._steps),
+            "num_loss_tokens": sum(step.num_loss_tokens for step in self._steps),
+            "staleness_mean": sum(step.sum_of_ages for step in self._steps) / num_ages if num_ages else None,
+            "staleness_max": max(step.largest_age for step in self._steps) if num_ages else None,
         }
 
     @property
     def range_text(self) -> str:
         """The steps that it has, in words."""
-        versions = self._column("version")
-        return f"steps {versions[0]} to {versions[-1]}" if versions else "no steps"
+        return f"steps {self._steps[0].version} to {self._steps[-1].version}" if self._steps else "no steps"
 
     def newest(self, num: int) -> list[Line]:
         """The last steps, read again."""
-        return [self._read(start) for start in self._column("start")[max(0, len(self) - num) :]]
+        return [self._read(step) for step in self._steps[-num:]]
 
-    def of_step(self, step: int) -> list[Line]:
+    def of_step(self, version: int | None) -> list[Line]:
         """All of that number: one, or none, if the record is as it should be."""
-        both = zip(self._column("start"), self._column("version"), strict=True)
-        return [self._read(start) for start, version in both if version == step]
+        return [self._read(step) for step in self._steps if step.version == version]
 
-    def of_group(self, group_id: int) -> Line | None:
-        """The first step that a group was trained on."""
-        start = self._trained_in.get(group_id)
-        return self._read(start) if start is not None and self._index(start) is not None else None
+    def of_group(self, group_id: int) -> list[Line]:
+        """The first step that a group was trained on, or none."""
+        return self.of_step(self._trained_in.get(group_id))
 
-    def _read(self, start: int) -> Line:
+    def _read(self, step: TrainedStep) -> Line:
         with self.path.open("rb") as file:
-            file.seek(start)
-            line: Line = parse_line(file.readline())
-            return line
+            file.seek(step.start)
+            return _CHECK.validate_python(parse_line(file.readline()))
 
-    def _column(self, name: str) -> array[int]:
-        return self._rows[_ROW.index(name) :: len(_ROW)]
-
-    def _index(self, start: int) -> int | None:
-        """Of the step whose line begins there, if it counts still."""
-        at = bisect_left(range(len(self)), start, key=lambda at: self._rows[at * len(_ROW)])
-        return at if at < len(self) and self._rows[at * len(_ROW)] == start else None
+    def _why_lost(self, version: int) -> str:
+        return next((why for versions, why in self._lost if version in versions), "")
 
     def _restore(self, version: int) -> None:
         self.restored.append(version)
-        gone = set()
-        while self._rows and self._rows[1 - len(_ROW)] >= version:
-            start, dropped = self._rows[-len(_ROW) : 2 - len(_ROW)]
-            gone.add(start)
-            self._before[dropped] = start
-            del self._rows[-len(_ROW) :]
-        self._faults = [(start, fault) for start, fault in self._faults if start not in gone]
-
-    def _note(self, start: int, faults: Sequence[str]) -> None:
-        self._faults += [(start, fault) for fault in faults[: max(0, _MAX_FAULTS - len(self._faults))]]
-
-    def _find_twice(self, start: int, line: Line, earlier: int, before: int, group: int) -> None:
-        """A group is trained on in one step; which of its trajectories were there before is read again."""
-        if len(self._faults) < _MAX_FAULTS:
-            names = [
-                {_name(entry) for entry in found["trajectories"] if entry["group_id"] == group}
-                for found in (line, self._read(earlier))
-            ]
-            said = f"was trained on in step {before} already"
-            self._note(
-                start, [f"step {line['version']}, {name}: {said}" for name in sorted(names[0] & names[1])]
-            )
-
-    def _why_lost(self, first: int, last: int) -> str | None:
-        """The reason that the record gives for all of these; of several marks that meet, the first."""
-        found = None
-        for begin, end, why in sorted(self._lost):
-            if begin <= first <= end:
-                found, first = found or why, end + 1
-            if first > last:
-                return found
-        return None
+        while self._steps and self._steps[-1].version >= version:
+            dropped = self._steps.pop()
+            self._before[dropped.version] = dropped.digest
+        self._trained_in = {group: step for group, step in self._trained_in.items() if step < version}
 
 
 def read_record(path: Path, problems: list[str], max_staleness: int) -> TrainedRecord:
@@ -190,77 +178,52 @@ def read_record(path: Path, problems: list[str], max_staleness: int) -> TrainedR
     for number, (start, line) in enumerate(lines_of(path, problems), start=1):
         try:
             record.add(start, line)
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-            why = f"{type(error).__name__} {error}"
+        except (TypeError, ValueError, OverflowError) as error:
+            why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
             tell(problems, f"{path.name} object {number} is no record of a step and is left out: {why}")
     return record
 
 
-def _count(
-    version: int, entries: Sequence[Line], max_staleness: int
-) -> tuple[tuple[int, ...], set[int], list[str]]:
-    """The row of a batch, its groups and its faults, in one pass over its plain values."""
-    num_tokens = sum_of_ages = num_ages = largest_age = 0
-    names, groups, faults = set(), set(), list[str]()
+def _step(start: int, line: Line, max_staleness: int) -> TrainedStep:
+    """The numbers of a line, with what is wrong in it alone."""
+    version, entries = line["version"], line["trajectories"]
+    ages = [age for entry in entries if (age := _age(version, entry)) is not None]
+    data = hashlib.sha256()
+    faults, names = list[str](), set[str]()
     for entry in entries:
-        group, index, branch, num_all, num_loss, reward, _, spans = _FIELDS(entry)
-        name = (group, index, branch)
-        num_all + group + index + reward  # raises if one is no number
-        num, oldest, newest = 0, version, version
-        for start, end, sampled in spans:
-            num += end - start
-            if sampled < oldest:
-                oldest = sampled
-            elif sampled > newest:
-                newest = sampled
-        if num != num_loss or oldest < version - max_staleness or newest > version or name in names:
-            faults += [
-                f"step {version}, {_name(entry)}: {fault}" for fault in _faults(version, entry, max_staleness)
-            ]
-            if name in names:
-                faults.append(f"step {version}, {_name(entry)}: was trained on in step {version} already")
+        name = f"step {version}, group {entry['group_id']}, sample {entry['sample_index']}"
+        name += f", branch {entry['branch']}" if entry["branch"] else ""
+        faults += [f"{name}: {fault}" for fault in _faults(version, entry, max_staleness)]
+        if name in names:
+            faults.append(f"{name}: was trained on in step {version} already")
         names.add(name)
-        groups.add(group)
-        num_tokens += num_loss
-        if spans:
-            age = version - oldest
-            sum_of_ages += age
-            num_ages += 1
-            if age > largest_age:
-                largest_age = age
-    return (len(entries), num_tokens, sum_of_ages, num_ages, largest_age), groups, faults
+        data.update(repr((name, entry["reward"], entry.get("tokens_sha"))).encode())
+    num_tokens, oldest = sum(entry["num_loss_tokens"] for entry in entries), max(ages, default=0)
+    numbers = len(entries), num_tokens, sum(ages), len(ages), oldest
+    return TrainedStep(start, version, *numbers, data.digest(), tuple(faults))
 
 
-def _faults(version: int, entry: Line, max_staleness: int) -> list[str]:
-    found, num_in_spans = [], 0
+def _faults(version: int, entry: Entry, max_staleness: int) -> Iterator[str]:
     for start, end, sampled in entry["spans"]:
         what = f"tokens {start}..{end - 1} are of version {sampled}"
-        num_in_spans += end - start
         if sampled < version - max_staleness:
-            found.append(f"{what}, {version - sampled} behind; {max_staleness} are allowed")
+            yield f"{what}, {version - sampled} behind; {max_staleness} are allowed"
         if sampled > version:
-            found.append(f"{what}, which did not exist yet")
+            yield f"{what}, which did not exist yet"
+    num_in_spans = sum(end - start for start, end, _ in entry["spans"])
     if num_in_spans != entry["num_loss_tokens"]:
-        found.append(f"{entry['num_loss_tokens']} tokens in the loss, but spans of {num_in_spans}")
-    return found
+        yield f"{entry['num_loss_tokens']} tokens in the loss, but spans of {num_in_spans}"
 
 
-def _name(entry: Line) -> str:
-    """`group 3, sample 1`, and the branch if it is not the first."""
-    branch = f", branch {entry['branch']}" if entry["branch"] else ""
-    return f"group {entry['group_id']}, sample {entry['sample_index']}{branch}"
-
-
-def _data(line: Line) -> list[Any]:
-    """What has to be the same when a step is taken again."""
-    names = ("group_id", "sample_index", "branch", "reward", "tokens_sha")
-    return [[entry.get(name) for name in names] for entry in line["trajectories"]]
+def _age(version: int, entry: Entry) -> int | None:
+    """Versions between the batch and the oldest token with a loss weight."""
+    return max(version - sampled for *_, sampled in entry["spans"]) if entry["spans"] else None
 
 
 def batch_summary(line: Line) -> dict[str, Any]:
     """Plain values of a step, without its trajectories."""
     version, entries = line["version"], line["trajectories"]
-    ages = [age for age in (_age(version, entry) for entry in entries) if age is not None]
+    ages = [age for entry in entries if (age := _age(version, entry)) is not None]
     rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]  # that of the rollout
     tokens: Counter[int] = Counter()
     for entry in entries:
@@ -282,15 +245,8 @@ def batch_summary(line: Line) -> dict[str, Any]:
 
 def trajectory_summaries(line: Line, group_id: int | None = None) -> list[dict[str, Any]]:
     """Plain values of a step's trajectories, or of those of one group."""
-    names = ("group_id", "prompt_id", "sample_index", "branch", "reward", "num_tokens", "num_loss_tokens")
     return [
-        {name: entry[name] for name in names}
-        | {"staleness": _age(line["version"], entry), "spans": entry["spans"]}
+        {**entry, "staleness": _age(line["version"], entry)}
         for entry in line["trajectories"]
         if group_id in (None, entry["group_id"])
     ]
-
-
-def _age(version: int, entry: Line) -> int | None:
-    """Versions between the batch and the oldest token with a loss weight."""
-    return version - min(sampled for *_, sampled in entry["spans"]) if entry["spans"] else None

@@ -30,10 +30,8 @@ class Wait:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return (
-            f"{self.who} waits in {self.where} for {self.what}, {self.seconds:.0f} s, to be woken by "
-            f"{self.waker}"
-        )
+        waits = f"{self.who} waits in {self.where} for {self.what}, {self.seconds:.0f} s"
+        return f"{waits}, to be woken by {self.waker}"
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for status.json."""
@@ -76,46 +74,6 @@ class Reported:
     marks: Mapping[str, float]
     oldest: tuple[tuple[str, float], ...] = ()
     is_starting: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StuckReport:
-    """What a run looks like that has not moved for `seconds`. `oldest`: (rollout, its age, its wait)."""
-
-    seconds: float
-    waits: tuple[Wait, ...]
-    oldest: tuple[tuple[str, float, str], ...]
-    children: tuple[ChildState, ...]
-    marks: Mapping[str, float]
-
-    @property
-    def blame(self) -> str:
-        """The processes that are not well, or who waits for whom if all of them are."""
-        ill = [str(child) for child in self.children if not child.is_well]
-        return "; ".join(ill or map(str, self.waits)) or "no task has declared a wait"
-
-    def text(self) -> str:
-        """For people: a line each wait, rollout and process."""
-        lines = [
-            f"nothing has moved for {self.seconds:.0f} s",
-            *map(str, self.waits),
-            *(
-                f"rollout {rollout} runs for {age_s:.0f} s, in {where}"
-                for rollout, age_s, where in self.oldest
-            ),
-            *map(str, self.children),
-            "at: " + ", ".join(f"{name} {value:.0f}" for name, value in self.marks.items()),
-        ]
-        return "\n  ".join(lines)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for the journal."""
-        return {
-            "seconds": round(self.seconds, 1),
-            "waits": [wait.as_dict() for wait in self.waits],
-            "oldest": [[rollout, round(age_s, 1), where] for rollout, age_s, where in self.oldest],
-            "children": [str(child) for child in self.children],
-        }
 
 
 class StuckClock:
@@ -196,21 +154,19 @@ class Watchdog:
         self._settings, self._report, self._log_path = settings, report, log_path
         self._tell, self._way_out, self._note = tell, way_out, note
         self._ask_children, self._restart = ask_children, restart
-        self._clock: StuckClock | None = None
+        self._clock = StuckClock(settings.watchdog_s, asyncio.get_running_loop().time())
 
     def look(self) -> tuple[Wait, ...]:
         """Take notice of progress, and say who waits for whom right now."""
         reported, now_s = self._report(), asyncio.get_running_loop().time()
-        clock = self._started_clock()
-        clock.look(reported.marks, now_s)
+        self._clock.look(reported.marks, now_s)
         if reported.is_starting:  # else an engine that loads for longer would be restarted for ever
-            clock.reset(now_s)
+            self._clock.reset(now_s)
         return waits_now()
 
     async def run(self) -> None:
         """Watch until cancelled. Raises RoomError if nothing moves and on_stuck is fail."""
-        now = asyncio.get_running_loop().time
-        clock = self._started_clock()
+        now, clock = asyncio.get_running_loop().time, self._clock
         with self._log_path.open("a", encoding="utf-8") as file:
             try:
                 while True:
@@ -221,41 +177,49 @@ class Watchdog:
                     clock.forgive(max(0.0, now() - until_s))
                     self.look()
                     if clock.take_due(now()):
-                        await self._stuck(clock)
+                        await self._stuck()
             finally:
                 faulthandler.cancel_dump_traceback_later()
 
-    def _started_clock(self) -> StuckClock:
-        if self._clock is None:
-            self._clock = StuckClock(self._settings.watchdog_s, asyncio.get_running_loop().time())
-        return self._clock
-
-    async def _stuck(self, clock: StuckClock) -> None:
+    async def _stuck(self) -> None:
         """Ask the processes, tell, act."""
-        children = await self._ask_children()
-        waits = self.look()
-        if clock.is_moving:  # meanwhile
+        children, waits = await self._ask_children(), self.look()
+        if self._clock.is_moving:  # meanwhile
             return
-        seconds = clock.quiet_s(asyncio.get_running_loop().time())
+        seconds = self._clock.quiet_s(asyncio.get_running_loop().time())
         reported, policy = self._report(), self._settings.on_stuck
         places = {
             wait.task.get_name(): f"{wait.where} on {wait.on}"
             for wait in open_waits()
             if wait.task is not None
         }
-        oldest = tuple((name, age_s, places.get(f"rollout {name}", "?")) for name, age_s in reported.oldest)
-        report = StuckReport(seconds, waits, oldest, children, reported.marks)
-        log.error("%s\n%s\n%s", report.text(), task_stacks(), thread_stacks())
-        self._tell(report.text())
-        self._note("stuck", report.as_dict() | {"on_stuck": policy})
+        oldest = [(name, age_s, places.get(f"rollout {name}", "?")) for name, age_s in reported.oldest]
+        lines = [
+            f"nothing has moved for {seconds:.0f} s",
+            *map(str, waits),
+            *(f"rollout {name} runs for {age_s:.0f} s, in {where}" for name, age_s, where in oldest),
+            *map(str, children),
+            "at: " + ", ".join(f"{name} {value:.0f}" for name, value in reported.marks.items()),
+        ]
+        text = "\n  ".join(lines)
+        log.error("%s\n%s\n%s", text, task_stacks(), thread_stacks())
+        self._tell(text)
+        detail = {
+            "seconds": round(seconds, 1),
+            "waits": [wait.as_dict() for wait in waits],
+            "oldest": [[name, round(age_s, 1), where] for name, age_s, where in oldest],
+            "children": list(map(str, children)),
+            "on_stuck": policy,
+        }
+        self._note("stuck", detail)
         if policy == "fail":
+            ill = [str(child) for child in children if not child.is_well]
             raise RoomError(
                 self.name,
-                f"nothing has moved for {seconds:.0f} s: {report.blame}",
-                rule=f"supervision.watchdog_s={self._settings.watchdog_s:g} without any progress end a run "
-                f"with supervision.on_stuck=fail",
+                f"nothing has moved for {seconds:.0f} s: {'; '.join(ill or map(str, waits))}",
+                rule=f"supervision.watchdog_s={self._settings.watchdog_s:g} and on_stuck=fail end such a run",
                 way_out=self._way_out,
             )
         if policy == "restart":
             await self._restart()
-            clock.reset(asyncio.get_running_loop().time())
+            self._clock.reset(asyncio.get_running_loop().time())

@@ -4,16 +4,17 @@ It starts before the controller has imported its own parts, so both import at th
 device, starts no thread and runs no torch operator: a child that it forks is as good as one of `python -m`,
 and costs some 4 CPU seconds less.
 
-The controller sends a request over a socket pair: a byte, and as descriptors (SCM_RIGHTS) a file with the
-JSON, a pipe for the answer, and those that the child gets. The server forks twice, so that the child becomes
-the controller's own: a subreaper adopts it, sees its exit status and ends it like any other. Secrets go
-through the child's standard input, and neither the server nor a child has them in its environment.
+The controller sends a request over a socket pair: JSON, and the descriptors that the child gets (SCM_RIGHTS);
+the child answers with its pid. The server forks twice, so that the child becomes the controller's own: a
+subreaper adopts it, sees its exit status and ends it like any other. Secrets go through the child's standard
+input, and neither the server nor a child has them in its environment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -28,11 +29,10 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from asyncrl.messages.base import SECRET_ENV
 from asyncrl.messages.work import WORKER_KEY_ENV
-from asyncrl.placement.devices import child_environ
 from asyncrl.waits import TimeLimit
 
 logger = logging.getLogger("asyncrl.placement.fork_server")
@@ -46,16 +46,17 @@ PRELOADED = (
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
     "asyncrl_servers.simulated.__main__",
-    "asyncrl.trainer.service",
     "asyncrl_servers.embedded.build_engine",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )
 TIMEOUT_S = 120.0
 """Longest wait for a child: the imports come first, from a slow disk perhaps."""
+MAX_REQUEST_BYTES = 2**20
+"""More than a socket takes at once: an environment that is larger is refused there."""
 _TITLE_ROOM = " " * 1000
 """An argument of the server that is as long as the command lines of its children may be."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 36, 37
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class ForkedProcess:
@@ -101,17 +102,18 @@ class ForkServer:
         A process that has imported all of `modules` forks it from itself.
         """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
         self._turn = asyncio.Lock()
         self.is_alive = True
         self.modules = frozenset(modules)
         with theirs:
-            if all(name in sys.modules for name in modules):
-                self.pid = os.fork()
-                if self.pid == 0:
-                    self._socket.close()
-                    _serve_or_exit(theirs, modules, os.getppid())
-            else:
+            if not all(name in sys.modules for name in modules):
                 self.pid = _start_by_exec(theirs, modules, os.environ if env is None else env)
+            elif (pid := os.fork()) == 0:
+                self._socket.close()
+                _serve_or_exit(theirs, modules, os.getppid())
+            else:
+                self.pid = pid
 
     def has(self, module: str) -> bool:
         """Whether `python -m module` can be forked here."""
@@ -126,23 +128,24 @@ class ForkServer:
         """
         async with self._turn:
             try:
-                async with TimeLimit(TIMEOUT_S):
-                    with adopting(), os.fdopen(self.send(module, arguments, env, files), "rb", 0) as reply:
-                        await _readable(reply.fileno())
-                        return ForkedProcess(int(reply.read(32)))
+                with adopting():
+                    self.send(module, arguments, env, files)
+                    async with TimeLimit(TIMEOUT_S):
+                        pid = await asyncio.get_running_loop().sock_recv(self._socket, 32)
+                    return ForkedProcess(int(pid))
             except (ValueError, OSError) as error:
-                logger.warning(
-                    "the fork server (process %s) is of no use any more, children start without it: %r",
-                    self.pid,
-                    error,
-                )
+                told = "the fork server (process %s) is of no use any more, children start without it: %r"
+                logger.warning(told, self.pid, error)
                 self.close()
                 return None
+            except asyncio.CancelledError:  # the next answer would be that of this child
+                self.close()
+                raise
 
     def send(
         self, module: str, arguments: Sequence[str], env: Mapping[str, str], files: Sequence[int]
-    ) -> int:
-        """Ask for a child, while adopting(). From the pipe's end returned comes its pid, or nothing."""
+    ) -> None:
+        """Ask for a child, while adopting(). Its pid comes over the socket. Raises OSError."""
         request = {
             "module": module,
             "arguments": [*arguments],
@@ -151,16 +154,7 @@ class ForkServer:
             "parent": os.getpid(),
             "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
         }
-        reply, theirs = os.pipe()
-        with os.fdopen(theirs, "wb"), os.fdopen(os.memfd_create("fork-request"), "wb") as file:
-            file.write(json.dumps(request).encode())
-            file.flush()
-            try:
-                socket.send_fds(self._socket, [b"!"], [file.fileno(), theirs, *files])
-            except OSError:
-                os.close(reply)
-                raise
-        return reply
+        socket.send_fds(self._socket, [json.dumps(request).encode()], files)
 
     def close(self) -> None:
         """End the server; its children live on. Idempotent."""
@@ -190,36 +184,24 @@ def serving() -> Iterator[None]:
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Become the parent of each descendant whose own parent ends meanwhile."""
-    import ctypes
-
-    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
-    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-async def _readable(fd: int) -> None:
-    loop, ready = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(fd, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(fd)
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _start_by_exec(requests: socket.socket, modules: Sequence[str], env: Mapping[str, str]) -> int:
     """`python -m` of this module, in an environment where loading a library starts no thread."""
     inherited = {name: value for name, value in env.items() if name not in NEVER_INHERITED}
-    kept = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | child_environ(["cpu"], (), env)
-    return os.posix_spawn(
-        sys.executable,
-        [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM],
-        inherited | kept,
-        file_actions=[(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)],
-    )
+    inherited |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM]
+    actions = [(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)]
+    return os.posix_spawn(sys.executable, command, inherited, file_actions=actions)
 
 
 # The server's own side, in its own process.
@@ -235,14 +217,13 @@ def _serve_or_exit(requests: socket.socket, modules: Sequence[str], parent: int)
         gc.collect()
         gc.freeze()  # what the children share is not written to by their collectors
         while True:
-            _, files, _, _ = socket.recv_fds(requests, 1, 8)
-            if not files:
+            request, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 8)
+            if not request:
                 break
             if (middle := os.fork()) == 0:
                 middle = os.getpid()
                 if os.fork() == 0:
-                    requests.close()
-                    _run_child(middle, *files)
+                    _run_child(middle, requests, json.loads(request), files)
                 os._exit(0)
             os.waitpid(middle, 0)
             for fd in files:
@@ -253,9 +234,7 @@ def _serve_or_exit(requests: socket.socket, modules: Sequence[str], parent: int)
 
 def _be_a_server(requests_fd: int, parent: int) -> None:
     """No terminal, no output, no descriptor but that of the requests, and no life without the parent."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
     os.setsid()
@@ -278,20 +257,17 @@ def is_fork_safe() -> bool:
     return "/dev/nvidia-uvm" not in opened and len(list(Path("/proc/self/task").iterdir())) == 1
 
 
-def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoReturn:
+def _run_child(middle: int, requests: socket.socket, request: dict[str, Any], files: list[int]) -> NoReturn:
     """Become what `python -m` would have started: session, streams, environment, arguments, randomness."""
     code = 1
     try:
-        with os.fdopen(request_fd, "rb") as file:
-            file.seek(0)
-            request = json.load(file)
         os.setsid()
         while os.getppid() == middle:
             time.sleep(0.0005)
         if os.getppid() != request["parent"]:
             os._exit(1)
-        with os.fdopen(reply_fd, "wb", buffering=0) as reply:
-            reply.write(str(os.getpid()).encode())
+        requests.send(str(os.getpid()).encode())
+        requests.close()
         for fd, number in zip(files, request["numbers"], strict=True):
             os.dup2(fd, number)
         for fd in set(files) - set(request["numbers"]):
@@ -299,8 +275,8 @@ def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoRe
         resource.setrlimit(resource.RLIMIT_NOFILE, request["open_files"])
         os.environ.clear()
         os.environ.update(request["env"])
-        paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        sys.path[:0] = [path for path in paths if path not in sys.path]
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [path for path in paths if path and path not in sys.path]
         module, sys.argv = request["module"], [request["module"], *request["arguments"]]
         _set_title([sys.executable, "-m", *sys.argv])
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -326,8 +302,6 @@ def _run_child(middle: int, request_fd: int, reply_fd: int, *files: int) -> NoRe
 
 def _set_title(command: Sequence[str]) -> None:
     """What `ps` and /proc/PID/cmdline say of this process: written over the arguments it was started with."""
-    import ctypes
-
     stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     start, end = int(stat[45]), int(stat[46])
     title = b"\0".join(map(os.fsencode, command))[: end - start - 1]

@@ -38,7 +38,7 @@ ROUTINE = frozenset({"handover", "handover phase", "handed over"})
 @dataclass(frozen=True, slots=True)
 class Call:
     """POST /sleep or /wake of every engine, /offload or /onload of the trainer, or the push of the trainer's
-    weights into the weights of every engine, which are awake and empty. Every call may be made twice.
+    weights into every engine, whose weights are awake and empty. Every call may be made twice.
 
     `restore`: weights that wake are read again, where they never served another version.
     """
@@ -58,47 +58,31 @@ class Phase:
     undo: tuple[Call, ...] = ()
 
 
+SLEEP = Call("engines", "sleep", ("kv", "weights"))
+WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake", ("weights",)), Call("engines", "wake", ("kv",))
+ONLOAD_WEIGHTS = Call("trainer", "onload", ("weights",))
+OFFLOAD_WEIGHTS = Call("trainer", "offload", ("weights",))
+OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
 PUSH = Call("publisher", "push")
-BACK_TO_ENGINES = (
-    Call(
-        "engines", "sleep", ("kv", "weights")
-    ),  # those that did not, or not wholly: a push needs empty weights
-    Call("trainer", "onload", ("weights",)),
-    Call("engines", "wake", ("weights",)),
-    PUSH,
-    Call("trainer", "offload", ("weights",)),
-    Call("engines", "wake", ("kv",)),
-)
+BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
 """An engine cannot read again what came to it chunk by chunk: the trainer, which still has that version,
-brings it once more."""
+brings it once more, into engines that all sleep first."""
 
 TURNS: dict[Side, tuple[Phase, ...]] = {
     "trainer": (
-        Phase("engines sleep", Call("engines", "sleep", ("kv", "weights")), BACK_TO_ENGINES),
-        Phase(
-            "trainer onloads",
-            Call("trainer", "onload", ("weights", "optimizer")),
-            (Call("trainer", "offload", ("gradients", "optimizer")),),
-        ),
+        Phase("engines sleep", SLEEP, BACK_TO_ENGINES),
+        Phase("trainer onloads", Call("trainer", "onload", ("weights", "optimizer")), (OFFLOAD_REST,)),
     ),
     "engines": (
         Phase(
             "trainer offloads gradients and optimizer",
-            Call("trainer", "offload", ("gradients", "optimizer")),
+            OFFLOAD_REST,
             (Call("trainer", "onload", ("optimizer",)),),
         ),
-        Phase(
-            "engines wake weights",
-            Call("engines", "wake", ("weights",)),
-            (Call("engines", "sleep", ("weights",)),),
-        ),
+        Phase("engines wake weights", WAKE_WEIGHTS, (Call("engines", "sleep", ("weights",)),)),
         Phase("push weights", PUSH),
-        Phase(
-            "trainer offloads weights",
-            Call("trainer", "offload", ("weights",)),
-            (Call("trainer", "onload", ("weights",)),),
-        ),
-        Phase("engines wake kv", Call("engines", "wake", ("kv",)), (Call("engines", "sleep", ("kv",)),)),
+        Phase("trainer offloads weights", OFFLOAD_WEIGHTS, (ONLOAD_WEIGHTS,)),
+        Phase("engines wake kv", WAKE_KV, (Call("engines", "sleep", ("kv",)),)),
     ),
 }
 FIRST: dict[Side, tuple[Phase, ...]] = {
@@ -107,7 +91,7 @@ FIRST: dict[Side, tuple[Phase, ...]] = {
             "trainer offloads everything", Call("trainer", "offload", ("weights", "gradients", "optimizer"))
         ),
         Phase("engines wake weights", Call("engines", "wake", ("weights",), restore=True)),
-        Phase("engines wake kv", Call("engines", "wake", ("kv",))),
+        Phase("engines wake kv", WAKE_KV),
     ),
     "trainer": tuple(Phase(phase.name, phase.call) for phase in TURNS["trainer"]),
 }
@@ -142,9 +126,7 @@ class Lease:
         timeout_s: float,
         on_event: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
-        """`calls` makes a call: the answers that are under way, by the name of the process that gives
-        them.
-        """
+        """`calls` makes a call: the answers that are under way, by the name of the process."""
         self._calls, self._timeout_s, self._on_event = calls, timeout_s, on_event
         self.state: State = "idle"
         self.owner: Side | None = None
@@ -153,26 +135,20 @@ class Lease:
         self.broken = ""
         """Which phase failed, and which undo of which phase after it; '' unless broken."""
         self.num_handovers = 0
-        self._to: Side = "engines"
 
     def __repr__(self) -> str:
-        return (
-            f"<Lease {self.state}{f' to {self._to}: {self.phase}' if self.phase else ''}, owner {self.owner}>"
-        )
+        return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
 
     async def hand_to(self, to: Side) -> HandoverReport:
         """Hand the devices over. Raises RoomError, after which the side that had them has them still."""
         if self.state in ("handover", "broken") or self.owner == to:
-            raise RoomError(
-                "placement",
-                f"a handover to the {to} cannot begin ({self!r}{f'; {self.broken}' if self.broken else ''})",
-                rule="one side at a time has the device",
-            )
+            why = f"{self!r}; {self.broken}" if self.broken else repr(self)
+            raise RoomError("placement", f"a handover to the {to} cannot begin ({why})")
         clock = asyncio.get_running_loop().time
         phases = FIRST[to] if self.owner is None else TURNS[to]
-        came_from, began_s, total_bytes = self.state, clock(), 0
-        self.state, self._to = "handover", to
-        self._on_event("handover", {"from": came_from, "to": to})
+        began_s, total_bytes = clock(), 0
+        self._on_event("handover", {"from": self.state, "to": to})
+        self.state = "handover"
         for number, phase in enumerate(phases, start=1):
             self.phase, phase_began_s = phase.name, clock()
             try:
@@ -182,11 +158,9 @@ class Lease:
             if error is not None:
                 raise await self._undo(phases[:number], _shown(error), error)
             total_bytes += num_bytes
+            detail = {"phase": phase.name, "seconds": clock() - phase_began_s, "num_bytes": num_bytes}
             self.phase = ""
-            seconds = clock() - phase_began_s
-            self._on_event(
-                "handover phase", {"phase": phase.name, "seconds": seconds, "num_bytes": num_bytes}
-            )
+            self._on_event("handover phase", detail)
         self.state, self.owner = RESTING[to], to
         self.num_handovers += 1
         report = HandoverReport(clock() - began_s, total_bytes)
@@ -194,13 +168,10 @@ class Lease:
         return report
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
-        """Bytes of the call on all it is made on, and the first error. Returns once none of them is under way
-        any more.
-        """
+        """Bytes of the call on all it is made on, and the first error. Returns once all of them are over."""
         works = [self._one(name, call.verb, work) for name, work in self._calls(call).items()]
         outcomes = await asyncio.gather(*works, return_exceptions=True)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        error = errors[0] if errors else None
+        error = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
         if isinstance(error, asyncio.CancelledError):  # not this task was cancelled: it has failed
             error = RoomError("placement", "a call was cancelled from outside")
         return sum(outcome for outcome in outcomes if isinstance(outcome, int)), error
@@ -216,8 +187,7 @@ class Lease:
                 raise
             raise RoomError(
                 name,
-                f"{verb} was not done within {self._timeout_s} s",
-                rule=f"weight_sync.timeout_s={self._timeout_s} is the limit",
+                f"{verb} was not done within weight_sync.timeout_s={self._timeout_s} s",
                 way_out=f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}.",
             ) from None
 
@@ -239,12 +209,9 @@ class Lease:
         if not isinstance(error, AsyncrlError):
             error.add_note(f"in a handover, while {phase!r}; {outcome}")
             return error
-        failed = RoomError(
-            "placement",
-            f"handing over failed while {phase!r}: {why}; {outcome}",
-            rule=error.rule,
-            way_out=error.way_out or "read the logs of the trainer and the engines.",
-        )
+        what = f"handing over failed while {phase!r}: {why}; {outcome}"
+        way_out = error.way_out or "read the logs of the trainer and the engines."
+        failed = RoomError("placement", what, rule=error.rule, way_out=way_out)
         failed.__cause__ = error
         return failed
 
@@ -252,14 +219,12 @@ class Lease:
         """Make the calls, one after the other. The first that fails breaks the lease, and is the last: what
         is still to be woken might have no room.
         """
-        failed = self.phase
         for phase in reversed(begun):
             for call in phase.undo:
                 _, error = await self._make(call)
                 if error is not None:
-                    self.broken = (
-                        f"{failed!r} failed ({why}), and so did undoing {phase.name!r} ({_shown(error)})"
-                    )
+                    undo = f"so did undoing {phase.name!r} ({_shown(error)})"
+                    self.broken = f"{self.phase!r} failed ({why}), and {undo}"
                     self.state, self.owner, self.phase = "broken", None, ""
                     return
         self.state, self.phase = "idle" if self.owner is None else RESTING[self.owner], ""

@@ -1,6 +1,4 @@
-"""One child process: started on a socket that is already bound, watched, and ended with everything it
-started.
-"""
+"""One child process: started on a bound socket, watched, and ended with all that it started."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -24,13 +23,18 @@ from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.placement import fork_server
 from asyncrl.waits import TimeLimit
 
-# A server that somebody else started: stands where a ChildProcess would, and has no process to start, watch
-# or end.
+logger = logging.getLogger("asyncrl.placement.processes")
+
+LOG_TAIL_LINES = 12
+GROUP_TIMEOUT_S = 12.0
+"""Longer than the guard of a vLLM server gives the rest of its group to end."""
+KILL_TIMEOUT_S = 5.0
+"""SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
 
 
 class ForeignProcess:
-    """Nothing but an address. Whether anybody answers there is for its heartbeat to say; an end of it cannot
-    be seen.
+    """Stands where a ChildProcess would, for a server that the run did not start: nothing but an address.
+    Whether it answers is for its heartbeat to say; its end cannot be seen.
     """
 
     pid: int | None = None
@@ -40,36 +44,26 @@ class ForeignProcess:
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url.rstrip("/")
-
-    def __repr__(self) -> str:
-        return f"<ForeignProcess {self.name} {self.url}>"
-
-    @property
-    def log_path(self) -> str:
-        """Where to read why it does not answer, in words."""
-        return f"the log of {self.url}"
+        self.log_path = f"the log of {self.url}"
 
     async def start(self) -> None:
-        """It is somebody else's to start."""
+        """It runs already."""
 
     def renewed(self) -> ForeignProcess:
-        """Whatever answers at the same address later."""
+        """What answers at the same address later."""
         return self
-
-    async def watch(self) -> None:
-        """Sleep for ever."""
-        await self.wait()
 
     async def wait(self) -> None:
         """Sleep for ever."""
         await asyncio.Event().wait()
 
-    def note_death(self) -> None:
-        """It has none that we could know of."""
+    async def watch(self) -> None:
+        """Sleep for ever."""
+        await self.wait()
 
     def death(self) -> RoomError:
         """Never asked for, because wait() does not return."""
-        return RoomError(self.name, f"the server at {self.url} ended", way_out=f"read {self.log_path}.")
+        return RoomError(self.name, f"the server at {self.url} ended")
 
     def log_tail(self) -> str:
         """Its log is not ours to read."""
@@ -79,88 +73,48 @@ class ForeignProcess:
         """It goes on, with the weights that it has."""
 
     def kill_nowait(self) -> None:
-        """It is somebody else's to end."""
+        """It is not ours to end."""
 
 
-logger = logging.getLogger("asyncrl.placement.processes")
-
-LOG_TAIL_LINES = 12
-KILL_TIMEOUT_S = 5.0
-"""SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
-WARDEN_TIMEOUT_S = 12.0
-"""Longer than a warden gives the rest of its group to end."""
-
-
-def bind_socket(owner: str, port: int | None) -> socket.socket:
-    """A listening socket on 127.0.0.1, at `port` or any free one. Raises ConfigError if the port is taken,
-    else OSError.
-    """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port or 0))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        if port is None and error.errno == errno.EADDRINUSE:  # none of them is free
-            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL)) from error
-        if port is None or error.errno in OURS:
-            raise
-        raise ConfigError(
-            f"port {port} for {owner} cannot be used: {error.strerror}",
-            rule="each internal server needs a port of its own on 127.0.0.1",
-            way_out="end the program that holds it, choose another port, or leave the port at none (any free "
-            "one).",
-        ) from error
-    return listener
-
-
+@dataclass(eq=False, slots=True, repr=False)
 class ChildProcess:
-    """A server of the run in a process of its own. Knows how to start, watch and end it; knows no message of
-    it.
+    """A server of the run in a process of its own. Knows how to start, watch and end it, and no message.
 
     Life:   created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed()
-    makes its successor. Its standard input is a pipe that only we hold: its first line has the secrets, which
-    nobody can read there later; if we die, however, the child reads its end and exits.
+            makes its successor, which writes on in the same log.
+    Its standard input is a pipe that only we hold: its first line has the secrets, which no other process can
+    read; if we die, however, the child reads its end and exits. It leads a process group, which ends with it:
+    a member that is to clear up (the guard of a vLLM server) has GROUP_TIMEOUT_S for that.
+
+    `secret` opens its own server, `secrets` are others that it has by name. `python`: the one that it runs
+    under (None: ours); another finds our packages through PYTHONPATH in `env` (choices.import_folder).
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        spec: str,
-        *,
-        run_dir: Path,
-        secret: str,
-        port: int | None = None,
-        env: Mapping[str, str] | None = None,
-        secrets: Mapping[str, str] | None = None,
-        python: Path | None = None,
-        has_warden: bool = False,
-    ) -> None:
-        """`secret` opens the child's own server. `secrets`: others that it is told, by name
-        (serving.secret_of). `python`: the one that it runs under (None: ours); another one finds our packages
-        through PYTHONPATH in `env` (interpreters.import_folder). `has_warden`: a process of its group sees it
-        end, ends the others and removes what they shared, and is given time for it.
-        """
-        self.name, self.module, self._spec = name, module, spec
-        self._python, self._has_warden = python, has_warden
-        self._run_dir = run_dir
-        self._spec_path = run_dir / "specs" / f"{name}.json"
-        self.log_path = run_dir / "logs" / f"{name}.log"
-        self._port, self._env = port, dict(env or {})
-        self._secrets = {**(secrets or {}), SECRET_ENV: secret}
-        self._process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = None
-        self._stdin: int | None = None
-        self._log_start = 0
-        self.url = ""
-        self.died: RoomError | None = None
-        """Why it ended before we ended it, once note_death() was called."""
-        self.left = ""
-        """That aclose() could not end it, in words."""
+    name: str
+    module: str
+    spec: str
+    run_dir: Path
+    secret: str
+    port: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    python: Path | None = None
+    url: str = field(default="", init=False)
+    died: RoomError | None = field(default=None, init=False)
+    """Why it ended of itself, once that was noted."""
+    left: str = field(default="", init=False)
+    """That aclose() could not end it, in words."""
+    _process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = field(default=None, init=False)
+    _stdin: int | None = field(default=None, init=False)
+    _log_start: int = field(default=0, init=False)
 
     def __repr__(self) -> str:
         return f"<ChildProcess {self.name} {self.url or 'not started'} exit={self.returncode}>"
+
+    @property
+    def log_path(self) -> Path:
+        """What it writes to its standard streams."""
+        return self.run_dir / "logs" / f"{self.name}.log"
 
     @property
     def pid(self) -> int | None:
@@ -185,77 +139,53 @@ class ChildProcess:
             raise out_of(f"cannot start {self.name}", error.errno, self.name) from error
 
     async def _start(self) -> None:
-        self._spec_path.parent.mkdir(parents=True, exist_ok=True)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._spec_path.write_text(self._spec, encoding="utf-8")
-        with bind_socket(self.name, self._port) as listener, self.log_path.open("ab") as log:
+        spec_path = self.run_dir / "specs" / f"{self.name}.json"
+        for path in (spec_path, self.log_path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        spec_path.write_text(self.spec, encoding="utf-8")
+        with bind_socket(self.name, self.port) as listener, self.log_path.open("ab") as log:
             self._log_start = log.tell()
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             stdin, self._stdin = os.pipe()
             try:
                 self._process = await start_process(
                     self.module,
-                    ["--spec", str(self._spec_path), "--fd", str(listener.fileno())],
-                    env={"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"} | self._env,
+                    ["--spec", str(spec_path), "--fd", str(listener.fileno())],
+                    env={"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **self.env},
                     files=[stdin, log.fileno(), log.fileno(), listener.fileno()],
-                    python=self._python,
+                    python=self.python,
                 )
             finally:
                 os.close(stdin)
         with contextlib.suppress(BrokenPipeError):  # it has ended already
-            os.write(self._stdin, json.dumps(self._secrets).encode() + b"\n")
+            os.write(self._stdin, json.dumps({**self.secrets, SECRET_ENV: self.secret}).encode() + b"\n")
 
     def renewed(self) -> ChildProcess:
-        """The same server, not started yet: it writes on in the same log, and takes the same port if that was
-        given.
-        """
-        return ChildProcess(
-            self.name,
-            self.module,
-            self._spec,
-            run_dir=self._run_dir,
-            secret=self._secrets[SECRET_ENV],
-            port=self._port,
-            env=self._env,
-            secrets=self._secrets,
-            python=self._python,
-            has_warden=self._has_warden,
-        )
-
-    async def watch(self) -> None:
-        """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
-        await self.wait()
-        raise self.death()
+        """The same server, not started yet."""
+        return replace(self)
 
     async def wait(self) -> None:
         """Sleep as long as the process lives."""
         assert self._process is not None, "wait() comes after start()"
         await self._process.wait()
 
-    def note_death(self) -> None:
-        """Keep in `died` why the process ended, if it has ended by now; call it before aclose()."""
-        if self.returncode is not None and self.died is None:
-            self.died = self.death()
+    async def watch(self) -> None:
+        """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
+        await self.wait()
+        raise self.death()
 
     def death(self) -> RoomError:
         """Why the process ended, from its own last words or its log."""
-        code = self.returncode
         fatal = find_fatal(self._log())
         if fatal is not None:
             return RoomError(self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"exited with code {code}"
-        )
-        advice = (
-            " (SIGKILL from outside is often the kernel short of memory.)" if code == -signal.SIGKILL else ""
-        )
+        code = self.returncode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
         return RoomError(
             self.name,
-            f"process {self.pid} {how} in the middle of the run{advice}; the end of "
-            f"{self.log_path}:\n{self.log_tail()}",
-            way_out=f"read {self.log_path}, mend the cause, and start the run again.",
+            f"process {self.pid} {how} in the middle of the run; the end of its log:\n{self.log_tail()}",
+            way_out=f"read {self.log_path}, correct the cause, and start the run again.",
         )
 
     def log_tail(self) -> str:
@@ -273,57 +203,64 @@ class ChildProcess:
             return ""
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
-        """End the process and all that it started: SIGTERM, and after `timeout_s` SIGKILL. Idempotent.
-
-        One that does not die of that is left, and named in `left`.
+        """End the process and all of its group: SIGTERM, and after `timeout_s` SIGKILL to it, then to the
+        others. Idempotent. One that does not die of that is left, and named in `left`.
         """
         process = self._process
-        if process is None:
-            self._close_stdin()
-            return
-        if process.returncode is None:
-            _signal_group(process.pid, signal.SIGTERM)
-            await self._ends_within(timeout_s)
-        if self._has_warden:
+        if process is not None:
+            if process.returncode is None:
+                _signal_group(process.pid, signal.SIGTERM)
+                await self._ends_within(timeout_s)
             self.kill_nowait()
-            await asyncio.to_thread(psutil.wait_procs, group_members(process.pid), timeout=WARDEN_TIMEOUT_S)
-        _signal_group(process.pid, signal.SIGKILL)
-        if not await self._ends_within(KILL_TIMEOUT_S):
-            self.left = (
-                f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after SIGKILL "
-                f"(state: {_state(process.pid)}) "
-                "and is left: the kernel ends it when what it waits for (a driver, a network file system) "
-                "lets go; until then its "
-                "devices and memory are taken"
-            )
-            logger.warning("%s", self.left)
-        self._close_stdin()
-
-    def _close_stdin(self) -> None:
+            await asyncio.to_thread(wait_group, process.pid)
+            _signal_group(process.pid, signal.SIGKILL)
+            if not await self._ends_within(KILL_TIMEOUT_S):
+                self.left = (
+                    f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after "
+                    "SIGKILL: the kernel ends it when a driver or network file system lets go of it; until "
+                    "then its devices and memory are taken"
+                )
+                logger.warning("%s", self.left)
         if self._stdin is not None:
             os.close(self._stdin)
             self._stdin = None
 
     async def _ends_within(self, timeout_s: float) -> bool:
-        assert self._process is not None
         with contextlib.suppress(TimeoutError):
             async with TimeLimit(timeout_s):
-                await self._process.wait()
-        return self._process.returncode is not None
+                await self.wait()
+        return self.returncode is not None
 
     def kill_nowait(self) -> None:
-        """SIGKILL to the process and all that it started, without waiting. Where there is a warden, the
-        others are left to it.
-        """
-        if self._process is None:
-            return
-        if not self._has_warden:
-            _signal_group(self._process.pid, signal.SIGKILL)
-            return
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-        _signal_group(self._process.pid, signal.SIGCONT)  # a frozen warden wakes
+        """SIGKILL to the process, without waiting; its group, frozen or not, sees its end."""
+        if self._process is not None:
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._process.pid, signal.SIGKILL)
+            _signal_group(self._process.pid, signal.SIGCONT)
+
+
+def bind_socket(owner: str, port: int | None) -> socket.socket:
+    """A listening socket on 127.0.0.1, at `port` or any free one. Raises ConfigError if the port is taken,
+    else OSError.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port or 0))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        if port is None and error.errno == errno.EADDRINUSE:  # none of them is free
+            raise OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL)) from error
+        if port is None or error.errno in OURS:
+            raise
+        raise ConfigError(
+            f"port {port} for {owner} cannot be used: {error.strerror}",
+            rule="each internal server needs a port of its own on 127.0.0.1",
+            way_out="end the program that holds it, or leave the port at none (any free one).",
+        ) from error
+    return listener
 
 
 async def start_process(
@@ -339,11 +276,8 @@ async def start_process(
     The first three of `files` become its standard streams; it inherits the others. `env`: variables that it
     has beside ours.
     """
-    environ = {
-        name: value
-        for name, value in (os.environ | (env or {})).items()
-        if name not in fork_server.NEVER_INHERITED
-    }
+    environ = {**os.environ, **(env or {})}
+    environ = {name: value for name, value in environ.items() if name not in fork_server.NEVER_INHERITED}
     server = fork_server.current
     if python is None and server is not None and server.has(module):
         forked = await server.fork(module, arguments, environ, files)
@@ -368,19 +302,15 @@ def group_members(leader: int) -> list[psutil.Process]:
     found = []
     for member in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if (
-                member.pid != leader
-                and os.getpgid(member.pid) == leader
-                and member.status() != psutil.STATUS_ZOMBIE
-            ):
+            is_other = member.pid != leader and os.getpgid(member.pid) == leader
+            if is_other and member.status() != psutil.STATUS_ZOMBIE:
                 found.append(member)
     return found
 
 
-def _state(pid: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        return str(psutil.Process(pid).status())
-    return "unknown"
+def wait_group(leader: int) -> None:
+    """Return once the other members have ended, or after GROUP_TIMEOUT_S. Blocks."""
+    psutil.wait_procs(group_members(leader), timeout=GROUP_TIMEOUT_S)
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

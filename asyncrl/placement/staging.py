@@ -1,11 +1,9 @@
 """The run's folder in shared memory, or on a disk: held by a lock of its owner, so that a later run can clear
 what a killed one left.
 
-The kernel gives the lock back when its owner ends, and knows it from any container: a pid means nothing in
-another one, and a start time nothing once the clock was set. A folder without a lock is left alone, so it is
-never too early to look: what is made gets its folder first, then the file, then the lock, and whoever made it
-looks whether it is still there. A disk may be that of several machines, whose locks need not know of each
-other: there the name begins with the host's.
+The kernel gives the lock back when its owner ends, and knows it from any container, where a pid means
+nothing. A folder without a lock file is left alone; one that is made may be lost before it is locked, and is
+made again. On a disk the name begins with the host's: machines need not know of each other's locks.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from pathlib import Path
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import ConfigError, RoomError
 
-PREFIX = "asyncrl-"
 LOCK = "lock"
 _GONE = ".gone"
 """End of the name of one that is being removed: the pattern of the names finds it still."""
@@ -34,7 +31,7 @@ _held: dict[Path, int] = {}
 def shared_memory_root() -> Path:
     """/dev/shm where there is one, else the temporary directory."""
     shm = Path("/dev/shm")
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def disk_root(weight_sync: WeightSyncConfig) -> Path | None:
@@ -46,19 +43,13 @@ def disk_root(weight_sync: WeightSyncConfig) -> Path | None:
     folder = Path(weight_sync.disk_dir).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
-            f"weight_sync.disk_dir={weight_sync.disk_dir} cannot be made: {error}",
+            f"weight_sync.disk_dir={weight_sync.disk_dir} cannot be made or written to: {error}",
             rule="the trainer writes each version there",
-            way_out="name a folder on a file system that trainer and engines share, and that this user may "
-            "write to.",
+            way_out="name a folder that trainer and engines share, and that this user may write to.",
         ) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"weight_sync.disk_dir={weight_sync.disk_dir} cannot be written to",
-            rule="the trainer writes each version there",
-            way_out="name a folder that this user may write to.",
-        )
     return folder
 
 
@@ -66,28 +57,24 @@ def new_staging_dir(disk_dir: Path | None = None) -> Path:
     """Make a staging folder, which is ours until remove_staging_dir or the end of this process. Raises
     RoomError. Blocks.
     """
-    root = _root(disk_dir)
     while True:
-        folder = root / f"{_prefix(disk_dir)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        folder = (disk_dir or shared_memory_root()) / name
         try:
             folder.mkdir(mode=0o700)
-            lock = _lock(folder / LOCK, os.O_CREAT | os.O_EXCL)
+            (folder / LOCK).touch(mode=0o600)
+            lock = _lock(folder / LOCK)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise RoomError(
                 "placement",
-                f"cannot make a folder for weights in {root}: {error.strerror}",
-                rule="a run makes one there, and locks it",
-                way_out="free space there, or check its rights."
-                if disk_dir is None
-                else "name another weight_sync.disk_dir.",
+                f"cannot make the folder {folder} for weights, and lock it: {error.strerror}",
+                way_out="free space there, check its rights, or name another weight_sync.disk_dir.",
             ) from error
         if lock is not None:
             _held[folder] = lock
             return folder
-        shutil.rmtree(
-            folder, ignore_errors=True
-        )  # taken for an old one before it was locked, and removed or about to be
+        shutil.rmtree(folder, ignore_errors=True)  # it was taken for an old one before it was locked
 
 
 def remove_staging_dir(folder: Path) -> None:
@@ -99,11 +86,9 @@ def remove_staging_dir(folder: Path) -> None:
 def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
     """Remove the folders that no process holds any more; returns them. Blocks."""
     removed = []
-    for path in _root(disk_dir).glob(f"{_prefix(disk_dir)}*/{LOCK}"):
-        if path.parent in _held:
-            continue
+    for path in (disk_dir or shared_memory_root()).glob(f"{_pattern(disk_dir)}/{LOCK}"):
         with contextlib.suppress(OSError):  # another user's, or it is being removed
-            if (lock := _lock(path)) is not None:
+            if path.parent not in _held and (lock := _lock(path)) is not None:
                 _remove(path.parent, lock)
                 removed.append(path.parent)
     return removed
@@ -115,22 +100,16 @@ def clear_own_staging() -> None:
         remove_staging_dir(folder)
 
 
-def _root(disk_dir: Path | None) -> Path:
-    return shared_memory_root() if disk_dir is None else disk_dir
-
-
-def _prefix(disk_dir: Path | None) -> str:
+def _pattern(disk_dir: Path | None) -> str:
     host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
-    return PREFIX if disk_dir is None else f"{PREFIX}{host}-"
+    return "asyncrl-*" if disk_dir is None else f"asyncrl-{host}-*"
 
 
-def _lock(path: Path, flags: int = 0) -> int | None:
-    """The descriptor that holds the file until it is closed, which no child inherits; None if somebody else
-    has it or removed it.
-
-    Raises OSError, above all where the file system knows no locks.
+def _lock(path: Path) -> int | None:
+    """The descriptor that holds the file until it is closed, which no child inherits; None if another process
+    has it or removed it. Raises OSError, above all where the file system knows no locks.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(descriptor), path.stat()):
@@ -145,20 +124,19 @@ def _lock(path: Path, flags: int = 0) -> int | None:
 
 
 def _remove(folder: Path, lock: int) -> None:
-    """The lock goes last: who is killed in the middle leaves a folder that the next one removes.
+    """The lock goes last: a process that is killed in the middle leaves a folder that the next one removes.
 
-    It is renamed first: a process that ends late finds it no more, and writes nothing into it while it is
-    removed.
+    It is renamed first: a process that ends late finds it no more, and writes nothing into it meanwhile.
     """
     try:
         with contextlib.suppress(OSError):  # it is gone already, or what is left is for the next one
             if not folder.name.endswith(_GONE):
                 folder = folder.rename(folder.with_name(folder.name + _GONE))
-            for path in [path for path in folder.iterdir() if path.name != LOCK]:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(
-                    missing_ok=True
-                )
-            (folder / LOCK).unlink(missing_ok=True)
-            folder.rmdir()
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:
+                    path.unlink(missing_ok=True)
+            shutil.rmtree(folder)
     finally:
         os.close(lock)

@@ -16,6 +16,8 @@ from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.waits import TimeLimit, waiting
 
+log = logging.getLogger(__name__)
+
 
 class Schedule:
     """Which published versions are evaluated: the first one at or after each multiple of `every`, and the
@@ -29,56 +31,19 @@ class Schedule:
         """`evaluated`: the newest version that was evaluated before the run was resumed."""
         self.every, self.last, self.at_start = every, last, at_start and evaluated is None
         self.is_over = evaluated is not None and evaluated >= last
-        """The last version was evaluated before."""
+        """The last version was evaluated."""
         self._next = every if evaluated is None else (evaluated // every + 1) * every
-
-    def is_due_nowait(self, version: int) -> bool:
-        """Whether `version` is to be evaluated; the next one is due at the following multiple then."""
-        if not self.is_next(version):
-            return False
-        self._next = (version // self.every + 1) * self.every
-        return True
 
     def is_next(self, version: int) -> bool:
         """What is_due_nowait would say of this version; nothing changes."""
         return not self.is_over and version >= min(self._next, self.last)
 
-
-class FileHold:
-    """Keeps an exported weights file while the eval engine has still to read it: by a second name (hard
-    link) under `folder`, on the same file system.
-
-    The trainer deletes its own old exports by their names; the bytes stay as long as any name is left. No
-    byte is copied, so that keeping takes no time; shared memory holds one export more while a file is kept.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def keep(self, manifest: ExportResponse) -> ExportResponse:
-        """The same weights under a name of ours. Raises RoomError if the file is gone, or cannot be
-        linked.
-        """
-        path = self._folder / f"eval-{manifest.version}.safetensors"
-        try:
-            os.link(manifest.path, path)
-        except OSError as error:
-            raise RoomError(
-                "evaluation",
-                f"the weights of policy_version {manifest.version} cannot be kept for the eval "
-                f"engine: {error}",
-                rule="the staging folder is on a file system with hard links",
-                way_out="use /dev/shm, or a POSIX file system as TMPDIR.",
-            ) from error
-        return manifest.model_copy(update={"path": str(path)})
-
-    def release(self, manifest: ExportResponse) -> None:
-        """Give up what keep() returned; idempotent."""
-        Path(manifest.path).unlink(missing_ok=True)
-
-
-log = logging.getLogger(__name__)
-State = Literal["idle", "loading", "sampling", "off"]
+    def is_due_nowait(self, version: int) -> bool:
+        """Whether `version` is to be evaluated; the next one is due at the following multiple then."""
+        is_due = self.is_next(version)
+        if is_due:
+            self._next = (version // self.every + 1) * self.every
+        return is_due
 
 
 @dataclass(slots=True)
@@ -87,7 +52,7 @@ class EvaluationStats:
     work, or the last.
     """
 
-    state: State = "idle"
+    state: Literal["idle", "loading", "sampling", "off"] = "idle"
     version: int = 0
     finished: int = 0
     skipped: int = 0
@@ -105,6 +70,9 @@ class Evaluation:
     Invariant:  all tokens of one evaluation are of one version: weights are swapped in run alone, between two
                 evaluations. A version that is due while one runs is skipped and counted, the last one aside,
                 which waits.
+
+    An exported file is kept by a second name (hard link) in `folder`, on the same file system: the trainer
+    deletes its own old exports by their names, the bytes stay as long as any name is left.
     """
 
     name = "evaluation"
@@ -114,25 +82,21 @@ class Evaluation:
         evaluator: Evaluator,
         target: EngineClient,
         schedule: Schedule,
-        hold: FileHold,
+        folder: Path,
         *,
         timeout_s: float,
         on_result: Callable[[EvalResult], None],
         on_trouble: Callable[[str], None],
     ) -> None:
-        self._evaluator, self._target, self._schedule, self._hold = evaluator, target, schedule, hold
+        self._evaluator, self._target, self._schedule, self._folder = evaluator, target, schedule, folder
         self.timeout_s = timeout_s
         self._on_result, self._on_trouble = on_result, on_trouble
         self._pending: ExportResponse | None = None
-        self._is_busy = schedule.at_start
-        self._has_ended = schedule.is_over
         self._changed = asyncio.Event()
         self._limit: TimeLimit | None = None
-        self._lost: RoomError | None = None
-        self._stats = EvaluationStats()
+        self._stats = EvaluationStats("loading" if schedule.at_start else "idle")
 
     def stats(self) -> EvaluationStats:
-        """Totals so far."""
         return self._stats
 
     def gauges(self) -> dict[str, float]:
@@ -143,31 +107,35 @@ class Evaluation:
             "evaluation/ended": stats.finished + stats.skipped + stats.abandoned,
         }
 
+    @property
+    def is_off(self) -> bool:
+        """The eval engine is gone."""
+        return self._stats.state == "off"
+
     def wants(self, version: int) -> bool:
         """Whether published_nowait would have a use for this version; nothing changes."""
-        return self._lost is None and self._schedule.is_next(version)
+        return not self.is_off and self._schedule.is_next(version)
 
     def published_nowait(self, manifest: ExportResponse) -> None:
         """Called while the exported file is the newest one: keep it if this version is due."""
-        if self._lost is not None or not self._schedule.is_due_nowait(manifest.version):
+        version, stats = manifest.version, self._stats
+        if self.is_off or not self._schedule.is_due_nowait(version):
             return
-        is_last = manifest.version >= self._schedule.last
-        if (self._is_busy or self._pending is not None) and not is_last:
-            self._stats.skipped += 1
-            log.warning(
-                "policy_version %d is not evaluated: the evaluation of %d still runs",
-                manifest.version,
-                self._stats.version,
-            )
+        if (stats.state != "idle" or self._pending is not None) and version < self._schedule.last:
+            stats.skipped += 1
+            log.warning("policy_version %d is not evaluated: that of %d still runs", version, stats.version)
             return
         if self._pending is not None:  # due, not begun, and the last one is here
             self._drop_pending()
-            self._stats.skipped += 1
+            stats.skipped += 1
+        path = self._folder / f"eval-{version}.safetensors"
         try:
-            self._pending = self._hold.keep(manifest)
-        except RoomError as error:
-            self.give_up(error)
+            os.link(manifest.path, path)
+        except OSError as error:
+            what = f"the weights of policy_version {version} cannot be kept for the eval engine: {error}"
+            self.give_up(RoomError(self.name, what, way_out="stage weights where hard links can be made."))
             return
+        self._pending = manifest.model_copy(update={"path": str(path)})
         self._wake()
 
     async def run(self) -> None:
@@ -180,13 +148,12 @@ class Evaluation:
                     while self._pending is None:
                         await self._changed.wait()
                 manifest, self._pending = self._pending, None
-                self._is_busy = True
                 try:
                     await self._evaluate(manifest.version, manifest)
                 finally:
-                    self._hold.release(manifest)
+                    _unlink(manifest)
                 if manifest.version >= self._schedule.last:
-                    self._has_ended = True
+                    self._schedule.is_over = True
                     self._wake()
         finally:
             self._drop_pending()
@@ -194,14 +161,13 @@ class Evaluation:
     async def wait_last(self) -> None:
         """Return once the last version is evaluated, or its evaluation was given up."""
         with waiting("the evaluation of the last version", on="evaluation"):
-            while not self._has_ended and self._lost is None:
+            while not self._schedule.is_over and not self.is_off:
                 await self._changed.wait()
 
     def give_up(self, error: RoomError) -> None:
         """The eval engine is gone: no evaluation from here on. Ends the one that runs; idempotent."""
-        if self._lost is not None:
+        if self.is_off:
             return
-        self._lost = error
         self._stats.state = "off"
         self._drop_pending()
         if self._limit is not None and not self._limit.expired():
@@ -222,76 +188,68 @@ class Evaluation:
         """One evaluation and what it comes to; `manifest` is None where the engine has those weights from its
         start.
         """
-        if self._lost is not None:
+        if self.is_off:
             return
-        clock = asyncio.get_running_loop().time
+        clock, stats = asyncio.get_running_loop().time, self._stats
         started_s = clock()
-        self._stats.state, self._stats.version = "loading", version
-        self._limit = TimeLimit(self.timeout_s)
+        stats.state, stats.version = "loading", version
+        self._limit = limit = TimeLimit(self.timeout_s)
         result: EvalResult | None = None
-        why = f"did not end within eval.timeout_s={self.timeout_s} and is given up; raise it, or lower "
-        why += "eval.num_prompts"
+        why = f"did not end within eval.timeout_s={self.timeout_s}; raise it, or lower eval.num_prompts"
         try:
-            async with self._limit:
+            async with limit:
                 if manifest is not None:
                     with waiting(f"policy_version {version} in it", on=self._target.name):
                         await self._load(manifest)
-                self._stats.state = "sampling"
+                stats.state = "sampling"
                 what = f"the samples of policy_version {version}"
                 with waiting(what, on="engine-eval, the reward function"):
                     result = await self._evaluator.evaluate(version)
         except TimeoutError:
-            if not self._limit.expired():
+            if not limit.expired():
                 raise
         except ConnectionShortage as error:  # for this once: the engine may be well
-            why = f"is given up: {error}"
+            why = str(error)
         except RoomError as error:  # the one place where a broken part does not end the run
             self._limit = None
             self.give_up(error)
         finally:
-            self._limit, self._is_busy = None, False
-        if result is None:
-            self._stats.abandoned += 1
-            if self._lost is None:
-                self._stats.state = "idle"
-                self._on_trouble(f"the evaluation of policy_version {version} {why}")
-            return
-        self._stats.finished += 1
-        stats = self._stats
-        seconds = clock() - started_s
-        self._on_result(
-            replace(result, seconds=seconds, num_skipped=stats.skipped, num_abandoned=stats.abandoned)
-        )
-        if self._lost is None:
-            self._stats.state = "idle"
+            self._limit = None
+        if result is not None:
+            stats.finished += 1
+            seconds, skipped, abandoned = clock() - started_s, stats.skipped, stats.abandoned
+            self._on_result(replace(result, seconds=seconds, num_skipped=skipped, num_abandoned=abandoned))
+        else:
+            stats.abandoned += 1
+        if not self.is_off:
+            stats.state = "idle"
+            if result is None:
+                self._on_trouble(f"the evaluation of policy_version {version} is given up: {why}")
 
     async def _load(self, manifest: ExportResponse) -> None:
         """Both phases of a push, to an engine on which nothing runs."""
-        loaded = await self._target.prepare(manifest)
-        report = (
-            await self._target.commit(manifest.version, loaded, "abort")
-            if loaded == manifest.digest
-            else None
-        )
-        if report is None or (report.version, report.digest) != (manifest.version, manifest.digest):
-            serves = (
-                f"loaded digest {loaded}"
-                if report is None
-                else f"serves policy_version {report.version}, digest {report.digest}"
-            )
+        sent = (manifest.version, manifest.digest)
+        found = (manifest.version, await self._target.prepare(manifest))
+        if found == sent:
+            report = await self._target.commit(manifest.version, manifest.digest, "abort")
+            found = (report.version, report.digest)
+        if found != sent:
             raise PublishError(
                 self.name,
-                f"{self._target.name} {serves}; the trainer sent policy_version "
-                f"{manifest.version}, digest {manifest.digest}",
+                f"{self._target.name} has (policy_version, digest) {found}; the trainer sent {sent}",
                 rule="only weights that arrived as they were sent are evaluated",
                 way_out=f"read {self._target.name}'s log.",
             )
 
     def _drop_pending(self) -> None:
         if self._pending is not None:
-            self._hold.release(self._pending)
+            _unlink(self._pending)
             self._pending = None
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _unlink(kept: ExportResponse) -> None:
+    Path(kept.path).unlink(missing_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -80,8 +79,8 @@ class Evaluator:
     """`samples` rollouts of each prompt, at most `slots` of them sampled at once, without retries.
 
     Waits:      evaluate sleeps in the generator; a rollout takes at most timeout_s (None: no limit).
-    Invariant:  every token of a result was sampled at its version: _sample refuses any other. Seeds depend on
-                prompt and sample alone, so that two evaluations differ by the weights and by nothing else.
+    Invariant:  every token of a result was sampled at its version: any other raises. Seeds depend on prompt
+                and sample alone, so that two evaluations differ by the weights and by nothing else.
     """
 
     def __init__(
@@ -107,60 +106,37 @@ class Evaluator:
         """
         self._broken.clear()
         slots = Slots(self.slots)
-        rollouts = [
-            self._one(version, number, index, slots)
-            for number in range(len(self.prompts))
-            for index in range(self.samples)
-        ]
+        rollouts = []
+        for number, prompt in enumerate(self.prompts):
+            for index in range(self.samples):
+                name = f"eval-v{version}/{prompt.prompt_id}/s{index}"
+                order, group_id = (number, index), GroupId(number)
+                rollouts.append(
+                    self._runner.run(group_id, prompt, index, slots=slots, order=order, name=name)
+                )
         outcomes = await asyncio.gather(*rollouts, return_exceptions=True)
         if self._broken:
             raise self._broken[0]
         samples, failures = list[Sample](), list[FailedRollout]()
-        for outcome in outcomes:
+        for place, outcome in enumerate(outcomes):
             if isinstance(outcome, BaseException):
                 raise outcome
             if isinstance(outcome, FailedRollout):
                 failures.append(outcome)
             else:
-                samples.append(outcome)
+                samples.append(_sample(self.prompts[place // self.samples].prompt_id, outcome, version))
         last_failure = str(failures[-1].failure) if failures else ""
         return EvalResult(version, tuple(samples), len(failures), last_failure)
 
-    async def _one(self, version: int, number: int, index: int, slots: Slots) -> Sample | FailedRollout:
-        prompt = self.prompts[number]
-        name = f"eval-v{version}/{prompt.prompt_id}/s{index}"
-        slots.ask_nowait(name, (number, index))
 
-        async def wait_slot() -> None:
-            await slots.wait(name)
-            if self._broken:  # the next ones need not ask a broken engine too
-                raise self._broken[0]
-
-        try:
-            outcome = await self._runner.run(
-                GroupId(number),
-                prompt,
-                index,
-                wait_slot=wait_slot,
-                stopped_sampling=functools.partial(slots.give_back_nowait, name),
-                name=name,
-            )
-            if isinstance(outcome, FailedRollout):
-                return outcome
-            return _sample(name, prompt, outcome, version)
-        except RoomError as error:
-            self._broken.append(error)
-            raise
-
-
-def _sample(name: str, prompt: Prompt, rollout: Rollout, version: int) -> Sample:
+def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     versions = sorted({span.version for branch in rollout for span in branch.version_spans})
     if versions != [version]:
         raise EngineError(
             "engine-eval",
-            f"{name} has tokens of policy_version {', '.join(map(str, versions))}",
+            f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}",
             rule=f"every token of this evaluation is sampled at policy_version {version}",
             way_out="make sure that nothing else pushes weights to the eval engine, then start again.",
         )
     length = sum(branch.num_sampled for branch in rollout)
-    return Sample(prompt.prompt_id, rollout[0].reward, length, any(branch.is_truncated for branch in rollout))
+    return Sample(prompt_id, rollout[0].reward, length, any(branch.is_truncated for branch in rollout))

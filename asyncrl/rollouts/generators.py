@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -41,16 +39,16 @@ class SingleTurn:
         cannot be scored.
         """
         prompt_ids = self._prompt_ids(attempt)
+        seed = derive_seed(self.run_seed, attempt.prompt.seed_id, attempt.sample_index, 0, attempt.attempt)
         completion = await self._engine.generate(
             SamplingRequest(
-                request_id=attempt.request_id(turn=0),
+                # a retry may be sent before the server has seen that the first try is gone
+                request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
                 prompt_ids=prompt_ids,
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,
                 stop=self.stop,
-                seed=derive_seed(
-                    self.run_seed, attempt.prompt.seed_id, attempt.sample_index, 0, attempt.attempt
-                ),
+                seed=seed,
                 route_key=f"g{attempt.group_id}",
             ),
             partial=attempt.partial,
@@ -65,10 +63,8 @@ class SingleTurn:
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
             raise PromptUnusable(
                 f"prompt {attempt.prompt.prompt_id} has {len(prompt_ids)} tokens",
-                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, and is never "
-                f"cut",
-                way_out=f"raise rollout.max_prompt_tokens to {len(prompt_ids)} or more, or leave long "
-                f"prompts out of the task.",
+                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, never cut",
+                way_out="raise rollout.max_prompt_tokens, or leave long prompts out of the task.",
             )
         return prompt_ids
 
@@ -112,40 +108,26 @@ class HarnessGenerator:
         """All branches of the rollout. Raises RolloutFailure if the harness or its worker fails, or there is
         nothing to train on.
         """
-        prompt = attempt.prompt
+        prompt, index, number = attempt.prompt, attempt.sample_index, attempt.attempt
+        name = attempt.rollout_id
         session = self._host.open_nowait(
-            attempt.rollout_id,
-            prompt_id=prompt.seed_id,
-            sample_index=attempt.sample_index,
-            attempt=attempt.attempt,
-            route_key=attempt.rollout_id,
+            name, prompt_id=prompt.seed_id, sample_index=index, attempt=number, route_key=name
         )
+        ends = "the rollout ran past rollout.timeout_s, or is not needed any more"
         try:
             attempt.clock.hold()
-            work = Work(
-                attempt.rollout_id,
-                prompt,
-                attempt.sample_index,
-                attempt.attempt,
-                session.key,
-                attempt.clock.left_s,
-            )
+            work = Work(name, prompt, index, number, session.key, attempt.clock.left_s)
             async with session.while_open():
                 outcome = await self._queue.run(work, started=attempt.clock.resume)
             session.end_nowait("its harness has finished")  # before the reward: what it left would sample on
             attempt.stopped_sampling()
             reward = await self._reward(attempt, session, outcome)
-            return session.rollout(attempt.sample_index, outcome, reward)
+            return session.rollout(index, outcome, reward)
         except RolloutFailure as failure:
-            session.end_nowait(f"the rollout failed: {failure.what}")
-            raise
-        except asyncio.CancelledError:
-            session.end_nowait(
-                "the rollout was given up: it ran past rollout.timeout_s, or it is not needed any more"
-            )
+            ends = f"the rollout failed: {failure.what}"
             raise
         finally:
-            session.end_nowait("the rollout has ended")
+            session.end_nowait(ends)
 
     async def _reward(self, attempt: RolloutAttempt, session: Session, outcome: Outcome) -> float:
         """What the harness says, else the mean of its parts, else the task's own reward of the last
@@ -154,14 +136,7 @@ class HarnessGenerator:
         parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
         if outcome.reward is None and not parts:
             return await self._scorer.score(attempt.prompt, session.last_text())
-        reward = sum(parts) / len(parts) if outcome.reward is None else outcome.reward
-        if not math.isfinite(reward):
-            raise RolloutFailure(
-                f"{attempt.rollout_id}: its reward is {reward}",
-                rule="a reward is finite",
-                way_out="correct the harness.",
-            )
-        return reward
+        return sum(parts) / len(parts) if outcome.reward is None else outcome.reward
 
 
 RECORDED_VERSION = 0
@@ -202,10 +177,7 @@ class Replay:
     def _find(self, attempt: RolloutAttempt) -> Rollout | None:
         recorded = self._recorded.get(attempt.prompt.prompt_id, ())
         is_first_try = attempt.attempt == 0 and attempt.partial is None
-        if (
-            attempt.sample_index >= len(recorded)
-            or not is_first_try
-            or self._start_version(attempt.group_id) != RECORDED_VERSION
-        ):
+        is_recorded = is_first_try and attempt.sample_index < len(recorded)
+        if not is_recorded or self._start_version(attempt.group_id) != RECORDED_VERSION:
             return None
         return recorded[attempt.sample_index]

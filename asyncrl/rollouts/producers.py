@@ -5,96 +5,51 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Literal
 
 from asyncrl.errors import EngineError, RolloutFailure, TaskError, WouldWait
 from asyncrl.messages.protocols import GroupSink, PromptSource, RolloutJournal
-from asyncrl.messages.records import (
-    Group,
-    GroupId,
-    PartialCompletion,
-    Prompt,
-    Rollout,
-    Ticket,
-    UnfinishedGroup,
-)
+from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
 
 log = logging.getLogger(__name__)
 
 NUM_OLDEST = 8
-"""So many of the oldest rollouts are named by stats()."""
+"""So many of the oldest rollouts are named by oldest()."""
 
-
-class Spawn(Protocol):
-    """Starts a task in the run's one TaskGroup."""
-
-    def __call__(self, coro: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """The started task."""
-        ...
-
-
-@dataclass(slots=True)
-class ProducersStats:
-    """`inflight` rollouts have begun, of which `sampling` hold an engine slot; the rest are totals so far.
-
-    `failed`: rollouts whose every attempt failed; `failed_groups`: with too few usable ones; `retried`:
-    attempts after a failed one; `dropped`: groups taken back by the buffer; `given_up`: prompts whose groups
-    failed or were taken back once too often, or that can never be sampled; `oldest`: (rollout, seconds since
-    it had its first slot), oldest first, at most NUM_OLDEST.
-    """
-
-    inflight: int = 0
-    sampling: int = 0
-    finished: int = 0
-    failed: int = 0
-    failed_groups: int = 0
-    retried: int = 0
-    dropped: int = 0
-    given_up: int = 0
-    oldest: tuple[tuple[str, float], ...] = ()
-    last_failure: str = ""
+UnusedState = Literal["failed", "handed_back"]
+Spawn = Callable[..., asyncio.Task[None]]
+"""Starts a coroutine as a task with a `name` in the run's one TaskGroup."""
 
 
 class RunningGroup:
     """One admitted group while its rollouts run.
 
-    Life:       made with its ticket -> one add() a rollout, in any order -> nothing is to_run -> group(), or
-                None if too few rollouts are usable. Or cancel(), when the buffer takes the admission back.
+    Life:       made with its ticket, or with what a killed run knew of it -> one add() a rollout, in any
+                order -> nothing is to_run -> group(), or None if too few rollouts are usable. Or cancel(),
+                when the buffer takes the admission back.
     Invariant:  a failed rollout costs its own place alone: its siblings stay.
     """
 
-    def __init__(
-        self, ticket: Ticket, prompt: Prompt, group_size: int, before: UnfinishedGroup | None = None
-    ) -> None:
-        """`before`: how far a killed run had come with it."""
-        before = before or UnfinishedGroup(ticket, prompt)
-        self.ticket, self.prompt, self.group_size = ticket, prompt, group_size
+    def __init__(self, before: UnfinishedGroup, group_size: int) -> None:
+        self.ticket, self.prompt, self.partials = before.ticket, before.prompt, before.partials
+        self.group_size = group_size
         self.tasks: list[asyncio.Task[Any]] = []
         self._rollouts: dict[int, Rollout] = dict(before.rollouts)
         self._failures = {
             index: FailedRollout(index, attempts, RolloutFailure(why))
             for index, (attempts, why) in before.failures.items()
         }
-        self._partials = before.partials
 
     @property
     def to_run(self) -> list[int]:
         """Sample indices of the rollouts that have not ended. None: the group is complete."""
         ended = self._rollouts.keys() | self._failures.keys()
         return [index for index in range(self.group_size) if index not in ended]
-
-    def resumed(self, sample_index: int) -> tuple[int, PartialCompletion] | None:
-        """(number of the attempt, what it had sampled) that a rollout goes on from."""
-        return self._partials.get(sample_index)
-
-    @property
-    def num_needed(self) -> int:
-        """Fewest rollouts that can be scored against each other."""
-        return min(2, self.group_size)
 
     def add(self, outcome: Rollout | FailedRollout) -> None:
         """One rollout has ended."""
@@ -104,28 +59,25 @@ class RunningGroup:
             self._rollouts[outcome[0].sample_index] = outcome
 
     def group(self) -> Group | None:
-        """The finished group, all branches by sample_index and number; None if fewer than num_needed rollouts
-        are usable.
+        """The finished group, all branches by sample_index and number; None if there are not two rollouts to
+        be scored against each other.
         """
-        if len(self._rollouts) < self.num_needed:
+        if len(self._rollouts) < min(2, self.group_size):
             return None
         by_index = sorted(self._rollouts.items())
         branches = tuple(branch for _, rollout in by_index for branch in rollout)
         return Group(self.ticket.group_id, self.prompt, branches)
 
-    @property
-    def can_be_tried_again(self) -> bool:
-        """False once a rollout found that the prompt can never be sampled."""
-        return all(failed.num_attempts for failed in self._failures.values())
-
-    def why_failed(self) -> str:
-        """Why group() is None, with the last failure."""
+    def why_failed(self) -> tuple[str, bool]:
+        """Why group() is None, with the last failure, and whether other tries of its prompt may end
+        otherwise.
+        """
         last = list(self._failures.values())[-1]
-        return (
+        why = (
             f"g{self.ticket.group_id} (prompt {self.prompt.prompt_id}) has {len(self._rollouts)} usable "
-            f"rollouts of {self.group_size} and needs {self.num_needed}; r{last.sample_index} {last.how}: "
-            f"{last.failure}"
+            f"rollouts of {self.group_size}; r{last.sample_index} {last.how}: {last.failure}"
         )
+        return why, all(failed.num_attempts for failed in self._failures.values())
 
     def cancel(self) -> None:
         """End the rollouts that still run; without waiting for them."""
@@ -170,10 +122,9 @@ class Producers:
     ) -> None:
         self._sink, self._source, self._runner = sink, source, runner
         self._spawn, self._journal = spawn, journal
-        self.group_size, self.capacity = group_size, capacity
+        self.group_size = group_size
         self.max_failed_groups, self.max_hand_backs = max_failed_groups, max_hand_backs
         self._groups: dict[GroupId, RunningGroup] = {}
-        self._started_s: dict[str, float] = {}  # rollout id -> when it first had a slot, oldest first
         self._slots = Slots(capacity)
         self._failed_in_a_row = 0
         # of groups that failed in this row: (start version, as it will come again)
@@ -181,32 +132,29 @@ class Producers:
         # of those before: each comes again with the first ticket of a later version
         self._returning: list[tuple[int, Prompt]] = []
         self._known_to_fail: set[str] = set()  # ids of prompts that came again: failed while others did not
-        self._counts = ProducersStats()
-
-    def stats(self) -> ProducersStats:
-        """Counts so far, and the rollouts that have run longest."""
-        now = asyncio.get_running_loop().time() if self._started_s else 0.0
-        oldest = islice(self._started_s.items(), NUM_OLDEST)
-        return replace(
-            self._counts,
-            inflight=len(self._started_s),
-            sampling=self._slots.num_held,
-            retried=self._runner.num_retried,
-            oldest=tuple((rollout, now - start) for rollout, start in oldest),
-        )
+        self._counts = Counter[str]()
+        self.last_failure = ""
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
-        counts = self._counts
+        """Its numbers, by the names of observe/gauges.py. dropped: groups taken back by the buffer; given_up:
+        prompts whose groups failed or were taken back once too often, or that can never be sampled.
+        """
+        counted = ("finished", "failed", "dropped", "failed_groups", "given_up")
         return {
-            "rollout/inflight": len(self._started_s),
-            "rollout/finished": counts.finished,
-            "rollout/failed": counts.failed,
+            "rollout/inflight": len(self._runner.started_s),
             "rollout/retried": self._runner.num_retried,
-            "rollout/dropped": counts.dropped,
-            "rollout/failed_groups": counts.failed_groups,
-            "rollout/given_up": counts.given_up,
+            **{f"rollout/{name}": self._counts[name] for name in counted},
         }
+
+    @property
+    def num_sampling(self) -> int:
+        """Rollouts that hold an engine slot."""
+        return self._slots.num_held
+
+    def oldest(self) -> list[tuple[str, float]]:
+        """(rollout, seconds since it had its first slot) of those that have run longest, oldest first."""
+        started = list(islice(self._runner.started_s.items(), NUM_OLDEST))
+        return [(name, asyncio.get_running_loop().time() - start_s) for name, start_s in started]
 
     def prompts_out(self) -> list[Prompt]:
         """The prompts whose groups run, and those of failed groups that are yet to come again."""
@@ -229,17 +177,19 @@ class Producers:
             except WouldWait:
                 await self._sink.wait_open()
                 continue  # meanwhile a rollout that is tried again may have taken the slot
-            self._hand_back_older(ticket.start_version)
+            for start_version, prompt in self._returning:
+                if start_version < ticket.start_version:
+                    self._source.hand_back_nowait(prompt)
+            self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
             prompt = self._source.next_nowait()
             self._journal.admitted_nowait(ticket, prompt)  # no token is sampled before
-            self._start(RunningGroup(ticket, prompt, self.group_size))
+            self._start(UnfinishedGroup(ticket, prompt))
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
         """Go on with a group that ran when the run was killed; its admission and its journal are as they
         were.
         """
-        group = RunningGroup(unfinished.ticket, unfinished.prompt, self.group_size, unfinished)
-        self._start(group)
+        group = self._start(unfinished)
         if not group.to_run:  # killed between its last rollout's end and its own
             self._complete(group)
 
@@ -259,7 +209,7 @@ class Producers:
         """The buffer's callback: it took this admission back. `group` is None if the group still runs.
 
         The rollouts that run are cancelled, and the prompt is generated again, first of all, unless that was
-        max_hand_backs times. Raises KeyError for a group that is neither given nor running.
+        max_hand_backs times.
         """
         if group is None:
             running = self._groups.pop(group_id)
@@ -267,71 +217,79 @@ class Producers:
             prompt = running.prompt
         else:
             prompt = group.prompt
-        self._counts.dropped += 1
-        again = self._again(prompt, reason)
-        self._journal.group_ended_nowait(
-            group_id, "handed_back", reason, requeued=None if again is None else again.num_handed_back
-        )
+        self._counts["dropped"] += 1
+        again = self._end_unused(group_id, "handed_back", prompt, reason, may_succeed=True)
         if again is not None:
             self._source.hand_back_nowait(again)
 
-    def _start(self, group: RunningGroup) -> None:
-        group_id = group.ticket.group_id
+    def _start(self, before: UnfinishedGroup) -> RunningGroup:
+        group, group_id = RunningGroup(before, self.group_size), before.ticket.group_id
         self._groups[group_id] = group
         for index in group.to_run:
-            rollout_id, order = f"g{group_id}/r{index}", (group.ticket.start_version, group_id, index)
-            self._slots.ask_nowait(rollout_id, order)  # before the task's first step: charged at once
-            run = self._run_rollout(group, index, rollout_id, order)
-            task = self._spawn(run, name=f"rollout {rollout_id}")
+            name, order = f"g{group_id}/r{index}", (before.ticket.start_version, group_id, index)
+            self._slots.ask_nowait(name, order)  # before the task's first step: charged at once
+            task = self._spawn(self._run_rollout(group, index, order), name=f"rollout {name}")
             # even if it never began
-            task.add_done_callback(functools.partial(self._stopped_sampling, rollout_id))
+            task.add_done_callback(functools.partial(self._give_back, name))
             group.tasks.append(task)
+        return group
 
-    async def _run_rollout(
-        self, group: RunningGroup, index: int, rollout_id: str, order: tuple[int, ...]
-    ) -> None:
-        try:
-            outcome = await self._runner.run(
-                group.ticket.group_id,
-                group.prompt,
-                index,
-                wait_slot=functools.partial(self._wait_slot, rollout_id, order),
-                stopped_sampling=functools.partial(self._stopped_sampling, rollout_id),
-                journal=self._journal,
-                resumed=group.resumed(index),
-            )
-        finally:
-            self._started_s.pop(rollout_id, None)
-        if self._groups.get(group.ticket.group_id) is not group:
+    def _give_back(self, name: str, _: object) -> None:
+        self._slots.give_back_nowait(name)
+
+    async def _run_rollout(self, group: RunningGroup, index: int, order: tuple[int, ...]) -> None:
+        group_id = group.ticket.group_id
+        outcome = await self._runner.run(
+            group_id,
+            group.prompt,
+            index,
+            slots=self._slots,
+            order=order,
+            journal=self._journal,
+            resumed=group.partials.get(index),
+        )
+        if self._groups.get(group_id) is not group:
             return  # handed back while the outcome was on its way
-        self._count(group.ticket, outcome)
         if isinstance(outcome, FailedRollout):
-            self._journal.rollout_failed_nowait(
-                group.ticket.group_id, index, outcome.num_attempts, str(outcome.failure)
-            )
+            self._counts["failed"] += 1
+            self.last_failure = str(outcome.failure)
+            self._journal.rollout_failed_nowait(group_id, index, outcome.num_attempts, self.last_failure)
         else:
-            self._journal.rollout_finished_nowait(group.ticket.group_id, outcome)
+            self._check_versions(group.ticket, outcome)
+            self._counts["finished"] += 1
+            self._journal.rollout_finished_nowait(group_id, outcome)
         group.add(outcome)
         if not group.to_run:
             self._complete(group)
 
+    def _check_versions(self, ticket: Ticket, rollout: Rollout) -> None:
+        oldest = min(branch.oldest_version for branch in rollout)
+        if oldest < ticket.start_version:
+            raise EngineError(
+                self.name,
+                f"g{ticket.group_id}/r{rollout[0].sample_index} has tokens of version {oldest}",
+                rule=f"every engine served version {ticket.start_version} when its group was admitted",
+                way_out="read the engines' logs: one went back to older weights. Then start the run again.",
+            )
+
     def _complete(self, running: RunningGroup) -> None:
-        group_id = running.ticket.group_id
+        group_id, prompt = running.ticket.group_id, running.prompt
         del self._groups[group_id]  # first: the buffer may hand the group back while it is being finished
         group = running.group()
         if group is not None:
-            self._end_row_of_failures(group.prompt.prompt_id)
+            self._failed_in_a_row = 0
+            self._known_to_fail.discard(prompt.prompt_id)
+            self._known_to_fail.update(waiting.prompt_id for _, waiting in self._set_aside)
+            self._returning += self._set_aside
+            self._set_aside.clear()
             found = self._sink.finish_nowait(group)
             if found in ("ready", "filtered"):  # what was handed back is journaled by handed_back()
                 self._journal.group_ended_nowait(group_id, found, "")
             return
-        self._counts.failed_groups += 1
-        self._failed_in_a_row += running.prompt.prompt_id not in self._known_to_fail
-        reason = running.why_failed()
-        again = self._again(running.prompt, reason, can_be_tried=running.can_be_tried_again)
-        self._journal.group_ended_nowait(
-            group_id, "failed", reason, requeued=None if again is None else again.num_handed_back
-        )
+        self._counts["failed_groups"] += 1
+        self._failed_in_a_row += prompt.prompt_id not in self._known_to_fail
+        reason, may_succeed = running.why_failed()
+        again = self._end_unused(group_id, "failed", prompt, reason, may_succeed=may_succeed)
         if again is not None:
             self._set_aside.append((running.ticket.start_version, again))
         if self._failed_in_a_row >= self.max_failed_groups:
@@ -339,61 +297,23 @@ class Producers:
                 self.name,
                 f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}",
                 rule=f"rollout.max_failed_groups={self.max_failed_groups} in a row end the run",
-                way_out="correct what the last failure names (the reward function, the prompts, "
-                "rollout.timeout_s), then start again.",
+                way_out="correct what the last failure names, then start again.",
             )
-        self._sink.fail_nowait(group_id, reason)
+        self._sink.fail_nowait(group_id)
 
-    def _end_row_of_failures(self, prompt_id: str) -> None:
-        self._failed_in_a_row = 0
-        self._known_to_fail.discard(prompt_id)
-        self._known_to_fail.update(prompt.prompt_id for _, prompt in self._set_aside)
-        self._returning += self._set_aside
-        self._set_aside.clear()
-
-    def _hand_back_older(self, version: int) -> None:
-        for start_version, prompt in self._returning:
-            if start_version < version:
-                self._source.hand_back_nowait(prompt)
-        self._returning = [entry for entry in self._returning if entry[0] >= version]
-
-    def _again(self, prompt: Prompt, reason: str, *, can_be_tried: bool = True) -> Prompt | None:
-        """The prompt with one hand-back more; None if it has had them all, or can never be sampled, and is
-        given up.
+    def _end_unused(
+        self, group_id: GroupId, state: UnusedState, prompt: Prompt, reason: str, *, may_succeed: bool
+    ) -> Prompt | None:
+        """Journal the end of a group that no batch uses. Returns its prompt with one hand-back more; None if
+        it has had them all, or can never be sampled, and is given up.
         """
-        if prompt.num_handed_back >= self.max_hand_backs or not can_be_tried:
-            self._counts.given_up += 1
+        again: Prompt | None = None
+        if may_succeed and prompt.num_handed_back < self.max_hand_backs:
+            again = replace(prompt, num_handed_back=prompt.num_handed_back + 1)
+        else:
+            self._counts["given_up"] += 1
             self._known_to_fail.discard(prompt.prompt_id)
-            log.warning(
-                "prompt %s is given up with group number %d of it: %s",
-                prompt.prompt_id,
-                prompt.num_handed_back + 1,
-                reason,
-            )
-            return None
-        return replace(prompt, num_handed_back=prompt.num_handed_back + 1)
-
-    def _count(self, ticket: Ticket, outcome: Rollout | FailedRollout) -> None:
-        if isinstance(outcome, FailedRollout):
-            self._counts.failed += 1
-            self._counts.last_failure = str(outcome.failure)
-            return
-        oldest = min(branch.oldest_version for branch in outcome)
-        if oldest < ticket.start_version:
-            raise EngineError(
-                self.name,
-                f"g{ticket.group_id}/r{outcome[0].sample_index} has tokens of version {oldest}",
-                rule=f"its group was admitted when every engine served version {ticket.start_version} or "
-                f"newer",
-                way_out="an engine server went back to older weights: read the engines' logs, then start the "
-                "run again.",
-            )
-        self._counts.finished += 1
-
-    async def _wait_slot(self, rollout_id: str, order: tuple[int, ...]) -> None:
-        self._slots.ask_nowait(rollout_id, order)
-        await self._slots.wait(rollout_id)
-        self._started_s.setdefault(rollout_id, asyncio.get_running_loop().time())
-
-    def _stopped_sampling(self, rollout_id: str, _: object = None) -> None:
-        self._slots.give_back_nowait(rollout_id)
+            log.warning("prompt %s is given up: %s", prompt.prompt_id, reason)
+        requeued = None if again is None else again.num_handed_back
+        self._journal.group_ended_nowait(group_id, state, reason, requeued=requeued)
+        return again

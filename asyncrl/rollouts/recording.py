@@ -11,13 +11,14 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
-from pydantic import Base64Bytes, Field, FiniteFloat, ValidationError
+from pydantic import Base64Bytes, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from asyncrl.errors import ConfigError, JournalError, RoomError
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
@@ -25,12 +26,11 @@ from asyncrl.messages.base import Message
 from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Prompt, Rollout
 
-FORMAT, FORMAT_VERSION = "asyncrl-rollouts", 2
 NO_GROUP = 0
-Read = TypeVar("Read", bound=Message)
+Read = TypeVar("Read")
 
 
-@dataclass(frozen=True, slots=True)
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class SampledBy:
     """What the rollouts of a file were sampled from. `model_digest`: weights_digest of the model folder's
     tensors, in their stored type.
@@ -41,7 +41,13 @@ class SampledBy:
     model_digest: str
     dtype: str
     tokenizer: str
-    temperature: float
+    temperature: Annotated[FiniteFloat, Field(gt=0)]
+
+
+@checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class _Header(SampledBy):
+    format: Literal["asyncrl-rollouts"]
+    version: Literal[2]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,15 +65,6 @@ class Recording:
 
     sampled_by: SampledBy
     rollouts: tuple[RecordedRollout, ...]
-
-
-class _Header(Message):
-    format: Literal["asyncrl-rollouts"]
-    version: int
-    model_digest: str
-    dtype: str
-    tokenizer: str
-    temperature: Annotated[FiniteFloat, Field(gt=0)]
 
 
 class _PromptLine(Message):
@@ -100,7 +97,7 @@ class RecordFile:
         """Raises ConfigError if it cannot be written, is no such file, is damaged, or was sampled from
         something else.
         """
-        self.path, self.sampled_by = path, sampled_by
+        self.path = path
         self.before: tuple[RecordedRollout, ...] = ()
         """What it held when it was opened."""
         try:
@@ -118,7 +115,7 @@ class RecordFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
             if not has_lines:
-                self._write({"format": FORMAT, "version": FORMAT_VERSION, **asdict(sampled_by)})
+                self._write({"format": "asyncrl-rollouts", "version": 2, **asdict(sampled_by)})
         except OSError as error:
             raise ConfigError(
                 f"cannot write rollouts to {path}: {error}", way_out="name another file."
@@ -128,35 +125,33 @@ class RecordFile:
         """Write a rollout; `texts` of its branches. Raises OSError, and ValueError for a prompt that would
         not be the same when read.
         """
-        prompt = record.prompt
-        content = {"messages": list(prompt.messages), "answer": prompt.answer, "info": dict(prompt.info)}
+        given = record.prompt
+        prompt = {
+            "prompt_id": given.prompt_id,
+            "messages": list(given.messages),
+            "answer": given.answer,
+            "info": dict(given.info),
+        }
         try:
-            is_same = json.loads(json.dumps(content, allow_nan=False)) == content
+            is_same = json.loads(json.dumps(prompt, allow_nan=False)) == prompt
         except (TypeError, ValueError, RecursionError):
             is_same = False
         if not is_same:
             raise ValueError(
-                f"prompt {prompt.prompt_id} cannot be recorded: its messages, answer and info must be plain "
-                "JSON (no tuples)"
+                f"prompt {given.prompt_id} cannot be recorded: it must be plain JSON, without tuples"
             )
         branches = [
             {"text": text, "tokens": base64.b64encode(encode_trajectory(NO_GROUP, branch)).decode()}
             for branch, text in zip(record.rollout, texts, strict=True)
         ]
-        self._write(
-            {
-                "prompt": {"prompt_id": prompt.prompt_id, **content},
-                "sample_index": record.rollout[0].sample_index,
-                "reward": record.reward,
-                "branches": branches,
-            }
-        )
+        index = record.rollout[0].sample_index
+        self._write({"prompt": prompt, "sample_index": index, "reward": record.reward, "branches": branches})
 
     def close(self) -> None:
         """Idempotent."""
         self._file.close()
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -173,24 +168,19 @@ def read_recording(path: Path) -> Recording:
         ) from error
     if rest:
         raise _bad(path, len(lines) + 1, "it is torn: it has no end")
-    if not lines:
-        raise _bad(path, 1, "there is no header")
-    header = _parse(path, 1, lines[0], _Header)
-    if header.version != FORMAT_VERSION:
-        raise _bad(path, 1, f"format version {header.version}, this asyncrl reads {FORMAT_VERSION}")
-    found: list[RecordedRollout] = []
+    header = _parse(path, 1, lines[0] if lines else "", TypeAdapter(_Header))
+    of_rollouts, found = TypeAdapter(_RolloutLine), list[RecordedRollout]()
     prompts: dict[str, Prompt] = {}
     places: dict[tuple[str, int], int] = {}
     for number, text in enumerate(lines[1:], 2):
-        line = _parse(path, number, text, _RolloutLine)
+        line = _parse(path, number, text, of_rollouts)
         given, index = line.prompt, line.sample_index
         prompt = Prompt(given.prompt_id, tuple(given.messages), given.answer, given.info)
         if prompts.setdefault(prompt.prompt_id, prompt) != prompt:
             raise _bad(path, number, f"prompt {prompt.prompt_id} is another one than before")
         if (earlier := places.setdefault((prompt.prompt_id, index), number)) != number:
-            raise _bad(
-                path, number, f"sample {index} of prompt {prompt.prompt_id} is in line {earlier} already"
-            )
+            what = f"sample {index} of prompt {prompt.prompt_id} is in line {earlier} already"
+            raise _bad(path, number, what)
         try:
             rollout = tuple(
                 decode_trajectory(branch.tokens, NO_GROUP, index, branch_index, path)
@@ -211,15 +201,12 @@ def refuse_difference(path: Path, recorded: SampledBy, now: SampledBy) -> None:
         "tokenizer": "tokenizer or chat template",
         "temperature": "temperature",
     }
-    then, new = asdict(recorded), asdict(now)
-    differ = [
-        f"{what}: {then[key]} then, {new[key]} now" for key, what in names.items() if then[key] != new[key]
-    ]
+    pairs = [(what, getattr(recorded, name), getattr(now, name)) for name, what in names.items()]
+    differ = [f"{what}: {then} then, {new} now" for what, then, new in pairs if then != new]
     if differ:
         raise ConfigError(
             f"the rollouts in {path} were sampled from something else: {'; '.join(differ)}",
-            rule="recorded tokens are data of the policy that sampled them, whose probabilities stand beside "
-            "them",
+            rule="recorded tokens are data of the policy that sampled them",
             way_out="use the model and the settings of the recording, or record anew with these.",
         )
 
@@ -230,27 +217,24 @@ def spans_of(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> list[list[int]]:
     return edges.reshape(-1, 2).tolist()
 
 
-def _parse(path: Path, number: int, line: str, shape: type[Read]) -> Read:
+def _parse(path: Path, number: int, line: str, shape: TypeAdapter[Read]) -> Read:
     try:
-        return shape.model_validate(json.loads(line))
+        return shape.validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise _bad(path, number, f"{where + ': ' if where else ''}{first['msg']}") from error
-    except (ValueError, RecursionError) as error:
-        raise _bad(path, number, f"it is torn, or no JSON ({error})") from error
+        raise _bad(path, number, f"{where}: {first['msg']}" if where else first["msg"]) from error
 
 
 def _bad(path: Path, number: int, what: str) -> ConfigError:
     return ConfigError(
         f"line {number} of {path}: {what}",
         rule="every line of a recording is read, or none is",
-        way_out=f"if a process was killed while it wrote the last line, remove that line (sed -i {number}d "
-        f"FILE); else record anew.",
+        way_out=f"remove that line (sed -i {number}d FILE) if it is the last; else record anew.",
     )
 
 
-class Recorder:
+class RolloutRecorder:
     """The writer of `--record`. Without a file it records nothing.
 
     Life: opened with its file -> record, once a rollout -> close. What cannot be written ends the command: it
@@ -276,17 +260,13 @@ class Recorder:
         self._samples[prompt.prompt_id] += 1
         if self._file is None:
             return
-        texts = [
-            self._tokenizer.decode(branch.token_ids.tolist(), skip_special_tokens=False) for branch in rollout
-        ]
+        decode = self._tokenizer.decode
+        texts = [decode(branch.token_ids.tolist(), skip_special_tokens=False) for branch in rollout]
         try:
             self._file.append(RecordedRollout(prompt, reward, rollout), texts)
         except OSError as error:
-            raise RoomError(
-                "recording",
-                f"cannot write {self._file.path}: {error}",
-                way_out="free space, or name another file.",
-            ) from error
+            what = f"cannot write {self._file.path}: {error}"
+            raise RoomError("recording", what, way_out="free space, or name another file.") from error
         except ValueError as error:
             self._warn(f"not recorded: {error}")
             return

@@ -7,20 +7,16 @@ import functools
 import hashlib
 import heapq
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Protocol
 
 from asyncrl.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
 from asyncrl.messages.protocols import RolloutJournal
-from asyncrl.messages.records import (
-    GroupId,
-    PartialCompletion,
-    Prompt,
-    Rollout,
-)
+from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Rollout
 from asyncrl.waits import TimeLimit, waiting
+
+log = logging.getLogger(__name__)
 
 
 def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attempt: int = 0) -> int:
@@ -53,31 +49,22 @@ class Slots:
         self.capacity = capacity
         self._held: set[str] = set()
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        # heap; those that gave up waiting are skipped
-        self._queue: list[tuple[tuple[int, ...], int, str, asyncio.Future[None]]] = []
-        self._numbers = count()
+        self._queue: list[tuple[tuple[int, ...], str]] = []  # heap; what is not in _waiting is skipped
         self._spare = asyncio.Event()
 
     @property
     def num_held(self) -> int:
-        """Rollouts that hold a place."""
         return len(self._held)
-
-    @property
-    def has_spare(self) -> bool:
-        """Whether a place is free; then no rollout waits for it."""
-        return len(self._held) < self.capacity
 
     def ask_nowait(self, name: str, order: tuple[int, ...]) -> None:
         """Hold a place if one is free, else wait for one. Asked twice, it changes nothing."""
         if name in self._held or name in self._waiting:
             return
-        if self.has_spare:
+        if self.num_held < self.capacity:
             self._held.add(name)
             return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[name] = future
-        heapq.heappush(self._queue, (order, next(self._numbers), name, future))
+        self._waiting[name] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._queue, (order, name))
 
     async def wait(self, name: str) -> None:
         """Return when the rollout holds its place."""
@@ -86,9 +73,9 @@ class Slots:
                 await self._waiting[name]
 
     async def wait_spare(self) -> None:
-        """Return when a place is free."""
+        """Return when a place is free; then no rollout waits for it."""
         with waiting(self._what_is_free, on="a rollout that ends"):
-            while not self.has_spare:
+            while self.num_held == self.capacity:
                 await self._spare.wait()
 
     def _what_is_free(self) -> str:
@@ -98,19 +85,16 @@ class Slots:
         """Hold no place and wait for none; the place goes to the next one."""
         self._waiting.pop(name, None)
         self._held.discard(name)
-        while self.has_spare and self._queue:
-            _, _, found, future = heapq.heappop(self._queue)
-            if self._waiting.get(found) is future:
-                del self._waiting[found]
+        while self.num_held < self.capacity and self._queue:
+            found = heapq.heappop(self._queue)[1]
+            future = self._waiting.pop(found, None)
+            if future is not None:
                 self._held.add(found)
                 if not future.done():  # cancelled in this very moment: its end gives the place back
                     future.set_result(None)
-        if self.has_spare:
+        if self.num_held < self.capacity:
             self._spare.set()
             self._spare = asyncio.Event()
-
-
-log = logging.getLogger(__name__)
 
 
 class RolloutClock:
@@ -122,43 +106,36 @@ class RolloutClock:
     """
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._left_s = timeout_s
-        self._limit: TimeLimit | None = None
-
-    @property
-    def left_s(self) -> float | None:
+        self.left_s = timeout_s
         """What the attempts to come have, or this one if it holds the clock; None for no limit."""
-        return self._left_s
+        self._limit: TimeLimit | None = None
 
     def start(self) -> TimeLimit:
         """The limit of one attempt, to be entered at once."""
-        self._limit = TimeLimit(self._left_s)
+        self._limit = TimeLimit(self.left_s)
         return self._limit
 
     def hold(self) -> None:
         """Stand still."""
         if self._limit is not None and not self._limit.expired():
-            self._count()
+            self._count(self._limit)
             self._limit.reschedule(None)
 
     def resume(self) -> None:
         """Run on, if it was held."""
-        if (
-            self._limit is not None
-            and not self._limit.expired()
-            and self._limit.when() is None
-            and self._left_s is not None
-        ):
-            self._limit.reschedule(asyncio.get_running_loop().time() + self._left_s)
+        limit, left_s = self._limit, self.left_s
+        if limit is not None and left_s is not None and limit.when() is None and not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time() + left_s)
 
     def end(self) -> None:
         """The attempt has ended."""
-        self._count()
-        self._limit = None
+        if self._limit is not None:
+            self._count(self._limit)
+            self._limit = None
 
-    def _count(self) -> None:
-        if self._limit is not None and self._limit.left_s is not None:
-            self._left_s = 0.0 if self._limit.expired() else self._limit.left_s
+    def _count(self, limit: TimeLimit) -> None:
+        if limit.left_s is not None:
+            self.left_s = 0.0 if limit.expired() else limit.left_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +156,6 @@ class RolloutAttempt:
     partial: PartialCompletion | None = None
     on_segment: Callable[[int, PartialCompletion], None] = lambda turn, partial: None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
-
-    def request_id(self, turn: int) -> str:
-        """Unique within the run: a retry may be sent before the server has seen that the first try is
-        gone.
-        """
-        return f"{self.rollout_id}/t{turn}/a{self.attempt}"
 
 
 class Generator(Protocol):
@@ -216,8 +187,8 @@ class FailedRollout:
 class RolloutRunner:
     """Runs rollouts within rollout.timeout_s each, and tries failed ones again in what is left of it.
 
-    Waits:      run sleeps in wait_slot, then in the generator, at most timeout_s for all attempts together
-                (None = no limit); while the generator holds the clock, without a limit (RolloutClock).
+    Waits:      run sleeps for its slot before each attempt, then in the generator, at most timeout_s for all
+                attempts together (None = no limit); while the generator holds the clock, without a limit.
     Invariant:  run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone
                 pass.
     """
@@ -227,6 +198,8 @@ class RolloutRunner:
         self.timeout_s, self.retries = timeout_s, retries
         self.num_retried = 0
         """Attempts after a failed one, so far."""
+        self.started_s: dict[str, float] = {}
+        """Of each rollout that runs, when it first had a slot, oldest first."""
 
     async def run(
         self,
@@ -234,13 +207,13 @@ class RolloutRunner:
         prompt: Prompt,
         sample_index: int,
         *,
-        wait_slot: Callable[[], Awaitable[None]],
-        stopped_sampling: Callable[[], None],
+        slots: Slots,
+        order: tuple[int, ...],
         journal: RolloutJournal | None = None,
         resumed: tuple[int, PartialCompletion] | None = None,
         name: str = "",
     ) -> Rollout | FailedRollout:
-        """One rollout, retries included. Each attempt begins once `wait_slot` returns.
+        """One rollout, retries included. Each attempt holds one of `slots` until it has sampled.
 
         `journal` gets its segments. `resumed`: the attempt that a killed run was in, counted from 0, and what
         it had sampled; the budget begins in full. `name`: a rollout_id for one that is in no group.
@@ -248,28 +221,35 @@ class RolloutRunner:
         rollout_id = name or f"g{group_id}/r{sample_index}"
         number, partial = resumed or (0, None)
         clock = RolloutClock(self.timeout_s)
-        while True:
-            attempt = RolloutAttempt(
-                rollout_id, group_id, prompt, sample_index, number, stopped_sampling, partial, clock=clock
-            )
-            if journal is not None:
-                on_segment = functools.partial(journal.segment_nowait, group_id, sample_index, number)
-                attempt = replace(attempt, on_segment=on_segment)
-            partial = None
-            try:
-                await wait_slot()
-                outcome = await self._run_attempt(attempt)
-            finally:
-                stopped_sampling()
-            if not isinstance(outcome, RolloutFailure):
-                return outcome
-            log.warning("%s attempt %d of %d failed: %s", rollout_id, number + 1, self.retries + 1, outcome)
-            if isinstance(outcome, PromptUnusable):
-                return FailedRollout(sample_index, 0, outcome)
-            if number >= self.retries or clock.left_s == 0.0:  # above it, if a killed run had more
-                return FailedRollout(sample_index, number + 1, outcome)
-            number += 1
-            self.num_retried += 1
+        give_back = functools.partial(slots.give_back_nowait, rollout_id)
+        try:
+            while True:
+                attempt = RolloutAttempt(
+                    rollout_id, group_id, prompt, sample_index, number, give_back, partial, clock=clock
+                )
+                if journal is not None:
+                    on_segment = functools.partial(journal.segment_nowait, group_id, sample_index, number)
+                    attempt = replace(attempt, on_segment=on_segment)
+                slots.ask_nowait(rollout_id, order)
+                try:
+                    await slots.wait(rollout_id)
+                    self.started_s.setdefault(rollout_id, asyncio.get_running_loop().time())
+                    outcome = await self._run_attempt(attempt)
+                finally:
+                    give_back()
+                if not isinstance(outcome, RolloutFailure):
+                    return outcome
+                log.warning(
+                    "%s attempt %d of %d failed: %s", rollout_id, number + 1, self.retries + 1, outcome
+                )
+                if isinstance(outcome, PromptUnusable):
+                    return FailedRollout(sample_index, 0, outcome)
+                if number >= self.retries or clock.left_s == 0.0:  # above it, if a killed run had more
+                    return FailedRollout(sample_index, number + 1, outcome)
+                number, partial = number + 1, None
+                self.num_retried += 1
+        finally:
+            self.started_s.pop(rollout_id, None)
 
     async def _run_attempt(self, attempt: RolloutAttempt) -> Rollout | RolloutFailure:
         name = f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id})"
@@ -277,7 +257,8 @@ class RolloutRunner:
         try:
             async with limit:
                 rollout = await self._generator.run_attempt(attempt)
-            check_rollout(rollout, attempt)
+            if not all(branch.version_spans for branch in rollout):
+                return RolloutFailure(f"{name} has a branch without a sampled token")
             return rollout
         except RoomError:
             raise
@@ -286,40 +267,15 @@ class RolloutRunner:
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
                 return RolloutTimeout(
-                    f"{name} is not finished after {self.timeout_s} s",
-                    rule=f"rollout.timeout_s={self.timeout_s} is the limit of all its attempts together; "
-                    f"this was number {attempt.attempt + 1}",
-                    way_out="none needed for one; if rollout/failed keeps rising, raise rollout.timeout_s or "
-                    "lower rollout.max_tokens.",
+                    f"{name} is not finished after rollout.timeout_s={self.timeout_s} s, in attempt "
+                    f"{attempt.attempt + 1}",
+                    way_out="if rollout/failed keeps rising, raise it, or lower rollout.max_tokens.",
                 )
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             broken = RolloutFailure(
-                f"{name} raised {type(error).__name__}: {error}",
-                way_out="the controller's log has the traceback.",
+                f"{name} raised {type(error).__name__}: {error}", way_out="see logs/controller.log."
             )
             broken.__cause__ = error
             return broken
         finally:
             attempt.clock.end()
-
-
-def check_rollout(rollout: Rollout, attempt: RolloutAttempt) -> None:
-    """Raises RolloutFailure unless these are the branches of one rollout, each with a sampled token: a
-    generator may be the user's.
-    """
-    places = [(branch.sample_index, branch.branch) for branch in rollout]
-    if not rollout or places != [(attempt.sample_index, number) for number in range(len(rollout))]:
-        what = f"has branches (sample_index, branch) {places}"
-    elif any(branch.reward != rollout[0].reward for branch in rollout):
-        what = f"has branches with rewards {[branch.reward for branch in rollout]}"
-    elif any(bool(branch.credits) != bool(rollout[0].credits) for branch in rollout):
-        what = "has branches with credits and branches without"
-    elif any(not branch.version_spans for branch in rollout):
-        what = "has a branch without a sampled token"
-    else:
-        return
-    raise RolloutFailure(
-        f"{attempt.rollout_id} (prompt {attempt.prompt.prompt_id}) {what}",
-        rule="a rollout has at least one branch; they are numbered from 0, have its one reward and tokens of "
-        "their own, and all of them have credits or none",
-    )

@@ -2,8 +2,8 @@
 model's weights.
 
 `asyncrl check` prints what is found, and a run looks first thing. Each check calls what the run itself calls.
-Code of the user's that the controller does not run (losses, advantages, agents) and torch are left to a
-short-lived process (user_code.py).
+Torch, and code of the user's that the controller does not run (losses, advantages, agents), are left to a
+short-lived process: `python -m asyncrl.run.check`, which ends with a fatal line, or with exit code FINE.
 """
 
 from __future__ import annotations
@@ -14,37 +14,47 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.harness import PythonHarness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
-from asyncrl.config import ModelConfig, RunConfig, run_config_yaml
+from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.http import die_with_parent, fail, secret_of
 from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.messages.records import Prompt
-from asyncrl.placement.fit import scarce_connections
+from asyncrl.placement.choices import settle_dtype
+from asyncrl.placement.fit import refuse_what_cannot_fit
+from asyncrl.placement.plan import make_plan, plan_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
-from asyncrl.run.check_user_code import CONFIG, FINE
+from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.model_folder import check_model_type, find_on_disk, is_hub_id
+from asyncrl.run.recorded import open_replay
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.from_config import EvalTask, look_at_eval_task, look_at_task, task_name
+from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
 from asyncrl.tasks.task import Task
-from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
+from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
 """So many prompts are tokenized, the first ones."""
-
-
 SIMULATED = (
     "rollout.engine=simulated: tokens are drawn at random, so the rewards and the trained weights mean "
-    "nothing, and there is no logprob "
-    "gap to measure"
+    "nothing, and there is no logprob gap to measure"
 )
+CONFIG = "config"
+"""What the config is called in the first line of the child's standard input."""
+FINE = 64
+"""Exit code of a child that has loaded everything; no module ends a process with it by accident."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,40 +69,64 @@ class Found:
     eval_task: EvalTask | None
 
 
+def check_lines(config: RunConfig) -> Iterator[str]:
+    """What `asyncrl check` prints. Raises ConfigError with the first that cannot be."""
+    config, dtype_words = settle_dtype(config)
+    found = look(config)
+    yield from found.lines
+    yield from filter(None, [dtype_words])
+    if (replayed := open_replay(config, None)) is not None:
+        yield f"replay: {replayed.path}: {replayed.text(config)}"
+    yield from (f"note: {note}" for note in found.notes)
+    plan = make_plan(config)
+    yield plan_text(plan, config)
+    refuse_what_cannot_fit(plan, config)
+
+
+def read_task(config: RunConfig) -> Task:
+    """Read what `task` names, from start to end. Blocks."""
+    return build_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
+
+
+def make_feed(config: RunConfig, task: Task, *, shuffle: bool, first: Sequence[Prompt] = ()) -> Feed:
+    """The prompts in the order of the run, those of `first` before all others."""
+    return Feed(
+        task,
+        seed=config.seed,
+        shuffle=shuffle,
+        system_prompt=config.task.system_prompt,
+        first=first,
+        name=task_name(config.task),
+    )
+
+
 def look(config: RunConfig) -> Found:
     """Load everything but weights. Raises ConfigError with the first that cannot be had."""
     resolve(config.algorithm)
     task, words = look_at_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
-    lines, notes = [f"task: {words}"], [SIMULATED] if config.rollout.engine == "simulated" else []
-    notes += scarce_connections(config)
-    eval_task = None
+    lines, eval_task = [f"task: {words}"], None
+    notes = [] if engine_kind(config).has_model else [SIMULATED]
     if config.eval is not None:
         eval_task, words = look_at_eval_task(config.eval)
         lines.append(f"eval task: {words}")
     prompts = () if task is None else _first_prompts(config, task)
     eval_prompts = () if eval_task is None else eval_task[1][:NUM_PROMPTS]
-    if config.model.scratch is not None:
-        check_model_type(config.model.scratch.architecture.get("model_type"), "model.scratch.architecture")
     tokenizer = _tokenizer(config)
     if tokenizer is None:
-        lines.append(
-            f"model: {config.model.path} is fetched from the hub when the run starts; not looked at: that "
-            f"needs the network"
-        )
-    else:  # harnesses make prompts of their own
+        where = "is fetched from the hub when the run starts; not looked at: that needs the network"
+        lines.append(f"model: {config.model.path} {where}")
+    else:
         if config.generator.is_harness or config.evaluates_agent:
-            _try_template(tokenizer, config.model)
-        limit = config.rollout.max_prompt_tokens
-        notes += [] if config.generator.is_harness else _too_long(prompts, tokenizer, limit, "task")
-        notes += [] if config.evaluates_agent else _too_long(eval_prompts, tokenizer, limit, "eval task")
+            with _refusing(config, "the simplest chat"):  # what a harness asks is not known before it asks
+                tokenizer.render([{"role": "user", "content": "Hello"}])
+        notes += [] if config.generator.is_harness else _too_long("task", prompts, tokenizer, config)
+        notes += [] if config.evaluates_agent else _too_long("eval task", eval_prompts, tokenizer, config)
     if tokenizer is not None or ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, tokenizer.template if tokenizer is not None else "")
-    if config.generator.command is not None:
+        find_tool_format(config.gateway.tool_format, "" if tokenizer is None else tokenizer.template)
+    if (command := config.generator.command) is not None:
         generator = config.generator
-        CommandHarness(
-            config.generator.command, generator.env, generator.max_output_bytes, pass_env=generator.pass_env
-        )
-    _ask_user_code(config)
+        CommandHarness(command, generator.env, generator.max_output_bytes, pass_env=generator.pass_env)
+    _ask_child(config)
     return Found(tuple(lines), tuple(notes), task, eval_task)
 
 
@@ -107,11 +141,10 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
         try:
             return HFChatTokenizer(folder, chat_template=template)
         except ConfigError:
-            if is_hub_id(
-                model
-            ):  # the hub's cache, and not all of it is there: the start of the run fetches the rest
+            if is_hub_id(model):  # not all of it is in the hub's cache: the start of the run fetches the rest
                 return None
             raise
+    check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         try:
             make_character_tokenizer(
@@ -124,99 +157,77 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
 
 def _first_prompts(config: RunConfig, task: Task) -> Sequence[Prompt]:
     """Those that the run begins with. Raises ConfigError if one cannot be made."""
-    feed = Feed(
-        task,
-        seed=config.seed,
-        shuffle=config.task.shuffle,
-        system_prompt=config.task.system_prompt,
-        name=task_name(config.task),
-    )
+    feed = make_feed(config, task, shuffle=config.task.shuffle)
     try:
         return [feed.next_nowait() for _ in range(min(NUM_PROMPTS, len(task)))]
     except TaskError as error:
         raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
 
 
-def _try_template(tokenizer: HFChatTokenizer, model: ModelConfig) -> None:
-    """Raise ConfigError if the chat template cannot write the simplest chat: what a harness asks is not known
-    before it asks.
-    """
+@contextlib.contextmanager
+def _refusing(config: RunConfig, what: str) -> Iterator[None]:
+    """What the chat template refuses is a ConfigError."""
+    template = config.model.chat_template
+    whose = "the model's own template" if template is None else f"model.chat_template={template}"
     try:
-        tokenizer.render([{"role": "user", "content": "Hello"}])
+        yield
     except ValueError as error:
-        whose = (
-            f"model.chat_template={model.chat_template}"
-            if model.chat_template is not None
-            else "the model's own"
-        )
-        raise ConfigError(
-            f"{error} ({whose}; the messages: one of the user)",
-            rule="what a harness asks goes through the chat template",
-            way_out="correct the template, or set model.chat_template to another one.",
-        ) from error
+        what = f"{what} cannot be written as a chat: {error} ({whose})"
+        way_out = "correct the prompts or the template, or set model.chat_template to another one."
+        raise ConfigError(what, way_out=way_out) from error
 
 
-def _too_long(prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, limit: int, name: str) -> list[str]:
+def _too_long(
+    name: str, prompts: Sequence[Prompt], tokenizer: HFChatTokenizer, config: RunConfig
+) -> list[str]:
     """In words, how many are, if any. Raises ConfigError if all are, or if the chat template refuses one."""
-    if not prompts:
-        return []
-    try:
+    limit = config.rollout.max_prompt_tokens
+    with _refusing(config, f"a prompt of the {name}"):
         lengths = [len(tokenizer.encode_chat(prompt.messages)) for prompt in prompts]
-    except ValueError as error:
-        raise ConfigError(
-            f"a prompt of the {name} cannot be written as a chat: {error}",
-            rule="each prompt goes through the chat template",
-            way_out="correct the prompts, or model.chat_template.",
-        ) from error
     num_too_long = sum(length > limit for length in lengths)
+    if not num_too_long:
+        return []
     if num_too_long == len(lengths):
-        shortest, longest = min(lengths), max(lengths)
-        span = str(longest) if shortest == longest else f"{shortest} to {longest}"
-        which = f"all of the first {len(lengths)} prompts of the {name} are"
-        if len(lengths) == 1:
-            which = f"the first prompt of the {name} is"
         raise ConfigError(
-            f"{which} longer than rollout.max_prompt_tokens={limit}: {span} tokens",
+            f"all of the first {len(lengths)} prompts of the {name} are longer than "
+            f"rollout.max_prompt_tokens={limit}: {min(lengths)} to {max(lengths)} tokens",
             rule="a prompt is never cut: one that is too long is a failed rollout",
             way_out=f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts.",
         )
-    if not num_too_long:
-        return []
     return [
         f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than "
-        f"rollout.max_prompt_tokens={limit} "
-        f"(the longest has {max(lengths)} tokens): each is a failed rollout"
+        f"rollout.max_prompt_tokens={limit} (the longest has {max(lengths)} tokens): each is a failed rollout"
     ]
 
 
-def _ask_user_code(config: RunConfig) -> None:
+def _ask_child(config: RunConfig) -> None:
     """Raise the ConfigError that a process of its own finds, if there is something for it to load."""
-    names = (config.algorithm.loss, config.algorithm.advantage)
-    is_own = any(":" in name for name in names) or config.generator.python is not None
-    if not is_own and config.trainer.lora is None:
+    names = (config.algorithm.loss, config.algorithm.advantage, config.generator.python or "")
+    if not any(":" in name for name in names) and config.trainer.lora is None:
         return
     if config.model.path is not None and (folder := find_on_disk(config.model)) is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
     environment = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
-    command = [sys.executable, "-m", "asyncrl.run.check_user_code"]
     with (
-        tempfile.TemporaryFile() as output,
+        tempfile.TemporaryFile("w+b") as output,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
+            [sys.executable, "-m", "asyncrl.run.check"],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
         ) as process,
     ):
         assert process.stdin is not None
         try:
             with contextlib.suppress(BrokenPipeError):  # it died already: its exit code says so
                 process.stdin.write(json.dumps({CONFIG: run_config_yaml(config)}).encode() + b"\n")
-                # and stays open: its end would tell the child that nobody waits any more
-                process.stdin.flush()
+                process.stdin.flush()  # and stays open: its end would tell the child that we are gone
             code = process.wait(START_TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            raise ConfigError(
-                f"loading the loss, the advantage or the agent took longer than {START_TIMEOUT_S:g} s",
-                way_out="find what their modules wait for when they are imported.",
-            ) from error
+            what = f"loading the loss, the advantage or the agent took longer than {START_TIMEOUT_S:g} s"
+            way_out = "find what their modules wait for when they are imported."
+            raise ConfigError(what, way_out=way_out) from error
         finally:
             process.kill()
         output.seek(0)
@@ -225,9 +236,67 @@ def _ask_user_code(config: RunConfig) -> None:
         return
     if (fatal := find_fatal(text)) is not None:
         raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-    raise ConfigError(
-        f"the process that loads the loss, the advantage or the agent ended with exit code {code}: "
-        f"{text[-1000:].strip() or '(no output)'}",
-        rule="their modules can be imported without ending the process",
-        way_out="correct what they do when they are imported.",
-    )
+    what = f"loading the loss, the advantage or the agent ended with exit code {code}: {text[-1000:].strip()}"
+    raise ConfigError(what, way_out="correct what their modules do when they are imported.")
+
+
+def check_in_child(config: RunConfig) -> None:
+    """Load what only the trainer and the workers of a run load. Raises ConfigError. model.path is a folder on
+    disk, or is not looked at.
+    """
+    if ":" in config.algorithm.loss:
+        load_loss(config.algorithm.loss)
+    if ":" in config.algorithm.advantage:
+        load_advantage(config.algorithm.advantage)
+    if config.generator.python is not None:
+        PythonHarness(config.generator.python, config.generator.args)
+    is_here = config.model.scratch is not None or Path(config.model.path or "").is_dir()
+    if config.trainer.lora is not None and is_here:
+        _check_targets(config.model, config.trainer.lora)
+
+
+def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
+    """The layers of a model that has names and shapes, and no weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl.trainer.model.lora import find_targets
+
+    try:
+        if model.scratch is None:
+            architecture = AutoConfig.from_pretrained(model.path)
+        else:
+            tokenizer = make_character_tokenizer(model.scratch.characters)
+            architecture = scratch_config(model.scratch.architecture, tokenizer)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(architecture)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        source = f"model.path={model.path}" if model.scratch is None else "model.scratch"
+        what = f"{source}: transformers cannot make this architecture: {type(error).__name__}: {error!s:.500}"
+        way_out = "correct the architecture, or choose another causal language model."
+        raise ConfigError(what, way_out=way_out) from error
+    find_targets(whole, lora)
+
+
+def main() -> None:
+    """Read the config from standard input, check, and end at once: a thread that a module has started is not
+    waited for.
+    """
+    die_with_parent()
+    code = 1
+    try:
+        check_in_child(RunConfig.model_validate(yaml.safe_load(secret_of(CONFIG))))
+        code = FINE
+    except ConfigError as error:
+        with contextlib.suppress(SystemExit):
+            fail(error.what, rule=error.rule, way_out=error.way_out)
+    except BaseException:  # it ends here, whatever it was
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

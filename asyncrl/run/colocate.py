@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from asyncrl.engines.engine import EngineClient
@@ -22,24 +21,9 @@ from asyncrl.sync.publisher import Publisher
 from asyncrl.waits import uncut, waiting
 
 if TYPE_CHECKING:  # which supervises, and waits for turns
-    from asyncrl.run.supervise_trainer import LivingTrainer
+    from asyncrl.run.supervise_trainer import SupervisedTrainer
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class TurnStats:
-    """`state` of the lease, `phase` of a handover; `num_phases`: done so far. Seconds and bytes of the last
-    handover to each side, 0 where the train loop has not come back to it yet.
-    """
-
-    state: str
-    phase: str
-    num_handovers: int
-    num_phases: int
-    to_trainer_s: float = 0.0
-    to_engines_s: float = 0.0
-    num_bytes: int = 0
 
 
 class SideBySide:
@@ -94,9 +78,9 @@ class SideBySide:
     async def wait_room_for_trainer(self) -> None:
         """Return when new processes of the trainer may take memory."""
 
-    def stats(self) -> TurnStats | None:
-        """None where there are no turns."""
-        return None
+    def status(self) -> dict[str, Any]:
+        """There are no turns."""
+        return {}
 
     def gauges(self) -> dict[str, float]:
         """None of its own."""
@@ -121,7 +105,7 @@ class TakingTurns:
     def __init__(
         self,
         engines: Sequence[EngineClient],
-        trainer: LivingTrainer,
+        trainer: SupervisedTrainer,
         publisher: Publisher,
         *,
         num_steps: int,
@@ -143,28 +127,20 @@ class TakingTurns:
     def __repr__(self) -> str:
         return f"<TakingTurns {self.lease!r}, the trainer is needed by {self._num_needing} calls>"
 
-    def stats(self) -> TurnStats:
-        """The numbers so far."""
-        lease, trainer, engines = self.lease, self.last.get("trainer"), self.last.get("engines")
-        return TurnStats(
-            lease.state,
-            lease.phase,
-            lease.num_handovers,
-            self._num_phases,
-            to_trainer_s=trainer.seconds if trainer else 0.0,
-            to_engines_s=engines.seconds if engines else 0.0,
-            num_bytes=sum(report.num_bytes for report in self.last.values()),
-        )
+    def status(self) -> dict[str, Any]:
+        """Whose turn it is, and the phase of a handover that is in hand."""
+        lease = self.lease
+        return {"state": lease.state, "phase": lease.phase, "num_handovers": lease.num_handovers}
 
     def gauges(self) -> dict[str, float]:
-        """Of the two handovers around a step; bytes freed, taken and moved in all their phases."""
-        turns = self.stats()
+        """Of the two handovers around a step, 0 for one that is still to come."""
+        seconds = {side: report.seconds for side, report in self.last.items()}
         return {
-            "turns/phases": turns.num_phases,
-            "perf/handover_s": turns.to_trainer_s + turns.to_engines_s,
-            "perf/to_trainer_s": turns.to_trainer_s,
-            "perf/to_engines_s": turns.to_engines_s,
-            "perf/handover_bytes": turns.num_bytes,
+            "turns/phases": self._num_phases,
+            "perf/handover_s": sum(seconds.values()),
+            "perf/to_trainer_s": seconds.get("trainer", 0.0),
+            "perf/to_engines_s": seconds.get("engines", 0.0),
+            "perf/handover_bytes": sum(report.num_bytes for report in self.last.values()),
         }
 
     async def start(self, version: int) -> None:
@@ -203,12 +179,8 @@ class TakingTurns:
         while True:
             async with self._one_at_a_time:
                 if self.lease.state == "broken":
-                    raise RoomError(
-                        "placement",
-                        f"{name} cannot be started again: the lease is broken: {self.lease.broken}",
-                        rule="it is not known what the devices hold",
-                        way_out="start the run again; it goes on where it was.",
-                    )
+                    what = f"{name} cannot be started again: the lease is broken: {self.lease.broken}"
+                    raise RoomError("placement", what, way_out="start the run again; it goes on.")
                 if self.lease.state == "generating":
                     yield
                     return
@@ -220,7 +192,12 @@ class TakingTurns:
         short by a cancellation.
         """
         self._publisher.up_nowait(name)
-        _, cancelled = await uncut(self._empty_turn())
+
+        async def empty_turn() -> None:
+            await self._hand_to_trainer()
+            await self.lease.hand_to("engines")
+
+        _, cancelled = await uncut(empty_turn())
         if cancelled is not None:
             raise cancelled
 
@@ -233,10 +210,6 @@ class TakingTurns:
         with waiting("the engines to leave the devices, to start the trainer", on="the train loop"):
             while self.lease.state in ("generating", "handover") and not self._num_needing:
                 await self._changed.wait()
-
-    async def _empty_turn(self) -> None:
-        await self._hand_to_trainer()
-        await self.lease.hand_to("engines")
 
     async def _hand_to_trainer(self) -> HandoverReport:
         """A trainer that is down starts first, on devices from which the engines have gone; that has limits

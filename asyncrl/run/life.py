@@ -12,9 +12,9 @@ import resource
 import shlex
 import signal
 import stat
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,35 @@ from asyncrl.http import OURS, out_of
 from asyncrl.observe.console import outliving
 from asyncrl.placement.staging import clear_own_staging
 from asyncrl.run.start import Server, note_deaths
+from asyncrl.waits import uncut
 
 logger = logging.getLogger("asyncrl.run.life")
 
 CLOSE_TIMEOUT_S = 15.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Voice:
+    """What a command says to the person who started it."""
+
+    def say(self, text: str) -> None:
+        """One line that stays, on the console and in the log."""
+        say(text)
+
+    def say_secret(self, text: str) -> None:
+        """The same with a key in it: it is printed, and in no file of ours."""
+        say_secret(text)
+
+    def tell(self, text: str) -> None:
+        """What is being done, or waited for, in words."""
+        self.say(f"{text} ...")
+
+    def warn(self, text: str) -> None:
+        """Something went wrong that ends nothing."""
+        self.say(f"WARNING: {text}")
+
+    def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
+        """How it ended: done, interrupted or failed. Not `can_go_on`: the same command would end so again."""
 
 
 class Life(ABC):
@@ -49,8 +73,10 @@ class Life(ABC):
     main_task = "main"
     """The name of the task of run(), for stacks and waits."""
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        self.config, self.run_dir = config, run_dir
+    def __init__(self, config: RunConfig, run_dir: Path, voice: Voice | None = None) -> None:
+        self.config, self.run_dir, self.voice = config, run_dir, voice or Voice()
+        self.say, self.say_secret = self.voice.say, self.voice.say_secret
+        self.tell, self.warn = self.voice.tell, self.voice.warn
         self.servers: Sequence[Server] = ()
         """Without one of them there is no going on: that it died is named before the call that broke because
         of it."""
@@ -60,31 +86,11 @@ class Life(ABC):
         self._signal: int | None = None
         self._group: asyncio.TaskGroup | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._broken: RoomError | None = None
-        self._is_broken = asyncio.Event()
+        self._broken: Future[None] = Future()
 
     @abstractmethod
     async def live(self) -> int:
         """What the command does, in the TaskGroup; returns its exit code."""
-
-    def tell(self, text: str) -> None:
-        """What is being done, or waited for, in words."""
-        self.say(f"{text} ...")
-
-    def say(self, text: str) -> None:
-        """One line for the person who started the command; it stays."""
-        say(text)
-
-    def say_secret(self, text: str) -> None:
-        """The same with a key in it: it is printed, and in no file of ours."""
-        say_secret(text)
-
-    def warn(self, text: str) -> None:
-        """Something went wrong that ends nothing."""
-        self.say(f"WARNING: {text}")
-
-    def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:  # noqa: B027  optional
-        """How it ended: done, interrupted or failed."""
 
     async def run(self) -> int:
         """The exit code: that of live(), or 128 + the signal that cut it. Raises the AsyncrlError that ended
@@ -96,22 +102,22 @@ class Life(ABC):
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number, main)
         try:
-            try:
-                code = await self._live()
-            except asyncio.CancelledError:
-                if self._signal is None:
-                    raise
-                main.uncancel()
-                code = 128 + self._signal
-            except BaseExceptionGroup as errors:
-                raise self._fail(first_cause(errors)) from errors
-            except Exception as error:  # the outermost border: what is foreign is named here too
-                raise self._fail(error) from error
+            code = await self._live()
             if code > 128:
-                self.finish("interrupted", f"interrupted by {signal.Signals(code - 128).name}")
+                self.voice.finish("interrupted", f"interrupted by {signal.Signals(code - 128).name}")
             else:
-                self.finish("done")
+                self.voice.finish("done")
             return code
+        except asyncio.CancelledError:
+            if self._signal is None:
+                raise
+            main.uncancel()
+            self.voice.finish("interrupted", f"interrupted by {signal.Signals(self._signal).name}")
+            return 128 + self._signal
+        except BaseExceptionGroup as errors:
+            raise self._fail(first_cause(errors)) from errors
+        except Exception as error:  # the outermost border: what is foreign is named here too
+            raise self._fail(error) from error
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
@@ -124,9 +130,8 @@ class Life(ABC):
                     self.end_tasks()
             except BaseExceptionGroup as errors:
                 # A call that broke may mean that its process just died: the kernel has a moment to say so.
-                await note_deaths(
-                    self.servers, timeout_s=1.0 if isinstance(first_cause(errors), RoomError) else 0.0
-                )
+                timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
+                await note_deaths(self.servers, timeout_s=timeout_s)
                 raise
         return code
 
@@ -152,30 +157,27 @@ class Life(ABC):
         """A part is broken that answers clients, who cannot end the run (the gateway): wait_broken raises
         it.
         """
-        self._broken = self._broken or error
-        self._is_broken.set()
+        if not self._broken.done():
+            self._broken.set_exception(error)
 
     async def wait_broken(self) -> None:
         """Raise what on_broken is told."""
-        await self._is_broken.wait()
-        assert self._broken is not None
-        raise self._broken
+        await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
         """The error to show."""
         if isinstance(error, OSError):
             error = refused_by_system(error, self.run_dir)
         elif not isinstance(error, AsyncrlError):
-            logger.error("internal error", exc_info=error)
+            log_path = self.run_dir / "logs" / "controller.log"
+            what = f"internal error {type(error).__name__}: {error}"
             error = RoomError(
-                "controller",
-                f"internal error {type(error).__name__}: {error}",
-                way_out=f"the traceback is in {self.run_dir / 'logs' / 'controller.log'}; please report it.",
+                "controller", what, way_out=f"please report it, with the traceback in {log_path}."
             )
         error = next((server.child.died for server in self.servers if server.child.died is not None), error)
         logger.error("ended by %s", error, exc_info=error)
         with contextlib.suppress(RoomError):  # the first error is the one to tell
-            self.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
+            self.voice.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
         return error
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
@@ -213,17 +215,14 @@ async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitabl
     closed.
     """
     closing = asyncio.ensure_future(close())
-    try:
-        await asyncio.wait({closing}, timeout=timeout_s)
-    except asyncio.CancelledError:
-        await asyncio.wait({closing}, timeout=timeout_s)
-        raise
-    finally:
-        if not closing.done():
-            closing.cancel()
-            logger.warning("closing %s took longer than %s s and was given up", name, timeout_s)
-        elif not closing.cancelled() and (error := closing.exception()) is not None:
-            logger.warning("closing %s failed: %s", name, error)
+    _, cancelled = await uncut(asyncio.wait({closing}, timeout=timeout_s))
+    if not closing.done():
+        closing.cancel()
+        logger.warning("closing %s took longer than %s s and was given up", name, timeout_s)
+    elif not closing.cancelled() and (error := closing.exception()) is not None:
+        logger.warning("closing %s failed: %s", name, error)
+    if cancelled is not None:
+        raise cancelled
 
 
 def make_run_dir(folder: Path, mode: int) -> None:
@@ -235,23 +234,19 @@ def make_run_dir(folder: Path, mode: int) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-        has, is_ours = folder.stat().st_mode, (folder / "run.lock").exists() or not any(folder.iterdir())
-        if is_ours and has & 0o777 != mode:
-            with contextlib.suppress(PermissionError):  # a mounted volume, say, is another user's
-                folder.chmod(stat.S_IMODE(has) & ~0o777 | mode)
-            has = folder.stat().st_mode & 0o777
-            if has & ~mode:
-                print(
-                    f"WARNING: {folder} has mode {has:04o} and belongs to another user, so it cannot be made "
-                    f"{mode:04o} (observe.readable_by): others may read or change what this run writes.\n"
-                    "  Way out: a directory of your own as --run-dir.",
-                    file=sys.stderr,
+        if (folder / "run.lock").exists() or not any(folder.iterdir()):
+            has = stat.S_IMODE(folder.stat().st_mode)
+            try:
+                folder.chmod(has & ~0o777 | mode)
+            except PermissionError:  # a mounted volume, say, is another user's
+                say(
+                    f"WARNING: {folder} is another user's and stays at mode {has:04o}, for {mode:04o} "
+                    "(observe.readable_by). Give a directory of your own as --run-dir."
                 )
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot write to {folder}: {error.strerror}", way_out="choose another --run-dir."
-        ) from error
+        what = f"cannot write to {folder}: {error.strerror}"
+        raise ConfigError(what, way_out="choose another --run-dir.") from error
 
 
 def run_again(folder: Path, *more: str) -> str:
@@ -266,7 +261,9 @@ def logging_to(folder: Path) -> Iterator[None]:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # children inherit it
-    handler = _LogFile(folder / "logs" / "controller.log", encoding="utf-8")
+    handler = logging.FileHandler(folder / "logs" / "controller.log", encoding="utf-8")
+    # A log that cannot be written (a full disk) must not bury the error that is being told.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("asyncrl")
     root.addHandler(handler)
@@ -280,19 +277,12 @@ def logging_to(folder: Path) -> Iterator[None]:
             handler.close()
 
 
-class _LogFile(logging.FileHandler):
-    """A log that cannot be written (a full disk) must not bury the error that is being told."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's own name
-        """Drop the line."""
-
-
 def refused_by_system(error: OSError, run_dir: Path) -> RoomError:
     """What the kernel refused the controller, which for most of its calls is a file."""
     if error.errno in OURS:
         return out_of("cannot go on", error.errno)
-    return RoomError(
-        "controller",
+    what, way_out = (
         f"cannot use the run directory {run_dir}: {error}",
-        way_out="free space on its disk, or choose another --run-dir, and start the run again.",
+        "free space on its disk, then start again.",
     )
+    return RoomError("controller", what, way_out=way_out)

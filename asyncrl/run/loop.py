@@ -11,7 +11,6 @@ exception: only the end of the run waits for it, and without its engine the run 
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 from collections.abc import Sequence
 from datetime import datetime
@@ -30,18 +29,15 @@ from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit
 from asyncrl.placement.plan import make_plan
-from asyncrl.run.build import Rooms, open_rooms, run_id
-from asyncrl.run.life import Life, logging_to, make_run_dir, refused_by_system
+from asyncrl.run.build import Parts, open_parts, run_id
+from asyncrl.run.life import Life, logging_to, make_run_dir
 from asyncrl.run.model_folder import MODEL_PIN
-from asyncrl.run.replay import settle_copy
+from asyncrl.run.recorded import settle_copy
 from asyncrl.run.report import Reporter
-from asyncrl.run.restore import restore
-from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, settle_saved
+from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.run.supervise import heartbeat
 from asyncrl.run.watch import make_watchdog
 from asyncrl.user_code import end_what_is_left
-
-logger = logging.getLogger("asyncrl.run.loop")
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
@@ -88,7 +84,7 @@ def run_job(
         if point is None:
             write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
-            job = Job(config, folder, name, lock, point, plan.placement, dtype_words)
+            job = Job(config, folder, name, point, plan.placement, dtype_words)
             return asyncio.run(end_what_is_left(job.run()))
     finally:
         lock.release()
@@ -109,51 +105,26 @@ class Job(Life):
         config: RunConfig,
         run_dir: Path,
         name: str,
-        lock: RunLock,
         point: ResumePoint | None,
         placement: Placement,
         note: str = "",
     ) -> None:
         """`note`: what the person who starts the run has to know."""
-        super().__init__(config, run_dir)
-        self._lock, self._point, self._placement, self._note = lock, point, placement, note
         self.reporter = Reporter(config, run_dir, name, goes_on=point is not None)
-
-    def tell(self, text: str) -> None:
-        """On the console and in status.json."""
-        self.reporter.tell(text)
-
-    def say(self, text: str) -> None:
-        """On the console and in the log."""
-        self.reporter.say(text)
-
-    def say_secret(self, text: str) -> None:
-        """On the console alone."""
-        self.reporter.say_secret(text)
-
-    def warn(self, text: str) -> None:
-        """On the console, in the log and in the summary."""
-        self.reporter.warn(text)
-
-    def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """Write how the run ended. Raises RoomError if that cannot be written."""
-        try:
-            self.reporter.finish(state, why, can_go_on=can_go_on)
-        except OSError as error:
-            raise refused_by_system(error, self.run_dir) from error
+        super().__init__(config, run_dir, self.reporter)
+        self._point, self._placement, self._note = point, placement, note
 
     async def live(self) -> int:
         """The run, from its parts to its end."""
         self.reporter.start()
+        self.stack.callback(self.reporter.close_console)
         for text in () if self._point is None else self._point.told:
             self.warn(text)
-        self.stack.callback(self.reporter.close_console)
         if self._note:
             self.say(self._note)
-        rooms = await open_rooms(
+        rooms = await open_parts(
             self,
             self._placement,
-            self._lock,
             evaluated=self.reporter.evaluated,
             may_change_model=self._point is not None and self._point.may_change_model,
         )
@@ -168,7 +139,7 @@ class Job(Life):
         await self._end(rooms)
         return 0 if self._signal is None else 128 + self._signal
 
-    def _start_guards(self, rooms: Rooms) -> None:
+    def _start_guards(self, rooms: Parts) -> None:
         """The tasks that see to it that the run lives: from before the first batch until the weights are
         saved.
         """
@@ -183,7 +154,7 @@ class Job(Life):
         if rooms.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")
 
-    async def _catch_up(self, rooms: Rooms) -> Sequence[UnfinishedGroup]:
+    async def _catch_up(self, rooms: Parts) -> Sequence[UnfinishedGroup]:
         """A run that was killed goes to where it stood; what is returned runs again once the engines have the
         weights.
         """
@@ -194,19 +165,7 @@ class Job(Life):
             return ()
         state = await rooms.journal.read_resume(point.version)
         self.tell(f"training again on {state.next_version - point.version} journaled batches")
-        unfinished = await restore(
-            point,
-            state,
-            trainer=rooms.trainer,
-            journal=rooms.journal,
-            buffer=rooms.buffer,
-            feed=rooms.feed,
-            returns=rooms.producers.returns_nowait,
-            on_restored=lambda: self.reporter.resumes(point.version, state.counted),
-            on_step=lambda batch, report: self.reporter.step(
-                rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0)
-            ),
-        )
+        unfinished = await restore(rooms, self.reporter, point, state)
         # Only now: a resume that was refused has changed nothing.
         write_whole(self.run_dir / "config.yaml", run_config_yaml(self.config))
         rooms.pin.write()
@@ -214,14 +173,14 @@ class Job(Life):
             self.say(text)
         return unfinished
 
-    async def _start_services(self, rooms: Rooms, unfinished: Sequence[UnfinishedGroup]) -> None:
+    async def _start_services(self, rooms: Parts, unfinished: Sequence[UnfinishedGroup]) -> None:
         version = rooms.trainer.policy_version
         if rooms.evaluation is not None and rooms.eval_server is not None:
             server, guard = rooms.eval_server, rooms.evaluation.guard
             self.spawn(rooms.evaluation.run(), name="evaluation")
-            self.spawn(guard(server.child.watch()), name=f"watch {server.child.name}")
+            self.spawn(guard(server.child.watch()), name=f"watch {server.name}")
             beats = heartbeat(server, self.config.observe.heartbeat_s)
-            self.spawn(guard(beats), name=f"heartbeat {server.child.name}")
+            self.spawn(guard(beats), name=f"heartbeat {server.name}")
         if version > 0:
             self.tell("bringing the weights to the engines")
         await rooms.turns.start(version)
@@ -230,7 +189,7 @@ class Job(Life):
             rooms.producers.resume_nowait(group)
         self.spawn(rooms.producers.run(), name="producers")
 
-    async def _train_loop(self, rooms: Rooms) -> None:
+    async def _train_loop(self, rooms: Parts) -> None:
         """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the
         next one.
         """
@@ -249,7 +208,7 @@ class Job(Life):
             self.reporter.step(rooms, batch, report, step_s=clock() - started_s)
             await rooms.checkpointer.after_step(report.policy_version)
 
-    async def _next_batch(self, rooms: Rooms) -> Batch | None:
+    async def _next_batch(self, rooms: Parts) -> Batch | None:
         """The next batch, or None once the run is to stop."""
         if self.stop.is_set():
             return None
@@ -262,7 +221,7 @@ class Job(Life):
             waiting.cancel()
             stopping.cancel()
 
-    async def _end(self, rooms: Rooms) -> None:
+    async def _end(self, rooms: Parts) -> None:
         """All steps are taken, or the run was told to stop: save what is to be saved. Guarded, as at any
         other time.
         """
@@ -283,16 +242,13 @@ class Job(Life):
             self.tell("evaluating the last weights")
             await rooms.evaluation.wait_last()
 
-    async def _report_status(self, rooms: Rooms, watchdog: Watchdog) -> None:
-        is_short = False
+    async def _report_status(self, rooms: Parts, watchdog: Watchdog) -> None:
         while True:
             try:
                 self.reporter.status(rooms, watchdog.look())
-                is_short = False
             except OSError as error:
                 if error.errno not in OURS:
                     raise
-                if not is_short:  # the next one replaces it anyway
-                    logger.warning("%s", out_of("no status is written for now", error.errno))
-                is_short = True
+                text = str(out_of("no status is written for now", error.errno))
+                self.reporter.warn_once("status", text)  # the next one replaces it anyway
             await asyncio.sleep(STATUS_PERIOD_S)

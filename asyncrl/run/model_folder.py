@@ -1,5 +1,5 @@
-"""The Hugging Face folder that everybody starts from: made from scratch, given, or fetched from the hub.
-Loads no model.
+"""The Hugging Face folder that trainer and engines start from: made from scratch, given, or fetched from the
+hub; and that a run which goes on starts from the same one. Loads no model.
 """
 
 from __future__ import annotations
@@ -7,14 +7,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-import functools
 import json
+import re
 import tempfile
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 from pydantic import BaseModel, ValidationError
@@ -26,83 +25,36 @@ from asyncrl.messages.base import find_fatal
 from asyncrl.placement.processes import start_process
 from asyncrl.run.start import START_TIMEOUT_S
 
-# Blocking work beside the event loop. Knows no process and no room.
-
-
-Result = TypeVar("Result")
-
-
-async def in_daemon_thread(work: Callable[[], Result]) -> Result:
-    """Run blocking work of the start-up off the loop. Raises what it raises; a sys.exit() in it becomes a
-    RuntimeError.
-
-    Not asyncio.to_thread: its threads are joined when the loop closes, and again when the interpreter ends,
-    so that Ctrl-C would take as long as the slowest download or constructor.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Callable[[], None]) -> None:
-        if not done.done():  # else nobody waits any more
-            result()
-
-    def body() -> None:
-        try:
-            result = work()
-        except (Exception, SystemExit) as raised:  # carried over to the task that waits, not handled
-            error = (
-                raised
-                if isinstance(raised, Exception)
-                else RuntimeError(f"sys.exit({raised.code}) was called")
-            )
-            answer = functools.partial(done.set_exception, error)
-        else:
-            answer = functools.partial(done.set_result, result)
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run is over
-            loop.call_soon_threadsafe(settle, answer)
-
-    threading.Thread(target=body, name="start-up", daemon=True).start()
-    return await done
+MODEL_PIN = "model.json"
+"""In the run directory: the model that the run began with."""
+WEIGHTS = ("*.safetensors", "*.bin")
+TOKENIZER = (
+    *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
+    *("special_tokens_map.json", "chat_template.*"),
+)
+PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
+"""What weights, architecture and tokenizer are read from."""
+_CHUNK_BYTES = 8 * 2**20
 
 
 async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str | None = None) -> Path:
-    """The Hugging Face folder that trainer and engines start from: made from scratch, given, or fetched from
-    the hub.
-
-    `revision`: the hub's commit, none for the newest.
-    """
+    """The folder of the config's model. `revision`: the hub's commit, none for the newest."""
     if config.model.scratch is None:
-        return await in_daemon_thread(
-            lambda: _find_given(config.model) or _download(str(config.model.path), revision)
-        )
-    folder = run_dir / "model"
-    spec = run_dir / "specs" / "scratch.json"
-    if (
-        folder.exists() and spec.exists()
-    ):  # a run that goes on: what was made by this spec is there as a whole or not at all
+        path = str(config.model.path)
+        return await asyncio.to_thread(lambda: _find_given(path) or _download(path, revision))
+    folder, spec = run_dir / "model", run_dir / "specs" / "scratch.json"
+    if folder.exists() and spec.exists():  # a run that goes on: it was made by this spec, as a whole
         return folder
     spec.parent.mkdir(parents=True, exist_ok=True)
-    values = {
-        "out": str(folder),
-        "seed": config.seed,
-        "scratch": config.model.scratch.model_dump(),
-        "dtype": config.model.dtype,
-    }
+    scratch = config.model.scratch.model_dump()
+    values = {"out": str(folder), "seed": config.seed, "scratch": scratch, "dtype": config.model.dtype}
     spec.write_text(json.dumps(values), encoding="utf-8")
     with tempfile.TemporaryFile() as output:
-        process = await start_process(
-            "asyncrl.trainer.model.scratch",
-            ["--spec", str(spec)],
-            files=[output.fileno(), output.fileno(), output.fileno()],
-        )
+        arguments, files = ["--spec", str(spec)], [output.fileno()] * 3
+        process = await start_process("asyncrl.trainer.model.scratch", arguments, files=files)
         try:
-            await asyncio.wait_for(process.wait(), START_TIMEOUT_S)
-        except TimeoutError:
-            raise ConfigError(
-                f"model.scratch was not made within {START_TIMEOUT_S} s",
-                rule="a start has that long a step",
-                way_out="take a smaller model.scratch.architecture, or a faster machine.",
-            ) from None
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), START_TIMEOUT_S)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -110,11 +62,14 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
         text = output.read().decode(errors="replace")
     if process.returncode != 0:
         fatal = find_fatal(text)
-        what = fatal.error if fatal else f"exit code {process.returncode}: {text[-500:]}"
-        raise ConfigError(
-            f"model.scratch cannot be made: {what}",
-            way_out=(fatal and fatal.way_out) or "correct model.scratch.architecture.",
+        how = (
+            "not within {START_TIMEOUT_S} s"
+            if process.returncode is None
+            else f"exit code {process.returncode}"
         )
+        what = fatal.error if fatal else f"{how}: {text[-500:]}"
+        way_out = (fatal and fatal.way_out) or "correct model.scratch.architecture, or take a smaller one."
+        raise ConfigError(f"model.scratch cannot be made: {what}", way_out=way_out)
     return folder
 
 
@@ -123,7 +78,17 @@ def find_on_disk(model: ModelConfig) -> Path | None:
 
     Raises ConfigError if it is neither, or lacks what is needed to read the model.
     """
-    return _find_given(model) or _find_in_cache(str(model.path))
+    path = str(model.path)
+    if (given := _find_given(path)) is not None:
+        return given
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(path, local_files_only=True))
+        _refuse_incomplete(folder, path)
+    except (OSError, ValueError, ConfigError):  # not there, or not all of it
+        return None
+    return folder
 
 
 def is_hub_id(model: ModelConfig) -> bool:
@@ -143,76 +108,43 @@ def check_model_type(model_type: Any, source: str) -> None:
     if model_type in CONFIG_MAPPING_NAMES:
         return
     close = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, n=1)
+    version = metadata.version("transformers")
+    what = f"{source} has model_type={model_type}, and transformers {version} knows no such architecture"
+    raise ConfigError(what, way_out=f"did you mean {close[0]}?" if close else "name one like qwen3.")
+
+
+def _find_given(name: str) -> Path | None:
+    """The folder that model.path names; None if that is a hub id."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        _refuse_incomplete(path, f"model.path={name}")
+        return path.resolve()
+    owner, _, _ = name.partition("/")
+    if (
+        re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        and owner not in (".", "..", "models")
+        and not Path(owner).is_dir()
+    ):
+        return None
     raise ConfigError(
-        f"{source} has model_type={model_type}, and transformers {metadata.version('transformers')} knows no "
-        f"such architecture",
-        rule="it says how the model is built",
-        way_out=f"did you mean {close[0]}?" if close else "name one that it knows, like qwen3.",
+        f"model.path={name}: there is no such folder",
+        rule="it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner",
+        way_out="correct model.path; models/smollm2-135m-instruct is made by `python examples/smollm2.py` in "
+        "asyncrl's checkout.",
     )
 
 
-def _find_given(model: ModelConfig) -> Path | None:
-    """The folder that model.path names; None if that is a hub id."""
-    path = Path(model.path or "").expanduser()
-    if path.is_dir():
-        _refuse_incomplete(path, f"model.path={model.path}")
-        return path.resolve()
-    if (
-        path.is_absolute()
-        or len(path.parts) != 2
-        or path.parts[0] in (".", "..", "models")
-        or Path(path.parts[0]).is_dir()
-    ):
-        raise ConfigError(
-            f"model.path={model.path}: there is no such folder",
-            rule="it must be a Hugging Face folder or a hub id, owner/name, where no folder here is named "
-            "like the owner",
-            way_out="correct model.path; models/smollm2-135m-instruct is made by `python "
-            "examples/smollm2.py` in asyncrl's checkout.",
-        )
-    return None
-
-
 def _refuse_incomplete(folder: Path, name: str) -> None:
+    path, rule = folder / "config.json", "it must be the folder of a model as save_pretrained writes it"
+    if not path.is_file() or not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        lacks = "weights (*.safetensors)" if path.is_file() else "config.json"
+        raise ConfigError(f"{name} has no {lacks}", rule=rule, way_out="give such a folder, or a hub id.")
     try:
-        architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"{name} has no config.json",
-            rule="it must be a Hugging Face model folder",
-            way_out="give the folder that save_pretrained wrote, or a hub id.",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"config.json of {name} cannot be read: {error}", way_out="restore that file."
-        ) from error
-    if not isinstance(architecture, dict) or "model_type" not in architecture:
-        raise ConfigError(
-            f"config.json of {name} names no model_type",
-            rule="it says which architecture the weights are of",
-            way_out="give the folder that save_pretrained wrote, or a hub id.",
-        )
-    check_model_type(architecture["model_type"], f"config.json of {name}")
-    if not any(any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")):
-        raise ConfigError(
-            f"{name} has no weights (*.safetensors)",
-            way_out="complete the folder; save_pretrained writes both.",
-        )
-
-
-def _find_in_cache(hub_id: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(snapshot_download(hub_id, local_files_only=True))
-        _refuse_incomplete(folder, hub_id)
-    except (
-        OSError,
-        ValueError,
-        ConfigError,
-    ):  # not there, or not all of it: it is fetched when the run starts
-        return None
-    return folder
+        model_type = json.loads(path.read_text(encoding="utf-8"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"model_type cannot be read from config.json of {name}: {type(error).__name__}: {error}"
+        raise ConfigError(what, rule=rule, way_out="restore that file.") from error
+    check_model_type(model_type, f"config.json of {name}")
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
@@ -222,29 +154,9 @@ def _download(hub_id: str, revision: str | None) -> Path:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are all OSErrors or ValueErrors
-        raise ConfigError(
-            f"model.path={hub_id} is no local folder and cannot be fetched from the hub: "
-            f"{type(error).__name__}: {str(error)[:300]}",
-            way_out="check the spelling and the network, or give the path of a local folder.",
-        ) from error
-
-
-# The model that a run began with, by the content of its files: a run that goes on from another one is
-# refused.
-#
-# With trainer.lora a checkpoint holds the adapters alone, so nothing else would notice. Blocks on the disk:
-# call it in a thread.
-
-
-MODEL_PIN = "model.json"
-"""In the run directory: the model that the run began with."""
-PATTERNS = (
-    "*.safetensors *.safetensors.index.json *.bin *.bin.index.json config.json generation_config.json "
-    "tokenizer*.json tokenizer.model vocab.* merges.txt added_tokens.json special_tokens_map.json "
-    "chat_template.*"
-).split()
-"""What weights, architecture and tokenizer are read from."""
-_CHUNK_BYTES = 8 * 2**20
+        what = f"model.path={hub_id} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
+        way_out = "check the spelling and the network, or give the path of a local folder."
+        raise ConfigError(what, way_out=way_out) from error
 
 
 class PinnedFile(BaseModel, frozen=True, extra="forbid"):
@@ -264,8 +176,10 @@ class PinnedModel(BaseModel, frozen=True, extra="forbid"):
 
 
 class ModelPin:
-    """The pin of one run. Life: made (reads what the first start has written) -> check() -> read() -> write()
-    once nothing can refuse.
+    """The model that a run began with, by the content of its files: with trainer.lora a checkpoint holds the
+    adapters alone, so nothing else would notice another one. Blocks on the disk: call it in a thread.
+
+    Life: made (reads what the first start has written) -> read() -> write() once nothing can refuse.
     """
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
@@ -281,36 +195,39 @@ class ModelPin:
             if not is_free and self.path.exists():
                 self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
-            raise ConfigError(
-                f"{self.path} cannot be read: {str(error).splitlines()[0]}",
-                rule="it says which model the run began with",
-                way_out="put it back as it was, or accept the model as it is with --allow-change model.path.",
-            ) from error
+            what = (
+                f"{self.path}, the model that the run began with, cannot be read: "
+                f"{str(error).splitlines()[0]}"
+            )
+            way_out = "put it back as it was, or accept the model as it is with --allow-change model.path."
+            raise ConfigError(what, way_out=way_out) from error
 
     @property
     def revision(self) -> str | None:
         """The commit of the hub that the run began with; None for a new run, another model.path, or a
         folder.
         """
-        return (
-            self._pinned.revision if self._pinned is not None and self._pinned.given == self._given else None
-        )
+        pinned = self._pinned
+        return pinned.revision if pinned is not None and pinned.given == self._given else None
 
-    def check(self, folder: Path) -> None:
-        """Raise ConfigError that names the files if `folder` is not what the run began with.
-
-        Reads those alone whose time differs; writes nothing.
+    def read(self, folder: Path) -> None:
+        """Read those of its files whose time is not the pinned one; may take as long as loading them. Raises
+        ConfigError that names the files that are not what the run began with.
         """
-        if self._pinned is None:
-            return
-        before, now = self._pinned.files, _hash_all(folder, self._pinned.files)
-        differing = []
-        for name in sorted(before.keys() | now.keys()):
-            if name not in now or name not in before:
-                differing.append(f"{name} is {'missing' if name in before else 'new'}")
-            elif before[name].xxh3 != now[name].xxh3:
-                differing.append(f"{name} has other content")
-        if differing:
+        before = {} if self._pinned is None else self._pinned.files
+        now = hash_files(folder, PINNED, before)
+        is_of_hub = folder.parent.name == "snapshots"  # as the hub's cache lays it out
+        revision = folder.name if is_of_hub else None
+        self._found = PinnedModel(given=self._given, revision=revision, files=now)
+        kinds = {
+            "missing": sorted(before.keys() - now.keys()),
+            "new": sorted(now.keys() - before.keys()),
+            "changed": sorted(
+                name for name in before.keys() & now.keys() if before[name].xxh3 != now[name].xxh3
+            ),
+        }
+        differing = [f"{name} is {kind}" for kind, names in kinds.items() for name in names]
+        if self._pinned is not None and differing:
             back = "put the model's files back as they were"
             if self._given is None:
                 back = f"remove {folder}: it is made again from the seed"
@@ -319,12 +236,6 @@ class ModelPin:
                 rule="a run goes on from the base weights and the tokenizer that it was started with",
                 way_out=f"{back}, or accept these with --allow-change model.path.",
             )
-        self._found = self._model(folder, now)
-
-    def read(self, folder: Path) -> None:
-        """Read a model that nothing is known of yet, all of it. May take as long as loading it."""
-        if self._found is None:
-            self._found = self._model(folder, _hash_all(folder, {}))
 
     def write(self) -> None:
         """Remember the model: the run begins, or goes on, with it. Raises OSError."""
@@ -332,15 +243,12 @@ class ModelPin:
             self._pinned = self._found
             write_whole(self.path, json.dumps(self._found.model_dump(), indent=1) + "\n")
 
-    def _model(self, folder: Path, files: dict[str, PinnedFile]) -> PinnedModel:
-        revision = (
-            folder.name if folder.parent.name == "snapshots" else None
-        )  # as the hub's cache lays it out
-        return PinnedModel(given=self._given, revision=revision, files=files)
 
-
-def _hash_all(folder: Path, known: Mapping[str, PinnedFile]) -> dict[str, PinnedFile]:
-    paths = sorted({path for pattern in PATTERNS for path in folder.glob(pattern) if path.is_file()})
+def hash_files(
+    folder: Path, patterns: Sequence[str], known: Mapping[str, PinnedFile]
+) -> dict[str, PinnedFile]:
+    """Files of a model by name; one whose size and time are `known` is not read. Raises ConfigError."""
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
     try:
         return {path.name: _hash(path, known.get(path.name)) for path in paths}
     except OSError as error:

@@ -13,35 +13,34 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import sync_records
 from asyncrl.config import RunConfig
 from asyncrl.files import LOST, write_whole
-from asyncrl.journal.read import Counted
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.gauges import TOTALS, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, write_reward_plot
 from asyncrl.observe.run_files import lines_of, read_evaluations, read_steps, steps_are_missing
-from asyncrl.observe.run_numbers import OverdueNumbers, duration, evaluation_text, several, skipped_text
+from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.verdict import judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluator import EvalResult
-from asyncrl.run.build import Rooms
-from asyncrl.run.life import run_again
+from asyncrl.run.build import Parts
+from asyncrl.run.life import Voice, refused_by_system, run_again
 from asyncrl.run.watch import gauges
 from asyncrl.trainer.gap import GAP_WARNING
 
 logger = logging.getLogger("asyncrl.run.report")
 
 MOST_WARNINGS = 100
-"""That status.json and the summary name."""
+"""That status.json and the summary name; logs/controller.log has all."""
+EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
-class Reporter:
+class Reporter(Voice):
     """All that a run shows and writes of itself. Life: start() -> step() and status() -> finish() and
-    close(), in any order.
+    close_console(), in any order.
 
     A run that `goes_on` leaves what the killed one wrote as it is until resumes(): its start may be refused.
     """
@@ -57,7 +56,6 @@ class Reporter:
         )
         self._last: Mapping[str, Any] = {}
         """Metrics of the last step; those of all steps are in metrics.jsonl alone."""
-        self._overdue: OverdueNumbers | None = None
         self._opened_s = self._trained_since_s = time.monotonic()
         self._activity = ""
         self._evaluations: list[Mapping[str, Any]] = []
@@ -65,26 +63,23 @@ class Reporter:
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
         """Totals by step, of steps that were reported and are about to be taken again."""
+        self._journaled: dict[str, float] = {}
+        """Those that the journal had counted at the kill."""
         self._warnings: list[str] = []
-        self._num_warnings = 0
-        self._is_without_workers = False
         self._told = set[str]()
         """What is said once a run."""
         self._is_to_resume = goes_on
         self._num_skipped = 0
-        self._is_resumed = False
-        """The buffer has counted since then alone: the verdict of all steps takes what their metrics say."""
 
     def start(self) -> None:
         """Begin to show."""
         self._recorder.write_status({"state": "starting"})
-        self._console.say(
-            f"{self.name}: {self.config.trainer.num_steps} steps, everything goes to {self.run_dir}"
-        )
+        num_steps = self.config.trainer.num_steps
+        self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
         self._console.start()
 
     def tell(self, text: str) -> None:
-        """What the run does right now, in words."""
+        """What the run does right now, in words: on the console and in status.json."""
         self._activity = text
         self._console.show_activity(text)
 
@@ -97,52 +92,57 @@ class Reporter:
         """One line with a key in it: on the console, and in no file of ours."""
         self._console.say(text)
 
-    def resumes(self, version: int, counted: Sequence[Counted] = (Counted(),)) -> None:
-        """The run goes on from the weights of `version`: the steps before stay, those after are about to be
-        reported again.
+    def warn(self, text: str) -> None:
+        """What went wrong and does not end the run: on the console, in the log and in the summary."""
+        if len(self._warnings) < MOST_WARNINGS:
+            self._warnings.append(text)
+        logger.warning("%s", text)
+        self._console.say(f"WARNING: {text}")
 
-        `counted`: what the journal says that was counted by the end of each step from `version` on, and last
-        of all now.
+    def warn_once(self, what: str, text: str) -> None:
+        """The first time that it happens in this run."""
+        if what not in self._told:
+            self._told.add(what)
+            self.warn(text)
+
+    def resumes(self, version: int, counted: Mapping[str, float]) -> None:
+        """The run goes on from the weights of `version`: the steps before stay, those after are about to be
+        reported again. `counted`: what the journal says that was counted by now.
         """
-        self._is_to_resume, self._is_resumed = False, True
-        replayed = range(version, version + len(counted) - 1)
-        lines = (
-            line for _, line in lines_of(self.run_dir / METRICS_FILE, []) if line.get("step") in replayed
-        )
-        self._before = {int(line["step"]): totals_in(line) for line in lines}
+        self._is_to_resume = False
+        steps = Steps()
+        for _, line in lines_of(self.run_dir / METRICS_FILE, []):
+            if line.get("step", version) < version:
+                steps.add(line)
+            elif "step" in line:
+                self._before[int(line["step"])] = totals_in(line)
         self._last = self._recorder.keep_steps_below(version)
         if (first := int(self._last.get("step", -1)) + 1) < version:
             self.warn(f"{steps_are_missing(first, version - 1)} in metrics.jsonl ({LOST})")
-        steps, _ = read_steps(self.run_dir, [])
         self._console.goes_on(steps)
         self._num_skipped = int(steps.total("trainer/skipped_steps"))
         self._evaluations = [*read_evaluations(self.run_dir, [])]
-        for line in (self._last, *self._evaluations[-1:]):
-            self._totals.starts_from(totals_in(line))
-        is_sampled = self.config.task.replay is None  # else no engine has generated what is in the journal
-        journaled = {
-            step: journal_totals(found, is_sampled=is_sampled)
-            for step, found in enumerate(counted, start=version)
-        }
-        self._before = journaled | self._before
+        for before in (self._last, *self._evaluations[-1:]):
+            self._totals.starts_from(totals_in(before))
+        self._journaled = dict(counted)
+        if self.config.task.replay is not None:  # no engine has generated what is in the journal
+            del self._journaled["tokens/generated"]
         self._count_on()
         self._console.say(f"goes on from policy_version {version}")
 
     def training_starts(self) -> None:
         """All processes answer: time_s counts from here, set-up is said beside it."""
         self._count_on()
-        for totals in self._before.values():
+        for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
         self.tell("training")
 
-    def step(self, rooms: Rooms, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
+    def step(self, rooms: Parts, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
-        self._totals.starts_from(self._before.get(batch.version, {}))
+        self._totals.starts_from(self._before.get(batch.version, self._journaled))
         metrics = self._step_metrics(rooms, batch, report, step_s) | self._new_evaluation
         self._new_evaluation = {}
-        if not self._is_resumed:
-            self._overdue = _overdue_numbers(rooms.buffer)
         self._last = metrics
         self._num_skipped += int(metrics.get("trainer/skipped_steps", 0))
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
@@ -176,66 +176,37 @@ class Reporter:
         """What a step shows that goes wrong: told once a run; each skipped step is in the log."""
         gap, logs = metrics.get("policy/logprob_gap_mean", 0.0), self.run_dir / "logs" / "trainer-0.log"
         if gap > GAP_WARNING:
-            self._warn_once(
-                "gap",
-                f"engines and trainer disagree by {gap:.3g} nats on average on the fresh tokens of step "
-                f"{metrics['step']:.0f} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says "
-                f"what it may be",
-            )
+            text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
+            text += f"{batch.version} (policy/logprob_gap_mean, {GAP_WARNING} is much): {logs} says why"
+            self.warn_once("gap", text)
         if metrics.get("rollout/given_up"):
             tries = several(self.config.rollout.max_hand_backs + 1, "time")
-            self._warn_once(
-                "given up",
-                f"a prompt failed or became too old {tries} (rollout.max_hand_backs), or can never be "
-                "sampled, and is given up; logs/controller.log names it and says why, rollout/given_up "
-                "counts them",
-            )
+            text = f"a prompt failed or became too old {tries} (rollout.max_hand_backs), or can never be "
+            text += "sampled, and is given up; logs/controller.log says why, rollout/given_up counts them"
+            self.warn_once("given up", text)
         if skipped := skipped_text(metrics):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
             saved = self.run_dir / "failed_batches" / f"step_{batch.version}.safetensors"
-            text = (
-                f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}: loss or gradient was NaN or "
-                f"infinite, so the weights stay as they were; {logs} has the values, the batch is saved in "
-                f"{saved}; trainer.max_skipped_steps={self.config.trainer.max_skipped_steps} in a row end "
-                "the run"
-            )
+            text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}: loss or gradient was NaN or "
+            text += f"infinite, so the weights stay as they were; {logs} has the values, {saved} the batch; "
+            text += f"trainer.max_skipped_steps={self.config.trainer.max_skipped_steps} in a row end the run"
             if "skipped" in self._told:
                 logger.warning("%s", text)
-            self._warn_once("skipped", text)
+            self.warn_once("skipped", text)
 
-    def _warn_once(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self.warn(text)
-
-    def warn(self, text: str) -> None:
-        """What went wrong and does not end the run: it stays on the console, in the log and in the
-        summary.
-        """
-        self._num_warnings += 1
-        if self._num_warnings <= MOST_WARNINGS:
-            self._warnings.append(text)
-        else:
-            self._warnings[MOST_WARNINGS:] = [
-                f"and {self._num_warnings - MOST_WARNINGS} more; logs/controller.log has all of them"
-            ]
-        logger.warning("%s", text)
-        self._console.say(f"WARNING: {text}")
-
-    def status(self, rooms: Rooms, waits: Sequence[Wait]) -> None:
+    def status(self, rooms: Parts, waits: Sequence[Wait]) -> None:
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
-        found, producers, turns = gauges(rooms), rooms.producers.stats(), rooms.turns.stats()
+        found, producers = gauges(rooms), rooms.producers
         now = {**found, **self._totals.add(totals_of(found))}
         missing = rooms.harnessing.missing_workers() if rooms.harnessing is not None else None
-        if missing is not None and not self._is_without_workers:  # once for each time that there is none
-            self.warn(missing)
-        self._is_without_workers = missing is not None
+        if missing is not None:
+            self.warn_once("workers", missing)
         down = rooms.engines.stats().down
         optional = {
             "skipped_steps": self._num_skipped,
-            "turns": None if turns is None else asdict(turns),
+            "turns": rooms.turns.status(),
             "evaluation": None if rooms.evaluation is None else asdict(rooms.evaluation.stats()),
             "warnings": self._warnings,
         }
@@ -262,26 +233,36 @@ class Reporter:
                 },
                 **{name: value for name, value in optional.items() if value},
                 "waits": [wait.as_dict() for wait in waits],
-                "oldest_rollouts": [list(entry) for entry in producers.oldest],
+                "oldest_rollouts": [list(entry) for entry in producers.oldest()],
                 "last_failure": producers.last_failure,
             }
         )
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """Say how the run ended: verdict, plot and summary.json, as far as there are steps to speak of.
-
-        Not `can_go_on`: the same command would end in the same way, so it is not offered.
+        Raises RoomError if that cannot be written.
         """
+        try:
+            self._finish(state, why)
+            if state != "done" and can_go_on:
+                self._console.say(f"go on with: {run_again(self.run_dir)}")
+        except OSError as error:
+            raise refused_by_system(error, self.run_dir) from error
+        finally:
+            self._recorder.close()
+
+    def _finish(self, state: str, why: str) -> None:
         self.close_console()
         status = {"state": state, "num_steps": self.config.trainer.num_steps, "why": why}
-        self._recorder.write_status(
-            status if self._is_to_resume else {**status, "step": int(self._last.get("step", -1)) + 1}
-        )
+        if self._is_to_resume:  # what the killed run wrote stays
+            self._recorder.write_status(status)
+            return
+        self._recorder.write_status(status | {"step": int(self._last.get("step", -1)) + 1})
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self._warnings}
         if self._evaluations:
             summary["evaluation"] = self._evaluations[-1]
-        if not self._is_to_resume and (steps := read_steps(self.run_dir, [])[0]).values("reward/mean"):
-            verdict = judge(steps, self.config, self._overdue)
+        if (steps := read_steps(self.run_dir, [])[0]).values("reward/mean"):
+            verdict = judge(steps, self.config)
             summary |= verdict.as_dict()
             plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
@@ -290,12 +271,8 @@ class Reporter:
             self._console.say(f"reward plot: {plot}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
                 self._console.say(f"weights: {final}")
-        if state != "done" and can_go_on:
-            self._console.say(f"go on with: {run_again(self.run_dir)}")
-        if not self._is_to_resume:
-            sync_records(self.run_dir)
-            write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-        self._recorder.close()
+        sync_records(self.run_dir)
+        write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def close_console(self) -> None:
         """Stop repainting; idempotent."""
@@ -308,7 +285,7 @@ class Reporter:
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _step_metrics(
-        self, rooms: Rooms, batch: Batch, report: TrainResponse, step_s: float
+        self, rooms: Parts, batch: Batch, report: TrainResponse, step_s: float
     ) -> dict[str, float]:
         metrics: dict[str, float] = {
             "step": batch.version,
@@ -319,34 +296,11 @@ class Reporter:
         metrics["perf/step_s"] = step_s
         metrics["perf/tokens_per_s"] = metrics["tokens/trained"] / step_s if step_s > 0 else 0.0
         found = gauges(rooms)
-        metrics |= {
-            name: value
-            for name, value in found.items()
-            if not isinstance(value, Mapping)
-            and name not in metrics
-            and (gauge := gauge_of(name)) is not None
-            and gauge.kind in ("step", "now")
-        }
+        for name, value in found.items():
+            gauge = gauge_of(name)
+            if gauge is not None and gauge.kind in ("step", "now") and not isinstance(value, Mapping):
+                metrics.setdefault(name, value)
         return metrics | self._totals.add(totals_of(found))
-
-
-def _overdue_numbers(buffer: Buffer) -> OverdueNumbers:
-    """What the buffer counted of overdue groups, for the verdict."""
-    stats = buffer.stats()
-    tokens = max(1, stats.consumed_tokens)
-    return OverdueNumbers(
-        straggler_s=stats.straggler_s,
-        num_straggler_waits=stats.num_straggler_waits,
-        num_waited_groups=stats.waited_groups,
-        waited_fraction=stats.waited_tokens / tokens,
-        num_masked_groups=stats.masked_groups,
-        masked_fraction=stats.masked_tokens / tokens,
-        num_handed_back=stats.dropped + stats.all_masked,
-        num_groups=stats.consumed,
-    )
-
-
-EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
 def totals_of(found: Mapping[str, float | Mapping[str, float]]) -> dict[str, float | Mapping[str, float]]:
@@ -357,16 +311,3 @@ def totals_of(found: Mapping[str, float | Mapping[str, float]]) -> dict[str, flo
 def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
     """The totals of the whole run that a line of metrics.jsonl or eval.jsonl holds."""
     return {name: line[name] for name in TOTALS & line.keys() if isinstance(line[name], int | float)}
-
-
-def journal_totals(counted: Counted, *, is_sampled: bool) -> dict[str, float]:
-    """The same of what the journal has counted."""
-    totals: dict[str, float] = {
-        "rollout/failed": counted.failed,
-        "rollout/failed_groups": counted.failed_groups,
-        "rollout/dropped": counted.dropped,
-        "rollout/given_up": counted.given_up,
-        "rollout/filtered": counted.filtered,
-        "rollout/filtered_tokens": counted.filtered_tokens,
-    }
-    return {"tokens/generated": counted.generated, **totals} if is_sampled else totals

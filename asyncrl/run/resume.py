@@ -1,25 +1,40 @@
-"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same.
-Starts nothing.
+"""Whether a run directory holds a run to go on with, from where, and whether the config still means the same;
+and how the parts of the run are brought there. Generates nothing.
+
+The checkpoint says what the weights were, the journal everything since: its batches are trained on again as
+they are, its ready groups are ready again, what ran goes on from its partial turns, what had been handed back
+comes first (what failed at the version that goes on comes after it, as it would have). So does, if settings
+were changed (--allow-change), what is too old for them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import yaml
 
 from asyncrl.checkpoints.folder import Checkpoints, Damaged, Whole
 from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.files import settle_folder
-from asyncrl.journal.read import reading
+from asyncrl.journal.read import ResumeState, reading
+from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
+from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.life import run_again
 from asyncrl.run.model_folder import MODEL_PIN
+from asyncrl.run.supervise_trainer import load_batches
+
+if TYPE_CHECKING:
+    from asyncrl.run.build import Parts
+    from asyncrl.run.report import Reporter
+
+logger = logging.getLogger("asyncrl.run.resume")
 
 ResumeMode = Literal["auto", "never", "must"]
 
@@ -67,11 +82,7 @@ class ResumePoint:
 def as_resume_mode(text: str) -> ResumeMode:
     """Of --resume. Raises ConfigError for any other word."""
     if text not in get_args(ResumeMode):
-        raise ConfigError(
-            f"--resume {text} is not known",
-            rule="it is auto, never or must",
-            way_out="leave it out for auto.",
-        )
+        raise ConfigError(f"--resume {text} is not known", rule="it is auto, never or must")
     return cast(ResumeMode, text)
 
 
@@ -79,10 +90,9 @@ def begun_dtype(run_dir: Path | None) -> str | None:
     """model.dtype of the run in this directory; None if there is none that has begun. What is wrong with it
     is for find_resume to say.
     """
-    if run_dir is None or not (run_dir / "config.yaml").exists():
-        return None
     with contextlib.suppress(AsyncrlError):
-        return load_config(run_dir / "config.yaml").model.dtype if _has_begun(run_dir) else None
+        if run_dir is not None and (run_dir / "config.yaml").exists() and _has_begun(run_dir):
+            return load_config(run_dir / "config.yaml").model.dtype
     return None
 
 
@@ -106,48 +116,30 @@ def find_resume(
     Raises CheckpointError if one cannot be read.
     """
     saved = run_dir / "config.yaml"
-    has_begun = _has_begun(run_dir)
-    never_over = "a run never writes over what is not its own"
-    if saved.exists() and not has_begun and not (run_dir / "run.id").exists():
-        raise ConfigError(
-            f"{run_dir} holds a config.yaml that no run has written",
-            rule=never_over,
-            way_out="choose another --run-dir, or move that file away.",
-        )
-    if has_begun and not saved.exists():
-        raise ConfigError(
-            f"{run_dir} holds a run without its config.yaml",
-            rule="a run goes on with the settings that it was started with, and a new one never writes over "
-            "another",
-            way_out="put back the config.yaml that it was started with, or choose another --run-dir for a "
-            "new run.",
-        )
-    if not has_begun and mode == "must":
-        raise ConfigError(
-            f"{run_dir} holds no run",
-            rule="--resume must goes on with one",
-            way_out="give its directory, --run-dir DIR, or leave --resume out.",
-        )
-    if not has_begun:
+    if not _has_begun(run_dir):
+        if mode == "must":
+            raise _refused(f"{run_dir} holds no run", "give the directory of one, or leave --resume out.")
+        if saved.exists() and not (run_dir / "run.id").exists():
+            raise _refused(f"{run_dir} holds a config.yaml that no run has written")
         for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
-            raise ConfigError(
-                f"{run_dir} holds no run, and {there} is there, which a new run would replace at its end",
-                rule=never_over,
-                way_out="choose another --run-dir, or move that folder away.",
-            )
+            raise _refused(f"{run_dir} holds no run, and {there}, which a new run would replace")
         return None
-    if mode == "never":
-        raise ConfigError(
-            f"{run_dir} holds a run already",
-            rule="--resume never starts a new one, and a run never writes over another",
-            way_out="choose another --run-dir, or leave --resume out to go on with this one.",
+    if not saved.exists():
+        raise _refused(
+            f"{run_dir} holds a run without its config.yaml", "put back the one it was started with."
         )
-    allowed = frozenset(allow_change)
-    accepted = _refuse_changes(load_config(saved), config, allowed, run_dir)
+    if mode == "never":
+        raise _refused(f"{run_dir} holds a run already", "choose another --run-dir, or leave --resume out.")
     _refuse_done(run_dir, config)
+    accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     told = (*(found.why for found in damaged), *accepted)
-    return ResumePoint(checkpoint, told, tuple(damaged), may_change_model=_is_named("model.path", allowed))
+    return ResumePoint(checkpoint, told, tuple(damaged), _is_named("model.path", allow_change))
+
+
+def _refused(what: str, way_out: str = "choose another --run-dir, or move that away.") -> ConfigError:
+    rule = "a run goes on in its own directory, and never writes over what is not its own"
+    return ConfigError(what, rule=rule, way_out=way_out)
 
 
 def _has_begun(run_dir: Path) -> bool:
@@ -164,16 +156,24 @@ def _has_begun(run_dir: Path) -> bool:
 
 
 def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do,
+    """section.key -> (value then, value now), for every key that differs as it is written: 1, 1.0 and '1' do,
     .nan and .nan do not.
     """
-    then, new = _flat(before.model_dump()), _flat(now.model_dump())
+    then, new = _keys(before), _keys(now)
     keys = sorted(then.keys() | new.keys())
     changed = [key for key in keys if yaml.safe_dump(then.get(key)) != yaml.safe_dump(new.get(key))]
     return {key: (then.get(key), new.get(key)) for key in changed}
 
 
-def _refuse_changes(before: RunConfig, now: RunConfig, allowed: frozenset[str], run_dir: Path) -> list[str]:
+def _keys(config: RunConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in config.model_dump().items():
+        keys = value.items() if isinstance(value, dict) else ()
+        found |= {f"{name}.{key}": inner for key, inner in keys} or {name: value}
+    return found
+
+
+def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
     """The changes that were allowed, in words."""
     changes = changed_keys(before, now)
     found = {key: values for key, values in changes.items() if not _is_free(key, now, run_dir)}
@@ -198,7 +198,7 @@ def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
     return section in FREE_SECTIONS or name in FREE_KEYS.get(section, "").split()
 
 
-def _is_named(key: str, allowed: frozenset[str]) -> bool:
+def _is_named(key: str, allowed: Collection[str]) -> bool:
     """Named itself, or a section around it."""
     return any(key == name or key.startswith(name + ".") for name in allowed)
 
@@ -208,25 +208,106 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
         summary = json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    steps = summary.get("num_steps", summary.get("steps"))
-    if summary.get("state") == "done" and (steps is None or steps >= config.trainer.num_steps):
-        more = [f"trainer.num_steps={2 * config.trainer.num_steps}"]
+    num_steps, steps = config.trainer.num_steps, summary.get("num_steps", summary.get("steps"))
+    if summary.get("state") == "done" and (steps is None or steps >= num_steps):
+        more = [f"trainer.num_steps={2 * num_steps}"]
         if not _is_free("trainer.num_steps", config, run_dir):
             more += ["--allow-change", "trainer.num_steps"]
         raise ConfigError(
-            f"the run in {run_dir} is done",
-            rule=f"there is nothing to go on with after trainer.num_steps={config.trainer.num_steps}",
-            way_out=f"choose another --run-dir for a new run; go on with this one for more steps with "
-            f"`{run_again(run_dir, *more)}`.",
+            f"the run in {run_dir} is done, after trainer.num_steps={num_steps}",
+            way_out=f"go on for more steps with `{run_again(run_dir, *more)}`, or choose another --run-dir.",
         )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Section by section; what has keys that no dotted name can tell apart (1 and '1', a.b) stays whole."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if value and isinstance(value, dict) and all(type(name) is str and "." not in name for name in value):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = value
-    return flat
+async def restore(
+    rooms: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
+) -> tuple[UnfinishedGroup, ...]:
+    """Everything but the engines; returns what goes on once they have the current weights.
+
+    What can refuse goes first: data, buffer, and the trainer that loads the state. Then reporter and journal
+    are told, and nothing but a broken part can end it. Raises what the parts raise.
+    """
+    feed, journal = rooms.feed, rooms.journal
+    if state.order is not None:
+        feed.check_order(state.order)
+    is_journal_new = state.num_drawn == 0 and point.checkpoint is not None
+    unfinished: tuple[UnfinishedGroup, ...] = ()
+    ended: dict[GroupId, tuple[Prompt, str]] = {}
+    if is_journal_new:
+        _from_checkpoint_alone(rooms, point)
+    else:
+        unfinished, ended = _from_journal(rooms, state)
+    before = (feed.num_drawn, feed.prompts_back(), rooms.buffer.next_group_id)
+    is_restored = False
+
+    def restored() -> None:
+        nonlocal is_restored
+        if not is_restored:
+            is_restored = True
+            journal.order_nowait(feed.order)
+            journal.restored_nowait(point.version)
+            reporter.resumes(point.version, state.counted)
+
+    def trained_again(batch: Batch, report: TrainResponse) -> None:
+        restored()
+        journal.trained_nowait(batch.version, report.metrics)
+        reporter.step(rooms, batch, report, step_s=report.metrics.get("perf/train_s", 0.0))
+
+    folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
+    await rooms.trainer.recover(
+        folder, lambda: load_batches(state, point.version, state.next_version), trained_again
+    )
+    restored()
+    if is_journal_new:
+        journal.began_at_nowait(point.version, *before)
+    for group_id, (prompt, why) in ended.items():  # no fault of their own: the same seeds
+        journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)
+    return unfinished
+
+
+def _from_journal(
+    rooms: Parts, state: ResumeState
+) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
+    """(what goes on, what is handed back and why)."""
+    feed, ready = rooms.feed, [group for _, group in state.ready]
+    first = {name: count for name, count in state.requeued.items() if name not in state.returning}
+    feed.restore_nowait(state.num_drawn, first)
+    prompts = {group.group_id: group.prompt for group in ready}
+    ended, whole = dict[GroupId, tuple[Prompt, str]](), dict[GroupId, UnfinishedGroup]()
+    for found in state.running:
+        group_id, prompt = found.ticket.group_id, found.prompt
+        made = feed.make_again(prompt.prompt_id, prompt.num_handed_back)  # the task alone has its answer
+        if tuple(map(dict, made.messages)) != prompt.messages:
+            ended[group_id] = (prompt, "the task makes another prompt of it")
+            continue
+        prompts[group_id], whole[group_id] = made, replace(found, prompt=made)
+    tickets = [group.ticket for group in whole.values()]
+    late = rooms.buffer.restore_nowait(state.next_version, state.next_group_id, tickets, ready)
+    if late:
+        logger.warning("handed back, as too old for the settings that have changed: groups %s", list(late))
+    for group_id in late:
+        ended[group_id] = (prompts[group_id], "too old under the settings that it was resumed with")
+        whole.pop(group_id, None)
+    for prompt, _ in ended.values():
+        feed.hand_back_nowait(prompt)
+    for prompt_id in state.returning:
+        prompt = Prompt(prompt_id, (), num_handed_back=state.requeued[prompt_id])
+        rooms.producers.returns_nowait(state.next_version, prompt)
+    return tuple(whole.values()), ended
+
+
+def _from_checkpoint_alone(rooms: Parts, point: ResumePoint) -> None:
+    """The journal is gone: what was in flight when the checkpoint was made is generated again."""
+    assert point.checkpoint is not None
+    controller = point.checkpoint.controller
+    try:
+        rooms.feed.load_state(controller["feed"])
+        for prompt_id, num_handed_back in controller["out"].items():
+            rooms.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
+        rooms.buffer.restore_nowait(point.version, int(controller["next_group_id"]), [], [])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
+            rule="without its journal a run goes on from what the checkpoint says",
+            way_out="put journal.sqlite back, or start a new run.",
+        ) from error

@@ -14,7 +14,6 @@ import json
 import secrets
 import shlex
 import shutil
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -33,18 +32,17 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.observe.console import outliving
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
-from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.rollouts.recording import Recorder, RecordFile
+from asyncrl.rollouts.recording import RecordFile, RolloutRecorder
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run import start as startup
-from asyncrl.run.agents import make_gateway, make_harnessing, model_name, num_rollouts
-from asyncrl.run.build import make_feed, make_generator, read_task, say_where
-from asyncrl.run.check import look
+from asyncrl.run.agents import Harnessing, make_gateway, make_generator, model_name
+from asyncrl.run.build import find_task, open_harnessing
+from asyncrl.run.check import make_feed
+from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life, logging_to, make_run_dir, say
-from asyncrl.run.model_folder import in_daemon_thread, make_model_folder
-from asyncrl.run.replay import sampled_by
-from asyncrl.run.serve_rollouts import InOrder, PeoplesKey, Tried, result_table, try_rollouts, verdict
-from asyncrl.run.supervise import heartbeat
+from asyncrl.run.model_folder import make_model_folder
+from asyncrl.run.recorded import PeoplesKey, result_table, sampled_by, try_rollouts, verdict
+from asyncrl.run.start import Launcher, Server, start_all
+from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.tasks.task import Task
 from asyncrl.user_code import end_what_is_left
@@ -64,31 +62,26 @@ def serve_gateway(
     Raises AsyncrlError; whatever happens, no process is left.
     """
     hide_memory()  # keys of all rollouts: an agent that is tried runs as the same user
-    config = _settled(config)
     passed_env(config.generator.pass_env)
-    with open_folder(run_dir, name, config) as folder:
-        return asyncio.run(end_what_is_left(ServedGateway(config, folder, record, num_prompts).run()))
+    with open_folder(run_dir, name, config) as (folder, settled):
+        served = ServedGateway(settled, folder, record, num_prompts)
+        return asyncio.run(end_what_is_left(served.run()))
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     """Serve one engine server until Ctrl-C. Returns the exit code; raises AsyncrlError."""
-    config = _settled(config)
-    with open_folder(run_dir, name, config) as folder:
-        return asyncio.run(end_what_is_left(ServedEngine(config, folder).run()))
-
-
-def _settled(config: RunConfig) -> RunConfig:
-    config, dtype_words = settle_dtype(config)
-    if dtype_words:
-        say(dtype_words)
-    return config
+    with open_folder(run_dir, name, config) as (folder, settled):
+        return asyncio.run(end_what_is_left(ServedEngine(settled, folder).run()))
 
 
 @contextmanager
-def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[Path]:
-    """The directory for logs and a model from scratch, held by this process alone. Raises ConfigError if it
-    holds something else.
+def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[tuple[Path, RunConfig]]:
+    """The directory for logs and a model from scratch, held by this process alone, and the config with a type
+    of weights that this machine has. Raises ConfigError if the directory holds something else.
     """
+    config, dtype_words = settle_dtype(config)
+    if dtype_words:
+        say(dtype_words)
     folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     own = folder / "serve.yaml"
     if folder.is_dir() and not own.exists() and any(folder.iterdir()):
@@ -103,7 +96,7 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
         shutil.rmtree(folder / "model", ignore_errors=True)  # of the last time, and of another config perhaps
         write_whole(own, run_config_yaml(config))
         with logging_to(folder):
-            yield folder
+            yield folder, config
     finally:
         lock.release()
 
@@ -111,31 +104,22 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
 class Serving(Life):
     """The life of one `asyncrl serve`."""
 
-    @abstractmethod
-    async def serve(self, model_path: Path, secret: str, servers: list[startup.Server]) -> int:
-        """With the model found and the engine servers made, which are not started yet."""
-
-    async def live(self) -> int:
-        """Find the model, make the engine servers, and serve."""
+    async def launch(self) -> Launcher:
+        """With the model found, or made."""
         config = self.config
         self.tell("making the model" if config.model.scratch else "finding the model")
-        model_path, secret = await make_model_folder(config, self.run_dir), secrets.token_urlsafe(32)
-        _, servers = startup.make_servers(config, model_path, self.run_dir, self.run_dir, secret)
-        return await self.serve(model_path, secret, servers)
+        model_path = await make_model_folder(config, self.run_dir)
+        launcher = Launcher(config, place(config, len(find_cuda_devices())), model_path, self.run_dir)
+        await asyncio.to_thread(lambda: launcher.tokenizer)
+        return launcher
 
-    async def read_tokenizer(self, model_path: Path) -> HFChatTokenizer:
-        """Of the model."""
-        template = self.config.model.chat_template
-        return await in_daemon_thread(lambda: HFChatTokenizer(model_path, chat_template=template))
-
-    async def start(self, servers: Sequence[startup.Server]) -> None:
+    async def start(self, servers: Sequence[Server]) -> None:
         """Start processes; returns when they answer, and are watched from then on."""
         self.tell(f"loading the model in {', '.join(server.name for server in servers)}")
         self.servers = servers
         for server in servers:
             self.closes(server.name, server.aclose)
-            await startup.start(server)
-        await startup.wait_all_ready(servers)
+        await start_all(servers)
         for server in servers:
             self.spawn(server.watch(), name=f"watch {server.name}")
             beats = heartbeat(server, self.config.observe.heartbeat_s)
@@ -150,43 +134,26 @@ class Serving(Life):
 class ServedEngine(Serving):
     """`asyncrl serve engine`."""
 
-    async def serve(self, model_path: Path, secret: str, servers: list[startup.Server]) -> int:
-        """Until Ctrl-C, or until the rollouts are done."""
-        engine, config = servers[0], self.config
-        if config.rollout.engine == "vllm":
-            startup.connect(config, engine, model_path, await self.read_tokenizer(model_path), warn=self.warn)
+    async def live(self) -> int:
+        """Until Ctrl-C."""
+        launcher = await self.launch()
+        engine = launcher.engines()[0]
+        launcher.client(engine, self.warn)
         await self.start([engine])
-        for line in self._how_to_ask(engine, secret):
+        kind, key = engine_kind(self.config), '-H "Authorization: Bearer $ENGINE_KEY"'
+        path, body = kind.request(
+            {"max_tokens": 8, "temperature": self.config.rollout.temperature, "seed": 0}
+        )
+        for line in (
+            f"{engine.name} ready: {kind.protocol}; logs in {self.run_dir / 'logs'}",
+            f"  export ENGINE_URL={engine.child.url} ENGINE_KEY={launcher.secret}",
+            f'  curl -sS "$ENGINE_URL/health" {key}',
+            f'  curl -sS "$ENGINE_URL{path}" {key} {_json_data(body)}',
+            *kind.how_to_use(engine.child.url, launcher.model_path),
+        ):
             self.say_secret(line)
         await self.wait_stopped()
         return 0
-
-    def _how_to_ask(self, engine: startup.Server, secret: str) -> list[str]:
-        """Lines for a shell, to be pasted."""
-        key, config = '-H "Authorization: Bearer $ENGINE_KEY"', self.config
-        sampling: dict[str, Any] = {"max_tokens": 8, "temperature": config.rollout.temperature, "seed": 0}
-        is_vllm = config.rollout.engine == "vllm"
-        if is_vllm:
-            what, path = "vLLM's routes, all behind the key", "/inference/v1/generate"
-            body: dict[str, Any] = {"token_ids": [1, 2, 3], "sampling_params": {**sampling, "logprobs": 0}}
-        else:
-            what, path = "its own protocol, token ids in and out", "/generate"
-            body = {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
-        lines = [
-            f"{engine.name} ready: {what}; logs in {self.run_dir / 'logs'}",
-            f"  export ENGINE_URL={engine.child.url} ENGINE_KEY={secret}",
-            f'  curl -sS "$ENGINE_URL/health" {key}',
-            f'  curl -sS "$ENGINE_URL{path}" {key} {_json_data(body)}',
-        ]
-        if is_vllm:
-            folder = (self.run_dir / "model").absolute()
-            made_here = "" if config.model.path else f" model.scratch=none model.path={folder}"
-            lines += [
-                "  a run on this machine takes it with:",
-                f"  {KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm "
-                f"rollout.urls=[{engine.child.url}]{made_here}",
-            ]
-        return lines
 
 
 class ServedGateway(Serving):
@@ -197,59 +164,61 @@ class ServedGateway(Serving):
     ) -> None:
         super().__init__(config, run_dir)
         self._record, self._num_prompts = record, num_prompts
-        self._task: Task | None = None
 
     async def live(self) -> int:
-        """Find the model, make the engine servers, and serve."""
-        self.tell("looking at what the config names")
-        found = await in_daemon_thread(lambda: look(self.config))
-        for note in found.notes:
-            self.say(f"note: {note}")
-        self._task = found.task
-        if self._task is None and self._num_prompts is not None:
-            self.tell("reading the task")
-            self._task = await in_daemon_thread(lambda: read_task(self.config))
-        return await super().live()
-
-    async def serve(self, model_path: Path, secret: str, servers: list[startup.Server]) -> int:
         """Until Ctrl-C, or until the rollouts are done."""
-        config, record, file = self.config, self._record, None
-        if record is not None:
-            placement, must_be_new = place(config, len(find_cuda_devices())), self._num_prompts is not None
-            file = await in_daemon_thread(
-                lambda: RecordFile(record, sampled_by(config, model_path, placement), must_be_new=must_be_new)
-            )
-        tokenizer = await self.read_tokenizer(model_path)
-        recorder = Recorder(file, tokenizer, warn=self.warn)
-        clients = [
-            startup.connect(config, engine, model_path, tokenizer, warn=self.warn) for engine in servers
-        ]
+        config, path, num_prompts = self.config, self._record, self._num_prompts
+        task = (await find_task(self, is_needed=num_prompts is not None)).task
+        launcher = await self.launch()
+        tokenizer = launcher.tokenizer
+        file = None
+        if path is not None:
+            sampled = await asyncio.to_thread(sampled_by, config, launcher.model_path, launcher.placement)
+            file = RecordFile(path, sampled, must_be_new=num_prompts is not None)
+        recorder, servers = RolloutRecorder(file, tokenizer, warn=self.warn), launcher.engines()
+        clients = [launcher.client(engine, self.warn) for engine in servers]
         await self.start(servers)
         self.spawn(self.wait_broken(), name="watch gateway")
         pool = EnginePool(clients, slots=config.rollout.slots)
         try:
-            if self._num_prompts is None:
-                return await self._serve_people(pool, tokenizer, recorder)
-            return await self._try(pool, tokenizer, recorder, self._num_prompts)
+            if num_prompts is None:
+                return await self._serve_people(pool, tokenizer, recorder, task)
+            assert task is not None, "it was read"
+            return await self._try(pool, tokenizer, recorder, task, num_prompts)
         finally:
             recorder.close()
-            if record is not None:
-                self.say(f"{recorder.num_recorded} rollouts recorded in {record}")
+            if path is not None:
+                self.say(f"{recorder.num_recorded} rollouts recorded in {path}")
 
-    async def _serve_people(self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: Recorder) -> int:
+    async def _serve_people(
+        self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: RolloutRecorder, task: Task | None
+    ) -> int:
         config, worker_key = self.config, secrets.token_urlsafe(24)
         gateway, queue = make_gateway(
             config, pool, tokenizer, worker_key=worker_key, on_broken=self.on_broken
         )
         self.closes("work queue", queue.aclose)
         self.closes("gateway", gateway.aclose)
-        url = await gateway.start()
-        people = PeoplesKey(gateway, queue, recorder, self)
+        url, people = await gateway.start(), PeoplesKey(gateway, queue, recorder, self)
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        if task is not None:
+            messages = [dict(each) for each in make_feed(config, task, shuffle=False).next_nowait().messages]
         self.say(
             f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in "
             f"{self.run_dir / 'logs'}"
         )
-        for line in self._how_to_call(url, people):
+        call, header = (
+            _json_data({"model": model_name(config), "messages": messages}),
+            "Authorization: Bearer",
+        )
+        # The outcome key is not exported: an agent that is started there does not inherit it.
+        for line in (
+            f"export OPENAI_BASE_URL={url}/v1",
+            f"export OPENAI_API_KEY={people.key}",
+            f"OUTCOME_KEY={people.outcome_key}",
+            f'curl -sS "$OPENAI_BASE_URL/chat/completions" -H "{header} $OPENAI_API_KEY" {call}',
+            f'curl -sS "$OPENAI_BASE_URL/outcome" -H "{header} $OUTCOME_KEY" {_json_data({"reward": 1.0})}',
+        ):
             self.say_secret(f"  {line}")
         self.say("an outcome ends a rollout, and the key goes on with the next one; Ctrl-C ends the gateway")
         try:
@@ -259,88 +228,45 @@ class ServedGateway(Serving):
             self._say_calls(gateway)
         return 0
 
-    def _how_to_call(self, url: str, people: PeoplesKey) -> list[str]:
-        """Lines for a shell, to be pasted. The outcome key is not exported: an agent that is started there
-        does not inherit it.
-        """
-        messages: Any = [{"role": "user", "content": "Hello"}]
-        if self._task is not None:
-            messages = make_feed(self.config, self._task, shuffle=False).next_nowait().messages
-        body = {"model": model_name(self.config), "messages": [dict(message) for message in messages]}
-        key, outcome_key = (
-            f'-H "Authorization: Bearer ${name}"' for name in ("OPENAI_API_KEY", "OUTCOME_KEY")
-        )
-        return [
-            f"export OPENAI_BASE_URL={url}/v1",
-            f"export OPENAI_API_KEY={people.key}",
-            f"OUTCOME_KEY={people.outcome_key}",
-            f'curl -sS "$OPENAI_BASE_URL/chat/completions" {key} {_json_data(body)}',
-            f'curl -sS "$OPENAI_BASE_URL/outcome" {outcome_key} {_json_data({"reward": 1.0})}',
-        ]
-
     async def _try(
-        self, pool: EnginePool, tokenizer: HFChatTokenizer, recorder: Recorder, num_prompts: int
+        self,
+        pool: EnginePool,
+        tokenizer: HFChatTokenizer,
+        recorder: RolloutRecorder,
+        task: Task,
+        num_prompts: int,
     ) -> int:
         """The config's own generator, on the prompts that a run would begin with."""
-        config, rollout = self.config, self.config.rollout
-        assert self._task is not None, "it was read"
-        feed = make_feed(config, self._task, shuffle=config.task.shuffle)
+        config = self.config
+        feed = make_feed(config, task, shuffle=config.task.shuffle)
         prompts = [feed.next_nowait() for _ in range(num_prompts)]
-        scorer = TaskScorer(self._task, config.task, seed=config.seed, warn=self.warn)
+        scorer = TaskScorer(task, config.task, seed=config.seed, warn=self.warn)
         self.closes("rewards", scorer.aclose)
         harnessing = None
         if config.generator.is_harness:
-            harnessing = make_harnessing(
-                config,
-                pool,
-                tokenizer,
-                self.run_dir,
-                on_broken=self.on_broken,
-                warn=self.warn,
-                on_event=lambda _what, _detail: None,  # there is no journal
+            supervision = Supervision(
+                config.supervision, config.observe.heartbeat_s, self.warn, lambda *_: None
             )
-            self.closes("gateway", harnessing.aclose)
-            self.tell("starting the gateway and its workers")
-            await harnessing.start()
+            harnessing = Harnessing(self, pool, tokenizer, supervision)
+            await open_harnessing(self, harnessing)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-            say_where(config, harnessing, self.say_secret)
-        num_all = num_prompts * rollout.group_size
+        num_all = num_prompts * config.rollout.group_size
         self.say(f"ready: {num_all} rollouts of {num_prompts} prompts; logs in {self.run_dir / 'logs'}")
-        in_order, num_tried = InOrder(rollout.group_size, recorder), 0
-
-        def on_tried(tried: Tried) -> None:
-            nonlocal num_tried
-            num_tried += 1
-            self.say(f"[{num_tried}/{num_all}] {tried.line()}")
-            in_order.take(tried)
-
-        try:
-            all_tried = await try_rollouts(
-                make_generator(config, pool, tokenizer, scorer, harnessing),
-                prompts,
-                group_size=rollout.group_size,
-                capacity=num_rollouts(config),
-                timeout_s=rollout.timeout_s,
-                retries=rollout.retries,
-                on_tried=on_tried,
-                spawn=self.spawn,
-            )
-        finally:
-            in_order.close()
+        generator = make_generator(config, pool, tokenizer, scorer, harnessing)
+        all_tried = await try_rollouts(config, generator, prompts, recorder, say=self.say, spawn=self.spawn)
         Console(file=outliving()).print(result_table(prompts, all_tried))
         self.say(verdict(all_tried))
         if harnessing is not None:
             self._say_calls(harnessing.gateway)
-        return 1 if all(tried.has_failed for tried in all_tried) else 0
+        return 1 if all(tried.failure is not None for tried in all_tried) else 0
 
     def _say_calls(self, gateway: Gateway) -> None:
         stats = gateway.stats()
-        tokens = f"{stats.prompt_tokens} prompt and {stats.completion_tokens} sampled tokens"
         self.say(
-            f"{stats.calls} calls, {tokens}; "
-            f"{stats.extended + stats.realigned} went on from recorded tokens ({stats.realigned} realigned), "
-            f"{stats.forked} forked, {sum(stats.refused.values())} refused"
+            f"{stats.calls} calls, {stats.prompt_tokens} prompt and {stats.completion_tokens} sampled "
+            f"tokens; {stats.extended + stats.realigned} went on from recorded tokens ({stats.realigned} "
+            f"realigned), {stats.forked} forked, {sum(stats.refused.values())} refused"
         )
 
 

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config import SupervisionConfig
@@ -41,6 +42,16 @@ the cause to name."""
 MAX_BACKOFF_S = 30.0
 NO_LOSS = (PublishError, ConnectionShortage, JournalError, TrainerError)
 """Errors on the way back to work that a new process would not cure. TrainerLost, a TrainerError, would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """What all supervisors of a run have: their limits, and who hears of losses."""
+
+    config: SupervisionConfig
+    heartbeat_s: float
+    warn: Callable[[str], None]
+    on_event: Tell
 
 
 class Restarts:
@@ -80,13 +91,8 @@ class Restarts:
         if len(self._counting) >= most:
             within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
             limit = f"supervision.max_restarts={most} is used up{within}"
-            raise RoomError(
-                lost.room,
-                lost.what.removeprefix(f"{lost.room}: "),
-                rule=f"{lost.rule}; {limit}" if lost.rule else limit,
-                way_out=lost.way_out
-                or f"read the log of {lost.room}; started again with its --run-dir, the run goes on.",
-            )
+            way_out = lost.way_out or f"read the log of {lost.room}; started again, the run goes on."
+            raise RoomError(lost.room, lost.fault, rule=f"{lost.rule}; {limit}".lstrip("; "), way_out=way_out)
         self.num += 1
         self._counting.append(self._worked_s)
         return len(self._counting)
@@ -108,18 +114,10 @@ class Supervisor:
     kind = ""
     whom = "it"
 
-    def __init__(
-        self,
-        processes: Sequence[Server],
-        config: SupervisionConfig,
-        *,
-        heartbeat_s: float,
-        warn: Callable[[str], None],
-        on_event: Tell,
-    ) -> None:
-        self._processes, self.config, self.heartbeat_s = tuple(processes), config, heartbeat_s
-        self._warn, self._on_event = warn, on_event
-        self._restarts = Restarts(config)
+    def __init__(self, processes: Sequence[Server], supervision: Supervision) -> None:
+        self._processes, self.config = tuple(processes), supervision.config
+        self.heartbeat_s, self._warn = supervision.heartbeat_s, supervision.warn
+        self._on_event, self._restarts = supervision.on_event, Restarts(supervision.config)
         self.is_up = True
         self.is_starting = False
         """The old processes are ended, or new ones on their way, which has limits of its own. Not while they
@@ -186,10 +184,9 @@ class Supervisor:
             again = await self._until_lost(self._bring_back()) or self._report
             if again is not None:
                 return again
-        down_s = asyncio.get_running_loop().time() - since_s
         self.is_up = True
         more = await self._works_again()
-        logger.info("%s is up again after %.1f s", self.name, down_s)
+        down_s = asyncio.get_running_loop().time() - since_s
         self._on_event(f"{self.kind} up", {**about, "down_s": down_s, **more})
         return None
 
@@ -201,9 +198,7 @@ class Supervisor:
         try:
             await asyncio.gather(*starts)
         finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+            await end_all(starts)
 
     async def _until_lost(self, work: Coroutine[Any, Any, None]) -> RoomError | None:
         return await until_lost(self._processes, self.heartbeat_s, self._raise_report(), work)
@@ -256,13 +251,9 @@ class EngineSupervisor(Supervisor):
         client: EngineClient,
         pool: EnginePool,
         turns: Turns,
-        config: SupervisionConfig,
-        *,
-        heartbeat_s: float,
-        warn: Callable[[str], None],
-        on_event: Tell,
+        supervision: Supervision,
     ) -> None:
-        super().__init__([process], config, heartbeat_s=heartbeat_s, warn=warn, on_event=on_event)
+        super().__init__([process], supervision)
         self._client, self._pool, self._turns = client, pool, turns
 
     def lost_nowait(self, error: EngineLost) -> None:
@@ -304,16 +295,13 @@ class WorkerSupervisor(Supervisor):
     def __init__(
         self,
         process: Server,
-        config: SupervisionConfig,
+        supervision: Supervision,
         *,
-        heartbeat_s: float,
         lease_timeout_s: float,
         gone: Callable[[str, str], None],
-        warn: Callable[[str], None],
-        on_event: Tell,
     ) -> None:
         """`gone`: told (name, why), so that its rollouts fail now."""
-        super().__init__([process], config, heartbeat_s=heartbeat_s, warn=warn, on_event=on_event)
+        super().__init__([process], supervision)
         self._gone, self._lease_timeout_s = gone, lease_timeout_s
 
     def _down(self, lost: RoomError) -> None:
@@ -324,22 +312,20 @@ class WorkerSupervisor(Supervisor):
         """/health is answered from another thread. Two answers must say that the loop stands still: when the
         machine stood still, the first one may come before the worker's loop has gone on.
         """
-        before: WorkerHealth | None = None
+        health, was_stuck = None, False
         while True:
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
-            health = self._processes[0].health
-            if not isinstance(health, WorkerHealth) or health.loop_lag_s <= self._lease_timeout_s:
-                before = None
-            elif before is None or health is before:
-                before = health
-            else:
+            before, health = health, self._processes[0].health
+            lag_s = health.loop_lag_s if isinstance(health, WorkerHealth) else 0.0
+            is_stuck = lag_s > self._lease_timeout_s
+            if is_stuck and was_stuck and health is not before:
                 raise RoomError(
                     self.name,
-                    f"a harness has blocked its event loop for {health.loop_lag_s:.0f} s",
+                    f"a harness has blocked its event loop for {lag_s:.0f} s",
                     rule=f"gateway.lease_timeout_s={self._lease_timeout_s} is the limit",
-                    way_out="`await asyncio.to_thread(...)` for what blocks, or a plain `def`, which runs in "
-                    "a thread of its own.",
+                    way_out="use `await asyncio.to_thread(...)` for what blocks, or a plain `def`.",
                 )
+            was_stuck = is_stuck
 
 
 async def until_lost(
@@ -354,18 +340,19 @@ async def until_lost(
     tasks = [*watching, *working, *beating]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        losses = [loss for task in tasks if task in done and (loss := _failure(task)) is not None]
-        if losses and not any(task.done() for task in watching):
+        if any(task.exception() for task in done) and not any(task.done() for task in watching):
             await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-        deaths = [_failure(task) for task in watching if task.done()]
-        if (
-            losses
-            and not deaths
-            and isinstance(losses[0], NO_LOSS)
-            and not isinstance(losses[0], TrainerLost)
-        ):
-            raise losses[0]
-        return next(iter([*deaths, *losses]), None)
+        for task in tasks:
+            error = task.exception() if task in done or (task in watching and task.done()) else None
+            if (
+                isinstance(error, TrainerLost)
+                or isinstance(error, RoomError)
+                and not isinstance(error, NO_LOSS)
+            ):
+                return error
+            if error is not None:
+                raise error
+        return None
     finally:
         await end_all(tasks)
 
@@ -385,15 +372,6 @@ async def heartbeat(process: Server, limit_s: float) -> None:
 def in_short(lost: RoomError) -> str:
     """What happened, without the log."""
     return lost.what.splitlines()[0].split("; the end of ")[0]
-
-
-def _failure(task: asyncio.Future[None]) -> RoomError | None:
-    """The RoomError that a task ended with; an internal error is raised."""
-    try:
-        task.result()
-    except RoomError as error:
-        return error
-    return None
 
 
 async def end_all(tasks: Sequence[asyncio.Future[None]]) -> None:

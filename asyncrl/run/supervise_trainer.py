@@ -1,29 +1,37 @@
 """The trainer as the run sees it: when one of its processes dies, all are started again and brought to where
-they were, and the calls that were lost are made again.
+they were, and the calls that were lost are made again. And the checkpoints that this needs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncrl.config import SupervisionConfig
-from asyncrl.errors import RoomError, TrainerError, TrainerLost
+from asyncrl.checkpoints.folder import Checkpoints, Pending, set_aside
+from asyncrl.errors import CheckpointError, RoomError, TrainerError, TrainerLost
+from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import ResumeState
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.run.start import Server
-from asyncrl.run.supervise import GRACE_S, Supervisor, Tell, end_all
+from asyncrl.run.supervise import GRACE_S, Supervision, Supervisor, until_lost
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
+if TYPE_CHECKING:
+    from asyncrl.run.build import Parts  # which makes both
+    from asyncrl.run.life import Life
+
 T = TypeVar("T")
+logger = logging.getLogger("asyncrl.run.supervise_trainer")
 
 
-class LivingTrainer(Supervisor):
+class SupervisedTrainer(Supervisor):
     """One trainer, of one process a rank, that survives them.
 
     Life:       as a Supervisor's; new ranks load the newest checkpoint, train again on the batches since, and
@@ -36,35 +44,28 @@ class LivingTrainer(Supervisor):
 
     kind = "trainer"
     whom = "the trainer"
+    name = "trainer"
 
     def __init__(
         self,
         client: TrainerClient,
         ranks: Sequence[Server],
-        config: SupervisionConfig,
+        supervision: Supervision,
         *,
-        heartbeat_s: float,
         before_start: Callable[[], None],
         recover: Callable[[int], Awaitable[None]],
-        warn: Callable[[str], None],
-        on_event: Tell,
         wait_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`recover` brings new ranks to a version. `wait_room`: until engines on the same devices have
         gone.
         """
-        super().__init__(ranks, config, heartbeat_s=heartbeat_s, warn=warn, on_event=on_event)
+        super().__init__(ranks, supervision)
         self.client, self._before_start, self._recover = client, before_start, recover
         self._wait_room = wait_room
         self._over: RoomError | None = None
         """Why there will be no trainer any more."""
         self._changed = asyncio.Event()
         self._offloaded = frozenset[TrainerPart]()
-
-    @property
-    def name(self) -> str:
-        """Of all ranks together."""
-        return "trainer"
 
     @property
     def policy_version(self) -> int:
@@ -118,6 +119,12 @@ class LivingTrainer(Supervisor):
         """Have the newest weights written into staging."""
         return await self._when_up(self.client.export)
 
+    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
+        """Have one chunk of the newest weights written. New processes go on with the chunk that the lost ones
+        were asked for.
+        """
+        return await self._when_up(lambda: self.client.export_chunk(version, index))
+
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
         """Not tried again: the engines that were to receive have failed too, and new processes hold what is
         asked of them anew.
@@ -136,12 +143,6 @@ class LivingTrainer(Supervisor):
         moved = await self._when_up(lambda: self.client.onload(parts))
         self._offloaded -= frozenset(parts)
         return moved
-
-    async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Have one chunk of the newest weights written. New processes go on with the chunk that the lost ones
-        were asked for.
-        """
-        return await self._when_up(lambda: self.client.export_chunk(version, index))
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
         """Have the newest weights written as a folder, which replaces one that is there."""
@@ -163,8 +164,8 @@ class LivingTrainer(Supervisor):
             await super().run()
         except RoomError as error:
             self._over = error
-            # A moment later: a task that ends with this one is cancelled by then, and does not say the same
-            # once more.
+            # After this task has ended: a call that waited for this one is cancelled by then, and does not
+            # say the same once more.
             asyncio.get_running_loop().call_soon(self._wake)
             raise
 
@@ -185,23 +186,16 @@ class LivingTrainer(Supervisor):
         """The first rank refuses what it cannot do without another one that has died: the kernel says so in a
         moment.
         """
-        if len(self._processes) == 1:
+        if len(self._processes) == 1 or not await until_lost(
+            self._processes, self.heartbeat_s, asyncio.sleep(GRACE_S)
+        ):
             return None
-        watching = [asyncio.ensure_future(rank.watch()) for rank in self._processes]
-        try:
-            done, _ = await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await end_all(watching)
-        return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out) if done else None
+        return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
 
     def _check_up(self) -> None:
         """New processes, on their way to where the old ones were, must not be taken for them."""
         if not self.is_up:
-            raise TrainerLost(
-                "trainer",
-                "is being started again",
-                rule="a checkpoint is of the newest step that was answered",
-            )
+            raise TrainerLost("trainer", "is being started again", rule="a checkpoint is of an answered step")
 
     @contextlib.asynccontextmanager
     async def _room(self) -> AsyncIterator[None]:
@@ -228,3 +222,110 @@ class LivingTrainer(Supervisor):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def recover_trainer(
+    client: TrainerClient, journal: Journal, checkpoints: Checkpoints, version: int, num_batches: int
+) -> None:
+    """A trainer that was started again, in the middle of a run, goes to `version`: newest whole checkpoint,
+    then the journal's batches.
+
+    Raises JournalError if batches in between are not there any more, CheckpointError if a checkpoint cannot
+    be read, TrainerError.
+    """
+    # Held to the end: one that is finished meanwhile would take this one away, and the batches since.
+    async with checkpoints.in_use:
+        whole, damaged = await asyncio.to_thread(checkpoints.newest_whole, keep_unfinished=True)
+        start = 0 if whole is None else whole.version
+        state = await journal.read_resume(start)
+        journal.restored_nowait(start)
+        stop = min(max(version, start), num_batches)
+        folder = None if whole is None else whole.trainer_dir
+        await client.recover(folder, load_batches(state, start, stop), lambda _batch, _report: None)
+        for text in [found.why for found in damaged] + await asyncio.to_thread(set_aside, damaged):
+            logger.warning("%s", text)
+
+
+async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterator[Batch]:
+    """Batches start .. stop - 1 of the journal, one at a time."""
+    for version in range(start, stop):
+        yield await asyncio.to_thread(state.load_batch, version)
+
+
+class Checkpointer:
+    """Makes checkpoints beside the training.
+
+    Life:       after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
+                journaled -> idle.
+    Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps
+                until the state is written, then while a trainer that was started again goes back to an older
+                one.
+    Invariant:  one at a time: what is due while one is being written is left out and told. What cannot be
+                written is told, each time, and neither touches older checkpoints nor the run.
+    """
+
+    def __init__(self, rooms: Parts, job: Life) -> None:
+        self._rooms, self._job = rooms, job
+        self._checkpoints, self._trainer = rooms.checkpoints, rooms.trainer
+        self._writing: asyncio.Task[None] | None = None
+        self.num_made = self.num_failed = 0
+
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/gauges.py."""
+        return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
+
+    async def after_step(self, version: int) -> None:
+        """Begin a checkpoint if one is due at this version."""
+        every = self._checkpoints.config.every
+        if every is None or version % every:
+            return
+        if self._writing is not None and not self._writing.done():
+            self._job.warn(
+                f"the checkpoint at version {version} is left out: the one before is being written"
+            )
+        elif (begun := await self._begin()) is not None:
+            writing = self._finish(*begun, self._rooms.controller_state())
+            self._writing = self._job.spawn(writing, name=f"checkpoint {begun[1]}")
+
+    async def make_last(self, version: int) -> None:
+        """A checkpoint right now, after the one that is being written; returns when it is whole. For the end
+        of a run.
+        """
+        if self._checkpoints.config.every is None or version == 0:
+            return
+        if self._writing is not None:
+            with waiting("the checkpoint before", on="checkpoint"):
+                await asyncio.wait({self._writing})
+        if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
+            await self._finish(*begun, self._rooms.controller_state())
+
+    async def _begin(self) -> tuple[Pending, int] | None:
+        """(what the trainer is writing into, the version that it is of); None if it cannot, which is told."""
+        pending = None
+        try:
+            pending = await asyncio.to_thread(self._checkpoints.begin)
+            return pending, await self._trainer.begin_save_state(pending.trainer_dir)
+        except (CheckpointError, TrainerLost) as error:
+            await self._failed(pending, error)
+            return None
+
+    async def _finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> None:
+        try:
+            await self._trainer.wait_save_state()
+            # Only now: had the trainer died meanwhile, it would have to go back first.
+            async with self._checkpoints.in_use:
+                with waiting("the files of a checkpoint to be whole", on="disk"):
+                    folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
+                self.num_made += 1
+                self._rooms.journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
+                if self._job.config.journal.keep == "checkpoint":
+                    await self._rooms.journal.compact(self._checkpoints.oldest_version())
+        except (CheckpointError, TrainerLost) as error:
+            await self._failed(pending, error)
+
+    async def _failed(self, pending: Pending | None, error: CheckpointError | TrainerLost) -> None:
+        if pending is not None:
+            await asyncio.to_thread(self._checkpoints.abandon, pending)
+        self.num_failed += 1
+        logger.warning("no checkpoint: %s", error)
+        self._job.warn(f"no checkpoint: {error.what}")

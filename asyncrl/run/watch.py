@@ -19,15 +19,14 @@ from asyncrl.messages.trainer_calls import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.gauges import GAUGES
 from asyncrl.observe.watchdog import ChildState, Reported, Watchdog
-from asyncrl.placement.processes import ForeignProcess
-from asyncrl.run.build import Rooms
+from asyncrl.run.build import Parts
 from asyncrl.run.life import run_again
 from asyncrl.run.start import Server, failure_text
 
 HEALTH_TIMEOUT_S = 5.0
 
 
-def gauges(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
+def gauges(rooms: Parts) -> dict[str, float | Mapping[str, float]]:
     """All numbers of the run by name; several by source, where a source may begin anew (a new process)."""
     parts: list[Any] = [rooms.buffer, rooms.producers, rooms.engines, rooms.publisher, rooms.scorer]
     parts += [rooms.trainer, rooms.turns, rooms.checkpointer]
@@ -38,9 +37,9 @@ def gauges(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
     found: dict[str, float | Mapping[str, float]] = {}
     for part in parts:
         found |= part.gauges()
-    healths = {server.child.name: server.health for server in servers(rooms)}
+    healths = {server.name: server.health for server in servers(rooms)}
     engines = {name: health for name, health in healths.items() if isinstance(health, EngineHealth)}
-    ours = {server.child.name for server in rooms.servers}
+    ours = {server.name for server in rooms.servers}
     found |= {
         "engine/tokens": sum(health.tokens_generated for health in engines.values()),
         "engine/decode_s": {name: health.decode_s for name, health in engines.items() if name in ours},
@@ -51,42 +50,36 @@ def gauges(rooms: Rooms) -> dict[str, float | Mapping[str, float]]:
         workers = {name: health for name, health in healths.items() if isinstance(health, WorkerHealth)}
         found |= {
             "harness/abandoned": {name: health.num_abandoned for name, health in workers.items()},
-            "harness/restarts": sum(keeper.num_restarts for keeper in rooms.harnessing.supervisors),
+            "harness/restarts": sum(one.num_restarts for one in rooms.harnessing.supervisors),
         }
     return found
 
 
-def servers(rooms: Rooms) -> tuple[Server, ...]:
+def servers(rooms: Parts) -> tuple[Server, ...]:
     """All child processes; that of the evaluation is one of them, and is not in rooms.servers."""
     others = () if rooms.eval_server is None else (rooms.eval_server,)
     return (*rooms.servers, *others, *(() if rooms.harnessing is None else rooms.harnessing.workers))
 
 
-def reported(rooms: Rooms) -> Reported:
+def reported(rooms: Parts) -> Reported:
     """What the watchdog wants to know at this moment."""
     marks = {
         name: value
         for name, value in gauges(rooms).items()
         if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
     }
-    is_starting = rooms.trainer.is_starting or any(supervisor.is_starting for supervisor in rooms.supervisors)
-    return Reported(marks, rooms.producers.stats().oldest, is_starting)
+    is_starting = any(one.is_starting for one in (rooms.trainer, *rooms.supervisors))
+    return Reported(marks, tuple(rooms.producers.oldest()), is_starting)
 
 
-def make_watchdog(config: RunConfig, run_dir: Path, rooms: Rooms, *, tell: Callable[[str], None]) -> Watchdog:
+def make_watchdog(config: RunConfig, run_dir: Path, rooms: Parts, *, tell: Callable[[str], None]) -> Watchdog:
     """The watchdog of a run. `tell` is for people; what it sees goes into the journal too."""
     log_path = run_dir / "logs" / "controller.log"
 
     async def restart_engines() -> None:
+        why = f"the run has stopped moving; {log_path} says who waited for whom"
         for supervisor in rooms.supervisors:
-            supervisor.lost_nowait(
-                EngineLost(
-                    supervisor.name,
-                    "the run has stopped moving, so the watchdog has it started again",
-                    rule="supervision.on_stuck=restart",
-                    way_out=f"read {log_path} for who waited for whom.",
-                )
-            )
+            supervisor.lost_nowait(EngineLost(supervisor.name, why, rule="supervision.on_stuck=restart"))
 
     return Watchdog(
         config.supervision,
@@ -101,7 +94,7 @@ def make_watchdog(config: RunConfig, run_dir: Path, rooms: Rooms, *, tell: Calla
     )
 
 
-async def _ask_children(rooms: Rooms) -> tuple[ChildState, ...]:
+async def _ask_children(rooms: Parts) -> tuple[ChildState, ...]:
     """Have every child dump its stacks into its log, then ask each for its health, all at once."""
     for child in (server.child for server in servers(rooms)):
         if child.pid is not None and child.returncode is None and catches(child.pid, signal.SIGUSR1):
@@ -120,35 +113,15 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 async def _ask(server: Server) -> ChildState:
-    child = server.child
-    if isinstance(child, ForeignProcess):
-        process = "not started by this run"
-    elif child.pid is None:
-        process = "not started"
-    elif child.returncode is not None:
-        process = f"process {child.pid} ended with {child.returncode}"
-    else:
-        try:
-            process = f"process {child.pid} is {psutil.Process(child.pid).status()}"
-        except psutil.Error:
-            process = f"process {child.pid} is gone"
-    if child.returncode is not None:
-        return ChildState(child.name, process, "asked nothing", is_well=False)
+    name, pid, returncode = server.name, server.child.pid, server.child.returncode
+    if returncode is not None:
+        return ChildState(name, f"process {pid} ended with {returncode}", "asked nothing", is_well=False)
+    process = "no process of this run"
+    if pid is not None:
+        process = f"process {pid} is {psutil.Process(pid).status() if psutil.pid_exists(pid) else 'gone'}"
     try:
         health = await server.ask(HEALTH_TIMEOUT_S)
     except (CallLost, CallRefused, EngineError, ConnectionShortage) as error:
-        return ChildState(child.name, process, failure_text(error), is_well=False)
-    match health:
-        case WorkerHealth():
-            answer = (
-                f"{health.num_running} of {health.slots} rollouts run, its event loop has stood still for "
-                f"{health.loop_lag_s:.0f} s"
-            )
-        case TrainerHealth():
-            answer = f"policy_version {health.policy_version}, {'busy' if health.is_busy else 'idle'}"
-        case _:
-            answer = (
-                f"policy_version {health.policy_version}, {health.num_running} run, "
-                f"{health.num_queued} queued"
-            )
-    return ChildState(child.name, process, f"answers: {answer}", is_well=True)
+        return ChildState(name, process, failure_text(error), is_well=False)
+    numbers = ", ".join(f"{key} {value}" for key, value in health.model_dump().items())
+    return ChildState(name, process, f"answers: {numbers}", is_well=True)

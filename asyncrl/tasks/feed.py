@@ -42,15 +42,14 @@ class Feed:
         self._name = name or repr(task)
         if len(task) == 0:
             raise ConfigError(
-                f"the task {self._name} has no prompts",
-                rule="a run needs at least one",
-                way_out="give it data, or task.size >= 1.",
+                f"the task {self._name} has no prompts", way_out="give it data, or task.size >= 1."
             )
         self._task, self._seed, self._shuffle, self._system_prompt = task, seed, shuffle, system_prompt
         self._num_prompts = len(task)
         self._first = tuple(first)
         self._first_draws = {prompt.prompt_id: draw for draw, prompt in enumerate(self._first)}
-        self._num_drawn = 0
+        self.num_drawn = 0
+        """Draws so far, repeated ones not counted."""
         self._handed_back: list[int] = []  # heap of draws
         self._counts: dict[int, int] = {}  # num_handed_back of each of them
         self._epoch = lru_cache(maxsize=4)(self._make_epoch)
@@ -60,10 +59,17 @@ class Feed:
         if self._handed_back:
             draw = heapq.heappop(self._handed_back)
         else:
-            draw = self._num_drawn
-            self._num_drawn += 1
+            draw = self.num_drawn
+            self.num_drawn += 1
+        return self._make(draw, self._counts.pop(draw, 0))
+
+    def make_again(self, prompt_id: str, num_handed_back: int) -> Prompt:
+        """A prompt that was drawn before. Raises TaskError if the task cannot make it."""
+        return self._make(self._draw_of(prompt_id), num_handed_back)
+
+    def _make(self, draw: int, num_handed_back: int) -> Prompt:
         prompt = self._first[draw] if draw < len(self._first) else self._make_prompt(*self._place(draw))
-        return replace(prompt, num_handed_back=self._counts.pop(draw, 0))
+        return replace(prompt, num_handed_back=num_handed_back)
 
     def hand_back_nowait(self, prompt: Prompt) -> None:
         """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back
@@ -71,12 +77,15 @@ class Feed:
         """
         self._hand_back(prompt.prompt_id, prompt.num_handed_back)
 
+    def _draw_of(self, prompt_id: str) -> int:
+        if (draw := self._first_draws.get(prompt_id)) is not None:
+            return draw
+        epoch, index = (int(part) for part in prompt_id.split("/"))
+        return len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
+
     def _hand_back(self, prompt_id: str, num_handed_back: int) -> None:
-        draw = self._first_draws.get(prompt_id)
-        if draw is None:
-            epoch, index = (int(part) for part in prompt_id.split("/"))
-            draw = len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
-        if draw >= self._num_drawn or draw in self._counts:
+        draw = self._draw_of(prompt_id)
+        if draw >= self.num_drawn or draw in self._counts:
             raise ValueError(f"prompt {prompt_id} is not out: it cannot be handed back")
         heapq.heappush(self._handed_back, draw)
         self._counts[draw] = num_handed_back
@@ -86,12 +95,8 @@ class Feed:
         """What the order of prompts follows from, fit for JSON: a position means something under the same one
         alone.
         """
-        return {
-            "num_prompts": self._num_prompts,
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "num_first": len(self._first),
-        }
+        order = {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle}
+        return {**order, "num_first": len(self._first)}
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
         """Raise TaskError if a saved order is another one."""
@@ -110,23 +115,17 @@ class Feed:
 
         Raises TaskError if the task cannot have given these prompts.
         """
-        self._num_drawn = num_drawn
+        self.num_drawn = num_drawn
         try:
             for prompt_id, num_handed_back in handed_back.items():
                 self._hand_back(prompt_id, num_handed_back)
         except (ValueError, IndexError) as error:
             raise TaskError(
                 "tasks",
-                f"the journal names the prompt {prompt_id}, which is not among the first {num_drawn} draws "
-                f"of {self._task!r}",
+                f"prompt {prompt_id} is not among the first {num_drawn} draws of {self._name}",
                 rule="a run goes on with the same task, seed and order",
                 way_out="resume with the data of the killed run, or start a new one.",
             ) from error
-
-    @property
-    def num_drawn(self) -> int:
-        """Draws so far, repeated ones not counted."""
-        return self._num_drawn
 
     def prompts_back(self) -> dict[str, int]:
         """Ids of the prompts that come again before any new one, in that order -> their num_handed_back."""
@@ -136,14 +135,12 @@ class Feed:
         """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the
         caller's to remember.
         """
-        return {**self.order, "num_drawn": self._num_drawn, "handed_back": sorted(self._counts.items())}
+        return {**self.order, "num_drawn": self.num_drawn, "handed_back": self.prompts_back()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises TaskError if it belongs to another task, seed or order."""
         self.check_order(state)
-        self._num_drawn = int(state["num_drawn"])
-        self._counts = {int(draw): int(count) for draw, count in state["handed_back"]}
-        self._handed_back = sorted(self._counts)
+        self.restore_nowait(state["num_drawn"], state["handed_back"])
 
     def _place(self, draw: int) -> tuple[int, int]:
         """(epoch, index) of a draw of the task."""
@@ -164,22 +161,18 @@ class Feed:
         place = f"prompt {index} of {self._name}"
         with caught() as boundary:
             found = self._task.prompt(index)
-        if boundary.error is not None:
-            raise TaskError(
-                "tasks", f"{place}: making it {boundary.failure}", way_out="correct the task's prompt()."
-            ) from boundary.error
-        item = found if isinstance(found, Item) else Item(found)
-        try:
+            item = found if isinstance(found, Item) else Item(found)
             messages = as_messages(item.content, place)
-        # rows are looked at when they are read; a task of the user's is asked in the middle of a run
-        except ConfigError as error:
-            raise TaskError("tasks", error.what, rule=error.rule, way_out=error.way_out) from error
+        if boundary.error is not None:
+            what = f"{place}: making it {boundary.failure}"
+            if isinstance(boundary.error, ConfigError):  # as_messages
+                what = boundary.error.what
+            raise TaskError("tasks", what, way_out="correct the task's prompt().") from boundary.error
         if self._system_prompt is not None:
             if messages[0]["role"] == "system":
                 raise TaskError(
                     "tasks",
-                    f"{place} begins with a system message of its own",
-                    rule="a chat has one system message",
+                    f"{place} begins with a system message of its own, and a chat has one",
                     way_out="remove task.system_prompt, or the message.",
                 )
             messages = ({"role": "system", "content": self._system_prompt}, *messages)

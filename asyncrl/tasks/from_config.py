@@ -37,10 +37,10 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
         return GymTask(config.reasoning_gym, size=config.size, seed=seed, settings=config.args)
     score = _reward_function(config)
     if config.dataset is not None:
-        rows = read_dataset(config.dataset, config.split, config.args)
+        rows, place = read_dataset(config.dataset, config.split, config.args)
     else:
-        rows = read_files(config.files or [], config.args)
-    return RowTask(rows, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
+        rows, place = read_files(config.files or [], config.args)
+    return RowTask(rows, place, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
 
 
 def look_at_task(
@@ -92,17 +92,17 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> Task:
             f"task.python={spec}: {usage} {boundary.failure}",
             way_out="correct task.args, task.size, or the task.",
         ) from boundary.error
-    lacking = [name for name in ("__len__", "prompt", "score") if not callable(getattr(task, name, None))]
-    if lacking:
+    if lacking := [name for name in ("__len__", "prompt", "score") if not hasattr(task, name)]:
         raise ConfigError(
             f"task.python={spec} made a {type(task).__name__} without {', '.join(lacking)}",
             rule="a task has __len__(), prompt(index) and score(prompt, completion)",
             way_out="add them; examples/my_task.py shows one.",
         )
-    check_call(task.prompt, (0,), {}, setting="task.python", spec=spec, usage="prompt(index)")
-    check_call(
-        task.score, (None, ""), {}, setting="task.python", spec=spec, usage="score(prompt, completion)"
-    )
+    for function, arguments, usage in (
+        (task.prompt, (0,), "prompt(index)"),
+        (task.score, (None, ""), "score(prompt, completion)"),
+    ):
+        check_call(function, arguments, {}, setting="task.python", spec=spec, usage=usage)
     assert isinstance(task, Task)
     return task
 
@@ -110,9 +110,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> Task:
 def _taskset(load_taskset: LoadTaskset | None) -> Any:
     if load_taskset is None:
         raise ConfigError(
-            "task.verifiers=true here",
-            rule="it takes the tasks of the environment that generator.verifiers names, and only a run has a "
-            "generator",
+            "task.verifiers=true, and only the task of a run has the environment of generator.verifiers",
             way_out="give this task a source of its own.",
         )
     return load_taskset()
@@ -121,12 +119,8 @@ def _taskset(load_taskset: LoadTaskset | None) -> Any:
 def _reward_function(config: TaskConfig) -> Score:
     function: Any = math_reward
     if config.reward not in ("math", None):
-        function = load_function(
-            config.reward,
-            "task.reward",
-            usage="reward(prompt, completion, answer)",
-            arguments=(None, "", None),
-        )
+        usage, arguments = "reward(prompt, completion, answer)", (None, "", None)
+        function = load_function(config.reward, "task.reward", usage=usage, arguments=arguments)
 
     def score(prompt: Prompt, completion: str) -> Any:
         if config.reward is None:
@@ -160,7 +154,6 @@ def _taken(config: EvalConfig, task: Task) -> EvalTask:
     if len(task) < config.num_prompts:
         raise ConfigError(
             f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task",
-            rule="an evaluation takes each prompt once",
             way_out=f"set eval.num_prompts={len(task)}, or give a larger task.",
         )
     return task, tuple(feed.next_nowait() for _ in range(config.num_prompts))

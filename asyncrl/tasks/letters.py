@@ -32,10 +32,7 @@ class Letters:
         if len(set(letters)) != len(letters) or not letters.isalpha():
             raise ValueError(f"letters={letters!r}: give letters, each once")
         if not 1 <= median_count <= max_count or sigma < 0:
-            raise ValueError(
-                f"median_count={median_count}, sigma={sigma}, max_count={max_count}: 1 <= median_count <= "
-                f"max_count and sigma >= 0"
-            )
+            raise ValueError(f"{median_count=}, {sigma=}, {max_count=}: not a spread of 1 .. max_count")
         self._seed, self._size, self._letters = seed, size, letters
         self._median_count, self._sigma, self._max_count = median_count, sigma, max_count
 

@@ -8,17 +8,17 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.task import Item, Rows
+from asyncrl.tasks.task import Item
 
-Read = list[tuple[str, Mapping[str, Any]]]
-"""Rows of one file, each with what errors call its place."""
+Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
+"""Rows, and what errors call the row at an index."""
 
 
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
@@ -26,76 +26,64 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     another kind, and for any settings.
     """
     if settings:
-        raise ConfigError(
-            f"task.args={settings} with task.files",
-            rule="files have no settings",
-            way_out="remove task.args.",
-        )
+        raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
     rows: list[Mapping[str, Any]] = []
     places: list[str] = []
     for path in map(Path, paths):
         if not path.is_file():
             raise ConfigError(
-                f"task.files: {path} is not a file",
-                rule=f"paths are relative to the working directory ({Path.cwd()})",
+                f"task.files: {path} is not a file (the working directory is {Path.cwd()})",
                 way_out="correct the path.",
             )
-        reader = _READERS.get(path.suffix)
-        if reader is None:
+        if path.suffix == ".parquet":
+            found = _read_parquet(path)
+        elif path.suffix in (".jsonl", ".json"):
+            found = _read_jsonl(path)
+        else:
             raise ConfigError(
                 f"task.files: {path} ends in {path.suffix or 'nothing'}",
                 rule="files are .jsonl or .parquet",
                 way_out="convert it, e.g. with the datasets library's to_parquet().",
             )
-        found = reader(path)
         if not found:
-            raise ConfigError(
-                f"task.files: {path} holds no rows", way_out="put one prompt a row into it, or leave it out."
-            )
-        rows += (row for _, row in found)
-        places += (place for place, _ in found)
-    return Rows(rows, places.__getitem__)
+            raise ConfigError(f"task.files: {path} holds no rows", way_out="fill it, or leave it out.")
+        rows += found.values()
+        places += found
+    return rows, places.__getitem__
 
 
-def _read_jsonl(path: Path) -> Read:
-    found: Read = []
+def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
+    """The rows by their places."""
+    found: dict[str, Mapping[str, Any]] = {}
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place = f"{path} line {number}"
+            place, row = f"{path} line {number}", None
             try:
                 row = json.loads(line)
+                why = f"is {type(row).__name__}"
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise _not_a_row(f"{place} is not JSON: {error}: {line[:80]!r}") from error
+                why = f"is not JSON: {error}: {line[:80]!r}"
             if not isinstance(row, dict):
-                raise _not_a_row(f"{place} is {type(row).__name__}, not an object")
-            found.append((place, row))
+                raise ConfigError(
+                    f"{place} {why}",
+                    rule="a .jsonl file has one JSON object a line",
+                    way_out='write it like {"prompt": "2+2?", "answer": "4"}.',
+                )
+            found[place] = row
     return found
 
 
-def _not_a_row(what: str) -> ConfigError:
-    return ConfigError(
-        what,
-        rule="a .jsonl file has one JSON object a line",
-        way_out='correct that line; write it like {"prompt": "2+2?", "answer": "4"}.',
-    )
-
-
-def _read_parquet(path: Path) -> Read:
+def _read_parquet(path: Path) -> dict[str, Mapping[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(
-            f"{path} is not a parquet file: {error}", way_out="write it again, or give a .jsonl file."
-        ) from error
-    return [(f"{path} row {number}", row) for number, row in enumerate(table.to_pylist())]
-
-
-_READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
+        raise ConfigError(f"{path} is not a parquet file: {error}", way_out="write it again.") from error
+    return {f"{path} row {number}": row for number, row in enumerate(table.to_pylist())}
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
@@ -109,27 +97,29 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
 
     shown = f"task.dataset={name}, split {split}"
     try:
-        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+        if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
             found: Any = datasets.load_from_disk(name)
+            if isinstance(found, Mapping):
+                if split not in found:
+                    raise ValueError(f"its splits are {', '.join(found)}")
+                found = found[split]
         else:
             found = datasets.load_dataset(name, split=split, **settings)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, RuntimeError) as error:
+    except (
+        datasets.exceptions.DatasetsError,
+        OSError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        KeyError,
+    ) as error:
         raise ConfigError(
             f"{shown} cannot be loaded: {type(error).__name__}: {error}",
-            way_out="check the hub id or folder, task.split, the subset (task.args: {name: ...}) and the "
-            "network.",
+            way_out="check hub id or folder, task.split, subset (task.args: {name: ...}) and network.",
         ) from error
-    if isinstance(found, Mapping):
-        if split not in found:
-            raise ConfigError(
-                f"{shown}: there is no such split",
-                rule=f"it has {', '.join(found)}",
-                way_out="set task.split to one of them.",
-            )
-        found = found[split]
     if len(found) == 0:
         raise ConfigError(f"{shown} holds no rows", way_out="set task.split to one that has some.")
-    return Rows(found, lambda index: f"{shown}, row {index}")
+    return found, lambda index: f"{shown}, row {index}"
 
 
 class GymTask:
@@ -153,17 +143,12 @@ class GymTask:
             close = difflib.get_close_matches(name, DATASETS, n=3)
             raise ConfigError(
                 f"task.reasoning_gym={name}: reasoning-gym has no such task",
-                rule=f"it has {len(DATASETS)} tasks",
-                way_out=f"did you mean {' or '.join(close)}?"
-                if close
-                else f"the names begin with {', '.join(sorted(DATASETS)[:5])}, ...",
+                way_out=f"did you mean {' or '.join(close or sorted(DATASETS))}?",
             )
         try:
             self._dataset = create_dataset(name, size=size, seed=seed, **settings)
         except (TypeError, ValueError, AssertionError) as error:
-            known = [
-                field for field in DATASETS[name][1].__dataclass_fields__ if field not in ("size", "seed")
-            ]
+            known = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"size", "seed"})
             raise ConfigError(
                 f"task.args={dict(settings)} do not suit reasoning-gym's {name}: {error}",
                 rule=f"its settings are {', '.join(known)}",
@@ -188,9 +173,8 @@ class GymTask:
         """The library's own score of the answer, 0 to 1."""
         answer = self._extract(completion)
         entry = {"question": prompt.messages[-1]["content"], **prompt.answer}
-        return float(
-            self._dataset.score_answer(completion.strip() if answer is None else answer, entry=entry)
-        )
+        said = completion.strip() if answer is None else answer
+        return float(self._dataset.score_answer(said, entry=entry))
 
 
 # The `math` reward: is the completion's final answer the reference answer, as mathematics? (math-verify
@@ -215,9 +199,7 @@ def math_reward(prompt: Prompt, completion: str, answer: Any) -> float:
 
     gold = _gold(str(answer)) if answer is not None else ()
     if not gold:
-        raise ValueError(
-            f"the reference answer {answer!r} is not mathematics that math-verify can read; correct that row"
-        )
+        raise ValueError(f"math-verify cannot read the reference answer {answer!r}; correct that row")
     return float(verify(list(gold), parse(completion, parsing_timeout=None), timeout_seconds=None))
 
 
@@ -237,8 +219,7 @@ def _gold(answer: str) -> tuple[Any, ...]:
     readings = [answer, f"${answer}$"] if is_sentence else [f"${answer}$", answer]
     for text in [answer] if any(mark in answer for mark in DELIMITERS) else readings:
         found = parse(text, parsing_timeout=None)
-        if any(
-            not isinstance(reading, str) for reading in found
-        ):  # a text is what math-verify gives back unparsed
+        # a text is what math-verify gives back unparsed
+        if any(not isinstance(reading, str) for reading in found):
             return tuple(found)
     return ()

@@ -10,16 +10,16 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError
+from asyncrl.messages.base import Message
 from asyncrl.messages.records import Prompt
 
 Content = str | Sequence[Mapping[str, str]]
 """A prompt as users write it: the user's text, or chat messages with `role` and `content`."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of chat messages, as the gateway takes them too."""
 
 Score = Callable[[Prompt, str], float | Awaitable[float]]
 """Reward of a completion's text. Pure: from the prompt and the text alone, whatever thread or process it runs
@@ -57,69 +57,68 @@ class Task(Protocol):
         ...
 
 
-def as_messages(content: object, where: str) -> tuple[Mapping[str, str], ...]:
+class _ChatMessage(Message):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, Field(strict=True)]
+
+
+_CHAT = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
+
+
+def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
     """The chat messages of a prompt's content; `where` is how an error calls its place.
 
-    Raises ConfigError if it is neither a text nor a list of messages with a known role and a text each.
+    Fields that are None are left out (parquet has them). Raises ConfigError if it is neither a text nor a
+    list of messages with a known role and a text each.
     """
+    chat = content
     if isinstance(content, str):
-        if not content:
-            raise _not_a_prompt(where, "an empty text")
-        return ({"role": "user", "content": content},)
-    if not isinstance(content, Sequence) or not content:
-        raise _not_a_prompt(where, f"{content!r:.80} ({type(content).__name__})")
-    messages = []
-    for number, message in enumerate(content):
-        if not isinstance(message, Mapping):
-            raise _not_a_prompt(where, f"message {number} is {message!r:.80}")
-        used = {key: value for key, value in message.items() if value is not None}
-        if set(used) != {"role", "content"} or not all(isinstance(value, str) for value in used.values()):
-            raise _not_a_prompt(where, f"message {number} is {used!r:.160}")
-        if used["role"] not in ROLES:
-            raise ConfigError(
-                f"{where} is no prompt: message {number} has the role {used['role']!r:.80}",
-                rule=f"roles are {', '.join(ROLES)}",
-                way_out="correct the role: most chat templates write any word, and the model then reads one "
-                "that it was never taught.",
-            )
-        messages.append(used)
-    return tuple(messages)
-
-
-def _not_a_prompt(where: str, found: str) -> ConfigError:
-    return ConfigError(
-        f"{where} is no prompt: {found}",
-        rule="a prompt is a text that is not empty, or a list of chat messages with a text as `role` and as "
-        "`content`",
-        way_out="correct it, or name the right column as task.prompt_column.",
-    )
-
-
-class Rows:
-    """Rows, and for messages what `place` calls the row at an index."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], place: Callable[[int], str]) -> None:
-        self.rows, self.place = rows, place
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self.rows[index]
+        chat = [{"role": "user", "content": content}] if content else []
+    elif isinstance(content, Sequence):
+        chat = [
+            {key: value for key, value in message.items() if value is not None}
+            if isinstance(message, Mapping)
+            else message
+            for message in content
+        ]
+    try:
+        _CHAT.validate_python(chat)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"{where} is no prompt: {content!r:.160} ({'.'.join(map(str, first['loc']))} {first['msg']})",
+            rule="a prompt is a text, or a list of chat messages with `role` and `content`, not empty",
+            way_out="correct it, or name the right column as task.prompt_column.",
+        ) from error
+    return tuple(chat)
 
 
 class RowTask:
     """A task out of rows: one column is the prompt, one may be the answer, the others are `info`; `score` is
-    a function.
+    a function. `place` is what errors call the row at an index.
 
     Every row is looked at when the task is built, so that a bad one ends the run before it has started.
     """
 
-    def __init__(self, rows: Rows, score: Score, *, prompt_column: str, answer_column: str | None) -> None:
-        self.rows, self._score = rows, score
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        place: Callable[[int], str],
+        score: Score,
+        *,
+        prompt_column: str,
+        answer_column: str | None,
+    ) -> None:
+        self.rows, self.score = rows, score
         self.prompt_column, self.answer_column = prompt_column, answer_column
-        for index in range(len(rows)):
-            self._check(index)
+        for index, row in enumerate(rows):
+            for column in (prompt_column, answer_column):
+                if column is not None and column not in row:
+                    raise ConfigError(
+                        f"{place(index)} has no column {column}; its columns are {', '.join(map(str, row))}",
+                        way_out="set task.prompt_column and task.answer_column (or none) to two of them.",
+                    )
+            as_messages(row[prompt_column], f"{place(index)}, column {prompt_column}")
 
     def __repr__(self) -> str:
         return f"<RowTask {len(self)} prompts, {self.prompt_column} -> {self.answer_column}>"
@@ -129,29 +128,9 @@ class RowTask:
 
     def prompt(self, index: int) -> Item:
         """The row at `index` as an item."""
-        row = self.rows[index]
-        named = (self.prompt_column, self.answer_column)
-        return Item(
-            row[self.prompt_column],
-            answer=row[self.answer_column] if self.answer_column is not None else None,
-            info={name: value for name, value in row.items() if name not in named},
-        )
-
-    def score(self, prompt: Prompt, completion: str) -> float | Awaitable[float]:
-        """What the reward function says."""
-        return self._score(prompt, completion)
-
-    def _check(self, index: int) -> None:
-        row, place = self.rows[index], self.rows.place(index)
-        for setting, column in (("prompt_column", self.prompt_column), ("answer_column", self.answer_column)):
-            if column is not None and column not in row:
-                raise ConfigError(
-                    f"{place} has no column {column} (task.{setting})",
-                    rule=f"its columns are {', '.join(map(str, row)) or 'none'}",
-                    way_out=f"set task.{setting} to one of them"
-                    + (", or to none." if setting == "answer_column" else "."),
-                )
-        as_messages(row[self.prompt_column], f"{place}, column {self.prompt_column}")
+        info = dict(self.rows[index])
+        content = info.pop(self.prompt_column)
+        return Item(content, None if self.answer_column is None else info.pop(self.answer_column), info)
 
 
 LARGEST_REWARD = 1e18
@@ -161,7 +140,7 @@ harnesses say.
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Scored:
     """What a call of a score function came to: a finite `reward`, or `failure` in words. Plain values: fit to
     cross a process.
     """
@@ -179,9 +158,8 @@ class caught:  # noqa: N801  reads like contextlib.suppress
     one is forgotten in silence.
     """
 
-    def __init__(self) -> None:
-        self.failure = ""
-        self.error: BaseException | None = None
+    failure = ""
+    error: BaseException | None = None
 
     def __enter__(self) -> caught:
         return self
@@ -208,39 +186,33 @@ def _is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def call(score: Score, prompt: Prompt, completion: str) -> Outcome | Awaitable[Any]:
+def call(score: Score, prompt: Prompt, completion: str) -> Scored | Awaitable[Any]:
     """Call `score`. An awaitable is for the caller to await, in call_async."""
     with caught() as boundary:
         value: Any = score(prompt, completion)
-        return value if isinstance(value, Awaitable) else as_outcome(value)
-    return Outcome(failure=boundary.failure)
+        return value if isinstance(value, Awaitable) else as_scored(value)
+    return Scored(failure=boundary.failure)
 
 
-async def call_async(value: Awaitable[Any]) -> Outcome:
+async def call_async(value: Awaitable[Any]) -> Scored:
     """Await what an async score function has returned."""
     with caught() as boundary:
-        return as_outcome(await value)
-    return Outcome(failure=boundary.failure)
+        return as_scored(await value)
+    return Scored(failure=boundary.failure)
 
 
-def as_outcome(value: object) -> Outcome:
+def as_scored(value: Any) -> Scored:
     """A number as a reward: int, float, bool, numpy's, or an array or tensor with one element. All else is a
     failure.
     """
     number = value
-    if (
-        hasattr(number, "item")
-        and getattr(number, "size", None) in (1, ())
-        or type(number).__module__ == "torch"
-    ):
+    if hasattr(value, "item"):
         with caught():
-            number = number.item()  # type: ignore[attr-defined]
+            number = value.item()
     if not isinstance(number, numbers.Real):
         hint = "; is a `return` missing?" if value is None else ""
-        return Outcome(failure=f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}")
+        return Scored(failure=f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}")
     reward = float(number)
-    if not math.isfinite(reward):
-        return Outcome(failure=f"returned {reward}, which is not finite")
-    if abs(reward) > LARGEST_REWARD:
-        return Outcome(failure=f"returned {reward}; rewards are {LARGEST_REWARD:g} at most")
-    return Outcome(reward)
+    if not abs(reward) <= LARGEST_REWARD:
+        return Scored(failure=f"returned {reward}; rewards are finite, and {LARGEST_REWARD:g} at most")
+    return Scored(reward)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.errors import ConfigError, RewardFailure
@@ -31,12 +30,8 @@ class VerifiersTask:
         there.
         """
         self._name = type(taskset).__name__
-        hidden = [
-            name
-            for name, field in type(taskset).task_type().data_type().model_fields.items()
-            if field.exclude
-        ]
-        if hidden:
+        fields = type(taskset).task_type().data_type().model_fields
+        if hidden := [name for name, field in fields.items() if field.exclude]:
             raise self._unfit(f"its data leave out {', '.join(hidden)} when they are written down")
         self._items: list[Item] = []
         with caught() as boundary:
@@ -47,7 +42,6 @@ class VerifiersTask:
         if boundary.error is not None:
             raise ConfigError(
                 f"task {len(self._items)} of {self._name}: making it {boundary.failure}",
-                rule="the tasks of a verifiers environment are read when the run starts",
                 way_out="correct its taskset, or its settings in generator.args.taskset.",
             ) from boundary.error
 
@@ -75,24 +69,17 @@ class VerifiersTask:
         if isinstance(data.prompt, str):
             messages.append({"role": "user", "content": data.prompt})
         else:
-            messages += [
-                {"role": message.role, "content": self._text(message.content, index)}
-                for message in data.prompt or ()
-            ]
-        return Item(
-            messages or [{"role": "user", "content": "(the environment opens the conversation)"}],
-            info={INFO_KEY: row},
-        )
+            said = data.prompt or ()
+            messages += [{"role": one.role, "content": self._text(one.content, index)} for one in said]
+        opening = {"role": "user", "content": "(the environment opens the conversation)"}
+        return Item(messages or [opening], info={INFO_KEY: row})
 
     def _text(self, content: Any, index: int) -> str:
         """The text of a message; there may be none beside tool calls."""
         if content is None or isinstance(content, str):
             return content or ""
-        others = [part.type for part in content if part.type != "text"]
-        if others:
-            raise self._unfit(
-                f"the prompt of task {index} has a part of type {others[0]}, and models are trained on text"
-            )
+        if others := [part.type for part in content if part.type != "text"]:
+            raise self._unfit(f"the prompt of task {index} has a part of type {others[0]}, and not of text")
         return "\n".join(part.text for part in content)
 
     def _unfit(self, what: str) -> ConfigError:
@@ -105,14 +92,8 @@ class VerifiersTask:
 
 def no_reward(prompt: Prompt) -> RewardFailure:
     """The failure of a rollout whose harness gave no reward, where the task has none either."""
-    source: Mapping[str, Any] = prompt.info
-    named = (
-        "the verifiers environment recorded no reward" if INFO_KEY in source else "its harness gave no reward"
-    )
     return RewardFailure(
-        f"prompt {prompt.prompt_id}: {named}, and the task has no reward function",
-        rule="each rollout needs a reward, from its harness or from the task",
-        way_out="add a reward to the environment."
-        if INFO_KEY in source
-        else "return one from the harness, or set task.reward.",
+        f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
+        rule="each rollout needs a reward, from its harness (or verifiers environment) or from the task",
+        way_out="return one from the harness, add one to the environment, or set task.reward.",
     )

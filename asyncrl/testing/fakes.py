@@ -10,31 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Literal
 
-from asyncrl.errors import RewardFailure, WouldWait
+from asyncrl.errors import RewardFailure
 from asyncrl.messages.records import (
     Batch,
     Completion,
-    Finished,
-    Group,
-    GroupId,
     PartialCompletion,
     Prompt,
     SamplingRequest,
-    Ticket,
     VersionSpan,
 )
 from asyncrl.messages.trainer_calls import ExportResponse, TrainResponse
-from asyncrl.testing.fake_engine import END_TOKEN, FakeEngineServer
-
-__all__ = [
-    "FakeEngine",
-    "FakeEngineServer",
-    "FakeScorer",
-    "FakeSink",
-    "FakeSource",
-    "FakeTokenizer",
-    "FakeTrainer",
-]
+from asyncrl.testing.fake_engine import END_TOKEN
 
 
 class FakeEngine:
@@ -68,7 +54,6 @@ class FakeEngine:
         """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so `on_segment` is never
         told.
         """
-        del on_segment
         self.requests.append(request)
         if partial is not None:
             self.resumed[request.request_id] = partial
@@ -84,9 +69,10 @@ class FakeEngine:
             self.running -= 1
         length = min(self._tokens(request), request.max_tokens)
         reason: Literal["stop", "length"] = "length" if length == request.max_tokens else "stop"
+        tokens = (ord("z"),) * length
         if on_tokens is not None:
-            on_tokens((ord("z"),) * length)
-        return Completion((ord("z"),) * length, (-1.0,) * length, (VersionSpan(0, length, version),), reason)
+            on_tokens(tokens)
+        return Completion(tokens, (-1.0,) * length, (VersionSpan(0, length, version),), reason)
 
 
 class FakeTokenizer:
@@ -124,46 +110,6 @@ class FakeSource:
         self.front.appendleft(prompt)
 
 
-class FakeSink:
-    """A GroupSink that gives `allow(n)` tickets and keeps what it is told."""
-
-    def __init__(self, num_tickets: int = 0, *, start_version: int = 0) -> None:
-        self.start_version = start_version
-        self.admitted: list[Ticket] = []
-        self.finished: list[Group] = []
-        self.failed: dict[GroupId, str] = {}
-        self._num_tickets = num_tickets
-        self._changed = asyncio.Event()
-
-    def allow(self, num_tickets: int) -> None:
-        """Give leave for so many groups more."""
-        self._num_tickets += num_tickets
-        self._changed.set()
-
-    async def wait_open(self) -> None:
-        """Return once there is a ticket."""
-        while not self._num_tickets:
-            self._changed.clear()
-            await self._changed.wait()
-
-    def admit_nowait(self) -> Ticket:
-        """The next ticket, or WouldWait."""
-        if not self._num_tickets:
-            raise WouldWait("no ticket is left")
-        self._num_tickets -= 1
-        self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
-        return self.admitted[-1]
-
-    def finish_nowait(self, group: Group) -> Finished:
-        """Kept in `finished`."""
-        self.finished.append(group)
-        return "ready"
-
-    def fail_nowait(self, group_id: GroupId, reason: str) -> None:
-        """Kept in `failed`."""
-        self.failed[group_id] = reason
-
-
 class FakeScorer:
     """A Scorer that answers `reward(prompt, completion)` after `latency_s`; a text instead of a number is a
     failure.
@@ -195,10 +141,8 @@ class FakeTrainer:
     version is `w{version}`, or always `w0` if `is_frozen` (a publish of the same weights).
     """
 
-    def __init__(
-        self, *, train_s: float = 1.0, export_s: float = 0.0, num_bytes: int = 1000, is_frozen: bool = False
-    ) -> None:
-        self.train_s, self.export_s, self.num_bytes, self.is_frozen = train_s, export_s, num_bytes, is_frozen
+    def __init__(self, *, train_s: float = 1.0, export_s: float = 0.0, is_frozen: bool = False) -> None:
+        self.train_s, self.export_s, self.is_frozen = train_s, export_s, is_frozen
         self.is_up, self.went_up, self.num_restarts = True, asyncio.Event(), 0
         self.policy_version = 0
         self.batches: list[Batch] = []
@@ -227,7 +171,7 @@ class FakeTrainer:
         return self.policy_version
 
     async def wait_up(self) -> None:
-        """Sleep while `is_up` is false; whoever sets it to true sets `went_up` too."""
+        """Sleep while `is_up` is false; whatever sets it to true sets `went_up` too."""
         while not self.is_up:
             await self.went_up.wait()
 
@@ -235,12 +179,8 @@ class FakeTrainer:
         """The newest weights in staging."""
         async with self._worker:
             await asyncio.sleep(self.export_s)
-            self.exported.append(self.policy_version)
-            digest = "w0" if self.is_frozen else f"w{self.policy_version}"
-            return ExportResponse(
-                version=self.policy_version,
-                path=f"fake/{digest}",
-                digest=digest,
-                num_tensors=1,
-                num_bytes=self.num_bytes,
-            )
+            version = self.policy_version
+            self.exported.append(version)
+            digest = "w0" if self.is_frozen else f"w{version}"
+            path = f"fake/{digest}"
+            return ExportResponse(version=version, path=path, digest=digest, num_tensors=1, num_bytes=1000)

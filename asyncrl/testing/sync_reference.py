@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -69,19 +70,16 @@ def sync_reference(
     for version in range(num_steps):
         prompts = [parts.next_prompt() for _ in range(num_groups)]
         prompt_ids = [tuple(parts.encode(prompt.messages)) for prompt in prompts]
-        requests = [
-            (ids, parts.derive_seed(prompt.prompt_id, sample_index))
-            for prompt, ids in zip(prompts, prompt_ids, strict=True)
-            for sample_index in range(group_size)
+        places = list(product(range(num_groups), range(group_size)))
+        requests = [(prompt_ids[i], parts.derive_seed(prompts[i].prompt_id, sample)) for i, sample in places]
+        trajectories = [
+            _trajectory(parts, prompts[i], prompt_ids[i], completion, sample, version)
+            for (i, sample), completion in zip(places, parts.generate(requests), strict=True)
         ]
-        completions = iter(parts.generate(requests))
         groups = []
-        for index, (prompt, ids) in enumerate(zip(prompts, prompt_ids, strict=True)):
-            trajectories = tuple(
-                _trajectory(parts, prompt, ids, next(completions), sample, version)
-                for sample in range(group_size)
-            )
-            groups.append(Group(GroupId(version * num_groups + index), prompt, trajectories))
+        for index, prompt in enumerate(prompts):
+            of_group = tuple(trajectories[index * group_size : (index + 1) * group_size])
+            groups.append(Group(GroupId(version * num_groups + index), prompt, of_group))
         batch = Batch(version=version, groups=tuple(groups), min_version=version)
         report = parts.train(batch)
         parts.load_weights(report.policy_version)

@@ -25,25 +25,25 @@ _STDLIB = str(Path(sysconfig.get_path("stdlib")).resolve())
 _MAX_NAMED = 20
 
 
-class DeadlockError(Exception):
-    """Nothing can happen any more. `blocked` holds (task name, function it waits in), `now_s` the virtual
-    time.
+class StuckError(Exception):
+    """`blocked` holds (task name, function it waits in) of every task, the main task last; `now_s` is the
+    virtual time.
     """
 
-    def __init__(self, now_s: float, blocked: list[tuple[str, str]]) -> None:
-        self.now_s, self.blocked = now_s, blocked
-        super().__init__(f"nothing can happen at t={now_s} s: {_sentence(blocked, 'waits')}")
+    def __init__(self, what: str, loop: VirtualTimeLoop) -> None:
+        self.now_s, self.blocked = loop.time(), _where_tasks_are(loop)
+        named = [f"{name} waits in {function}" for name, function in self.blocked[:_MAX_NAMED]]
+        if len(self.blocked) > _MAX_NAMED:
+            named.append(f"and {len(self.blocked) - _MAX_NAMED} tasks more")
+        super().__init__(f"{what} at t={self.now_s} s: {', '.join(named) or 'no task is left'}")
 
 
-class BusyLoopError(Exception):
-    """The clock stands still: `running` holds (task name, function) of all tasks that are not done."""
+class DeadlockError(StuckError):
+    """Nothing can happen any more."""
 
-    def __init__(self, now_s: float, num_rounds: int, running: list[tuple[str, str]]) -> None:
-        self.now_s, self.num_rounds, self.running = now_s, num_rounds, running
-        super().__init__(
-            f"time stands still at t={now_s} s after {num_rounds} rounds of the loop: "
-            f"{_sentence(running, 'is')}"
-        )
+
+class BusyLoopError(StuckError):
+    """The clock stands still while the tasks run on."""
 
 
 def run_virtual(
@@ -63,7 +63,7 @@ def run_virtual(
     except BaseException as error:
         try:
             runner.close()
-        except (DeadlockError, BusyLoopError) as stubborn:
+        except StuckError as stubborn:
             error.add_note(f"And the tasks that were cancelled then did not end: {stubborn}")
         raise
     runner.close()
@@ -90,9 +90,7 @@ def stand_still(seconds: float) -> None:
 def _virtual_loop(asked: str) -> VirtualTimeLoop:
     loop = asyncio.get_running_loop()
     if not isinstance(loop, VirtualTimeLoop):
-        raise RuntimeError(
-            f"{asked}() works on the virtual clock alone; run the test's coroutine with run_virtual(...)"
-        )
+        raise RuntimeError(f"{asked}() works on the virtual clock alone; run the test with run_virtual(...)")
     return loop
 
 
@@ -117,9 +115,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self.set_exception_handler(lambda _, context: self._keep_error(context))
         self._set_clock(start_s)
 
-    def __repr__(self) -> str:
-        return f"<VirtualTimeLoop t={self._now_s} s>"
-
     def time(self) -> float:
         """Virtual seconds."""
         return self._now_s
@@ -141,22 +136,20 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._rounds += 1
         if self._rounds > self._max_rounds:
             self._rounds = 0
-            raise BusyLoopError(self._now_s, self._max_rounds, _where_tasks_are(self))
+            raise BusyLoopError(f"time stands still after {self._max_rounds} rounds of the loop", self)
         if timeout is not None and timeout <= 0:
             return []
         if self._wake_all_blocked():
             return []
         if timeout is None:
-            raise DeadlockError(self._now_s, _where_tasks_are(self))
+            raise DeadlockError("nothing can happen", self)
         self._set_clock(self._scheduled[0].when())  # type: ignore[attr-defined]
         return []
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         """Refused: a thread knows nothing of the virtual clock."""
-        raise RuntimeError(
-            f"{getattr(func, '__qualname__', func)} would run in a thread; the virtual clock knows no "
-            f"threads, give the test a fake"
-        )
+        name = getattr(func, "__qualname__", func)
+        raise RuntimeError(f"{name} would run in a thread, which knows no virtual clock; use a fake")
 
     def _wake_all_blocked(self) -> bool:
         waiting, self._in_all_blocked = [future for future in self._in_all_blocked if not future.done()], []
@@ -166,9 +159,8 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _set_clock(self, now_s: float) -> None:
         self._now_s, self._rounds = now_s, 0
-        self._clock_resolution = max(
-            1e-9, math.ulp(now_s)
-        )  # below one ulp, a timer due now would never be due
+        # below one ulp, a timer due now would never be due
+        self._clock_resolution = max(1e-9, math.ulp(now_s))
 
     def _keep_error(self, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -192,7 +184,7 @@ async def _named(coro: Coroutine[Any, Any, Result]) -> Result:
 def _where_tasks_are(loop: asyncio.AbstractEventLoop) -> list[tuple[str, str]]:
     """(name, function) of every task that is not done, by name, the main task last."""
     places = [(task.get_name(), _innermost_own_function(task)) for task in asyncio.all_tasks(loop)]
-    return sorted(places, key=lambda place: (place[0] == "main", _natural(place[0])))
+    return sorted(places, key=lambda place: (place[0] == "main", len(place[0]), place[0]))
 
 
 def _innermost_own_function(task: asyncio.Task[Any]) -> str:
@@ -201,22 +193,11 @@ def _innermost_own_function(task: asyncio.Task[Any]) -> str:
     A task made of a library function alone (`create_task(queue.get())`) is named by that function.
     """
     codes = [frame.f_code for frame in await_chain(task.get_coro()) if frame.f_code is not _named.__code__]
-    own = [
-        code for code in codes if not code.co_filename.startswith(_STDLIB) or "-packages" in code.co_filename
-    ]
+    own = [code for code in codes if not _is_stdlib(code.co_filename)]
     if not codes:
         return "its start"
     return (own[-1] if own else codes[0]).co_qualname.rpartition("<locals>.")[2]
 
 
-def _natural(name: str) -> tuple[str, int]:
-    """Sort key under which producer-2 stands before producer-10."""
-    stem = name.rstrip("0123456789")
-    return stem, int(name[len(stem) :] or 0)
-
-
-def _sentence(places: list[tuple[str, str]], verb: str) -> str:
-    named = [f"{name} {verb} in {function}" for name, function in places[:_MAX_NAMED]]
-    if len(places) > _MAX_NAMED:
-        named.append(f"and {len(places) - _MAX_NAMED} tasks more")
-    return ", ".join(named) or "no task is left"
+def _is_stdlib(path: str) -> bool:
+    return path.startswith(_STDLIB) and "-packages" not in path

@@ -8,7 +8,6 @@ refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -39,25 +38,36 @@ def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, v
             409,
             f"batch {header.version} came while the trainer is at policy_version {policy_version}",
             rule="batch v is trained once, by policy_version v",
-            way_out="two controllers may share this trainer, or a batch was sent twice; start the run again.",
+            way_out="start the run again.",
         )
-    if header.min_version > header.version:
-        raise _wrong(
-            f"min_version {header.min_version} is above version {header.version}", "ages are not below 0"
-        )
+    num_tokens = len(arrays.token_ids)
     for name, dtype in DTYPES.items():
         array = getattr(arrays, name)
-        if array.dtype != dtype or array.shape != (len(arrays.token_ids),):
-            raise _wrong(
-                f"{name} is {array.dtype} {array.shape}",
-                f"it must be {np.dtype(dtype)} ({len(arrays.token_ids)},)",
-            )
-    _check_structure(header, len(arrays.token_ids))
-    for _, branches in groupby(
-        header.trajectories, key=lambda entry: (entry.group_index, entry.sample_index)
+        _expect(
+            array.dtype == dtype and array.shape == (num_tokens,), f"{name} is {array.dtype} {array.shape}"
+        )
+    entries = header.trajectories
+    ends = [entry.end for entry in entries]
+    _expect([entry.start for entry in entries] == [0, *ends[:-1]], "trajectories do not follow each other")
+    _expect(ends[-1:] == [num_tokens], f"trajectories end at {ends[-1:]} of {num_tokens} tokens")
+    groups = [-1, *(entry.group_index for entry in entries)]
+    _expect(set(np.diff(groups)) <= {0, 1}, f"group indices {groups[1:]} do not follow each other")
+    unit_N = find_units(header, num_tokens).unit_N
+    _expect((unit_N[arrays.loss_mask] >= 0).all(), "credits do not cover every loss token")
+    ids, logprobs, sampled = arrays.token_ids, arrays.behaviour_logprobs, arrays.loss_mask
+    starts = np.zeros_like(sampled)
+    starts[[entry.start for entry in entries]] = True
+    is_outside = (arrays.versions < 0) | (arrays.versions > header.version)
+    for wrong, values, what in (
+        ((ids < 0) | (ids >= vocab_size), ids, f"token id not below {vocab_size}"),
+        (~np.isfinite(logprobs), logprobs, "behaviour_logprob that is not finite"),
+        (sampled & (logprobs > LOGPROB_SLACK), logprobs, "behaviour_logprob above 0"),
+        (sampled & is_outside, arrays.versions, f"version of a sampled token not in 0 to {header.version}"),
+        (sampled & starts, ids, "sampled token with none before it"),
     ):
-        _check_rollout(list(branches), arrays.loss_mask)
-    _check_tokens(header, arrays, vocab_size)
+        first = int(np.argmax(wrong))
+        where = f"{values[first]} at {_token_name(header, first)}, {wrong.sum()} such"
+        _expect(not wrong.any(), f"{what}: {where}")
 
 
 def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
@@ -70,128 +80,20 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
         raise Refused(
             409,
             f"a token of {_token_name(header, worst)} was sampled at version {arrays.versions[worst]}, and "
-            f"{int(old.sum())} tokens are older than min_version {header.min_version} in batch "
-            f"{header.version}",
+            f"{int(old.sum())} are older than min_version {header.min_version} in batch {header.version}",
             rule="no token older than version - buffer.max_staleness may be trained on",
-            way_out="please report it; buffer.on_overdue=mask gives such tokens no weight.",
+            way_out="buffer.on_overdue=mask gives such tokens no weight.",
         )
     kept = arrays.loss_mask & ~old
     if not kept.any():
         raise Refused(
             409,
-            f"batch {header.version} has no token that carries loss "
-            f"({int(arrays.loss_mask.sum())} sampled, all older than version {header.min_version})",
+            f"batch {header.version} has no token that carries loss ({int(arrays.loss_mask.sum())} sampled, "
+            f"all older than version {header.min_version})",
             rule="an optimizer step needs at least one loss token",
             way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
         )
     return kept
-
-
-def _check_structure(header: BatchHeader, num_tokens: int) -> None:
-    """Trajectories follow each other without gaps, group after group, in a group by sample and branch, each
-    once.
-    """
-    end, group_ids, before = 0, list[int](), (-1, 0)
-    for entry in header.trajectories:
-        name, place = trajectory_name(entry), (entry.sample_index, entry.branch)
-        if entry.start != end or entry.end <= entry.start:
-            raise _wrong(
-                f"{name} has tokens [{entry.start}, {entry.end}) after {end}",
-                "trajectories follow each other, none is empty",
-            )
-        if entry.group_index == len(group_ids):
-            group_ids.append(entry.group_id)
-            before = (-1, 0)
-        if entry.group_index != len(group_ids) - 1 or group_ids[-1] != entry.group_id:
-            raise _wrong(
-                f"{name} has group_index {entry.group_index} after group {len(group_ids) - 1}",
-                "groups follow each other, one id each",
-            )
-        if not (place == (before[0], before[1] + 1) or (place[0] > before[0] and place[1] == 0)):
-            raise _wrong(
-                f"{name}, branch {place[1]}, comes after sample {before[0]}, branch {before[1]}",
-                "a group's samples follow each other by number, each once, a sample's branches from 0 "
-                "without gaps",
-            )
-        if not np.isfinite(entry.reward):
-            raise _wrong(f"{name} has reward {entry.reward}", "rewards are finite")
-        before, end = place, entry.end
-    if end != num_tokens or not header.trajectories or len(set(group_ids)) != len(group_ids):
-        raise _wrong(
-            f"{len(header.trajectories)} trajectories of groups {group_ids} cover {end} of {num_tokens}",
-            "they cover every token, each group once",
-        )
-
-
-def _check_tokens(header: BatchHeader, arrays: BatchArrays, vocab_size: int) -> None:
-    ids, logprobs, versions, sampled = (
-        arrays.token_ids,
-        arrays.behaviour_logprobs,
-        arrays.versions,
-        arrays.loss_mask,
-    )
-    starts = np.zeros_like(sampled)
-    starts[[entry.start for entry in header.trajectories]] = True
-    checks = (
-        ((ids < 0) | (ids >= vocab_size), ids, "token id", f"ids are 0 to {vocab_size - 1} in this model"),
-        (~np.isfinite(logprobs), logprobs, "behaviour_logprob", "logprobs are finite"),
-        (sampled & (logprobs > LOGPROB_SLACK), logprobs, "behaviour_logprob", "no logprob is above 0"),
-        (
-            sampled & ((versions < 0) | (versions > header.version)),
-            versions,
-            "version",
-            f"a sampled token has a version from 0 to {header.version}",
-        ),
-        (sampled & starts, ids, "sampled first token", "a token needs one before it to be predicted from"),
-    )
-    for wrong, values, what, rule in checks:
-        if wrong.any():
-            first = int(np.argmax(wrong))
-            raise _wrong(f"{what} {values[first]} of {_token_name(header, first)} ({wrong.sum()} such)", rule)
-
-
-def _check_rollout(branches: list[TrajectoryHeader], loss_mask: BoolN) -> None:
-    """Branches and credits of a rollout add up to samples."""
-    first, rewards = branches[0], [entry.reward for entry in branches]
-    name = trajectory_name(first)
-    if len(set(rewards)) > 1:
-        raise _wrong(f"the branches of {name} have rewards {rewards}", "a rollout has one reward")
-    with_credits = [entry.branch for entry in branches if entry.credits]
-    if with_credits and len(with_credits) < len(branches):
-        raise _wrong(
-            f"of the {len(branches)} branches of {name} only {with_credits} have credits",
-            "credits cover every loss token of a rollout, or there are none",
-        )
-    rewards_of: dict[int, float] = {}
-    for entry in branches:
-        if entry.credits:
-            _check_coverage(entry, loss_mask[entry.start : entry.end])
-        for credit in entry.credits:
-            known = rewards_of.setdefault(credit.unit, credit.reward)
-            if not np.isfinite(credit.reward) or known != credit.reward:
-                raise _wrong(
-                    f"unit {credit.unit} of {name} has rewards {known} and {credit.reward}",
-                    "a unit of a rollout has one reward, a finite one",
-                )
-
-
-def _check_coverage(entry: TrajectoryHeader, loss_mask: BoolN) -> None:
-    """Every loss token once; other tokens may lie in a credit too."""
-    times = np.zeros(len(loss_mask), np.int64)
-    for credit in entry.credits:
-        if not 0 <= credit.start < credit.end <= len(loss_mask) or credit.unit < 0:
-            raise _wrong(
-                f"{trajectory_name(entry)} has a credit for tokens [{credit.start}, {credit.end}) of "
-                f"{len(loss_mask)}, unit {credit.unit}",
-                "a credit is for at least one token of its trajectory, its unit 0 or more",
-            )
-        times[credit.start : credit.end] += 1
-    wrong = np.flatnonzero(loss_mask & (times != 1))
-    if len(wrong):
-        raise _wrong(
-            f"token {wrong[0]} of {trajectory_name(entry)} is in {times[wrong[0]]} credits ({len(wrong)})",
-            "credits cover every loss token once",
-        )
 
 
 @dataclass(frozen=True)
@@ -242,5 +144,7 @@ def _token_name(header: BatchHeader, index: int) -> str:
     return f"{trajectory_name(entry)}, position {index - entry.start}"
 
 
-def _wrong(error: str, rule: str) -> Refused:
-    return Refused(422, error, rule=rule, way_out="please report it: the controller made a wrong batch.")
+def _expect(is_right: bool | np.bool_, error: str) -> None:
+    """Refuse the batch unless it `is_right`."""
+    if not is_right:
+        raise Refused(422, error, rule="the parts of a batch fit together", way_out="start the run again.")

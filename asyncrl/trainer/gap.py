@@ -1,14 +1,17 @@
-"""How far engines and trainer are apart on tokens that both have from the same weights, engine by engine.
-Knows numbers alone.
+"""Numbers of a step: how far engines and trainer are apart on tokens that both have from the same weights,
+engine by engine; distances between policies; the learning rate. Knows arrays, no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from asyncrl.config import TrainerConfig
 
 Float32M = npt.NDArray[np.float32]
 Int16M = npt.NDArray[np.int16]
@@ -19,8 +22,10 @@ MIN_ENGINE_TOKENS = 64
 """Fresh tokens of one engine from which its own mean is judged: of fewer, one unlikely token can be most of
 it.
 """
-MOST_NAMED = 4
-"""Engines that a message names beside the one that it is about."""
+GAP_ADVICE = (
+    "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
+    "engine that is off alone; weight_sync.interrupt=keep_kv raises the gap"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +39,9 @@ class Gap:
     mean: float
     max: float
 
-    @property
-    def can_be_judged(self) -> bool:
-        """Whether there are tokens enough for a limit on the mean."""
-        return self.engine is None or self.num_tokens >= MIN_ENGINE_TOKENS
+    def __str__(self) -> str:
+        who = "all engines" if self.engine is None else f"engine-{self.engine}"
+        return f"{who} by {self.mean:.4g} nats on {self.num_tokens} fresh tokens"
 
 
 def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: Int16M) -> list[Gap]:
@@ -63,43 +67,46 @@ def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
     return metrics
 
 
-def worst_gap(gaps: Sequence[Gap], limit: float) -> Gap | None:
-    """The largest mean that is above `limit`, one engine's rather than that of all where both are the same.
-    NaN is above nothing.
+def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
+    """Whose mean is above `limit`, the largest first; '' if none is. NaN is above nothing."""
+    above = [
+        gap
+        for gap in gaps
+        if gap.mean > limit and (gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS)
+    ]
+    above.sort(key=lambda gap: (-gap.mean, gap.engine is None))
+    return f"engines and trainer disagree: {', '.join(map(str, above[:4]))}" if above else ""
+
+
+def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
+    """Entropy, distance and effective sample size of M >= 1 loss tokens, before the update; logprobs and
+    entropy in nats.
+
+    kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current -
+    behaviour), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html). ess is the
+    effective sample size of the weights w as a fraction of M, (sum w)^2 / (M sum w^2): 1 on-policy.
     """
-    above = [gap for gap in gaps if gap.can_be_judged and gap.mean > limit]
-    return max(above, key=lambda gap: (gap.mean, gap.engine is not None), default=None)
+    log_weight_M = current_M.astype(np.float64) - behaviour_M.astype(np.float64)
+    weight_M: npt.NDArray[np.float64] = np.exp(log_weight_M)
+    return {
+        "policy/entropy": float(entropy_M.mean(dtype=np.float64)),
+        "policy/kl_behaviour": float((weight_M - 1.0 - log_weight_M).mean()),
+        "policy/ess": float(weight_M.sum() ** 2 / (len(weight_M) * np.square(weight_M).sum())),
+    }
 
 
-def gap_words(worst: Gap, gaps: Sequence[Gap]) -> str:
-    """Which engine is off by how much, and how it is with the others."""
-    engines = sorted(
-        (gap for gap in gaps if gap.engine is not None and gap is not worst), key=lambda gap: -gap.mean
-    )
-    if (
-        len(engines) == 1 and engines[0].num_tokens == worst.num_tokens
-    ):  # all tokens are those of the only engine
-        worst, engines = engines[0], []
-    all_of_them = "the engines" if engines else "engine"
-    who = all_of_them if worst.engine is None else f"engine-{worst.engine}"
-    others = ", ".join(
-        f"engine-{gap.engine} by {gap.mean:.4g} on {gap.num_tokens}" for gap in engines[:MOST_NAMED]
-    )
-    if len(engines) > MOST_NAMED:
-        others += f", {len(engines) - MOST_NAMED} others by less"
-    words = (
-        f"{who} and trainer disagree by {worst.mean:.4g} nats on average on {worst.num_tokens} fresh tokens"
-    )
-    return f"{words} ({others})" if others else words
+def learning_rate_at(config: TrainerConfig, step: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0 over the whole run.
 
-
-def gap_advice(worst: Gap, gaps: Sequence[Gap]) -> str:
-    """What to look at, and what to change."""
-    advice = (
-        "check that engine and trainer use the same model.dtype, temperature and weights; "
-        "weight_sync.interrupt=keep_kv raises the gap"
-    )
-    if worst.engine is not None and sum(gap.engine is not None for gap in gaps) > 1:
-        own = f"what engine-{worst.engine} alone has is its weights, its settings or its device: read its log"
-        return f"{own}; else {advice}"
-    return advice
+    Warm-up rises linearly and reaches the peak in its last step, number warmup_steps - 1; then the rate stays
+    (constant) or falls to 0 one step after the last of num_steps * mini_batches * epochs.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / length, 1.0)
+    if config.schedule == "linear":
+        return config.learning_rate * (1.0 - progress)
+    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))

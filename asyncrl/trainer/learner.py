@@ -11,62 +11,58 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.config import TrainerConfig
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.trainer.batch_checks import check_batch, loss_tokens
-from asyncrl.trainer.gap import GAP_WARNING, gap_advice, gap_metrics, gap_words, measure_gaps, worst_gap
-from asyncrl.trainer.model.packing import BoolN, MicroBatch
-from asyncrl.trainer.model.parts import make_optimizer, make_parts, reshard
+from asyncrl.trainer.gap import (
+    GAP_ADVICE,
+    GAP_WARNING,
+    gap_fault,
+    gap_metrics,
+    learning_rate_at,
+    measure_gaps,
+    policy_metrics,
+)
+from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
+from asyncrl.trainer.model.parts import Parts, make_optimizer, reshard
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.record import append_line, note_restored, trained_line
-from asyncrl.trainer.shares import mini_batches, rank_micro_batches
 from asyncrl.trainer.spec import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
 
 
-@dataclass
 class StepSums:
     """Of the micro-batches of one optimizer step; logprobs and entropies [N] are set where a token carries
     loss.
     """
 
-    logprobs_N: Float32N
-    entropies_N: Float32N
-    loss: float = 0.0
-    stats: dict[str, float] = field(default_factory=dict)
-
-    def add(
-        self, micro: MicroBatch, logprob_M: Tensor, entropy_M: Tensor, loss: Tensor, stats: dict[str, float]
-    ) -> None:
-        """One micro-batch."""
-        self.loss += float(loss.detach())
-        self.logprobs_N[micro.source_M] = logprob_M.detach().cpu().numpy()
-        self.entropies_N[micro.source_M] = entropy_M.detach().cpu().numpy()
-        _add_to(self.stats, stats)
+    def __init__(self, num_tokens: int) -> None:
+        self.logprobs_N, self.entropies_N = np.zeros((2, num_tokens), np.float32)
+        self.loss = 0.0
+        self.stats = Counter[str]()
 
     def add_up(self, ranks: Ranks) -> None:
         """Become the sums of all ranks, on all of them alike: what follows from them each decides by
         itself.
         """
-        if ranks.size > 1:
-            ranks.add_up(self.logprobs_N, self.entropies_N)
-            self.loss, parts, self.stats = 0.0, ranks.gather([self.loss, self.stats]), {}
-            for loss, stats in parts:
-                self.loss += loss
-                _add_to(self.stats, stats)
+        ranks.add_up(self.logprobs_N, self.entropies_N)
+        parts = ranks.gather([self.loss, self.stats])
+        self.loss, self.stats = 0.0, Counter()
+        for loss, stats in parts:
+            self.loss += loss
+            self.stats.update(stats)
 
 
 @dataclass
@@ -79,7 +75,7 @@ class BatchTotals:
     entropies_N: Float32N
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    stats: dict[str, float] = field(default_factory=dict)
+    stats: Counter[str] = field(default_factory=Counter)
     gap: dict[str, float] = field(default_factory=dict)
     num_tokens: int = 0
     num_skipped: int = 0
@@ -112,7 +108,7 @@ class Learner:
         """
         self._has_recorded = False
         self._objective = Objective(spec)
-        parts = make_parts(spec, ranks, needs_reference=self._objective.needs_reference)
+        parts = Parts(spec, ranks, needs_reference=self._objective.needs_reference)
         self.device, self.dtype, self.policy = parts.device, parts.dtype, parts.policy
         self._reference, self._adapters, self._masters = parts.reference, parts.adapters, parts.masters
         self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
@@ -128,7 +124,7 @@ class Learner:
         check_batch(header, arrays, self.policy_version, vocab_size)
         has_loss = loss_tokens(header, arrays)
         batch = self._numbers(header, arrays, has_loss)
-        taken = BatchTotals(np.zeros(len(has_loss), np.float32), np.zeros(len(has_loss), np.float32))
+        taken = BatchTotals(*np.zeros((2, len(has_loss)), np.float32))
         parts = mini_batches(header, has_loss, self.spec.trainer.mini_batches)
         for epoch in range(self.spec.trainer.epochs):
             for chosen in parts:
@@ -163,28 +159,24 @@ class Learner:
 
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
         """All that is computed before the first step, which may change the weights."""
-        proximal_N = reference_N = None
+        batch = BatchNumbers(header, arrays, has_loss)
         if self._objective.needs_proximal:
-            proximal_N = self._forward(self.policy, header, arrays, has_loss)
-        if self._objective.needs_reference:
-            reference_N = self._reference_logprobs(header, arrays, has_loss)
-        advantage_N = self._objective.advantages(header, arrays, has_loss, proximal_N, reference_N)
-        return BatchNumbers(header, arrays, advantage_N, proximal_N, reference_N)
-
-    def _reference_logprobs(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> Float32N:
-        """float32 [N], by the initial weights."""
-        if self._adapters is None:
-            assert self._reference is not None
-            return self._forward(self._reference, header, arrays, has_loss)
-        with self._adapters.off():
-            return self._forward(self.policy, header, arrays, has_loss)
+            batch.proximal_N = self._forward(self.policy, header, arrays, has_loss)
+        if self._reference is not None:
+            batch.reference_N = self._forward(self._reference, header, arrays, has_loss)
+        elif self._objective.needs_reference:
+            assert self._adapters is not None
+            with self._adapters.off():
+                batch.reference_N = self._forward(self.policy, header, arrays, has_loss)
+        batch.advantage_N = self._objective.advantages(batch)
+        return batch
 
     @torch.no_grad()
     def _forward(self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> Float32N:
         """float32 [N]: logprobs of the loss tokens, 0 elsewhere; no gradient."""
         logprobs_N = np.zeros(len(has_loss), np.float32)
         for micro, counts in self._micro_batches(header, arrays, has_loss):
-            logprob_M, _ = policy(micro, self.spec.temperature)
+            logprob_M = policy(micro, self.spec.temperature).logprob_M
             if counts:
                 logprobs_N[micro.source_M] = logprob_M.cpu().numpy()
         self.ranks.add_up(logprobs_N)
@@ -195,10 +187,10 @@ class Learner:
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> list[tuple[MicroBatch, bool]]:
         """Those of this rank, and whether each one counts."""
-        max_tokens = self.spec.trainer.micro_batch_tokens
-        return rank_micro_batches(
-            header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.plan
-        )
+        plan, max_tokens = self.policy.plan, self.spec.trainer.micro_batch_tokens
+        if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
+            max_tokens = 1  # each sequence alone, so that each micro-batch is one forward pass on every rank
+        return rank_micro_batches(header, arrays, has_loss, max_tokens, self.device, self.ranks)
 
     def _optimizer_step(
         self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool
@@ -214,10 +206,9 @@ class Learner:
             if taken.num_tokens == 0:  # later steps start from other weights than those it was sampled with
                 taken.gap = self._check_gap(batch, chosen, sums)
             grad_norm = self._clip_gradient()
-            unfit = {name: value for name, value in sums.stats.items() if not math.isfinite(value)}
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
                 self._skip(batch, taken, f"loss {sums.loss} and gradient norm {grad_norm}")
-            elif unfit:
+            elif unfit := {name: value for name, value in sums.stats.items() if not math.isfinite(value)}:
                 rule = "metrics are finite numbers, those of algorithm.loss included"
                 raise self._refused_saved(batch, f"statistics {unfit}", rule)
             else:
@@ -225,21 +216,23 @@ class Learner:
         finally:
             self._optimizer.zero_grad(set_to_none=True)
         taken.num_tokens += int(chosen.sum())
-        _add_to(taken.stats, sums.stats)
+        taken.stats.update(sums.stats)
 
     def _accumulate(self, batch: BatchNumbers, chosen: BoolN) -> StepSums:
         """Forward and backward over all micro-batches; the gradients add up to that of the step's loss."""
         numbers = self._objective.step_numbers(batch, chosen)
-        sums = StepSums(np.zeros(len(chosen), np.float32), np.zeros(len(chosen), np.float32))
+        sums = StepSums(len(chosen))
         for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
-            logprob_M, entropy_M = self.policy(micro, self.spec.temperature)
+            scores = self.policy(micro, self.spec.temperature)
             if not counts:
-                (logprob_M.sum() * 0.0).backward()
+                (scores.logprob_M.sum() * 0.0).backward()
                 continue
-            with self.ranks.apart():
-                loss, stats = self._objective.micro_loss(micro, logprob_M, batch, numbers)
+            loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
             loss.backward()  # type: ignore[no-untyped-call]
-            sums.add(micro, logprob_M, entropy_M, loss, stats)
+            sums.loss += float(loss.detach())
+            sums.stats.update(stats)
+            sums.logprobs_N[micro.source_M] = scores.logprob_M.detach().cpu().numpy()
+            sums.entropies_N[micro.source_M] = scores.entropy_M.cpu().numpy()
         sums.add_up(self.ranks)
         return sums
 
@@ -265,13 +258,8 @@ class Learner:
         if self.num_skipped_in_a_row >= limit:
             rule = f"trainer.max_skipped_steps={limit} steps in a row may be skipped before the run ends"
             raise self._refused_saved(batch, what, rule)
-        log.warning(
-            "batch %d (%s): step skipped, %s; the batch is saved in %s",
-            batch.header.version,
-            _groups(batch),
-            what,
-            self._save_failed(batch),
-        )
+        words = "batch %d (%s): step skipped, %s; the batch is saved in %s"
+        log.warning(words, batch.header.version, _groups(batch), what, self._save_failed(batch))
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
         """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses
@@ -284,16 +272,13 @@ class Learner:
         gaps = measure_gaps(
             sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
         )
-        if limit is not None and (worst := worst_gap(gaps, limit)) is not None:
-            raise self._refused_saved(
-                batch,
-                gap_words(worst, gaps),
-                f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and for each engine's",
-                f"{gap_advice(worst, gaps)}; or raise trainer.logprob_gap_limit.",
+        if limit is not None and (fault := gap_fault(gaps, limit)):
+            rule = (
+                f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and for each engine's"
             )
-        if (worst := worst_gap(gaps, GAP_WARNING)) is not None:
-            words, advice = gap_words(worst, gaps), gap_advice(worst, gaps)
-            log.warning("batch %d: %s; %s", batch.header.version, words, advice)
+            raise self._refused_saved(batch, fault, rule, f"{GAP_ADVICE}; or raise the limit.")
+        if fault := gap_fault(gaps, GAP_WARNING):
+            log.warning("batch %d: %s; %s", batch.header.version, fault, GAP_ADVICE)
         return gap_metrics(gaps)
 
     def _clip_gradient(self) -> float:
@@ -302,7 +287,8 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(
             list(self._masters.named.values()), math.inf if limit is None else limit
         )
-        return float(self.ranks.gather(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))[0])
+        whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return float(self.ranks.gather(float(whole))[0])
 
     def _save_failed(self, batch: BatchNumbers) -> Path:
         path = self.spec.failed_dir / f"step_{batch.header.version}.safetensors"
@@ -328,46 +314,7 @@ class Learner:
             self._has_recorded = True
 
 
-def _add_to(sums: dict[str, float], values: dict[str, float]) -> None:
-    for name, value in values.items():
-        sums[name] = sums.get(name, 0.0) + value
-
-
 def _groups(batch: BatchNumbers) -> str:
     """`groups 40, 41`: the prompts in question, for `asyncrl inspect --group`."""
     ids = dict.fromkeys(entry.group_id for entry in batch.header.trajectories)
     return f"{'group' if len(ids) == 1 else 'groups'} {', '.join(map(str, ids))}"
-
-
-def policy_metrics(current_M: Float32N, behaviour_M: Float32N, entropy_M: Float32N) -> dict[str, float]:
-    """Entropy, distance and effective sample size of M >= 1 loss tokens, before the update; logprobs and
-    entropy in nats.
-
-    kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current -
-    behaviour), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html). ess is the
-    effective sample size of the weights w as a fraction of M, (sum w)^2 / (M sum w^2): 1 on-policy.
-    """
-    log_weight_M = current_M.astype(np.float64) - behaviour_M.astype(np.float64)
-    weight_M: npt.NDArray[np.float64] = np.exp(log_weight_M)
-    return {
-        "policy/entropy": float(entropy_M.mean(dtype=np.float64)),
-        "policy/kl_behaviour": float((weight_M - 1.0 - log_weight_M).mean()),
-        "policy/ess": float(weight_M.sum() ** 2 / (len(weight_M) * np.square(weight_M).sum())),
-    }
-
-
-def learning_rate_at(config: TrainerConfig, step: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 0 over the whole run.
-
-    Warm-up rises linearly and reaches the peak in its last step, number warmup_steps - 1; then the rate stays
-    (constant) or falls to 0 one step after the last of num_steps * mini_batches * epochs.
-    """
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.learning_rate
-    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / length, 1.0)
-    if config.schedule == "linear":
-        return config.learning_rate * (1.0 - progress)
-    return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -7,7 +7,7 @@ micro-batches of an optimizer step is its loss, so their cut never changes the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.algorithms.aggregate import token_weights
 from asyncrl.algorithms.losses import interpolate, kl, kl_reward_penalty
 from asyncrl.algorithms.registry import WHOLE_BATCH, resolve
+from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 from asyncrl.trainer.batch_checks import find_units
@@ -30,19 +31,20 @@ from asyncrl.user_code import load_advantage, load_loss
 Float32N = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchNumbers:
     """What is known of a batch before its first optimizer step; arrays over all its tokens [N].
 
-    `advantage_N`: that of the sample a token is part of. `proximal_N`: logprobs by the weights before the
-    batch, `reference_N`: by the initial weights; None where not needed.
+    `proximal_N`: logprobs by the weights before the batch, `reference_N`: by the initial weights; None where
+    not needed. `advantage_N`: that of the sample a token is part of.
     """
 
     header: BatchHeader
     arrays: BatchArrays
-    advantage_N: Float32N
-    proximal_N: Float32N | None
-    reference_N: Float32N | None
+    has_loss: BoolN
+    proximal_N: Float32N | None = None
+    reference_N: Float32N | None = None
+    advantage_N: Float32N = field(init=False)
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,8 @@ class Objective:
     def __init__(self, spec: TrainerSpec) -> None:
         """Raises ConfigError if a function cannot be found, or not be called as it will be."""
         self.spec, self.settings, self._recipe = spec, spec.algorithm, resolve(spec.algorithm)
-        self._advantage, self._surrogate = (
-            load_advantage(self._recipe.advantage),
-            load_loss(self._recipe.surrogate),
-        )
+        self._advantage = load_advantage(self._recipe.advantage)
+        self._surrogate = load_loss(self._recipe.surrogate)
         has_correction = self._recipe.correction != "none"
         self._correction = getattr(corrections, self._recipe.correction) if has_correction else None
         self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
@@ -84,54 +84,41 @@ class Objective:
         is_penalised = self.needs_reference and self.settings.kl_in == "reward"
         return is_recomputed or is_penalised or self._is_whole_batch
 
-    def advantages(
-        self,
-        header: BatchHeader,
-        arrays: BatchArrays,
-        has_loss: BoolN,
-        proximal_N: Float32N | None,
-        reference_N: Float32N | None,
-    ) -> Float32N:
+    def advantages(self, batch: BatchNumbers) -> Float32N:
         """float32 [N], from the rewards of the batch's units (B of them) with their penalties.
 
         A unit's length is all its sampled tokens, in whichever turns and branches; its KL penalty is the sum
         over all its tokens that carry loss.
         """
-        units = find_units(header, len(has_loss))
+        settings, has_loss = self.settings, batch.has_loss
+        units = find_units(batch.header, len(has_loss))
         reward_B = torch.tensor(units.rewards, dtype=torch.float32)
-        if self.settings.overlong_tokens > 0:
-            length_B = torch.from_numpy(units.count(arrays.loss_mask))
-            reward_B = reward_B + overlong_penalty(
-                length_B, self.spec.max_tokens, self.settings.overlong_tokens
-            )
-        if self.needs_reference and self.settings.kl_in == "reward":
-            assert proximal_N is not None
-            assert reference_N is not None
+        if settings.overlong_tokens > 0:
+            length_B = torch.from_numpy(units.count(batch.arrays.loss_mask))
+            reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
+        if self.needs_reference and settings.kl_in == "reward":
+            assert batch.proximal_N is not None
+            assert batch.reference_N is not None
             penalty_B = kl_reward_penalty(
-                torch.from_numpy(proximal_N[has_loss]),
-                torch.from_numpy(reference_N[has_loss]),
+                torch.from_numpy(batch.proximal_N[has_loss]),
+                torch.from_numpy(batch.reference_N[has_loss]),
                 torch.from_numpy(units.unit_N[has_loss]),
                 len(reward_B),
             )
-            reward_B = reward_B - self.settings.kl_coefficient * penalty_B
+            reward_B = reward_B - settings.kl_coefficient * penalty_B
             if not bool(torch.isfinite(reward_B).all()):
                 raise Refused(
                     422,
-                    f"batch {header.version}: the KL penalties of its rollouts are {penalty_B.tolist()}"[
-                        :500
-                    ],
+                    f"batch {batch.header.version}: KL penalties of its rollouts: {penalty_B.tolist()}"[:500],
                     rule="the penalty of algorithm.kl_in=reward is finite",
-                    way_out="the weights give logprobs that are not finite: lower trainer.learning_rate and "
-                    "go on from a checkpoint.",
+                    way_out="lower trainer.learning_rate and go on from a checkpoint.",
                 )
         advantage_B = self._advantage(reward_B, torch.tensor(units.groups, dtype=torch.int64))
         is_one_each = isinstance(advantage_B, Tensor) and advantage_B.shape == reward_B.shape
         if not (is_one_each and bool(torch.isfinite(advantage_B).all())):
-            raise Refused(
-                422,
-                f"algorithm.advantage={self.settings.advantage} returned {advantage_B} for rewards "
-                f"{reward_B.tolist()}",
-                rule="it returns a finite float32 tensor [B]",
+            raise ConfigError(
+                f"algorithm.advantage={settings.advantage} returned {advantage_B}",
+                rule="it returns a finite float32 tensor, one advantage a reward",
                 way_out="correct the function, or set algorithm.advantage=grpo.",
             )
         return units.spread(advantage_B.detach().float().numpy())
@@ -210,13 +197,10 @@ class Objective:
                 loss_M.shape == current_M.shape and all(map(_is_number, stats.values()))
             ):
                 return loss_M, stats
-        raise Refused(
-            422,
+        raise ConfigError(
             f"algorithm.loss={self.settings.loss} returned {answer!r}"[:500],
-            rule=f"it returns (the loss of each token: a tensor [{len(current_M)}] with gradient, dict of "
-            "statistics: one number each)",
-            way_out="correct the function; docs/algorithms.md shows the signature, "
-            "asyncrl/algorithms/losses.py some that fit.",
+            rule=f"it returns (a tensor [{len(current_M)}] with gradient, dict of one number each)",
+            way_out="correct the function; asyncrl/algorithms/losses.py has some that fit.",
         )
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,6 @@ from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.trainer.ranks import Ranks
 
 PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
-CANNOT_MOVE = (OSError, MemoryError, RuntimeError)
-"""A full disk; no host memory; no device memory, which torch reports as a RuntimeError."""
 
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
 """Storages and their bytes, uint8 in host memory."""
@@ -48,64 +47,42 @@ class Offload:
         device: torch.device,
         folder: Path,
         tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
-        with_gradients: Callable[[], Iterable[Tensor]],
     ) -> None:
-        """`tensors_of` weights and of the optimizer, DTensors or not, each storage in one part only."""
-        self._ranks, self._device, self._folder = ranks, device, folder
-        self._tensors_of, self._with_gradients = tensors_of, with_gradients
+        """`tensors_of` a part: DTensors or not, each storage in one part only."""
+        self._ranks, self._device, self._folder, self._tensors_of = ranks, device, folder, tensors_of
         self._pinned: dict[TrainerPart, Tensor] = {}
         self._copies: dict[TrainerPart, Copies] = {}
         self.away: frozenset[TrainerPart] = frozenset()
 
-    def listed(self) -> list[TrainerPart]:
-        """The parts that are away."""
-        return [part for part in PARTS if part in self.away]
-
     def offload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move what is here of `parts`; gradients are dropped, the next backward pass makes new ones. Raises
-        Refused.
-        """
+        """Move what is here of `parts`. Raises Refused, with all where it was."""
         started, moving = time.perf_counter(), [part for part in PARTS if part in set(parts) - self.away]
-        way_out = "free host memory, or keep trainer and engines on devices of their own."
-        if self._device.type == "cpu":
-            way_out = (
-                f"free space on the disk of the run directory, or make {self._folder} a link to another disk."
-            )
+        is_cpu = self._device.type == "cpu"
+        way_out = f"free space on the disk of {self._folder}." if is_cpu else "free host memory."
 
         def copy() -> dict[TrainerPart, Copies]:
-            try:
-                copies: dict[TrainerPart, Copies] = {
-                    part: self._copied(part) for part in moving if part != "gradients"
-                }
-                self._settle()
-            except CANNOT_MOVE as error:
-                raise self._refused(f"offload {', '.join(moving)} to", error, way_out) from error
-            return copies
+            with self._moving(f"offload {', '.join(moving)}", way_out):
+                return {part: self._copied(part) for part in moving}
 
         copies = self._ranks.agree(copy)
-        num_bytes = self._drop_gradients() if "gradients" in moving else 0
-        for part, copied in copies.items():
-            num_bytes += _free(copied)
-            self._copies[part] = copied
+        num_bytes = sum(_free(copied) for copied in copies.values())
+        self._copies |= copies
         self.away |= set(moving)
-        if self._device.type == "cuda":
+        if not is_cpu:
             torch.cuda.empty_cache()
         return self._moved(num_bytes, started)
 
     def onload(self, parts: Iterable[TrainerPart]) -> Moved:
         """Move what is away of `parts` back, to the bit. Raises Refused, and then all is as before."""
         started, moving = time.perf_counter(), [part for part in PARTS if part in self.away & set(parts)]
-        copied = [entry for part in moving for entry in self._copies.get(part, [])]
+        copied = [entry for part in moving for entry in self._copies[part]]
 
         def bring_back() -> None:
-            try:
+            way_out = "free memory of the device (lower the engine's rollout.slots, say) and try again."
+            with self._moving(f"onload {', '.join(moving)}", way_out):
                 for storage, data in copied:
                     storage.resize_(len(data))
                     _bytes_of(storage).copy_(data, non_blocking=True)
-                self._settle()
-            except CANNOT_MOVE as error:
-                way_out = "free memory of the device (the engine's rollout.slots, say) and try again."
-                raise self._refused(f"onload {', '.join(moving)} from", error, way_out) from error
 
         try:
             self._ranks.agree(bring_back)
@@ -113,21 +90,16 @@ class Offload:
             _free(copied)
             raise
         for part in moving:
-            self._copies.pop(part, None)
+            del self._copies[part]
         self.away -= set(moving)
         return self._moved(sum(len(data) for _, data in copied), started)
-
-    def gradients_made(self) -> None:
-        """A step has made gradients anew."""
-        self.away -= {"gradients"}
 
     def need(self, what: str, *parts: TrainerPart) -> None:
         """Raises Refused if one of `parts` is away, on all ranks alike."""
         if missing := [part for part in parts if part in self.away]:
             raise Refused(
                 409,
-                f"cannot {what}: {' and '.join(missing)} {'is' if missing == ['optimizer'] else 'are'} "
-                "offloaded",
+                f"cannot {what}: {' and '.join(missing)} offloaded",
                 rule=f"it needs {' and '.join(parts)} on the trainer's device",
                 way_out=f"POST /onload with parts {missing} first.",
             )
@@ -136,13 +108,24 @@ class Offload:
         """`local`, or if it is away, a copy of what it held."""
         for storage, data in (entry for copied in self._copies.values() for entry in copied):
             if storage._cdata == local.untyped_storage()._cdata:
-                content = torch.empty(0, dtype=local.dtype)
-                whole = data.clone().untyped_storage()
+                content, whole = torch.empty(0, dtype=local.dtype), data.clone().untyped_storage()
                 return content.set_(whole, local.storage_offset(), local.shape, local.stride())
         return local
 
     def _copied(self, part: TrainerPart) -> Copies:
-        storages = self._storages(part)
+        """Each storage once, of what lies on the device and can be given up."""
+        found: dict[int, torch.UntypedStorage] = {}
+        for tensor in self._tensors_of(part):
+            local = local_of(tensor)
+            storage = local.untyped_storage()
+            if (
+                local.ndim
+                and local.device.type == self._device.type
+                and storage.nbytes()
+                and storage.resizable()
+            ):
+                found[storage._cdata] = storage
+        storages = list(found.values())
         sizes = [storage.nbytes() for storage in storages]
         pieces = torch.split(self._host_memory(part, sum(sizes))[: sum(sizes)], sizes) if sizes else ()
         for storage, piece in zip(storages, pieces, strict=True):
@@ -172,37 +155,22 @@ class Offload:
         finally:
             path.unlink(missing_ok=True)
 
-    def _storages(self, part: TrainerPart) -> list[torch.UntypedStorage]:
-        """Each once, of what lies on the device and can be given up."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        for tensor in self._tensors_of(part):
-            local = local_of(tensor)
-            if local.ndim and local.device.type == self._device.type:
-                storages.setdefault(local.untyped_storage()._cdata, local.untyped_storage())
-        return [storage for storage in storages.values() if storage.nbytes() and storage.resizable()]
-
-    def _drop_gradients(self) -> int:
-        num_bytes = 0
-        for tensor in self._with_gradients():
-            if tensor.grad is not None:
-                num_bytes += local_of(tensor.grad).nbytes
-                tensor.grad = None
-        return num_bytes
-
-    def _refused(self, what: str, error: Exception, way_out: str) -> Refused:
-        place = "host memory" if self._device.type == "cuda" else self._folder
-        on_rank = f" on rank {self._ranks.rank}" if self._ranks.size > 1 else ""
-        return Refused(
-            507,
-            f"cannot {what} {place}{on_rank}: {type(error).__name__}: {str(error)[:500]}",
-            rule="what cannot be moved on one rank stays where it was on all",
-            way_out=way_out,
-        )
-
-    def _settle(self) -> None:
-        """Return when the device has done the copies."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    @contextmanager
+    def _moving(self, what: str, way_out: str) -> Iterator[None]:
+        """Around copies; returns when the device has done them. Raises Refused for a full disk, and a lack of
+        host or device memory.
+        """
+        try:
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        except (OSError, MemoryError, RuntimeError) as error:
+            raise Refused(
+                507,
+                f"cannot {what} on rank {self._ranks.rank}: {type(error).__name__}: {str(error)[:500]}",
+                rule="what cannot be moved on one rank stays where it was on all",
+                way_out=way_out,
+            ) from error
 
     def _moved(self, num_bytes: int, started: float) -> Moved:
         return Moved(num_bytes=sum(self._ranks.gather(num_bytes)), seconds=time.perf_counter() - started)

@@ -1,85 +1,310 @@
-"""The trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. Knows how to start and
-end; no steps itself.
+"""The trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. The endpoints over one
+TrainStep; what a step is, it leaves to step.py.
 
-Makes the staging directory with mode 0700, and removes it if the parent is gone. Whoever else ends the worker
-removes it, or leaves it to the one that takes its place: engines may still read the last export.
-With several ranks each is such a process; rank 0 removes the directory, the others only if the parent is
-gone.
+Life:       one thread loads the model and owns torch; all requests but /health run on it in the order in
+            which they arrive. /health is answered by the event loop, during a step too. The process makes the
+            staging directory with mode 0700, and removes it if the parent is gone. Any other end leaves it to
+            the parent: engines may still read the last export.
+Waits:      a request waits for those before it; the client waits for its answer.
+Ranks:      every rank is such a process and answers /health. Rank 0 alone takes requests, and sends each as a
+            command to the torch threads of the others, which call the same method of their TrainStep. A
+            refusal that all ranks come to alike is rank 0's to answer. Any other error ends the process of
+            its rank, with the reason as its last word, and so the run: the group cannot go on without one of
+            its ranks.
 """
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
+import math
 import os
 import shutil
 import signal
 import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
-from pydantic import ValidationError
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from transformers.utils.logging import disable_progress_bar
 
-from asyncrl.http import child_arguments, die_with_parent, fail, serve
+from asyncrl.errors import ConfigError
+from asyncrl.http import Refused, child_arguments, die_with_parent, fail, make_app, serve
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, ErrorBody, Moved, fatal_line
+from asyncrl.messages.trainer_calls import (
+    ExportChunkRequest,
+    ExportChunkResponse,
+    ExportResponse,
+    OffloadRequest,
+    SaveRequest,
+    StateRequest,
+    TrainerHealth,
+    TrainResponse,
+    unpack_batch,
+)
+from asyncrl.trainer.model.parts import resolve_device
+from asyncrl.trainer.ranks import Command, is_loss_of_a_rank, join_ranks
+from asyncrl.trainer.record import hold_record
 from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.step import TrainStep
+
+T = TypeVar("T")
+log = logging.getLogger("asyncrl.trainer")
+
+ENDPOINTS = (
+    *("train", "export", "export_chunk", "broadcast", "save"),
+    *("begin_save_state", "wait_save_state", "load_state", "offload", "onload"),
+)
+KEPT_EXPORTS = 2
+"""Engines may still read the export before the newest."""
+MEMORY = "free or enlarge shared memory (df -h /dev/shm), or lower weight_sync.chunk_bytes."
+GRACE_S = 10.0
+"""How long a rank that has lost another one waits to be ended, so that the other is named and not itself."""
+
+
+class TrainerService:
+    """One TrainStep on its own thread. `num_waiting` counts requests that run or wait."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._spec = spec
+        self._torch_thread = ThreadPoolExecutor(1, "torch")
+        self._sending_thread = ThreadPoolExecutor(1, "broadcast")
+        self.num_waiting = 0
+        self._broken = ""
+        # Loaded on the thread that will step: the number of CPU threads belongs to the calling thread.
+        self.step = self._torch_thread.submit(
+            lambda: TrainStep(spec, join_ranks(spec, resolve_device(spec)[0]))
+        ).result()
+        if not self.step.ranks.is_first:
+            self._torch_thread.submit(self._follow)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` on the torch thread, after all that came before it."""
+        self.num_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._torch_thread, work)
+        finally:
+            self.num_waiting -= 1
+
+    def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
+        """On the torch thread of rank 0: call this method of the step on all ranks. Raises what it raises."""
+        if self._broken:
+            raise Refused(
+                409, f"the trainer's ranks are out of step: {self._broken}", way_out="start it again."
+            )
+        command = Command(name, arguments, body)
+        try:
+            self.step.ranks.send(command)
+            return _perform(self.step, command)
+        except (Refused, OSError):
+            raise  # a refusal is all ranks' alike, and files are written beside what they do together
+        except Exception as error:
+            if self.step.ranks.size > 1:
+                self._broken = str(error)
+            raise
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """together(), after all requests that came before it."""
+        return await self.run(lambda: self.together(name, **arguments))
+
+    # Endpoints. What reads the version runs on the torch thread.
+
+    async def health(self) -> TrainerHealth:
+        """Answered at any time."""
+        return TrainerHealth(
+            policy_version=self.step.policy_version,
+            device=self.step.device.type,
+            is_busy=self.num_waiting > 0,
+            offloaded=self.step.offloaded,
+        )
+
+    async def train(self, request: Request) -> TrainResponse:
+        """One optimizer step."""
+        body = await request.body()
+
+        def work() -> TrainResponse:
+            metrics = self.together("train", body)
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            lost = [name for name in metrics if name not in finite]
+            return TrainResponse(policy_version=self.step.policy_version, metrics=finite, not_finite=lost)
+
+        return await self.run(work)
+
+    async def export(self) -> ExportResponse:
+        """Write the newest weights, then delete exports that no engine can be asked to read any more."""
+
+        def work() -> ExportResponse:
+            folder = self._spec.staging_dir
+            path = folder / f"v{self.step.policy_version}.safetensors"
+            with _written(path, MEMORY):
+                answer: ExportResponse = self.together("export", path=str(path))
+            exports = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
+            for old in exports[:-KEPT_EXPORTS]:
+                old.unlink()
+            return answer
+
+        return await self.run(work)
+
+    async def export_chunk(self, message: ExportChunkRequest) -> ExportChunkResponse:
+        """Write one chunk of the weights over the one before."""
+
+        def work() -> ExportChunkResponse:
+            names = self.step.chunk_names(message.version, message.index)
+            with _written(f"chunk {message.index} into {self._spec.staging_dir}", MEMORY):
+                answer: ExportChunkResponse = self.together("export_chunk", index=message.index, names=names)
+            return answer
+
+        return await self.run(work)
+
+    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
+        """Send what is held, beside the torch thread: training goes on. A trainer that was started again
+        holds nothing: it copies the version that is asked for if it is the newest.
+        """
+        transport = self.step.transport
+        if transport.version != request.version == self.step.policy_version:
+            await self.export()
+        return await asyncio.get_running_loop().run_in_executor(self._sending_thread, transport.send, request)
+
+    async def save(self, message: SaveRequest) -> TrainerHealth:
+        """Write a Hugging Face folder, or the adapters alone."""
+        with _written(message.path, "see to the room and the rights on its disk, and start the run again."):
+            await self.call("save", path=message.path, merged=message.merged)
+        return await self.health()
+
+    async def begin_save_state(self, message: StateRequest) -> TrainerHealth:
+        """Returns once the copy is made."""
+        await self.call("begin_save_state", path=message.path)
+        return await self.health()
+
+    async def wait_save_state(self) -> TrainerHealth:
+        """Returns once it is written; the torch thread goes on meanwhile."""
+        await asyncio.to_thread(self.step.wait_save_state)
+        return await self.health()
+
+    async def load_state(self, message: StateRequest) -> TrainerHealth:
+        """Go on from a saved folder."""
+        await self.call("load_state", path=message.path)
+        return await self.health()
+
+    async def offload(self, message: OffloadRequest) -> Moved:
+        """Move these parts off the device."""
+        moved: Moved = await self.call("offload", parts=message.parts)
+        return moved
+
+    async def onload(self, message: OffloadRequest) -> Moved:
+        """Move these parts back."""
+        moved: Moved = await self.call("onload", parts=message.parts)
+        return moved
+
+    def _follow(self) -> NoReturn:
+        """The torch thread of another rank: wait for a command, as long as it takes; do it; and again."""
+        try:
+            while True:
+                command = self.step.ranks.wait_command()
+                self.num_waiting = 1
+                try:
+                    _perform(self.step, command)
+                except Refused as refused:
+                    log.warning("%s was refused: %s", command.name, refused)
+                self.num_waiting = 0
+        except Exception as error:  # the outermost border of this thread: told, and the end
+            log.exception("rank %d cannot go on", self.step.ranks.rank)
+            if is_loss_of_a_rank(error):
+                threading.Event().wait(GRACE_S)
+            print(fatal_line(_words(error)), file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _perform(step: TrainStep, command: Command) -> Any:
+    """A command's part of this rank."""
+    if command.name == "train":
+        try:
+            header, arrays = unpack_batch(command.body)
+        except ValueError as error:
+            raise Refused(422, str(error), rule="the body is trainer_calls.pack_batch") from error
+        return step.train(header, arrays)
+    arguments = dict(command.arguments)
+    if "path" in arguments:
+        arguments["path"] = Path(arguments["path"])
+    return getattr(step, command.name)(**arguments)
+
+
+@contextmanager
+def _written(path: object, way_out: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise Refused(507, f"cannot write {path}: {error}", way_out=way_out) from error
+
+
+def _words(error: Exception) -> ErrorBody:
+    """For an answer, and for the last word of a process; the traceback is in the log."""
+    if isinstance(error, ConfigError):
+        return ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
+    way_out = "the trainer's log has the traceback."
+    # torch reports a lack of memory on the CPU as a plain RuntimeError
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+        way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        way_out = "free space on the disk of the run directory and start the run again."
+    return ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out)
+
+
+def make_service(service: TrainerService) -> FastAPI:
+    """The app: on rank 0 all endpoints, on the others /health."""
+    app = make_app()
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> JSONResponse:
+        """Answered, not fatal; Starlette raises it again for the log."""
+        return JSONResponse(_words(error).model_dump(), status_code=500)
+
+    app.get("/health")(service.health)
+    for name in ENDPOINTS if service.step.ranks.is_first else ():
+        app.post(f"/{name}")(getattr(service, name))
+    return app
 
 
 def main() -> None:
     """Serve until SIGTERM or the parent's end; ends with a fatal line if the spec cannot be met."""
     text, fd = child_arguments()
-    try:
-        spec = TrainerSpec.model_validate_json(text)
-    except ValidationError as error:
-        fail(
-            f"the trainer's spec is wrong: {error}",
-            rule="see asyncrl/trainer/spec.py",
-            way_out="start it through asyncrl.",
-        )
-
-    def remove_staging() -> None:
-        shutil.rmtree(spec.staging_dir, ignore_errors=True)
+    spec = TrainerSpec.model_validate_json(text)
 
     def end(*_: object) -> None:
         os._exit(0)  # a step may hold the torch thread for long; nothing of it is worth waiting for
 
-    die_with_parent(remove_staging)
+    die_with_parent(lambda: shutil.rmtree(spec.staging_dir, ignore_errors=True))
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
-    make_staging(spec.staging_dir)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    from transformers.utils.logging import disable_progress_bar  # torch: only once the parent is watched
-
-    from asyncrl.trainer.record import hold_record
-    from asyncrl.trainer.service import make_service
-
-    if spec.rank == 0:
-        try:
-            hold_record(spec.record_path)
-        except (OSError, TimeoutError) as error:
-            fail(
-                f"cannot hold the record: {error}",
-                rule="one trainer at a time writes it",
-                way_out="end the process that holds it.",
-            )
     disable_progress_bar()
-    serve(make_service(spec), fd)
+    try:
+        make_staging(spec.staging_dir)
+        if spec.rank == 0:
+            hold_record(spec.record_path)
+        service = TrainerService(spec)
+    except (ConfigError, MemoryError, RuntimeError, OSError) as error:
+        log.exception("cannot start")
+        words = _words(error)
+        fail(words.error, rule=words.rule, way_out=words.way_out)
+    log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, spec.trainer.world_size)
+    serve(make_service(service), fd)
 
 
 def make_staging(path: Path) -> None:
-    """Make the folder that only this user may enter, or end the process: a folder of another user's is never
-    used.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = path.lstat()
-    except OSError as error:
-        fail(
-            f"cannot make the staging folder {path}: {error}",
-            way_out="free space in shared memory, or check its rights.",
-        )
+    """Make the folder that only this user may enter. Raises OSError, for a folder of another user's too."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = path.lstat()
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
-        fail(
-            f"the staging folder {path} belongs to user {info.st_uid}, or is no folder",
-            rule="weights go into a folder of one's own alone",
-        )
+        raise PermissionError(f"the staging folder {path} belongs to user {info.st_uid}, or is no folder")
     path.chmod(0o700)
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -44,21 +43,14 @@ class Command:
     body: bytes = b""
 
 
-class OneRankError(Exception):
-    """One rank refuses what the others do not know of; the group cannot go on."""
-
-    def __init__(self, refused: Refused) -> None:
-        self.body = refused.body
-        super().__init__(refused.body.error)
-
-
 class Ranks:
     """The place of this process in the group. `mesh` is None where nothing is sharded.
 
     Life:       join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
     Waits:      wait_command waits without limit; every other call, and every collective of FSDP,
-    trainer.timeout_s at most. Invariant:  all ranks make the same collective calls in the same order, so what
-    decides about one is the same on all.
+                trainer.timeout_s at most.
+    Invariant:  all ranks make the same collective calls in the same order, so what decides about one is the
+                same on all.
     """
 
     def __init__(
@@ -70,15 +62,12 @@ class Ranks:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.size, self.mesh, self._commands, self.group = rank, size, mesh, commands, group
+        self.is_first = rank == 0
+        """Rank 0 writes files and answers."""
 
     def beside(self) -> Ranks:
         """The same ranks for the calls of another thread. Made on all of them at once."""
         return Ranks(self.rank, self.size, group=dist.new_group(backend="gloo") if self.size > 1 else None)
-
-    @property
-    def is_first(self) -> bool:
-        """Rank 0, which writes files and answers."""
-        return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON value of each rank, in order."""
@@ -107,38 +96,24 @@ class Ranks:
 
     def add_up(self, *arrays: npt.NDArray[np.float32]) -> None:
         """Replace each array by its sum over all ranks."""
-        if self.size > 1:
-            for array in arrays:
-                dist.all_reduce(torch.from_numpy(array))
+        for array in arrays if self.size > 1 else ():
+            dist.all_reduce(torch.from_numpy(array))
 
     def send(self, command: Command) -> None:
         """On rank 0: hand the command to all others, which are in wait_command or will be."""
-        if self.size == 1:
-            return
-        head = json.dumps({"name": command.name, "arguments": command.arguments}).encode()
-        dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self._commands)
-        dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
+        if self.size > 1:
+            head = json.dumps({"name": command.name, "arguments": command.arguments}).encode()
+            dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self._commands)
+            dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
 
     def wait_command(self) -> Command:
         """On the other ranks: the next command of rank 0."""
         lengths = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(lengths, 0, group=self._commands)
-        head, body = (int(length) for length in lengths)
+        head, body = lengths.tolist()
         text = torch.zeros(head + body, dtype=torch.uint8)
         dist.broadcast(text, 0, group=self._commands)
         return Command(**json.loads(_to_bytes(text[:head])), body=_to_bytes(text[head:]))
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Around work on this rank's own part of a batch: what is refused there is not refused on all ranks,
-        and ends the group.
-        """
-        try:
-            yield
-        except Refused as refused:
-            if self.size == 1:
-                raise
-            raise OneRankError(refused) from refused
 
 
 ALONE = Ranks()
@@ -151,36 +126,28 @@ def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
     if spec.trainer.cpu_offload and not is_cuda:
         raise ConfigError(
             "trainer.cpu_offload=true, and the trainer runs on the CPU",
-            rule="it moves weights, gradients and optimizer state from the GPU's memory to the host's: here "
-            "they are there already",
+            rule="it moves weights, gradients and optimizer state from the GPU's memory to the host's",
             way_out="leave trainer.cpu_offload at false, or set placement.trainer=cuda.",
         )
     if is_cuda and size > torch.cuda.device_count():
         raise ConfigError(
-            f"trainer.world_size={size} is above the {torch.cuda.device_count()} CUDA devices of this "
-            f"machine",
+            f"trainer.world_size={size} is above the {torch.cuda.device_count()} CUDA devices here",
             rule="each rank has a device of its own",
             way_out=f"lower trainer.world_size to {torch.cuda.device_count()}, or set placement.trainer=cpu.",
         )
     if size == 1 and not spec.trainer.cpu_offload:
         return ALONE
     # No host name is looked up, and no port is open to the network.
-    os.environ.setdefault(
-        "GLOO_SOCKET_IFNAME", next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    )
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if is_cuda:
         torch.cuda.set_device(spec.rank)
     store = dist.FileStore(str(spec.staging_dir / "rendezvous"), size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=spec.trainer.timeout_s)
     store.set(f"here-{spec.rank}", "1")
     store.wait([f"here-{rank}" for rank in range(size)], START)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        store=store,
-        rank=spec.rank,
-        world_size=size,
-        timeout=timeout,
-    )
+    backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=spec.rank, world_size=size, timeout=timeout)
     # Sending waits until the other ranks receive: rank 0 only sends to those that wait, or soon will.
     commands = dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else NEVER)
     return Ranks(spec.rank, size, init_device_mesh(device.type, (size,)), commands)

@@ -85,15 +85,11 @@ def hold_record(path: Path, timeout_s: float = 60.0) -> int:
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
         except BlockingIOError:
             if time.monotonic() > deadline:
-                os.close(file)
-                raise TimeoutError(
-                    f"{path} is held by another trainer process for more than {timeout_s:.0f} s"
-                ) from None
-            time.sleep(0.05)
-        else:
-            return file
+                raise TimeoutError(f"another trainer process holds {path} for {timeout_s:.0f} s") from None
+        time.sleep(0.05)
 
 
 def note_restored(path: Path, version: int) -> None:

@@ -1,18 +1,29 @@
 """A Learner whose weights leave it for the engines, are saved, and can be moved off the device. Every method
 is called on all ranks at once, which gather what is sharded; rank 0 alone writes, and its answer alone means
 something. Knows no HTTP.
+
+With each export goes a canary: the logprobs of a fixed short text. An engine that has loaded the export
+computes the same text and compares: other weights, in any layer, give other logprobs. The forward pass is the
+policy's own, the one that the loss gets its logprobs from, at temperature 1: its weights are the export's,
+bit for bit. So what is left between trainer and engine is how each of them rounds inside a layer: 1e-5 nats
+in float32, hundredths in bfloat16, the size of policy/logprob_gap_mean. What changes logprobs by less, a
+tensor that is one step old at a learning rate of 1e-6, say, it cannot show: digests do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
-from asyncrl.messages.base import Moved, TrainerPart
+from asyncrl.messages.base import TrainerPart
 from asyncrl.messages.trainer_calls import (
     BatchArrays,
     BatchHeader,
@@ -20,13 +31,13 @@ from asyncrl.messages.trainer_calls import (
     ExportChunkResponse,
     ExportResponse,
 )
-from asyncrl.trainer.canary import checked, make_canary
 from asyncrl.trainer.learner import Learner
-from asyncrl.trainer.model.parts import load_tokenizer
+from asyncrl.trainer.model.packing import pack_texts
+from asyncrl.trainer.model.parts import load_tokenizer, reshard
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.trainer.state import PendingSave, Progress, TrainerState
+from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.weights.chunk_export import ChunkFile, ChunkPlace, Chunks, cut
 from asyncrl.weights.export import (
     LazyWeights,
@@ -55,17 +66,16 @@ class TrainStep(Learner):
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
         """Raises ConfigError."""
         super().__init__(spec, ranks)
-        self._pending: PendingSave | None = None
         self._state = TrainerState(
             self._masters,
             self._optimizer,
             ranks,
             model_path=spec.model_path,
-            dtype=self.dtype,
             device=self.device,
             lora=spec.trainer.lora,
         )
-        self._offload = Offload(ranks, self.device, spec.offload_dir, self._tensors_of, self._with_gradients)
+        self._offload = Offload(ranks, self.device, spec.offload_dir, self._tensors_of)
+        self.offload, self.onload = self._offload.offload, self._offload.onload
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype)
         end = TrainerEnd(self.device, self.dtype, spec.chunk_bytes, ranks.is_first, spec.is_file_wanted)
         self.transport = make_transport(spec.transport, end)
@@ -73,20 +83,11 @@ class TrainStep(Learner):
     @property
     def offloaded(self) -> list[TrainerPart]:
         """The parts that are away. Any thread may ask."""
-        return self._offload.listed()
-
-    def offload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move these parts off the device. Raises Refused, with all where it was."""
-        return self._offload.offload(parts)
-
-    def onload(self, parts: Iterable[TrainerPart]) -> Moved:
-        """Move these parts back. Raises Refused, with all where it was."""
-        return self._offload.onload(parts)
+        return sorted(self._offload.away)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
         """As Learner's. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
-        self._offload.gradients_made()
         return super().train(header, arrays)
 
     def export(self, path: Path) -> ExportResponse:
@@ -97,27 +98,31 @@ class TrainStep(Learner):
         canary = self._canary()
         adapters = None if self._adapters is None else self._adapters.export_tensors
         answer = self.transport.export(Exported(self.policy_version, self._lazy_weights, adapters), path)
-        return answer.model_copy(update={"canary": checked(canary)})
+        return answer.model_copy(update={"canary": _checked(canary)})
 
     def save(self, path: Path, *, merged: bool = True) -> None:
         """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a
         peft folder. One that is there is replaced by the whole new one. Raises OSError, Refused.
         """
         self._offload.need("save", "weights")
-        if not merged and self._adapters is None:
+        if merged:
+            weights = dict(self._lazy_weights())
+        elif self._adapters is None:
             raise Refused(
-                409, "adapters were asked for, and trainer.lora is none", way_out="save all weights (merged)."
+                409, "adapters were asked for, and trainer.lora is none", way_out="save all weights."
             )
-        weights = self._merged_weights() if merged or self._adapters is None else self._adapters.tensors()
+        else:
+            weights = self._adapters.tensors()
         if not self.ranks.is_first:
             gather_along(weights, self.dtype)
-        elif merged or self._adapters is None:
-            gathered = in_export_dtype(weights, self.dtype)  # first of all: the other ranks gather too
+            return
+        gathered = in_export_dtype(weights, self.dtype)  # first of all: the other ranks gather too
+        if merged or self._adapters is None:
             save_folder(self.policy.model, gathered, load_tokenizer(self.spec), self.dtype, path)
         else:
-            self._adapters.save(path, self.spec.model_path)
+            self._adapters.save(path, gathered, self.spec.model_path)
 
-    def begin_save_state(self, path: Path) -> PendingSave:
+    def begin_save_state(self, path: Path) -> Future[None]:
         """Copy all that is needed to go on, wherever it lies; it is written to the new folder `path` beside
         training. Raises Refused.
         """
@@ -126,15 +131,14 @@ class TrainStep(Learner):
             num_optimizer_steps=self.num_optimizer_steps,
             num_skipped_in_a_row=self.num_skipped_in_a_row,
         )
-        self._pending = self._state.begin_save(progress, path, self._offload.content_of)
-        return self._pending
+        return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
         """Return when what was begun last is complete, at once if nothing was. Raises Refused. Any thread may
         call it.
         """
-        if self._pending is not None:
-            self._pending.wait()
+        if self._state.pending is not None:
+            self._state.pending.result()
 
     def load_state(self, path: Path) -> None:
         """Go on from a saved folder of a checkpoint that was found whole. Raises Refused."""
@@ -157,15 +161,12 @@ class TrainStep(Learner):
         self._offload.need("export a chunk", "weights")
         if not self.transport.sends_chunks:
             raise Refused(
-                409,
-                "chunks were asked for, and weight_sync.transport=lora sends the adapters alone",
-                rule="adapters are small: they are exported at once",
-                way_out="POST /export, or set weight_sync.transport=shm to have merged weights sent.",
+                409, "chunks were asked for, and weight_sync.transport=lora sends the adapters alone"
             )
         if version != self.policy_version:
             raise Refused(
                 409,
-                f"a chunk of version {version} was asked for while the trainer is at policy_version "
+                f"version {version} was asked for while the trainer is at policy_version "
                 f"{self.policy_version}",
                 rule="the newest weights are exported, and a set of chunks is of one version",
                 way_out="begin again with chunk 0 of the newest version.",
@@ -181,11 +182,22 @@ class TrainStep(Learner):
         if not self.ranks.is_first:
             gather_along(weights.only(list(names)), self.dtype)
             return None
-        return self._chunks.write(weights, index).model_copy(update={"canary": checked(canary)})
+        return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
 
+    @torch.no_grad()
     def _canary(self) -> Canary | None:
-        """What goes with the export of these weights, if the spec asks for it."""
-        return make_canary(self.policy, self.spec.canary_tokens) if self.spec.canary_tokens else None
+        """Of ids that are random over the whole vocabulary, and always the same. Every rank computes the
+        whole of it.
+        """
+        if not self.spec.canary_tokens:
+            return None
+        vocab_size = self.policy.model.get_input_embeddings().num_embeddings
+        ids = np.random.default_rng(0).integers(0, vocab_size, self.spec.canary_tokens)
+        text = np.append(ids, 0)  # the last is only predicted: so the pass reads all of the text
+        scores = self.policy(pack_texts([[text]], self.device))
+        reshard(self.policy)
+        logprobs = scores.logprob_M[:-1].tolist()
+        return Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
 
     def _chunk_place(self) -> ChunkPlace:
         spec = self.spec
@@ -199,19 +211,13 @@ class TrainStep(Learner):
         except OSError as error:
             raise ConfigError(
                 f"no memory for a chunk on {self.device.type} that trainer and engines could share: {error}",
-                rule="in turns, weights go through memory that both sides open (CUDA IPC on a device, "
-                "/dev/shm on the CPU)",
-                way_out="lower weight_sync.chunk_bytes if there is no room, else give trainer and engines "
-                "devices of their own.",
+                rule="in turns, weights go through memory that both sides open (CUDA IPC, or /dev/shm)",
+                way_out="lower weight_sync.chunk_bytes, or give trainer and engines devices of their own.",
             ) from error
 
-    def _merged_weights(self) -> dict[str, Tensor]:
-        """All weights by the names that the model was loaded with."""
-        return named_weights(self.policy.model) if self._adapters is None else self._adapters.merged()
-
     def _lazy_weights(self) -> LazyWeights:
-        """As _merged_weights, in the order of an export, each weight that has an adapter merged only when it
-        is asked for.
+        """All weights by the names that the model was loaded with, in the order of an export; each that has
+        an adapter is merged only when it is asked for.
         """
         if self._adapters is None:
             return LazyWeights(in_file_order(named_weights(self.policy.model)))
@@ -222,16 +228,27 @@ class TrainStep(Learner):
         """Weights: all that the model computes with, the policy's and the reference's, buffers and adapters
         included. Optimizer: AdamW's moments, and float32 master weights that are not the model's own.
         """
+        if part == "gradients":
+            return []  # none outlives its step
         models = [self.policy] if self._reference is None else [self.policy, self._reference]
-        weights: list[Tensor] = [
-            tensor for model in models for tensor in (*model.parameters(), *model.buffers())
-        ]
+        weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         if part == "weights":
             return weights
         of_model = {id(tensor) for tensor in weights}
-        masters = [master for master in self._masters.named.values() if id(master) not in of_model]
         states = [value for state in self._optimizer.state.values() for value in state.values()]
+        masters = [master for master in self._masters.named.values() if id(master) not in of_model]
         return [*masters, *(value for value in states if isinstance(value, Tensor))]
 
-    def _with_gradients(self) -> list[Tensor]:
-        return [*self.policy.parameters(), *self._masters.named.values()]
+
+def _checked(canary: Canary | None) -> Canary | None:
+    """The canary, if it can be compared with anything. Raises Refused."""
+    if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
+        return canary
+    num_bad = sum(not math.isfinite(logprob) for logprob in canary.logprobs)
+    raise Refused(
+        422,
+        f"the weights give logprobs that are not finite, {num_bad} of {len(canary.logprobs)} tokens",
+        rule="weights are published with the logprobs of a fixed text, which every engine must find again",
+        way_out="go on from a checkpoint with a lower trainer.learning_rate; weight_sync.canary_limit=none "
+        "publishes without this check.",
+    )

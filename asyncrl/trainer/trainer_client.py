@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from asyncrl.messages.trainer_calls import (
     OffloadRequest,
     SaveRequest,
     StateRequest,
-    StateSaved,
     TrainerHealth,
     TrainResponse,
     TrajectoryHeader,
@@ -42,11 +42,11 @@ class TrainerClient:
     """Calls one trainer worker, and knows its policy_version.
 
     Life:       open until aclose(). `policy_version` follows the answers to train().
-    Waits:      train, export and save wait for the worker, `timeout_s` at most (None: until it answers or its
-    connection
-                breaks; whoever watches health() ends the worker). wait_version_above sleeps until train()
-                sets the event.
+    Waits:      calls wait for the worker, `timeout_s` at most (None: until it answers or its connection
+                breaks; the watch over health() ends the worker). wait_version_above sleeps until train() sets
+                the event.
     Invariant:  policy_version never goes back.
+    Raises:     every call TrainerLost if the worker is gone, TrainerError if it refuses or breaks.
     """
 
     def __init__(self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None) -> None:
@@ -55,23 +55,20 @@ class TrainerClient:
         self._changed = asyncio.Event()
 
     async def train(self, batch: Batch) -> TrainResponse:
-        """One optimizer step. Raises TrainerError if the worker refuses the batch or breaks, TrainerLost if
-        it is gone.
-        """
+        """One optimizer step."""
         with waiting(f"the optimizer step of batch {batch.version}", on=self._caller.name):
             report = await self._train(batch)
         self._reached(report.policy_version)
         return report
 
     async def _train(self, batch: Batch) -> TrainResponse:
-        header, arrays = pack_groups(batch)
-        answer = await self._post("/train", pack_batch(header, arrays), TrainResponse)
+        answer = await self._post("/train", pack_batch(*pack_groups(batch)), TrainResponse)
         if answer.policy_version != batch.version + 1:
             raise TrainerError(
                 "trainer",
                 f"batch {batch.version} was answered with policy_version {answer.policy_version}",
                 rule="batch v turns v into v + 1",
-                way_out="start the run again; if it repeats, please report it.",
+                way_out="start the run again.",
             )
         return answer
 
@@ -87,60 +84,49 @@ class TrainerClient:
         return self.policy_version
 
     async def export(self) -> ExportResponse:
-        """Have the newest weights written into staging. Raises TrainerError."""
+        """Have the newest weights written into staging."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return await self._post("/export", b"", ExportResponse)
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Have the weights that are held sent to everybody in the group, while training goes on. Raises
-        TrainerError.
-        """
+        """Have the weights that are held sent to the whole group, while training goes on."""
         return await self._post("/broadcast", request, BroadcastResponse)
 
     async def offload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Have these parts moved off the trainer's device; what is away already stays. Raises TrainerError,
-        with all where it was.
+        """Have these parts moved off the trainer's device; what is away already stays. An error leaves all
+        where it was.
         """
         return await self._post("/offload", OffloadRequest(parts=list(parts)), Moved)
 
     async def onload(self, parts: Sequence[TrainerPart]) -> Moved:
-        """Have these parts moved back; what is there already stays. Raises TrainerError, with all where it
-        was.
-        """
+        """Have these parts moved back; what is there already stays. An error leaves all where it was."""
         return await self._post("/onload", OffloadRequest(parts=list(parts)), Moved)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
-        """Have chunk `index` of the newest weights written over the one before, which nobody reads any more.
-        Raises TrainerError.
-        """
+        """Have chunk `index` of the newest weights written over the one before."""
         request = ExportChunkRequest(version=version, index=index)
         with waiting(f"chunk {index} of policy_version {version}", on=self._caller.name, who="publisher"):
             return await self._post("/export_chunk", request, ExportChunkResponse)
 
     async def save(self, path: Path, *, merged: bool = True) -> None:
-        """Have the newest weights and the tokenizer written as a Hugging Face folder; `path` must be new.
-        Raises TrainerError.
-
-        Not `merged`: the adapters alone, as a peft folder.
+        """Have the newest weights and the tokenizer written as a Hugging Face folder; not `merged`: the
+        adapters alone, as a peft folder.
         """
         with waiting(f"the saved weights of policy_version {self.policy_version}", on=self._caller.name):
             await self._post("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
         """Have the state copied and written to the new folder `path`; returns the version that it is of.
-
-        Raises CheckpointError if it cannot be written: training is not touched by that. Raises TrainerLost.
+        Raises CheckpointError if it cannot be written: training is not touched by that.
         """
         with waiting(f"the copy of the state of policy_version {self.policy_version}", on=self._caller.name):
-            saved = await self._post_state("/begin_save_state", StateRequest(path=str(path)), StateSaved)
+            saved = await self._post_state("/begin_save_state", StateRequest(path=str(path)))
         return saved.policy_version
 
     async def wait_save_state(self) -> None:
-        """Return when what was begun is complete. Raises CheckpointError if it could not be written,
-        TrainerLost.
-        """
+        """Return when what was begun is complete. Raises CheckpointError if it could not be written."""
         with waiting("the state of the trainer on disk", on=self._caller.name):
-            await self._post_state("/wait_save_state", b"", TrainerHealth)
+            await self._post_state("/wait_save_state", b"")
 
     async def recover(
         self,
@@ -148,15 +134,11 @@ class TrainerClient:
         batches: AsyncIterator[Batch],
         on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
-        """Go on from a saved folder (None: from the start), and train on these batches again; on_step is told
-        of each.
-
-        `state` is of a checkpoint that was found whole: its files are not hashed a second time.
-        policy_version follows only where it is above what it was: a version that was announced stays
-        announced. Raises TrainerError.
+        """Go on from the state of a whole checkpoint (None: from the start), and train on these batches
+        again; on_step is told of each. policy_version follows only where it is above what it was: a version
+        that was announced stays announced.
         """
-        what = "the journaled batches to be trained on again"
-        with waiting(what, on=self._caller.name, who="catching up"):
+        with waiting("the journaled batches to be trained on again", on=self._caller.name, who="catching up"):
             if state is not None:
                 await self._post("/load_state", StateRequest(path=str(state)), TrainerHealth)
             async for batch in batches:
@@ -165,27 +147,21 @@ class TrainerClient:
         self._reached(max(health.policy_version, self.policy_version))
 
     async def health(self, timeout_s: float) -> TrainerHealth:
-        """Ask whether the worker lives; it answers during a step too. Raises TrainerError after
-        `timeout_s`.
-        """
-        try:
+        """Ask whether the worker lives; it answers during a step too."""
+        with _trainer_errors():
             return await self._caller.get("/health", TrainerHealth, timeout_s=timeout_s)
-        except (CallLost, CallRefused) as error:
-            raise _explain(error) from error
 
     async def aclose(self) -> None:
         """Close the connections; idempotent."""
         await self._caller.aclose()
 
     async def _post(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
-        try:
+        with _trainer_errors():
             return await self._caller.post(path, body, answer, timeout_s=self._timeout_s)
-        except (CallLost, CallRefused) as error:
-            raise _explain(error) from error
 
-    async def _post_state(self, path: str, body: BaseModel | bytes, answer: type[Answer]) -> Answer:
+    async def _post_state(self, path: str, body: BaseModel | bytes) -> TrainerHealth:
         try:
-            return await self._post(path, body, answer)
+            return await self._post(path, body, TrainerHealth)
         except TrainerLost:
             raise
         except TrainerError as error:
@@ -196,12 +172,32 @@ class TrainerClient:
             ) from error
 
 
+@contextmanager
+def _trainer_errors() -> Iterator[None]:
+    try:
+        yield
+    except CallRefused as error:
+        raise TrainerError(
+            "trainer",
+            f"{error.path} was refused ({error.status}): {error.body.error}",
+            rule=error.body.rule,
+            way_out=error.body.way_out or "read the trainer's log in the run directory.",
+        ) from error
+    except CallLost as error:
+        raise TrainerLost(
+            "trainer",
+            f"no answer to {error.path}: {error.why}",
+            rule="the run cannot go on without its trainer",
+            way_out="read the trainer's log in the run directory; killed without a word usually means out of "
+            "memory: lower trainer.micro_batch_tokens.",
+        ) from error
+
+
 def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
     """The batch as it crosses to the worker: header and packed arrays, trajectories in the order of groups,
     samples and branches.
     """
     headers: list[TrajectoryHeader] = []
-    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     for group_index, group in enumerate(batch.groups):
         for trajectory in group.trajectories:
             start = headers[-1].end if headers else 0
@@ -224,65 +220,36 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
         mask_older=batch.mask_older,
         trajectories=headers,
     )
-
-    def joined(of: Callable[[Trajectory], npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
-        return np.concatenate([np.zeros(0, dtype), *map(of, trajectories)])
-
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    versions, engines = zip(*map(sampled_by, trajectories), strict=True)
     return header, BatchArrays(
-        token_ids=joined(lambda one: one.token_ids, np.int32),
-        loss_mask=joined(lambda one: one.loss_mask, np.bool_),
-        behaviour_logprobs=joined(lambda one: one.behaviour_logprobs, np.float32),
-        versions=joined(token_versions, np.int32),
-        engines=joined(token_engines, np.int16),
+        token_ids=np.concatenate([one.token_ids for one in trajectories]),
+        loss_mask=np.concatenate([one.loss_mask for one in trajectories]),
+        behaviour_logprobs=np.concatenate([one.behaviour_logprobs for one in trajectories]),
+        versions=np.concatenate(versions),
+        engines=np.concatenate(engines),
     )
 
 
-def token_versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
-    """int32 [T]: the version each token was sampled under, -1 where it was not sampled.
+def sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
+    """Of each token, -1 where it was not sampled: the version it was sampled under, int32 [T], and the number
+    of the engine server, int16 [T], -1 if it is not known.
 
     Raises TrainerError if version_spans and loss_mask do not name the same tokens: half a record must not be
     trained on.
     """
     versions = np.full(len(trajectory.token_ids), -1, np.int32)
+    engines = np.full(len(trajectory.token_ids), -1, np.int16)
     for span in trajectory.version_spans:
         versions[span.start : span.end] = span.version
-    if not np.array_equal(versions >= 0, trajectory.loss_mask) or trajectory.num_sampled != int(
-        trajectory.loss_mask.sum()
-    ):
+        engines[span.start : span.end] = span.engine
+    is_whole = np.array_equal(versions >= 0, trajectory.loss_mask)
+    if not is_whole or trajectory.num_sampled != int(trajectory.loss_mask.sum()):
         raise TrainerError(
             "trainer",
-            f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover "
-            f"its {int(trajectory.loss_mask.sum())} sampled tokens",
+            f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover its "
+            f"{int(trajectory.loss_mask.sum())} sampled tokens",
             rule="version_spans cover exactly the tokens of loss_mask, each once",
             way_out="please report it: the generator or the engine client is wrong.",
         )
-    return versions
-
-
-def token_engines(trajectory: Trajectory) -> npt.NDArray[np.int16]:
-    """int16 [T]: number of the engine server that sampled each token, -1 where none did or it is not
-    known.
-    """
-    engines = np.full(len(trajectory.token_ids), -1, np.int16)
-    for span in trajectory.version_spans:
-        engines[span.start : span.end] = span.engine
-    return engines
-
-
-def _explain(error: CallLost | CallRefused) -> TrainerError:
-    if isinstance(error, CallRefused):
-        way_out = error.body.way_out or "read the trainer's log in the run directory."
-        return TrainerError(
-            "trainer",
-            f"{error.path} was refused ({error.status}): {error.body.error}",
-            rule=error.body.rule,
-            way_out=way_out,
-        )
-    return TrainerLost(
-        "trainer",
-        f"no answer to {error.path}: {error.why}",
-        rule="the run cannot go on without its trainer",
-        way_out="read the trainer's log in the run directory; killed without a word usually means out of "
-        "memory: "
-        "lower trainer.micro_batch_tokens.",
-    )
+    return versions, engines

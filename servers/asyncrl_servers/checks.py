@@ -1,137 +1,82 @@
-"""What every engine server refuses in the same words, and how version spans are written. Knows messages
-alone.
+"""What every engine server does in the same words: reads its spec, checks a request, writes version spans,
+draws random numbers. Knows messages alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ValidationError
 
-from asyncrl.http import Refused
+from asyncrl.http import Refused, child_arguments, fail
 from asyncrl.messages.engine_calls import GenerateRequest, Span
-from asyncrl.weights.tensor_files import RESEND
+
+Spec = TypeVar("Spec", bound=BaseModel)
+
+
+def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
+    """The spec of this server and the number of its socket. Ends the process if the spec is wrong."""
+    text, fd = child_arguments()
+    try:
+        return kind.model_validate_json(text), fd
+    except ValidationError as error:
+        fail(f"the spec of this server is wrong: {error}", rule=f"its fields are those of {kind.__name__}")
 
 
 def check_request(request: GenerateRequest, max_length: int, vocab_size: int) -> None:
-    """Raise Refused (400) for a request that can never run: too long, unknown token ids, more resumed ids
-    than ids.
-    """
-    num_prompt = len(request.prompt_ids)
-    if num_prompt + request.max_tokens > max_length:
+    """Raise Refused (400) for a request that can never run."""
+    name, num_prompt = f"request {request.request_id}", len(request.prompt_ids)
+    total = num_prompt + request.max_tokens
+    if total > max_length:
         raise Refused(
             400,
-            f"request {request.request_id} wants {num_prompt} prompt tokens + {request.max_tokens} new ones "
-            f"= "
-            f"{num_prompt + request.max_tokens}, a slot holds {max_length}",
+            f"{name} wants {num_prompt} prompt tokens + {request.max_tokens} new ones = {total}, a slot "
+            f"holds {max_length}",
             rule="prompt and completion must fit into a slot",
-            way_out="shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or "
-            "rollout.max_tokens.",
+            way_out="shorten the prompt, or raise rollout.max_prompt_tokens or rollout.max_tokens.",
         )
-    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
-        wrong = next(token for token in request.prompt_ids if not 0 <= token < vocab_size)
-        raise Refused(
-            400,
-            f"request {request.request_id} has token id {wrong}",
-            rule=f"the model knows ids 0..{vocab_size - 1}",
-            way_out="encode the prompt with the model's own tokenizer.",
-        )
+    unknown = [token for token in request.prompt_ids if not 0 <= token < vocab_size]
+    if unknown:
+        rule = f"the model knows ids 0..{vocab_size - 1}"
+        way_out = "encode the prompt with the model's own tokenizer."
+        raise Refused(400, f"{name} has token id {unknown[0]}", rule=rule, way_out=way_out)
     if request.num_resumed > num_prompt:
-        raise Refused(
-            400,
-            f"request {request.request_id} has num_resumed={request.num_resumed} of {num_prompt} prompt ids",
-            rule="resumed ids are the last ones of the prompt",
-            way_out="count only the ids that an earlier segment sampled.",
-        )
+        rule = "resumed ids are the last ones of the prompt"
+        raise Refused(400, f"{name} has num_resumed={request.num_resumed} of {num_prompt} ids", rule=rule)
+
+
+def check_queue(request_id: str, *here: Collection[str], max_queued: int) -> None:
+    """Raise Refused for an id that is `here` already (409), or one more than may wait (503): `here` ends with
+    the queue.
+    """
+    if any(request_id in ids for ids in here):
+        rule = "request ids are unique among running and queued requests"
+        raise Refused(409, f"request {request_id} is here already", rule=rule)
+    if len(here[-1]) >= max_queued:
+        way_out = "keep fewer rollouts in flight, or add engines."
+        raise Refused(503, f"{max_queued} requests are queued already", way_out=way_out)
 
 
 def refusal_of(error: BaseException) -> Refused:
     """The answer that tells of `error`: itself if it is a refusal, else a crash (500)."""
-    return (
-        error
-        if isinstance(error, Refused)
-        else Refused(500, f"{type(error).__name__}: {error}", way_out="see this server's log.")
-    )
-
-
-def here_already(request_id: str) -> Refused:
-    """The refusal (409) of an id that is running or queued."""
-    return Refused(
-        409,
-        f"request {request_id} is here already",
-        rule="request ids are unique among running and queued requests",
-        way_out="wait for its answer, or abort it.",
-    )
-
-
-def too_many_queued(max_queued: int) -> Refused:
-    """The refusal (503) of one request more than may wait."""
-    return Refused(
-        503,
-        f"{max_queued} requests are queued already",
-        rule="max_queued bounds them",
-        way_out="keep fewer rollouts in flight, or add engines.",
-    )
-
-
-def not_newer(version: int, serving: int) -> Refused:
-    """The refusal (409) of a commit that would not bring a newer version."""
-    return Refused(
-        409,
-        f"policy_version {version} cannot be committed over {serving}",
-        rule="versions only grow, and the serving one is accepted again only with its own digest",
-        way_out="commit a newer version.",
-    )
-
-
-def not_staged(version: int, digest: str, staged: tuple[int, str] | None) -> Refused:
-    """The refusal (409) of a commit of something other than what was prepared."""
-    lies = f"policy_version {staged[0]} with digest {staged[1]}" if staged else "nothing"
-    return Refused(
-        409,
-        f"commit of policy_version {version} with digest {digest}, but staged is {lies}",
-        rule="only prepared weights can be committed",
-        way_out="prepare this version first.",
-    )
-
-
-def commit_waits_already(version: int) -> Refused:
-    """The refusal (409) of a second commit while one waits for running requests."""
-    return Refused(
-        409,
-        f"a commit of policy_version {version} waits for running requests already",
-        rule="one swap at a time",
-        way_out="wait for its answer.",
-    )
-
-
-def wrong_digest(version: int, path: str, loaded: str, announced: str) -> Refused:
-    """The refusal (409) of weights that are not what was sent."""
-    return Refused(
-        409,
-        f"weights of policy_version {version} in {path} have digest {loaded}, announced was {announced}",
-        rule="a version is served only when what was loaded is what was sent",
-        way_out=RESEND,
-    )
+    if isinstance(error, Refused):
+        return error
+    return Refused(500, f"{type(error).__name__}: {error}", way_out="see this server's log.")
 
 
 def spans_of(marks: Sequence[tuple[int, int]], num_tokens: int) -> list[Span]:
     """Version spans that cover [0, num_tokens) once, in order. A mark is (first token, policy_version); empty
     spans are left out.
     """
-    ends = [*(start for start, _ in marks[1:]), num_tokens][
-        : len(marks)
-    ]  # no mark at all: aborted before it ran
+    ends = [*(start for start, _ in marks[1:]), num_tokens]
     return [
         Span(start=start, end=end, version=version)
-        for (start, version), end in zip(marks, ends, strict=True)
+        for (start, version), end in zip(marks, ends, strict=False)  # no mark: aborted before it ran
         if start < end
     ]
-
-
-# Random numbers that depend on (seed, position) alone, so that an interrupted request draws what it would
-# have drawn. Knows numpy.
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -146,7 +91,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 def uniform_draws(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each (seed, absolute position), float64 with 53 random bits; depends on
-    nothing else.
+    nothing else, so that a resumed request draws what it would have drawn.
     """
     counter = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
-from asyncrl.agents.endpoint.chat_messages import MAX_TOOLS
-from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolFormat
+from asyncrl.agents.endpoint.requests import MAX_TOOLS, CallRequest
+from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolFormat, overlap
 from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion
 
@@ -48,18 +48,19 @@ class AnswerText:
     ) -> None:
         """`keep_special`: special tokens to be shown all the same: they mark tool calls."""
         self._texts = texts
-        self._kept = frozenset(
-            token for name in keep_special for token in texts.encode(name) if _is_named(texts, token, name)
-        )
-        self._stops = _StopStrings(stop)
+        self._kept = {
+            token
+            for name in keep_special
+            for token in texts.encode(name)
+            if token not in texts.text_ids and texts.decode([token], skip_special_tokens=False) == name
+        }
+        self._stop = [text for text in stop if text]
+        self._held = ""  # the end of the text so far, which may be the beginning of a stop string
         self._context: list[int] = []
         self._run: list[int] = []  # byte tokens whose run may go on
         self._has_unsure = False  # the context's text ends in a replacement character that was not handed out
-
-    @property
-    def is_stopped(self) -> bool:
+        self.is_stopped = False
         """A stop string was found: nothing is shown any more."""
-        return self._stops.is_found
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take more tokens; returns the text that got final with them."""
@@ -67,16 +68,24 @@ class AnswerText:
             return ""
         text = self._decode(self._whole_runs([token for token in token_ids if self._is_shown(token)]))
         self._has_unsure = text.endswith(REPLACEMENT)
-        return self._stops.feed(text[:-1] if self._has_unsure else text)
+        return self._until_stop(text[:-1] if self._has_unsure else text)
 
     def finish(self) -> str:
         """No token comes any more: the rest of the text."""
         if self.is_stopped:
             return ""
-        run, self._run = self._run, []
-        text = self._stops.feed(self._decode(run))
-        self._has_unsure = False
-        return text + self._stops.finish()
+        text = self._until_stop(self._decode(self._run))
+        return text if self.is_stopped else text + self._held
+
+    def _until_stop(self, text: str) -> str:
+        """Text that can be handed out: no stop string begins in it."""
+        held = self._held + text
+        found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
+        self.is_stopped = bool(found)
+        keep = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
+        end = min(found)[1] if found else keep
+        self._held = held[end:]
+        return held[:end]
 
     def _is_shown(self, token: int) -> bool:
         return (token in self._texts.text_ids and token not in self._texts.end_ids) or token in self._kept
@@ -104,47 +113,7 @@ class AnswerText:
         return self._texts.decode(together, skip_special_tokens=False)[known:]
 
 
-class _StopStrings:
-    """Cuts a text before its first stop string. Life: feed() until is_found, or finish() at the end."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = [text for text in stop if text]
-        self._held = ""  # the end of the text so far, which may be the beginning of a stop string
-        self.is_found = False
-
-    def feed(self, text: str) -> str:
-        """Text that can be handed out: no stop string begins in it."""
-        if not self._stop:
-            return text
-        held = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if found:
-            self.is_found = True
-            return held[: min(found)[1]]
-        keep = len(held) - max(_overlap(held, stop) for stop in self._stop)
-        self._held = held[keep:]
-        return held[:keep]
-
-    def finish(self) -> str:
-        """The text that was held and turned out to be none."""
-        return "" if self.is_found else self._held
-
-
-def _is_named(texts: GatewayTokenizer, token: int, name: str) -> bool:
-    return token not in texts.text_ids and texts.decode([token], skip_special_tokens=False) == name
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, but not the whole of it."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
-
-
-TokenNames = dict[int, tuple[str, list[int] | None]]
-"""Text and bytes of single tokens, as logprobs name them; None where a token alone is no whole character."""
-
-
-class Choice:
+class Answer:
     """One completion of a call.
 
     Life:       feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the
@@ -157,26 +126,22 @@ class Choice:
         self,
         index: int,
         tokenizer: GatewayTokenizer,
-        *,
-        stop: Sequence[str] = (),
         tool_format: ToolFormat,
-        prefill: str = "",
+        asked: CallRequest,
+        *,
+        prefill: str,
         name: str,
-        has_logprobs: bool,
-        token_names: TokenNames,
     ) -> None:
-        """`prefill`: beginning of the answer that was not sampled. `name` makes ids of tool calls.
-        `token_names` are kept, so that each token is decoded once.
-        """
+        """`prefill`: beginning of the answer that was not sampled. `name` makes ids of tool calls."""
         self.index, self.finish_reason, self.num_tokens = index, "", 0
         self.content: str | None = None
         self.tool_calls: list[dict[str, Any]] = []
         self.logprobs: list[dict[str, Any]] | None = None
         self._tokenizer, self._format, self._prefill, self._name = tokenizer, tool_format, prefill, name
-        self._has_logprobs, self._names = has_logprobs, token_names
-        self._answer = AnswerText(tokenizer, stop, keep_special=tool_format.opens)
+        self._has_logprobs = asked.logprobs
+        self._answer = AnswerText(tokenizer, asked.stop, keep_special=tool_format.opens)
         self._text = ""
-        self._num_taken = 0
+        self._held_from = 0
         self._completion: Completion | None = None
 
     @property
@@ -192,26 +157,23 @@ class Choice:
         self.num_tokens += len(token_ids)
         self._text += self._answer.feed(token_ids)
 
-    def take(self) -> str:
-        """Text that may be shown and was not yet."""
+    def take(self, start: int) -> str:
+        """Text that may be shown, from `start` on."""
         if self.finish_reason:
-            text, end = self.content or "", len(self.content or "")
-        else:
-            text, end = (
-                self._text,
-                0 if self._prefill else self._format.hold_from(self._text, self._num_taken),
-            )
-        start, self._num_taken = self._num_taken, max(self._num_taken, end)
-        return text[start:end]
+            return (self.content or "")[start:]
+        if not self._prefill:
+            self._held_from = self._format.hold_from(self._text, self._held_from)
+        return self._text[start : self._held_from]
 
     def finish(self, completion: Completion) -> None:
         """Everything is sampled: parse it."""
         self.feed(completion.token_ids[self.num_tokens :])
         self._text += self._answer.finish()
         self._completion, self.finish_reason = completion, completion.finish_reason
-        parsed = self._format.parse(self._prefill + self._text)
+        text = self._prefill + self._text
+        parsed = self._format.parse(text)
         if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
-            parsed = ParsedAnswer(self._prefill + self._text)
+            parsed = ParsedAnswer(text)
         self.content = parsed.content
         for number, call in enumerate(parsed.tool_calls):
             function = {"name": call.name, "arguments": call.arguments}
@@ -229,8 +191,6 @@ class Choice:
         return completion
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        if token not in self._names:
-            text = self._tokenizer.decode((token,), skip_special_tokens=False)
-            self._names[token] = (text, None if REPLACEMENT in text else list(text.encode()))
-        text, as_bytes = self._names[token]
+        text = self._tokenizer.decode((token,), skip_special_tokens=False)
+        as_bytes = None if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": as_bytes, "top_logprobs": []}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -46,9 +45,21 @@ class GatewayStats:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """A chat that is not planned yet: `text` is to be encoded behind the ids of `parent`, or is the whole
+    prompt. `asked`: all of the text that the prompt's ids spell, None if the template writes another.
+    """
+
+    text: str
+    parent: Node | None
+    chain: Chain
+    asked: PromptText | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Planned:
     """A call that may be sent: `prompt_ids` begin with the `num_reused` that are the parent's. `number`
-    counts the session's calls.
+    counts the session's calls. `draft`: None of a prompt of ids.
     """
 
     number: int
@@ -56,20 +67,7 @@ class Planned:
     prompt_ids: tuple[int, ...]
     num_reused: int
     parent: Node | None
-    chain: Chain | None = None
-    asked: PromptText | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Draft:
-    """A chat that is not planned yet: `text` is to be encoded behind the ids of `parent`, or is the whole
-    prompt.
-    """
-
-    text: str
-    parent: Node | None
-    chain: Chain
-    asked: PromptText | None
+    draft: Draft | None
 
 
 class Capture:
@@ -88,7 +86,8 @@ class Capture:
         self._renderer, self._counts = renderer, counts
         self._nodes: dict[str, Node] = {}  # by completion_id
         self._by_chat: dict[bytes, Node] = {}
-        self._num_calls = self._num_roots = 0
+        self._num_calls = 0
+        self._has_root = False
         self._gone_on_from: set[Node] = set()
         self.num_branch_tokens = 0
         """Tokens of all branches that a rollout would have now: a prefix that branches share counts in each
@@ -97,13 +96,7 @@ class Capture:
 
     @property
     def num_completions(self) -> int:
-        """Recorded so far."""
         return len(self._nodes)
-
-    @property
-    def num_tokens(self) -> int:
-        """Ids that are held: those of a prefix that calls share count once."""
-        return sum(len(node.ids) for node in self._nodes.values())
 
     def draft(self, messages: Messages, tools: Messages | None, *, prefill: str = "") -> Draft:
         """The text of a chat, or of what is new where it goes on from a recorded answer. It changes nothing,
@@ -118,17 +111,9 @@ class Capture:
                 parent = self._by_chat.get(key)
                 if parent is None or index + 1 == len(messages):
                     continue
-                found = find_continuation(
-                    self._renderer,
-                    messages,
-                    tools,
-                    answer_index=index,
-                    asked=parent.asked,
-                    sampled_ids=parent.sampled_ids.tolist(),
-                    prefill=prefill,
-                )
+                found = self._continue(parent, chain, messages, tools, index, prefill)
                 if found is not None:
-                    return Draft(found.text, parent, chain, found.whole)
+                    return found
                 break
             text = self._renderer.render(messages, tools=tools) + prefill
             return Draft(text, None, chain, PromptText.of(text))
@@ -138,7 +123,7 @@ class Capture:
     def plan(self, draft: Draft, ids: tuple[int, ...]) -> Planned:
         """The prompt of a drafted chat; `ids` are those of the draft's text."""
         how: How = "realigned" if draft.asked is None else "extended"
-        return self._planned(how, ids, draft.parent, draft.chain, draft.asked)
+        return self._planned(how, ids, draft.parent, draft)
 
     def plan_ids(self, prompt_ids: Sequence[int]) -> Planned:
         """A prompt of ids: it goes on from the longest recorded prompt and completion that it begins with."""
@@ -149,20 +134,18 @@ class Capture:
             if start is not None and np.array_equal(ids[start : start + len(node.ids)], node.ids):
                 ends[node] = start + len(node.ids)
         parent = max(ends, key=lambda node: ends[node])  # of equal ones the first
-        return self._planned("extended", tuple(prompt_ids[ends[parent] :]), parent)
+        return self._planned("extended", tuple(prompt_ids[ends[parent] :]), parent, None)
 
     def record(
         self,
         planned: Planned,
         completion: Completion,
-        message: Mapping[str, Any] | None,
+        message: Mapping[str, Any],
         completion_id: str,
         *,
         choice: int = 0,
     ) -> None:
-        """The harness got this answer: `message` is the assistant message as it got it (None: it asked for
-        text, not a chat).
-        """
+        """The harness got this answer: `message` is the assistant message as it got it."""
         assert completion_id not in self._nodes, f"{completion_id} is recorded already"
         added = planned.prompt_ids[planned.num_reused :]
         node = Node(
@@ -175,12 +158,12 @@ class Capture:
             version_spans=completion.version_spans,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
-            asked=planned.asked,
+            asked=planned.draft.asked if planned.draft else None,
         )
         self._nodes[completion_id] = node
         self._count_branch(node)
-        if planned.chain is not None and message is not None:
-            key = planned.chain.key_with(message)
+        if planned.draft is not None:
+            key = planned.draft.chain.key_with(message)
             known = self._by_chat.get(key)
             rank = (choice, node.content)  # the same answer twice: one of them, whichever came first
             if known is None or rank < (known.order[1], known.content):
@@ -190,8 +173,7 @@ class Capture:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
         if not self._nodes:
             raise RolloutFailure(
-                "the harness ended without one completion",
-                rule="without a reward of its own, the task scores the text of the last completion",
+                "the harness ended without one completion, and without a reward",
                 way_out="let it call /v1/chat/completions with its session's key, or return a reward.",
             )
         last = max(self._nodes.values(), key=lambda node: node.order)
@@ -215,94 +197,54 @@ class Capture:
             self._gone_on_from.add(ancestor)
             self.num_branch_tokens -= ancestor.num_path_ids
 
-    def _planned(
-        self,
-        how: How,
-        added: tuple[int, ...],
-        parent: Node | None,
-        chain: Chain | None = None,
-        asked: PromptText | None = None,
-    ) -> Planned:
+    def _planned(self, how: How, added: tuple[int, ...], parent: Node | None, draft: Draft | None) -> Planned:
         reused: list[int] = [] if parent is None else parent.all_ids().tolist()
         if parent is None:
-            self._num_roots += 1
-            how = "new" if self._num_roots == 1 else "forked"
-        planned = Planned(self._num_calls, how, (*reused, *added), len(reused), parent, chain, asked)
+            how, self._has_root = ("forked" if self._has_root else "new"), True
+        planned = Planned(self._num_calls, how, (*reused, *added), len(reused), parent, draft)
         self._num_calls += 1
         self._counts.calls += 1
         if how != "new":
             setattr(self._counts, how, getattr(self._counts, how) + 1)
         return planned
 
+    # Recorded ids are never made from text again: the template's text of a longer chat is cut where they end.
+    # - Its text begins with what was asked and sampled, to the letter: what follows is new.
+    # - It writes the history otherwise (strips reasoning, renders a tool call its own way, says the date):
+    #   the answer is replaced by a sentinel, and what follows the sentinel is new.
+    # - It refuses the sentinel, or swallows it: there is no place to cut.
 
-_to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode
+    def _continue(
+        self,
+        parent: Node,
+        chain: Chain,
+        messages: Messages,
+        tools: Messages | None,
+        answer_index: int,
+        prefill: str,
+    ) -> Draft | None:
+        """What follows the recorded answer `messages[answer_index]`, generation prompt and prefill included;
+        None: there is no place to cut.
 
-
-# ---- what a chat goes on from
-
-
-class Chain:
-    """The hash of a chat, message after message: equal for two chats if and only if they are the same in
-    canonical form.
-    """
-
-    __slots__ = ("_state", "answers")
-
-    def __init__(self, messages: Messages, tools: Messages | None) -> None:
-        self._state = blake2b(_to_json(tools or None).encode(), digest_size=16)
-        self.answers: list[tuple[int, bytes]] = []
-        """(index of an assistant message, key of the chat up to and with it), in order."""
-        for index, message in enumerate(messages):
-            self._state.update(canonical(message))
-            if message.get("role") == "assistant":
-                self.answers.append((index, self._state.digest()))
-
-    def key_with(self, answer: Mapping[str, Any]) -> bytes:
-        """Key of this chat with one more message."""
-        state = self._state.copy()
-        state.update(canonical(answer))
-        return state.digest()
-
-
-def canonical(message: Mapping[str, Any]) -> bytes:
-    """The message as one JSON object. A harness sends its history back as its own library wrote it, so these
-    do not count: fields that are None or an empty list, the order of keys, the JSON spacing of tool
-    arguments, text content in parts, white space around an assistant's content.
-    """
-    fields = {name: value for name, value in message.items() if value is not None and value != []}
-    content = fields.get("content")
-    if isinstance(content, list) and all(_is_text(part) for part in content):
-        content = "".join(str(part.get("text") or "") for part in content)
-    if fields.get("role") == "assistant" and isinstance(content, str):
-        content = content.strip() or None
-    fields["content"] = content  # None is the same as none
-    if isinstance(calls := fields.get("tool_calls"), list):
-        fields["tool_calls"] = [_tool_call(call) for call in calls]
-    return _to_json(fields).encode()
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text"
-
-
-def _tool_call(call: Any) -> Any:
-    """A function call by id, name and arguments: `type` goes without saying, and `index` is of a stream's
-    deltas alone.
-    """
-    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
-        return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return [call.get("id"), function.get("name"), arguments]
-
-
-# Recorded ids are never made from text again: the template's text of a longer chat is cut where they end.
-# - Its text begins with what was asked and sampled, to the letter: what follows is new.
-# - It writes the history otherwise (strips reasoning, renders a tool call its own way, says the date): the
-#   answer is replaced by a sentinel, and what follows the sentinel is new.
-# - It refuses the sentinel, or swallows it: there is no place to cut.
+        A parent without `asked` is not what the template writes, and never will be: a render is saved.
+        """
+        renderer, asked, sampled_ids = self._renderer, parent.asked, parent.sampled_ids.tolist()
+        if asked is not None:
+            text = renderer.render(messages, tools=tools) + prefill
+            sampled = renderer.decode(sampled_ids, skip_special_tokens=False)
+            if text.startswith(sampled, asked.num_chars) and asked.begins(text):
+                return Draft(text[asked.num_chars + len(sampled) :], parent, chain, PromptText.of(text))
+        stand_in = {"role": "assistant", "content": SENTINEL}
+        try:
+            shown = [*messages[:answer_index], stand_in, *messages[answer_index + 1 :]]
+            _, rest = renderer.render(shown, tools=tools).split(SENTINEL)
+        except ValueError:
+            return None
+        if sampled_ids and sampled_ids[-1] in renderer.end_ids:  # the end of the turn was sampled
+            end = renderer.decode(sampled_ids[-1:], skip_special_tokens=False)
+            before, found, after = rest.partition(end)
+            rest = after if found and not before.strip() else rest
+        return Draft(rest + prefill, parent, chain, None)
 
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
@@ -326,50 +268,45 @@ class PromptText:
         return len(text) >= self.num_chars and PromptText.of(text[: self.num_chars]) == self
 
 
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """`text` follows the recorded ids. `whole`: all of the text, if the template writes it so."""
-
-    text: str
-    whole: PromptText | None
-
-
-def find_continuation(
-    renderer: ChatRenderer,
-    messages: Messages,
-    tools: Messages | None,
-    *,
-    answer_index: int,
-    asked: PromptText | None,
-    sampled_ids: Sequence[int],
-    prefill: str,
-) -> Continuation | None:
-    """What follows the recorded answer `messages[answer_index]`, generation prompt and prefill included;
-    None: there is no place to cut.
-
-    `asked`: the text that its prompt spells, None if that is not what the template writes: then it never will
-    again, and a render is saved. Raises ValueError if the template refuses the chat.
+class Chain:
+    """The hash of a chat, message after message: equal for two chats if and only if they are the same in
+    canonical form.
     """
-    if asked is not None:
-        text = renderer.render(messages, tools=tools) + prefill
-        sampled = renderer.decode(sampled_ids, skip_special_tokens=False)
-        if text.startswith(sampled, asked.num_chars) and asked.begins(text):
-            return Continuation(text[asked.num_chars + len(sampled) :], PromptText.of(text))
-    stand_in = {"role": "assistant", "content": SENTINEL}
-    shown = [*messages[:answer_index], stand_in, *messages[answer_index + 1 :]]
-    try:
-        parts = renderer.render(shown, tools=tools).split(SENTINEL)
-    except ValueError:
-        return None
-    if len(parts) != 2:
-        return None
-    return Continuation(_without_end(renderer, parts[1], sampled_ids) + prefill, None)
+
+    def __init__(self, messages: Messages, tools: Messages | None) -> None:
+        self._state = blake2b(_to_json(tools or None).encode(), digest_size=16)
+        self.answers: list[tuple[int, bytes]] = []
+        """(index of an assistant message, key of the chat up to and with it), in order."""
+        for index, message in enumerate(messages):
+            self._state.update(canonical(message))
+            if message.get("role") == "assistant":
+                self.answers.append((index, self._state.digest()))
+
+    def key_with(self, answer: Mapping[str, Any]) -> bytes:
+        """Key of this chat with one more message."""
+        state = self._state.copy()
+        state.update(canonical(answer))
+        return state.digest()
 
 
-def _without_end(renderer: ChatRenderer, text: str, sampled_ids: Sequence[int]) -> str:
-    """`text` without the end of the turn, if that was sampled."""
-    if not sampled_ids or sampled_ids[-1] not in renderer.end_ids:
-        return text
-    end = renderer.decode(sampled_ids[-1:], skip_special_tokens=False)
-    before, found, after = text.partition(end)
-    return after if found and not before.strip() else text
+_to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+
+def canonical(message: Mapping[str, Any]) -> bytes:
+    """The message, as requests.py reads one or as an answer was given, as one JSON object. A harness sends
+    its history back as its own library wrote it, so these do not count: fields that are None, the order of
+    keys, the JSON spacing of tool arguments, white space around an assistant's content.
+    """
+    fields = {name: value for name, value in message.items() if value is not None}
+    if fields.get("role") == "assistant":
+        fields["content"] = fields.get("content", "").strip()
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = [_tool_call(call) for call in calls]
+    return _to_json(fields).encode()
+
+
+def _tool_call(call: Mapping[str, Any]) -> list[Any]:
+    """A function call by id, name and arguments, which are text in an answer."""
+    arguments = call["function"]["arguments"]
+    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [call["id"], call["function"]["name"], parsed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,10 +14,10 @@ from aiohttp import web
 
 from asyncrl.agents.endpoint.answer_text import GatewayTokenizer
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.endpoint_routes import Connection, Crowd, Routes, close_slow_readers
-from asyncrl.agents.endpoint.engine_route import EngineRoute, LongCalls, SeedOf
+from asyncrl.agents.endpoint.endpoint_routes import Connection, EndpointRoutes
+from asyncrl.agents.endpoint.engine_route import EngineRoute, SeedOf
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.sessions import GatewaySession, SessionLimits, Sessions
+from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import ConfigError, RoomError
@@ -25,6 +26,9 @@ from asyncrl.messages.protocols import SamplingEngine
 _BACKLOG = 1024
 _CLOSE_S = 2.0
 """What calls that are being answered have to leave when the gateway closes."""
+_LINGERING_S = 5.0
+"""How long the rest of a body is read and dropped after the answer, so that the client can read the refusal.
+"""
 
 
 class Gateway:
@@ -50,18 +54,11 @@ class Gateway:
     ) -> None:
         """`on_broken` ends the run."""
         self._config, self._rules, self._extra_routes = config, rules, extra_routes
-        limits = SessionLimits(config.max_calls, config.max_concurrent_calls, config.max_rollout_tokens)
-        self._sessions, self._long_calls = Sessions(limits), LongCalls()
-        self._make_route = partial(
-            EngineRoute,
-            self._sessions,
-            tokenizer=tokenizer,
-            tool_format=tool_format,
-            long_calls=self._long_calls,
-        )
+        self._sessions = Sessions(config)
+        self._make_route = partial(EngineRoute, self._sessions, tokenizer=tokenizer, tool_format=tool_format)
         self._route = self._make_route(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
         self.open_nowait = self._route.open_nowait
-        self._routes = Routes(self._sessions, model=rules.model_name, max_body_bytes=config.max_body_bytes)
+        self._routes = EndpointRoutes(self._sessions, model=rules.model_name)
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
@@ -69,15 +66,14 @@ class Gateway:
     def open_for_person_nowait(
         self, key: str, rollout_id: str, *, prompt_id: str, sample_index: int
     ) -> GatewaySession:
-        """A session under a key that may open the next one when this one has ended."""
-        return self._sessions.open_nowait(
+        """A session under a user's key, which may open the next one when this one has ended."""
+        return self.open_nowait(
             rollout_id,
             prompt_id=prompt_id,
             sample_index=sample_index,
             attempt=0,
             route_key=rollout_id,
-            route=self._route,
-            persons_key=key,
+            user_key=key,
         )
 
     def add_route(
@@ -105,13 +101,13 @@ class Gateway:
                 self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             except OSError as error:
                 raise ConfigError(
-                    f"gateway.host={host} and gateway.port={port} cannot be listened on: "
-                    f"{error.strerror or error}",
-                    rule="harnesses reach the model under this address",
-                    way_out="set gateway.port to none for any free one, or choose another; gateway.host must "
-                    "be an address of this machine.",
+                    f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}",
+                    rule="gateway.host is an address of this machine, and the port is free",
+                    way_out="set gateway.port to none for any free one, or choose another.",
                 ) from error
-            close_slow_readers(self._socket, self._config.read_timeout_s)
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # of a client that takes nothing for so long (Linux)
+                slow_ms = max(1, int(self._config.read_timeout_s * 1000))
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, slow_ms)
         if self._config.public_url is not None:
             return self._config.public_url.rstrip("/")
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
@@ -119,28 +115,34 @@ class Gateway:
 
     async def start(self) -> str:
         """Answer from now on; returns the address for clients."""
-        url, loop = self.bind(), asyncio.get_running_loop()
+        url, loop, slow_s = self.bind(), asyncio.get_running_loop(), self._config.read_timeout_s
         app = self._routes.app(self._extra_routes)
         self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=_CLOSE_S)
         await self._runner.setup()
-        server, crowd = self._runner.server, Crowd(self._config.max_connections)
-        assert server is not None
+        assert self._runner.server is not None
         assert self._socket is not None
-        make = partial(Connection, server, loop=loop, slow_s=self._config.read_timeout_s, crowd=crowd)
+        make = partial(
+            Connection,
+            self._runner.server,
+            self._config.max_connections,
+            loop=loop,
+            access_log=None,  # keys are in URLs
+            keepalive_timeout=slow_s,
+            lingering_time=min(slow_s, _LINGERING_S),
+            logger=logging.getLogger("asyncrl.gateway.http"),
+        )
         self._listener = await loop.create_server(make, sock=self._socket, backlog=_BACKLOG)
         return url
 
     async def aclose(self) -> None:
         """End every session, answer what is in hand, close every connection. Idempotent."""
         self._sessions.end_all_nowait("the run has ended")
-        if self._listener is not None:
-            self._listener.close()
-        elif self._socket is not None:
-            self._socket.close()
+        for listening in (self._listener, self._socket):
+            if listening is not None:
+                listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
         self._socket = self._listener = self._runner = None
-        self._long_calls.close_nowait()
 
     def stats(self) -> GatewayStats:
         """Counts so far."""
@@ -154,14 +156,9 @@ class Gateway:
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/gauges.py."""
-        counts = self._route.counts
-        return {
-            "gateway/calls": counts.calls,
-            "gateway/extended": counts.extended,
-            "gateway/realigned": counts.realigned,
-            "gateway/forked": counts.forked,
-            "gateway/refused": sum(self._routes.refused.values()),
-        }
+        counts, refused = self._route.counts, sum(self._routes.refused.values())
+        names = ("calls", "extended", "realigned", "forked")
+        return {f"gateway/{name}": getattr(counts, name) for name in names} | {"gateway/refused": refused}
 
 
 YOUNG = 10_000

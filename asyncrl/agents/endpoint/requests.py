@@ -7,24 +7,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationError
-from pydantic_core import from_json
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic_core import PydanticCustomError, from_json
+from typing_extensions import TypedDict
 
-from asyncrl.agents.endpoint.chat_messages import OPEN, ROLES, STRICT, ChatMessage, Tools
-from asyncrl.agents.endpoint.refusals import ApiError, invalid, shown, too_long
+from asyncrl.agents.endpoint.openai_form import ApiError, invalid, shown, too_long
 
 log = logging.getLogger(__name__)
 
-LONG_BODY = 2**14
-"""Bytes from which on a body is read, and its chat rendered, in a thread: 500 of the smallest messages, 10
-ms.
-"""
 MAX_CHOICES = 16
 MAX_STOPS = 16
+MAX_TOOLS = 128
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_HARMLESS = frozenset(
+IGNORED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
     "prediction".split()
 )
@@ -32,7 +30,7 @@ _HARMLESS = frozenset(
 
 _CHANGES = "it changes the distribution that is sampled from, and training would not know"
 _TEXT_ONLY = "this model reads and writes text"
-_OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
+REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((0,), _CHANGES),
     "presence_penalty": ((0,), _CHANGES),
     "repetition_penalty": ((1,), _CHANGES),
@@ -46,7 +44,7 @@ _OFF: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "prompts are not echoed"),
     "response_format": (
         ({"type": "text"},),
-        "the engines sample without a grammar; ask for the form in the prompt, and parse the answer",
+        "the engines sample without a grammar; ask for it in the prompt",
     ),
     "functions": ((), "it is deprecated; use tools"),
     "function_call": ((), "it is deprecated; use tool_choice"),
@@ -71,8 +69,6 @@ class CallRules:
     max_length: int
     """Of prompt and completion together, in the engines."""
     vocab_size: int
-    message_tokens: int = 1
-    """Tokens that a message has at least, see fewest_message_tokens()."""
     on_sampling_override: Literal["use_config", "refuse"] = "use_config"
 
 
@@ -94,8 +90,6 @@ class CallRequest:
     logprobs: bool = False
     stream: bool = False
     include_usage: bool = False
-    is_long: bool = False
-    """Its body has LONG_BODY bytes or more."""
 
     @property
     def param(self) -> str:
@@ -103,12 +97,126 @@ class CallRequest:
         return "prompt" if self.messages is None else "messages"
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+# ---- chat messages and tools, as a call sends them and as a chat template reads them
 
 
-class _StreamOptions(BaseModel):
-    model_config = OPEN
-    include_usage: bool | None = None
+def _wrong(why: str) -> PydanticCustomError:
+    return PydanticCustomError("wrong", "{why}", {"why": why})
+
+
+def _joined(content: Any) -> Any:
+    """Text, or the text of a list of text parts."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise _wrong(f"a part is {shown(kind)}; this model reads text parts alone")
+    return "".join(part["text"] for part in content)
+
+
+def _parsed(arguments: Any) -> Any:
+    """Arguments as an object, which is how templates read them."""
+    try:
+        return from_json(arguments, allow_inf_nan=False)
+    except (ValueError, TypeError) as error:
+        raise _wrong(f"arguments must be the text of a JSON object: {error}") from None
+
+
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
+Content = Annotated[str, BeforeValidator(_joined)]
+STRICT = ConfigDict(strict=True, extra="forbid")
+OPEN = ConfigDict(strict=True, extra="ignore")
+
+
+class _CalledFunction(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    name: Name
+    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]
+
+
+class _SentCall(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    id: str
+    type: NotRequired[Literal["function"]]
+    function: _CalledFunction
+
+
+class _Message(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    name: NotRequired[str]
+    content: Content
+
+
+class _Plain(_Message):
+    role: Literal["system", "developer", "user"]
+
+
+class _Assistant(_Message):
+    role: Literal["assistant"]
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[Annotated[list[_SentCall], Field(max_length=MAX_TOOLS)]]
+
+
+class _ToolResult(_Message):
+    role: Literal["tool"]
+    tool_call_id: Annotated[str, Field(min_length=1)]
+
+
+_EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls")
+"""Keys that OpenAI's own client writes into an answer that it sends back, where they say nothing."""
+
+
+def _tidy(message: Any) -> Any:
+    """Without keys that say nothing. An answer of calls alone has empty content: some templates (SmolLM2,
+    Phi 3) take no message without it.
+    """
+    if not isinstance(message, dict):
+        return message
+    said = {
+        name: value for name, value in message.items() if value is not None and (value or name not in _EMPTY)
+    }
+    return {"content": "", **said} if said.get("role") == "assistant" else said
+
+
+ChatMessage = Annotated[
+    _Plain | _Assistant | _ToolResult, Field(discriminator="role"), BeforeValidator(_tidy)
+]
+
+
+class _Described(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    name: Name
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any]]
+
+
+class _GivenTool(TypedDict):
+    __pydantic_config__ = OPEN  # type: ignore[misc]
+    type: Literal["function"]
+    function: _Described
+
+
+def _tool_choice(value: Any) -> str:
+    """none, auto, required or function:NAME."""
+    match value:
+        case "none" | "auto" | "required":
+            return str(value)
+        case {"type": "function", "function": {"name": str(name)}}:
+            return f"function:{name}"
+    raise _wrong("it must be none, auto, required, or name a function")
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+        value = value[0]
+    is_ids = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+    if not value or not (is_ids or isinstance(value, str)):
+        raise _wrong("it must be a text that is not empty, or a list of token ids, one of them in a call")
+    return value
+
+
+# ---- bodies
 
 
 class _Body(BaseModel):
@@ -117,7 +225,7 @@ class _Body(BaseModel):
     model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop: Annotated[
-        list[Stop],
+        list[Annotated[str, Field(min_length=1, max_length=1024)]],
         Field(max_length=MAX_STOPS),
         BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
     ] = []
@@ -126,35 +234,24 @@ class _Body(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool = False
-    stream_options: _StreamOptions | None = None
+    stream_options: dict[str, Any] = {}
 
 
 class _ChatBody(_Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
-    tools: Tools = []
-    tool_choice: Any = None
+    tools: Annotated[list[_GivenTool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
 
 
 class _TextBody(_Body):
-    prompt: Any
+    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # without it, as OpenAI has it
     logprobs: Literal[0] | None = None
 
 
 Body = TypeVar("Body", bound=_Body)
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The body as an object. The parser bounds its depth and refuses lone surrogates. Raises ApiError."""
-    try:
-        value = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise invalid(f"The body is not JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise invalid(f"The body must be a JSON object, not {shown(value)}.")
-    return value
 
 
 class RequestReader:
@@ -166,86 +263,68 @@ class RequestReader:
 
     def chat(self, body: bytes) -> CallRequest:
         """A call of /v1/chat/completions. Raises ApiError; for too many messages before any is looked at."""
-        given, rules = parse_json(body), self._rules
+        given, most = _parse_json(body), self._rules.max_prompt_tokens
         messages = given.get("messages")
-        if isinstance(messages, list) and len(messages) * rules.message_tokens > rules.max_prompt_tokens:
+        if isinstance(messages, list) and len(messages) > most:
             raise too_long(
-                f"{len(messages)} messages are more than the {rules.max_prompt_tokens} tokens of the longest "
-                f"prompt (rollout.max_prompt_tokens) hold: with this chat template a message is "
-                f"{rules.message_tokens} at least.",
+                f"{len(messages)} messages are more than the longest prompt of this run has tokens, "
+                f"rollout.max_prompt_tokens={most}.",
                 "messages",
             )
         asked = self._checked(given, _ChatBody)
-        choice = _tool_choice(asked.tool_choice, asked.tools)
+        choice = asked.tool_choice if asked.tools or asked.tool_choice != "auto" else "none"
+        names = [f"function:{tool['function']['name']}" for tool in asked.tools]
+        if choice not in (("none", "auto", "required", *names) if names else ("none",)):
+            raise invalid(f"tool_choice {shown(choice)} is not among the tools.", "tool_choice")
         limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
         return self._request(
             asked,
             messages=asked.messages,
-            tools=None if choice == "none" else asked.tools,
+            tools=None if choice == "none" else given["tools"],  # as they are: the order of keys counts
             tool_choice=choice,
             max_tokens=min(limits, default=None),
             logprobs=asked.logprobs,
-            is_long=len(body) >= LONG_BODY,
         )
 
     def text(self, body: bytes) -> CallRequest:
         """A call of /v1/completions. Raises ApiError."""
-        asked = self._checked(parse_json(body), _TextBody)
-        prompt = asked.prompt
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-            prompt = prompt[0]
+        asked = self._checked(_parse_json(body), _TextBody)
         more: dict[str, Any] = {"max_tokens": asked.max_tokens, "logprobs": asked.logprobs is not None}
-        if isinstance(prompt, str) and prompt:
-            return self._request(asked, prompt_text=prompt, **more)
-        if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], int):
-            raise invalid(
-                "prompt must be a text that is not empty, or a list of token ids, one of them in a call.",
-                "prompt",
-            )
-        known = self._rules.vocab_size
-        wrong = next((token for token in prompt if type(token) is not int or not 0 <= token < known), None)
-        if wrong is not None:
-            raise invalid(
-                f"prompt holds {shown(wrong)}; the model knows token ids 0 to {known - 1}.", "prompt"
-            )
-        return self._request(asked, prompt_ids=tuple(prompt), **more)
+        if isinstance(asked.prompt, str):
+            return self._request(asked, prompt_text=asked.prompt, **more)
+        largest, known = max(asked.prompt), self._rules.vocab_size
+        if largest >= known:
+            raise invalid(f"prompt holds {shown(largest)}; the model knows ids 0 to {known - 1}.", "prompt")
+        return self._request(asked, prompt_ids=tuple(asked.prompt), **more)
 
     def _checked(self, body: Mapping[str, Any], shape: type[Body]) -> Body:
         """The parameters that say something, as `shape` has them. Raises ApiError."""
         given = {}
         for name, value in body.items():
-            if value is None:
+            off, why = REFUSED.get(name, ((), ""))
+            if value is None or value in off:
                 continue
-            if name in _OFF:
-                off, why = _OFF[name]
-                if not any(
-                    value == each and isinstance(value, bool) == isinstance(each, bool) for each in off
-                ):
-                    raise invalid(f"{name}={shown(value)} is refused: {why}.", name)
-            elif name in _HARMLESS:
-                self._log_once(
-                    name, f"calls give `{name}`, which is ignored: it changes nothing of what is sampled"
-                )
+            if why:
+                raise invalid(f"{name}={shown(value)} is refused: {why}.", name)
+            if name in IGNORED:
+                self._log_once(name, f"calls give `{name}`, which changes nothing of what is sampled")
             else:
                 given[name] = value
         try:
             asked = shape.model_validate(given)
         except ValidationError as error:
             raise _refused(error) from None
-        if asked.stream_options is not None and not asked.stream:
-            raise invalid("stream_options is only allowed with stream=true.", "stream_options")
-        self._check_sampling("temperature", asked.temperature, self._rules.temperature)
-        self._check_sampling("top_p", asked.top_p, self._rules.top_p)
+        for name in ("temperature", "top_p"):
+            self._check_sampling(name, getattr(asked, name), getattr(self._rules, name))
         return asked
 
     def _request(self, asked: _Body, **more: Any) -> CallRequest:
-        options = asked.stream_options
         return CallRequest(
             n=asked.n,
             stop=tuple(asked.stop),
             seed=asked.seed,
             stream=asked.stream,
-            include_usage=bool(options is not None and options.include_usage),
+            include_usage=asked.stream_options.get("include_usage") is True,
             **more,
         )
 
@@ -254,14 +333,9 @@ class RequestReader:
         if value is None or value == fixed:
             return
         if self._rules.on_sampling_override == "refuse":
-            raise invalid(
-                f"{name}={value} is refused: training samples at {name}={fixed}. Leave {name} out, or set "
-                f"gateway.on_sampling_override to use_config.",
-                name,
-            )
-        self._log_once(
-            name, f"a call asks for {name}={value} and gets the run's {name}={fixed}, as every other one will"
-        )
+            why = f"training samples at {name}={fixed}. Leave it out, or set gateway.on_sampling_override"
+            raise invalid(f"{name}={value} is refused: {why} to use_config.", name)
+        self._log_once(name, f"a call asks for {name}={value} and gets {name}={fixed}, as every one will")
 
     def _log_once(self, name: str, text: str) -> None:
         if name not in self._logged:
@@ -269,34 +343,22 @@ class RequestReader:
             log.warning("gateway: %s", text)
 
 
+def _parse_json(body: bytes) -> dict[str, Any]:
+    """The body as an object. The parser bounds its depth and refuses lone surrogates. Raises ApiError."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise invalid(f"The body is not JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise invalid(f"The body must be a JSON object, not {shown(value)}.")
+    return value
+
+
 def _refused(error: ValidationError) -> ApiError:
     """The first thing that is wrong, where it stands in the body, and what stands there."""
     first = error.errors(include_url=False)[0]
     loc = [part for part in first["loc"] if part not in ROLES]  # pydantic names the kind of a message, too
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
-    if first["type"] == "extra_forbidden":
-        if len(loc) == 1:
-            return invalid(f"Unknown parameter: {shown(loc[0])}.", param[:64], code="unknown_parameter")
-        return invalid(f"{param} is not known: no message of this role has such a key.", param)
     given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
-    return invalid(f"{param}: {first['msg']}{given}.", param)
-
-
-def _tool_choice(value: Any, tools: list[Any]) -> str:
-    """none, auto, required or function:NAME. Raises ApiError."""
-    if value in (None, "none", "auto"):
-        return str(value or "auto") if tools else "none"
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if value != "required" and not isinstance(name, str):
-        raise invalid(
-            f"tool_choice must be none, auto, required, or name a function, not {shown(value)}.",
-            "tool_choice",
-        )
-    if not tools:
-        raise invalid("tool_choice is only allowed when tools are given.", "tool_choice")
-    if value == "required":
-        return "required"
-    if all(tool["function"]["name"] != name for tool in tools):
-        raise invalid(f"tool_choice names {shown(name)}, which is not among the tools.", "tool_choice")
-    return f"function:{name}"
+    code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
+    return invalid(f"{param}: {first['msg']}{given}.", param, code=code)

@@ -1,41 +1,117 @@
-"""Who may call, and until when: one key for each attempt of a rollout. Knows no HTTP and no engine."""
+"""Who may call, until when, and the calls themselves. Knows no HTTP and no engine."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
-from asyncrl.agents.endpoint.calls import Call, CallTable
-from asyncrl.agents.endpoint.capture import Capture, Messages
-from asyncrl.agents.endpoint.refusals import invalid, rate_limited, session_ended, unknown_key
+from asyncrl.agents.endpoint.answer_text import Answer
+from asyncrl.agents.endpoint.capture import Capture, Messages, Planned
+from asyncrl.agents.endpoint.openai_form import (
+    ApiError,
+    ChatForm,
+    invalid,
+    rate_limited,
+    session_ended,
+    unknown_key,
+)
+from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
-from asyncrl.messages.records import Outcome, Rollout, VersionSpan
+from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
 
 MAX_EXPIRED = 10_000
 """Sessions whose end can still be explained to a call that comes too late."""
-PERSONS_SHARE = 16
-"""A person's key may make so many times the calls of a rollout, and hold so many times its tokens, until an
+USER_SHARE = 16
+"""A user's key may make so many times the calls of a rollout, and hold so many times its tokens, until an
 outcome is posted.
 """
 REFUSALS_PER_CALL = 10
 """Calls of one rollout that may be refused, for each that it may make."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """What one session may ask for; see GatewayConfig."""
+class GatewayCall:
+    """One sampling, and all clients that want its answer.
 
-    max_calls: int = 256
-    max_concurrent_calls: int = 16
-    max_rollout_tokens: int | None = None
+    Life:       sampled by the request that made it -> done, with answers or an error -> delivered, to the
+                clients that are there by then. What was sampled is kept until it is delivered, and recorded
+                then, once.
+    Waits:      wait_done, and wait_news for a stream; both are woken by the sampling.
+    Invariant:  a completion is in the capture if and only if it was written to a client that was there:
+                GatewaySession.deliver_nowait alone records.
+    """
+
+    def __init__(
+        self,
+        form: ChatForm,
+        digest: bytes,
+        planned: Planned,
+        choices: Sequence[Answer],
+        requests: Sequence[SamplingRequest],
+    ) -> None:
+        """`digest`: of what was asked, by which it is known when it is asked again."""
+        self.form, self.digest, self.created_s = form, digest, int(time.time())
+        self.choices, self.requests = tuple(choices), tuple(requests)
+        self.num_prompt_tokens = len(planned.prompt_ids)
+        self.name = f"{form.name}-{planned.number}"
+        self.error: ApiError | None = None
+        self.undelivered: Planned | None = planned
+        self._clients: list[Callable[[], bool]] = []
+        self._news, self._done = asyncio.Event(), asyncio.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Sampling has ended, well or not."""
+        return self._done.is_set()
+
+    @property
+    def is_abandoned(self) -> bool:
+        """No client got the answer, and none is there to get it."""
+        return self.undelivered is not None and not any(is_there() for is_there in self._clients)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @contextmanager
+    def attended(self, is_there: Callable[[], bool]) -> Iterator[None]:
+        """A client waits for the answer, and is connected while `is_there()`."""
+        self._clients.append(is_there)
+        try:
+            yield
+        finally:
+            self._clients.remove(is_there)
+
+    def done_nowait(self, error: ApiError | None = None) -> None:
+        """Sampling has ended. Idempotent: the first end stays."""
+        if not self.is_done:
+            self.error = error
+            self._done.set()
+            self._news.set()
+
+    def feed(self, index: int, token_ids: Sequence[int]) -> None:
+        """Some more tokens of a choice were sampled."""
+        self.choices[index].feed(token_ids)
+        self._news.set()
+
+    async def wait_news(self) -> None:
+        """Return once there is more text, or the end, since this was asked last."""
+        await self._news.wait()
+        if not self.is_done:
+            self._news.clear()
+
+    async def wait_done(self) -> None:
+        """Return once sampling has ended. Raises ApiError if it failed."""
+        await self._done.wait()
+        if self.error is not None:
+            raise self.error
 
 
 class GatewaySession:
@@ -51,44 +127,43 @@ class GatewaySession:
 
     def __init__(
         self,
+        sessions: Sessions,
+        route: EngineRoute,
         rollout_id: str,
         *,
         prompt_id: str,
         sample_index: int,
         attempt: int,
         route_key: str,
-        route: EngineRoute,
-        forget: Callable[[GatewaySession], None],
-        limits: SessionLimits,
-        persons_key: str | None = None,
+        user_key: str | None = None,
     ) -> None:
-        """`route`: where its calls are sampled. `persons_key`: a person tries an agent with it."""
-        self.key, self.is_persons = persons_key or secrets.token_urlsafe(24), persons_key is not None
+        """Open from now on. `route`: where its calls are sampled. `user_key`: a user tries an agent with it,
+        and may open one session after another.
+        """
+        self.key, self.is_users = user_key or secrets.token_urlsafe(24), user_key is not None
         self.rollout_id, self.prompt_id, self.sample_index = rollout_id, prompt_id, sample_index
-        self.attempt, self.route_key, self.route, self.limits = attempt, route_key, route, limits
+        self.attempt, self.route_key, self.route, self.limits = attempt, route_key, route, sessions.limits
         self.capture = Capture(route.tokenizer, route.counts)
         self.opening: Messages | None = None
-        """Messages of the first call, kept of a person's session alone."""
+        """Messages of the first call, kept of a user's session alone."""
         self.last_span: VersionSpan | None = None
         """The end of the newest completion: its engine has the conversation in its cache."""
         self.ended: str | None = None
         """Why it has ended; None while it is open."""
         self.num_calls = self.num_refused = self.num_sampling = 0
         """Sampling: choices, each of which is a request to the engine."""
-        self.calls = CallTable()
-        self.reading = asyncio.Semaphore(limits.max_concurrent_calls)
+        self.reading = asyncio.Semaphore(self.limits.max_concurrent_calls)
         """Held while a call is being sent: so many bodies are in memory."""
         self.beginning = asyncio.Lock()
         """Held from the look for a call that is asked again until a new one is in `calls`."""
+        self.calls: dict[bytes, list[GatewayCall | None]] = {}
+        """By what was asked. None: a call that was refused for now, and will be asked again."""
         self.times_asked: dict[bytes, int] = {}
         """How many calls had the same prompt, by its hash."""
-        self._forget = forget
+        self._sessions = sessions
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
-
-    def __repr__(self) -> str:
-        state = "open" if self.ended is None else f"ended: {self.ended}"
-        return f"<GatewaySession {self.rollout_id}/a{self.attempt} {self.num_calls} calls, {state}>"
+        sessions.add(self)
 
     def end_nowait(self, reason: str) -> None:
         """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
@@ -99,7 +174,7 @@ class GatewaySession:
         self.ended = reason
         self.calls.clear()
         self.times_asked.clear()
-        self._forget(self)
+        self._sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
 
@@ -112,30 +187,41 @@ class GatewaySession:
     def refused_nowait(self) -> None:
         """One of its calls was refused. That costs time too, so a harness that goes on is stopped."""
         self.num_refused += 1
-        most = REFUSALS_PER_CALL * self.limits.max_calls
-        if self.num_refused > most and not self.is_persons:
-            self.fail_nowait(
-                RolloutFailure(
-                    f"{self.rollout_id}: {self.num_refused} of its calls were refused",
-                    rule=f"a rollout may have {most} refusals, {REFUSALS_PER_CALL} times "
-                    f"gateway.max_calls={self.limits.max_calls}",
-                    way_out="have the harness read the errors and stop, or wait between its tries.",
-                )
-            )
+        if self.num_refused > REFUSALS_PER_CALL * self.limits.max_calls and not self.is_users:
+            what = f"{self.rollout_id}: {self.num_refused} of its calls were refused"
+            rule = f"{REFUSALS_PER_CALL} times gateway.max_calls={self.limits.max_calls} is the limit"
+            self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
-    def deliver_nowait(self, call: Call) -> None:
+    def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
+        """The call that this one repeats: by its client's word, or because it is the same and no client got
+        the answer.
+        """
+        same = self.calls.get(digest, [])
+        abandoned = next((call for call in same if call is not None and call.is_abandoned), None)
+        if abandoned is not None or not is_retry or not same:
+            return abandoned
+        if None in same:  # the retry of one that was refused, and not of its twin
+            same.remove(None)
+            return None
+        return same[-1]
+
+    def deliver_nowait(self, call: GatewayCall) -> None:
         """The answer goes out to a client that is there: from here on it is part of the rollout."""
-        call.deliver_nowait(self.capture)
+        planned, call.undelivered = call.undelivered, None
+        if planned is None:
+            return
+        for choice in call.choices:
+            name = call.name if choice.index == 0 else f"{call.name}/{choice.index}"
+            completion = choice.take_completion()
+            self.capture.record(planned, completion, choice.message, name, choice=choice.index)
         num_tokens, most = self.capture.num_branch_tokens, self.limits.max_rollout_tokens
-        if most is not None and num_tokens > most and not self.is_persons:
+        if most is not None and num_tokens > most and not self.is_users:
             self.fail_nowait(
                 RolloutFailure(
                     f"{self.rollout_id}: its branches have {num_tokens} tokens after {self.num_calls} calls",
-                    rule=f"gateway.max_rollout_tokens={most} is the limit; context that branches share "
-                    f"counts in each of them",
+                    rule=f"gateway.max_rollout_tokens={most}; context that branches share counts in each",
                     way_out="have the harness keep its history as it is, so that calls go on from each "
-                    "other, make fewer calls or ask for fewer choices (n); or raise "
-                    "gateway.max_rollout_tokens if the trainer has the time.",
+                    "other, or make fewer calls; or raise gateway.max_rollout_tokens.",
                 )
             )
 
@@ -146,37 +232,31 @@ class GatewaySession:
         limits, most = self.limits, self.limits.max_concurrent_calls
         if num_choices > most:
             raise invalid(
-                f"n={num_choices} is refused: each choice counts, and gateway.max_concurrent_calls={most} is "
-                f"the most at once.",
-                "n",
+                f"n={num_choices} is refused: gateway.max_concurrent_calls={most} is the most.", "n"
             )
-        if self.is_persons:
-            self._check_persons("calls", self.num_calls, "max_calls", limits.max_calls)
-            num_tokens = self.capture.num_branch_tokens
-            self._check_persons(
-                "tokens in its branches", num_tokens, "max_rollout_tokens", limits.max_rollout_tokens
-            )
-        elif self.num_calls >= limits.max_calls:
-            raise rate_limited(
-                f"This rollout has made {self.num_calls} calls; gateway.max_calls={limits.max_calls} is the "
-                f"limit.",
-                retry_after_s=None,
-            )
+        used = (
+            (self.num_calls, "calls", "max_calls", limits.max_calls),
+            (
+                self.capture.num_branch_tokens,
+                "tokens in its branches",
+                "max_rollout_tokens",
+                limits.max_rollout_tokens,
+            ),
+        )
+        for number, what, name, limit in used:
+            if limit is not None and number >= (USER_SHARE * limit if self.is_users else limit):
+                why = f"This rollout has {number} {what}; gateway.{name}={limit} is the limit"
+                if self.is_users:
+                    why += (
+                        f", {USER_SHARE} times for a user. Post an outcome to /v1/outcome with the outcome "
+                    )
+                    why += "key: it ends this rollout, and this key goes on with the next one"
+                raise rate_limited(f"{why}.", retry_after_s=None)
         if self.num_sampling + num_choices > most:
             raise rate_limited(
                 f"{self.num_sampling} answers of this rollout are being sampled and {num_choices} more are "
                 f"asked for; gateway.max_concurrent_calls={most} is the most at once.",
                 retry_after_s=1,
-            )
-
-    def _check_persons(self, what: str, number: int, name: str, most: int | None) -> None:
-        """What a person's key holds is freed by an outcome, and by nothing else."""
-        if most is not None and number >= PERSONS_SHARE * most:
-            raise rate_limited(
-                f"This rollout has {number} {what} and no outcome yet; {PERSONS_SHARE} times "
-                f"gateway.{name}={most} is the limit. Post an outcome to /v1/outcome with the outcome key: "
-                f"it ends this rollout, and this key goes on with the next one.",
-                retry_after_s=None,
             )
 
     def last_text(self) -> str:
@@ -191,21 +271,17 @@ class GatewaySession:
             raise self._failure
         return self.capture.rollout(sample_index, outcome, reward)
 
-    @asynccontextmanager
-    async def in_hand(self) -> AsyncIterator[None]:
+    def in_hand(self) -> AbstractAsyncContextManager[None]:
         """A block that is left with ApiError 410 when the session ends."""
-        async with self._until_end(session_ended):
-            yield
+        return self._until_end(session_ended)
 
-    @asynccontextmanager
-    async def while_open(self) -> AsyncIterator[None]:
+    def while_open(self) -> AbstractAsyncContextManager[None]:
         """A block that is left with RolloutFailure when the session ends."""
 
         def failure(reason: str) -> RolloutFailure:
             return self._failure or RolloutFailure(f"the session of {self.rollout_id} ended: {reason}")
 
-        async with self._until_end(failure):
-            yield
+        return self._until_end(failure)
 
     @asynccontextmanager
     async def _until_end(self, error: Callable[[str], Exception]) -> AsyncIterator[None]:
@@ -227,47 +303,23 @@ class GatewaySession:
 class Sessions:
     """All open sessions by key, and why the expired ones ended.
 
-    Invariant:  a session that has ended is in no table; there are never more than `max_expired` reasons.
+    Invariant:  a session that has ended is in no table; there are never more than MAX_EXPIRED reasons.
     """
 
-    def __init__(self, limits: SessionLimits, *, max_expired: int = MAX_EXPIRED) -> None:
-        self._limits, self._max_expired = limits, max_expired
+    def __init__(self, limits: GatewayConfig) -> None:
+        self.limits = limits
         self._open: dict[str, GatewaySession] = {}
         self._expired: OrderedDict[str, str] = OrderedDict()
         self._closed: str | None = None
 
     @property
     def num_open(self) -> int:
-        """Sessions that calls are answered for."""
         return len(self._open)
 
-    def open_nowait(
-        self,
-        rollout_id: str,
-        *,
-        prompt_id: str,
-        sample_index: int,
-        attempt: int,
-        route_key: str,
-        route: EngineRoute,
-        persons_key: str | None = None,
-    ) -> GatewaySession:
-        """A new session, to be ended by its owner. A person's key may open one session after another."""
-        session = GatewaySession(
-            rollout_id,
-            prompt_id=prompt_id,
-            sample_index=sample_index,
-            attempt=attempt,
-            route_key=route_key,
-            route=route,
-            forget=self._expire,
-            limits=self._limits,
-            persons_key=persons_key,
-        )
+    def add(self, session: GatewaySession) -> None:
         self._open[session.key] = session
         if self._closed is not None:
             session.end_nowait(self._closed)
-        return session
 
     def find(self, key: str) -> GatewaySession:
         """The open session of this key. Raises ApiError: 401 for an unknown key, 410 with the reason for an
@@ -285,8 +337,8 @@ class Sessions:
         for session in list(self._open.values()):
             session.end_nowait(reason)
 
-    def _expire(self, session: GatewaySession) -> None:
+    def expire(self, session: GatewaySession) -> None:
         del self._open[session.key]
         self._expired[session.key] = session.ended or ""
-        if len(self._expired) > self._max_expired:
+        if len(self._expired) > MAX_EXPIRED:
             self._expired.popitem(last=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ THINKING_END = "</think>"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments`: a JSON object, as the very text that the model wrote."""
+    """`arguments`: a JSON object, as text."""
 
     name: str
     arguments: str
@@ -67,87 +67,61 @@ class ToolFormat:
         return None
 
 
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that `marker` begins with, but not the whole of it."""
+    longest = min(len(text), len(marker) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
+
+
 def _hold_marker(text: str, marker: str, start: int) -> int:
     """hold_from() of a marker: where it is, or where its beginning stands at the end of the text."""
     at = text.find(marker, start)
     if at < 0:
-        longest = min(len(text) - start, len(marker) - 1)
-        at = len(text) - next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+        at = max(start, len(text) - overlap(text, marker))
     return start + len(text[start:at].rstrip()) if at > start else at
-
-
-# ---- calls that are JSON objects: each value is read once, and the text of the arguments is kept
 
 
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
 
 
 class MalformedCall(ValueError):  # noqa: N818  what a model writes, and no failure of ours
     """What the model wrote is no tool call. It stays text."""
 
 
-def _skip_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
+def _read_value(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value at `at`, and where the next thing after it is."""
+    try:
+        value, end = _DECODER.raw_decode(text, _skip(_SPACE, text, at))
+    except (ValueError, RecursionError) as error:
+        raise MalformedCall(str(error)) from None
+    return value, _skip(_SPACE, text, end)
+
+
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
     return found.end() if found else at
 
 
-def _after(text: str, at: int, character: str) -> int:
-    """Where the next thing after `character` is, which must be the next one itself."""
-    at = _skip_space(text, at)
-    if not text.startswith(character, at):
-        raise MalformedCall(f"{character} is missing at {at}")
-    return _skip_space(text, at + 1)
-
-
-def _refuse(constant: str) -> Any:
-    raise MalformedCall(f"{constant} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
-
-
-def _read_value(text: str, at: int) -> tuple[Any, int]:
-    try:
-        return _DECODER.raw_decode(text, at)
-    except (ValueError, RecursionError) as error:
-        raise MalformedCall(str(error)) from None
-
-
-def _read_call(text: str, at: int, keys: Sequence[str]) -> tuple[ToolCall, int]:
-    """The call `{"name": ..., KEY: {...}}`, one of `keys` holding its arguments, and where it ends."""
-    texts: dict[str, str] = {}
-    name: Any = None
-    at = _after(text, at, "{")
-    is_done = text.startswith("}", at)
-    while not is_done:
-        key, at = _read_value(text, at)
-        start = _after(text, at, ":")
-        value, at = _read_value(text, start)
-        if not isinstance(key, str):
-            raise MalformedCall("a key is no text")
-        texts[key] = text[start:at]
-        name = value if key == "name" else name
-        at = _skip_space(text, at)
-        is_done = text.startswith("}", at)
-        at = at if is_done else _after(text, at, ",")
-    arguments = [texts[key] for key in keys if key in texts]
-    if len(arguments) != 1:
+def _call_of(value: Any, keys: Sequence[str]) -> ToolCall:
+    """The call `{"name": ..., KEY: {...}}`, one of `keys` holding its arguments."""
+    given = [value[key] for key in keys if key in value] if isinstance(value, dict) else []
+    if len(given) != 1:
         raise MalformedCall(f"a call needs one of {', '.join(keys)}")
-    return _make_call(name, arguments[0]), at + 1
+    return _make_call(value.get("name"), given[0])
 
 
-def _make_call(name: Any, arguments: str) -> ToolCall:
+def _make_call(name: Any, arguments: Any) -> ToolCall:
     """A call that a harness can read and may send back."""
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        raise MalformedCall("the name is none that a tool can have")
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
+        raise MalformedCall("a call needs the name of a tool, and an object of arguments")
     try:
-        value = from_json(arguments, allow_inf_nan=False)  # stricter than json: no lone surrogates
-    except ValueError as error:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        from_json(text)  # as it is read when it is sent back: no lone surrogates, and not too deep
+    except (ValueError, TypeError, RecursionError) as error:
         raise MalformedCall(f"the arguments are no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise MalformedCall("the arguments are no object")
-    return ToolCall(name, arguments)
+    return ToolCall(name, text)
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -169,7 +143,6 @@ class HermesFormat(ToolFormat):
         self._begin = f"{OPEN}[\n" if writes_lists else f"{OPEN}\n"
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Calls and content."""
         calls: list[ToolCall] = []
         content: list[str] = []
         end = 0
@@ -177,9 +150,10 @@ class HermesFormat(ToolFormat):
         try:
             while at >= 0:
                 content.append(text[end:at].rstrip())
-                found, end = _read_calls(text, at + len(OPEN))
-                calls += found
-                end = _skip_space(text, end)
+                value, end = _read_value(text, at + len(OPEN))
+                calls += [
+                    _call_of(each, ("arguments",)) for each in (value if isinstance(value, list) else [value])
+                ]
                 if text.startswith(CLOSE, end):
                     end += len(CLOSE)
                 elif end < len(text):
@@ -192,29 +166,11 @@ class HermesFormat(ToolFormat):
         return ParsedAnswer("".join([*content, text[end:].rstrip()]) or None, tuple(calls))
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        """The first <tool_call>."""
         return _hold_marker(text, OPEN, start)
 
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the arguments."""
         return self._begin + ('{"name":' if name is None else f'{{"name": {json.dumps(name)}, "arguments":')
-
-
-def _read_calls(text: str, at: int) -> tuple[list[ToolCall], int]:
-    """The call at `at`, or the list of calls, and where it ends."""
-    at = _skip_space(text, at)
-    if not text.startswith("[", at):
-        call, at = _read_call(text, at, ("arguments",))
-        return [call], at
-    calls: list[ToolCall] = []
-    at = _after(text, at, "[")
-    while not text.startswith("]", at):
-        if calls:
-            at = _after(text, at, ",")
-        call, at = _read_call(text, at, ("arguments",))
-        calls.append(call)
-        at = _skip_space(text, at)
-    return calls, at + 1
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -233,25 +189,23 @@ class LlamaFormat(ToolFormat):
     opens = (PYTHON_TAG,)
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Calls and content."""
         before, tag, after = text.partition(PYTHON_TAG)
         if not tag:
             before, after = "", text
         calls: list[ToolCall] = []
-        at = _skip_space(after, 0)
+        at = 0
         try:
             while at < len(after) or not calls:
-                call, at = _read_call(after, at, ("parameters", "arguments"))
-                calls.append(call)
-                between = _BETWEEN.match(after, at)
-                at = between.end() if between else at
+                value, at = _read_value(after, at)
+                calls.append(_call_of(value, ("parameters", "arguments")))
+                at = _skip(_BETWEEN, after, at)
         except MalformedCall:
             return ParsedAnswer(text)
         return ParsedAnswer(before.rstrip() or None, tuple(calls))
 
     def hold_from(self, text: str, start: int = 0) -> int:
         """Everything if it begins like a call, else <|python_tag|>."""
-        return 0 if text.startswith("{", _skip_space(text, 0)) else _hold_marker(text, PYTHON_TAG, start)
+        return 0 if text.startswith("{", _skip(_SPACE, text, 0)) else _hold_marker(text, PYTHON_TAG, start)
 
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the parameters."""
@@ -277,14 +231,17 @@ class UserFormat(ToolFormat):
         )
 
     def parse(self, text: str) -> ParsedAnswer:
-        """Calls or content. Raises RolloutFailure if the function returns or raises something else."""
+        """Raises RolloutFailure if the function returns or raises something else."""
         try:
-            found = self._function(text)
-            if not found:
-                return ParsedAnswer(text)
-            if not isinstance(found, list | tuple):
+            found = self._function(text) or ()
+            if not isinstance(found, list | tuple) or any(
+                not isinstance(entry, list | tuple) or len(entry) != 2 for entry in found
+            ):
                 raise self._misused(f"returned {found!r:.200}")
-            return ParsedAnswer(None, tuple(self._call(entry) for entry in found))
+            calls = tuple(
+                _make_call(name, from_json(arguments) if isinstance(arguments, str) else arguments)
+                for name, arguments in found
+            )
         except (ValueError, RecursionError):
             return ParsedAnswer(text)
         except RolloutFailure:
@@ -293,28 +250,15 @@ class UserFormat(ToolFormat):
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(frame.filename).name} line {frame.lineno}"
             raise self._misused(f"raised {type(error).__name__}: {error} ({place})") from error
+        return ParsedAnswer(None, calls) if calls else ParsedAnswer(text)
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        """All of it."""
         return 0
-
-    def _call(self, entry: Any) -> ToolCall:
-        if not isinstance(entry, list | tuple) or len(entry) != 2:
-            raise self._misused(f"returned {entry!r:.200}")
-        name, arguments = entry
-        if isinstance(arguments, Mapping):
-            try:
-                arguments = json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False)
-            except TypeError as error:
-                raise MalformedCall(str(error)) from None
-        if not isinstance(arguments, str):
-            raise MalformedCall("the arguments are no object")
-        return _make_call(name, arguments)
 
     def _misused(self, what: str) -> RolloutFailure:
         return RolloutFailure(
             f"gateway.tool_format={self.name} {what}",
-            rule=f"it is called as {USAGE}, and a ValueError says that a call is malformed",
+            rule=f"it is called as {USAGE}; a ValueError says that a call is malformed",
             way_out="return a list of pairs, each a name and a dict of arguments, or None.",
         )
 
@@ -349,6 +293,5 @@ def _name_from(template: str) -> str:
         return "none"
     if OPEN in template:
         return "hermes"
-    if '"parameters"' in template and (PYTHON_TAG in template or "ipython" in template):
-        return "llama"
-    return "none"
+    is_llama = '"parameters"' in template and (PYTHON_TAG in template or "ipython" in template)
+    return "llama" if is_llama else "none"

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from asyncrl.agents.endpoint.refusals import NO_RETRY, ApiError, session_ended, unknown_key
+from asyncrl.agents.endpoint.openai_form import NO_RETRY, ApiError, session_ended, unknown_key
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Work
@@ -19,23 +19,11 @@ MAX_REMEMBERED = 10_000
 MAX_BYTES = 2**22
 """Of items that are given out at once, the last one aside."""
 
-_NOT_POSTED = {
-    "returned": "generator.outcomes=returned: a rollout's reward is what its harness returns, or its "
-    "command's last line. Where a program cannot print its outcome, set generator.outcomes=posted.",
-    "none": "generator.outcomes=none: the task's own reward alone scores a rollout.",
-    "posted": "this key samples and sets no reward. Outcomes are posted with the outcome key, which only the "
-    "program itself is given.",
-}
-"""Why no outcome is taken from a session's key, by `generator.outcomes`."""
-
-
-class NotHeld(Exception):  # noqa: N818  an answer to a worker that comes too late
-    """That item is not, or no longer, with this worker; the text says why."""
-
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
     """403: a session's key sets no reward."""
-    why = f"No outcome is taken: {_NOT_POSTED[outcomes]}"
+    why = f"This key samples and sets no reward. generator.outcomes={outcomes}: rewards are what the harness "
+    why += "returns or prints (returned), the task's own (none), or posted with the outcome key (posted)."
     return ApiError(403, why, code="outcome_refused", headers=NO_RETRY)
 
 
@@ -52,20 +40,19 @@ class QueuedItem:
     ended: Callable[[Outcome | RolloutFailure], None]
     outcome_key: str | None = None
     worker: WorkerId | None = None
-    posted: Outcome | None = None
+    posted: Outcome = field(default_factory=Outcome)
 
     @property
     def keys(self) -> list[str]:
         """What harnesses may show."""
-        return [self.work.key] if self.outcome_key is None else [self.work.key, self.outcome_key]
+        return [key for key in (self.work.key, self.outcome_key) if key is not None]
 
 
 @dataclass(eq=False, slots=True)
 class WorkerRecord:
     """One worker that gives signs of life."""
 
-    name: str
-    last_seen_s: float
+    last_seen_s: float = 0.0
     slots: int = 0
     last_number: int = -1
     """Of its requests for work."""
@@ -105,11 +92,9 @@ class WorkItems:
         self._by_key |= dict.fromkeys(item.keys, item)
         self._queue[item.item_id] = item
 
-    def seen(self, worker_id: WorkerId, now_s: float) -> WorkerRecord:
+    def seen(self, worker_id: WorkerId, now_s: float) -> None:
         """A sign of life."""
-        worker = self.workers.setdefault(worker_id, WorkerRecord(worker_id[0], now_s))
-        worker.last_seen_s = now_s
-        return worker
+        self.workers.setdefault(worker_id, WorkerRecord()).last_seen_s = now_s
 
     def ask(self, worker_id: WorkerId, number: int, holding: Collection[str]) -> bool:
         """A worker begins to ask for work; false if this is an old request. What it was given and does not
@@ -120,23 +105,22 @@ class WorkItems:
             return False
         worker.last_number = number
         kept = set(holding)
-        for item in [item for item_id, item in worker.held.items() if item_id not in kept][::-1]:
-            del worker.held[item.item_id]
+        for item_id in [item_id for item_id in worker.held if item_id not in kept][::-1]:
+            item = worker.held.pop(item_id)
             item.worker = None
-            self._queue[item.item_id] = item
-            self._queue.move_to_end(item.item_id, last=False)
+            self._queue[item_id] = item
+            self._queue.move_to_end(item_id, last=False)
         return True
 
     def take(self, worker_id: WorkerId, max_items: int) -> list[QueuedItem]:
         """The first of the queue, for this worker: `max_items` at most, and no more once they have MAX_BYTES.
         It may ask again at once.
         """
-        worker = self.workers[worker_id]
         taken: list[QueuedItem] = []
         while self._queue and len(taken) < max_items and sum(len(item.body) for item in taken) < MAX_BYTES:
             _, item = self._queue.popitem(last=False)
             item.worker = worker_id
-            worker.held[item.item_id] = item
+            self.workers[worker_id].held[item.item_id] = item
             taken.append(item)
         for item in taken:
             item.started()
@@ -147,16 +131,17 @@ class WorkItems:
         held = self.workers[worker_id].held
         return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
 
-    def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> None:
-        """What a worker says of an item; of an outcome, what counts. Raises NotHeld if it is not this
-        worker's.
+    def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> str | None:
+        """What a worker says of an item; of an outcome, what counts. Returns why it is not taken, if the item
+        is not this worker's.
         """
         item = self._items.get(item_id)
         if item is None or item.worker != worker_id:
-            raise NotHeld(self._why(item_id))
+            return self._why(item_id)
         if isinstance(result, Outcome):
             result = self._counted(item, result)
         self._end(item, result, "its result was accepted before")
+        return None
 
     def find_postable(self, key: str) -> QueuedItem:
         """The item whose outcome is posted with this key; the last one before its end stands. Raises
@@ -171,14 +156,12 @@ class WorkItems:
 
     def withdraw(self, item_id: str, why: str) -> None:
         """Take the item back; nothing happens if it has ended."""
-        item = self._items.get(item_id)
-        if item is not None:
+        if (item := self._items.get(item_id)) is not None:
             self._end(item, None, why)
 
     def drop_worker(self, worker_id: WorkerId, what: str, *, rule: str, way_out: str) -> int:
         """The worker is gone; what it held fails as data. Returns how much that was."""
-        worker = self.workers.pop(worker_id)
-        why = f"worker {worker.name} {what}"
+        worker, why = self.workers.pop(worker_id), f"worker {worker_id[0]} {what}"
         for item in list(worker.held.values()):
             self._end(item, RolloutFailure(f"{item.work.rollout_id}: {why}", rule=rule, way_out=way_out), why)
         return len(worker.held)
@@ -188,7 +171,7 @@ class WorkItems:
         if item.worker is None:
             del self._queue[item.item_id]
         elif item.worker in self.workers:
-            self.workers[item.worker].held.pop(item.item_id)
+            del self.workers[item.worker].held[item.item_id]
         for key in item.keys:
             del self._by_key[key]
         self._ended |= dict.fromkeys((item.item_id, *item.keys), why)
@@ -199,7 +182,7 @@ class WorkItems:
 
     def _counted(self, item: QueuedItem, returned: Outcome) -> Outcome | RolloutFailure:
         """Metrics of what was returned and of what was posted; rewards of one of them, or of neither."""
-        posted = item.posted or Outcome()
+        posted = item.posted
         metrics = {**posted.metrics, **returned.metrics}
         if self.outcomes == "none":
             return Outcome(metrics=metrics)
@@ -216,6 +199,4 @@ class WorkItems:
     def _why(self, item_id: str) -> str:
         if item_id in self._items:
             return "it was given to another worker"
-        return self._ended.get(
-            item_id, "this run has not given it out (was it started again?), or it ended long ago"
-        )
+        return self._ended.get(item_id, "this run has not given it out, or it ended long ago")

@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aiohttp import web
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.agents.endpoint.endpoint_routes import belongs_to, read_body, shown_key
-from asyncrl.agents.endpoint.refusals import ApiError, invalid
-from asyncrl.agents.endpoint.work_queue import NotHeld, QueuedItem, WorkerId, WorkItems, outcome_refused
+from asyncrl.agents.endpoint.endpoint_routes import read_body, shown_key
+from asyncrl.agents.endpoint.openai_form import invalid
+from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, outcome_refused
 from asyncrl.config import Outcomes
 from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.messages.base import ErrorBody, Message
@@ -31,7 +31,6 @@ from asyncrl.messages.work import (
     Accepted,
     AliveAnswer,
     AliveRequest,
-    OutcomeMessage,
     ResultRequest,
     TakeRequest,
     WorkerMessage,
@@ -39,10 +38,11 @@ from asyncrl.messages.work import (
 )
 from asyncrl.waits import ROUNDING_S, Alarm, LoopClock, waiting
 
-Read = TypeVar("Read", bound=Message)
+Read = TypeVar("Read")
 FromWorker = TypeVar("FromWorker", bound=WorkerMessage)
 Handler = Callable[[web.Request], Awaitable[Message | bytes]]
 
+OUTCOME = TypeAdapter(Outcome)
 _TAKEN_BACK = (
     "the rollout was taken back: it ran past rollout.timeout_s, its group was handed back, or the run ends"
 )
@@ -51,8 +51,8 @@ _TAKEN_BACK = (
 class Refusal(Exception):  # noqa: N818  an answer, not a crash
     """Answer this one request with `status` and an ErrorBody."""
 
-    def __init__(self, status: int, error: str, *, rule: str = "", way_out: str = "") -> None:
-        self.status, self.body = status, ErrorBody(error=error, rule=rule, way_out=way_out)
+    def __init__(self, status: int, error: str, *, way_out: str = "") -> None:
+        self.status, self.body = status, ErrorBody(error=error, way_out=way_out)
         super().__init__(error)
 
 
@@ -108,11 +108,8 @@ class RolloutQueue:
         }
 
     def _what_runs(self) -> str:
-        items = self._items
-        return (
-            f"harnesses ({items.num_queued} wait for a worker, {items.num_held} run on "
-            f"{len(items.workers)} workers)"
-        )
+        queued, held, workers = self._items.num_queued, self._items.num_held, len(self._items.workers)
+        return f"harnesses ({queued} wait for a worker, {held} run on {workers} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Have it run by some worker. `started` is called again if it was lost on its way."""
@@ -174,31 +171,20 @@ class RolloutQueue:
             try:
                 shown = shown_key(request).encode(errors="surrogateescape")
                 if not hmac.compare_digest(shown, self._worker_key.encode()):
-                    raise Refusal(
-                        401,
-                        "wrong or missing worker key",
-                        rule="workers show the run's worker key as bearer token",
-                        way_out="start the worker with the key that the run prints.",
-                    )
-                belongs_to(request, None)
-                answered = await handler(request)
-                body = answered if isinstance(answered, bytes) else answered.model_dump_json().encode()
-                return web.Response(body=body, content_type="application/json")
+                    way_out = "start the worker with the key that the run prints."
+                    raise Refusal(401, "wrong or missing worker key", way_out=way_out)
+                answered, status = await handler(request), 200
             except Refusal as refusal:
-                text = refusal.body.model_dump_json()
-                return web.Response(text=text, status=refusal.status, content_type="application/json")
+                answered, status = refusal.body, refusal.status
+            body = answered if isinstance(answered, bytes) else answered.model_dump_json().encode()
+            return web.Response(body=body, status=status, content_type="application/json")
 
         return answer
 
     async def _take(self, request: web.Request) -> bytes:
         message, worker_id = await self._heard(request, TakeRequest)
         if self._is_closed:  # an empty answer would have it ask again at once
-            raise Refusal(
-                503,
-                "the run ends",
-                rule="nothing is given out any more",
-                way_out="wait until it is started again.",
-            )
+            raise Refusal(503, "the run ends", way_out="wait until it is started again.")
         self._items.workers[worker_id].slots = message.slots
         is_new = self._items.ask(worker_id, message.number, message.holding)
         items = await self._wait_items(request, message, worker_id) if is_new else []
@@ -238,48 +224,36 @@ class RolloutQueue:
 
     async def _result(self, request: web.Request) -> Message:
         message, worker_id = await self._heard(request, ResultRequest)
-        result: Outcome | RolloutFailure = (message.outcome or OutcomeMessage()).as_outcome()
+        result: Outcome | RolloutFailure = message.outcome or Outcome()
         if (failure := message.failure) is not None:
             result = RolloutFailure(failure.error, rule=failure.rule, way_out=failure.way_out)
-        try:
-            self._items.result(worker_id, message.item_id, result)
-        except NotHeld as why:
-            raise Refusal(
-                410,
-                f"work item {message.item_id} is not this worker's: {why}",
-                rule="a result is accepted once, from the worker that holds the item",
-                way_out="drop the result.",
-            ) from None
+        why = self._items.result(worker_id, message.item_id, result)
+        if why is not None:
+            raise Refusal(410, f"work item {message.item_id} is not this worker's: {why}")
         return Accepted()
 
     async def _outcome(self, request: web.Request) -> web.StreamResponse:
-        """Errors are OpenAI's, for a harness asks. The key comes first: no body is read without one."""
+        """Raises ApiError, for a harness asks. The key comes first: no body is read without one."""
         key = shown_key(request)
+        if key in self._sampling_keys:
+            raise outcome_refused("posted")
+        take = self._takers.get(key)
+        if take is None:
+            self._items.find_postable(key)
         try:
-            if key in self._sampling_keys:
-                raise outcome_refused("posted")
-            take = self._takers.get(key)
-            if take is None:
-                self._items.find_postable(key)
-            belongs_to(request, key)
-            outcome = (await _read(request, OutcomeMessage, MAX_OUTCOME_BYTES)).as_outcome()
+            outcome = await _read(request, OUTCOME.validate_json, MAX_OUTCOME_BYTES)
             if take is not None:
                 take(outcome)
             else:
                 self._items.find_postable(key).posted = outcome  # it may have ended meanwhile
-        except ApiError as error:
-            return error.response()
-        except RolloutFailure as failure:
-            return invalid(str(failure)).response()
-        except Refusal as refusal:
-            shape = "{reward, metrics, turn_rewards, branch_rewards}"
-            return invalid(f"{refusal}; an outcome is {shape}").response()
+        except (Refusal, RolloutFailure) as why:
+            raise invalid(f"The outcome is refused: {why}") from None
         return web.Response(text=Accepted().model_dump_json(), content_type="application/json")
 
     # ---- inside
 
     async def _heard(self, request: web.Request, shape: type[FromWorker]) -> tuple[FromWorker, WorkerId]:
-        message = await _read(request, shape, MAX_MESSAGE_BYTES)
+        message = await _read(request, shape.model_validate_json, MAX_MESSAGE_BYTES)
         worker_id = (message.worker, message.instance)
         self._last_seen_s = self._clock.time()
         self._items.seen(worker_id, self._last_seen_s)
@@ -296,9 +270,8 @@ class RolloutQueue:
                 self._drop(
                     worker_id,
                     f"gave no sign of life for {silent_s:.1f} s",
-                    rule=f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit, and a worker whose "
-                    f"event loop is blocked gives none",
-                    way_out="read that worker's log; what blocks its event loop belongs into `await "
+                    rule=f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit",
+                    way_out="read that worker's log; move what blocks its event loop into `await "
                     "asyncio.to_thread(...)`, or raise gateway.lease_timeout_s.",
                 )
         self._silence = None
@@ -333,8 +306,7 @@ class RolloutQueue:
             return item.model_dump_json().encode()
         except (ValueError, TypeError, RecursionError) as error:  # pydantic's own are ValueErrors
             raise PromptUnusable(
-                f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: "
-                f"{str(error)[:300]}",
+                f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}",
                 rule="`answer` and `info` of a prompt travel as JSON",
                 way_out="have the task give numbers, texts, lists and dicts.",
             ) from error
@@ -344,18 +316,14 @@ class RolloutQueue:
         self._changed = asyncio.Event()
 
 
-async def _read(request: web.Request, shape: type[Read], max_bytes: int) -> Read:
+async def _read(request: web.Request, parse: Callable[[bytes], Read], max_bytes: int) -> Read:
     """The body. Raises Refusal: 413 if it is too large, 422 with the first wrong field."""
     try:
-        return shape.model_validate_json(await read_body(request.clone(client_max_size=max_bytes)))
+        return parse(await read_body(request.clone(client_max_size=max_bytes)))
     except web.HTTPRequestEntityTooLarge:
         raise Refusal(413, f"the message is larger than {max_bytes} bytes") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = "".join(f"{part}." for part in first["loc"])[:-1]
-        raise Refusal(
-            422,
-            f"{where + ': ' if where else ''}{first['msg']}",
-            rule="see asyncrl/messages/work.py for the message",
-            way_out="run worker and trainer with the same asyncrl.",
-        ) from error
+        where = ".".join(map(str, first["loc"]))
+        way_out = "run worker and trainer with the same asyncrl."
+        raise Refusal(422, f"{where}: {first['msg']}".removeprefix(": "), way_out=way_out) from error

@@ -8,7 +8,7 @@ knows this weight by its own name. A starts random and B at zero, so that a new 
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -32,54 +32,34 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
     """Full names of the layers that get an adapter. Raises ConfigError with what the model has. Asks for
     names and kinds of modules alone, so a model without weights (on `meta`) will do.
     """
-    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    head, modules, names_of = model.get_output_embeddings(), dict(model.named_modules()), Counter[int]()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[id(parameter)] += 1
     linear = [
         name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head
     ]
     kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    way_out = f"correct trainer.lora.targets; the linear layers are {kinds}."
-    is_all = config.targets == "all-linear"
-    found = set(linear) if is_all else set[str]()
-    for target in () if is_all else config.targets:
-        matches = [name for name in modules if name == target or name.endswith(f".{target}")]
-        what, rule = f"trainer.lora.targets names {target}", "a target is the name of a module, or its end"
-        if not matches:
-            raise ConfigError(
-                f"{what}, and {type(model).__name__} has no such layer", rule=rule, way_out=way_out
-            )
-        if any(modules[name] is head for name in matches):
-            rule = "the head carries no adapter: it is often tied to the embedding, and applied to few tokens"
-            raise ConfigError(
-                f"{what}, the output head of {type(model).__name__}", rule=rule, way_out=way_out
-            )
-        if wrong := [name for name in matches if name not in linear]:
-            rule = "an adapter sits on a torch.nn.Linear"
-            is_a = f"{wrong[0]} is a {type(modules[wrong[0]]).__name__}"
-            raise ConfigError(f"{what}, and {is_a}", rule=rule, way_out=way_out)
-        found.update(matches)
-    if not found:
-        raise ConfigError(
-            f"trainer.lora.targets={config.targets} names no layer of {type(model).__name__}",
-            rule="an adapter sits on a linear layer other than the head",
-            way_out=way_out,
-        )
+    found, fault = dict.fromkeys(linear), ""
+    if config.targets != "all-linear":
+        found = {}
+        for target in config.targets:
+            matches = [name for name in modules if name == target or name.endswith(f".{target}")]
+            if not matches:
+                fault = f"names {target}, and {type(model).__name__} has no such layer"
+            elif wrong := [name for name in matches if name not in linear]:
+                kind = "the output head" if modules[wrong[0]] is head else type(modules[wrong[0]]).__name__
+                fault = f"names {target}, and {wrong[0]} is {kind}"
+            found |= dict.fromkeys(matches)
     chosen = [name for name in linear if name in found]
-    shared = _shared_weights(model)
-    if tied := [name for name in chosen if f"{name}.weight" in shared]:
+    if shared := [name for name in chosen if names_of[id(modules[name].weight)] > 1]:
+        fault = f"names {shared[0]}, whose weight is shared with another layer ({len(shared)} such targets)"
+    if fault or not chosen:
         raise ConfigError(
-            f"trainer.lora: {tied[0]}.weight is shared with another layer ({len(tied)} such targets)",
-            rule="a merged adapter would change the other layer too",
-            way_out="leave these layers out of trainer.lora.targets.",
+            f"trainer.lora.targets {fault or 'names no layer'}",
+            rule="an adapter sits on a torch.nn.Linear with a weight of its own, other than the head",
+            way_out=f"name modules or the ends of their names; the linear layers are {kinds}.",
         )
     return chosen
-
-
-def _shared_weights(model: Any) -> set[str]:
-    """Names of the parameters that the model has under more than one name."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {name for group in names.values() if len(group) > 1 for name in group}
 
 
 ADAPTER = "default"
@@ -139,13 +119,14 @@ class Adapters:
     """The adapters of one model.
 
     Life:       made once, before the policy and the optimizer; the model then trains its adapters and nothing
-    else. Invariant:  the base weights stay as they were loaded, rounded to the dtype of the run, and require
-    no gradient.
+                else.
+    Invariant:  the base weights stay as they were loaded, rounded to the dtype of the run, and require no
+                gradient.
     """
 
-    def __init__(self, model: Any, config: LoraConfig, seed: int, dtype: torch.dtype) -> None:
-        """Puts them into `model`; they are float32. Raises ConfigError if they cannot sit where
-        trainer.lora.targets says.
+    def __init__(self, model: Any, config: LoraConfig, dtype: torch.dtype) -> None:
+        """Puts them into `model`; they are float32, and A is drawn from torch's generator. Raises ConfigError
+        if they cannot sit where trainer.lora.targets says.
         """
         names = find_targets(model, config)
         self._model, self.config, self._dtype = model, config, dtype
@@ -163,15 +144,6 @@ class Adapters:
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         for parameter in model.parameters():  # whatever the dtype that the model was loaded in
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
-        random = torch.Generator().manual_seed(seed)
-        for layer in self.layers.values():
-            start = torch.empty(layer.lora_A[ADAPTER].weight.shape)
-            nn.init.kaiming_uniform_(
-                start, a=math.sqrt(5), generator=random
-            )  # drawn on the CPU: the same on any device
-            with torch.no_grad():
-                layer.lora_A[ADAPTER].weight.copy_(start)
-                layer.lora_B[ADAPTER].weight.zero_()
 
     @property
     def scale(self) -> float:
@@ -199,16 +171,9 @@ class Adapters:
         """What an engine needs beside the base weights, as the model computes with it: tensors() on the CPU,
         and the scale.
 
-        Sharded ones are gathered, here and in merged() and save(): every rank calls, and in the same order.
+        Sharded ones are gathered: every rank calls.
         """
         return {**in_export_dtype(self.tensors(), self._dtype), SCALE: torch.tensor(self.scale)}
-
-    def merged(self) -> dict[str, Tensor]:
-        """All weights by the base model's own names, those of layers with an adapter merged, sharded where
-        the model is.
-        """
-        weights, merges = self.merging()
-        return weights | {name: merge_one() for name, merge_one in merges.items()}
 
     def merging(self) -> tuple[dict[str, Tensor], dict[str, Callable[[], Tensor]]]:
         """(all weights by the base model's own names, as they are without adapters; what merges each that has
@@ -231,36 +196,20 @@ class Adapters:
         )
         return merge(base, lora_A, lora_B, self.scale)
 
-    def save(self, path: Path, model_path: str) -> None:
-        """Write a folder that peft.PeftModel.from_pretrained opens on the base, complete or not at all;
-        replaces one. Raises OSError.
+    def save(self, path: Path, tensors: dict[str, Tensor], model_path: str) -> None:
+        """Write tensors(), gathered, as a folder that peft.PeftModel.from_pretrained opens on the base,
+        complete or not at all; replaces one. Raises OSError.
         """
-        tensors = {
-            f"base_model.model.{name}": tensor
-            for name, tensor in in_export_dtype(self.tensors(), self._dtype).items()
-        }
+        named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         with whole_folder(path) as unfinished:
             unfinished.mkdir()
             self._peft_config.base_model_name_or_path = model_path
             self._peft_config.inference_mode = True
-            self._peft_config.target_modules = _short_names(self._model, list(self.layers))
+            self._peft_config.target_modules = sorted(self.layers)
             self._peft_config.save_pretrained(str(unfinished))
-            save_file(tensors, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
             open_as(unfinished, unfinished / "adapter_config.json")
 
     def _set_scale(self, scale: float) -> None:
         for layer in self.layers.values():
             layer.scaling[ADAPTER] = scale
-
-
-def _short_names(model: Any, names: list[str]) -> list[str]:
-    """Last parts of the names where they mean these modules and no others, as people write them; else the
-    full names.
-    """
-    ends = sorted({name.rpartition(".")[2] for name in names})
-    meant = [
-        name
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in ends and "base_layer" not in name
-    ]
-    return ends if sorted(meant) == sorted(names) else sorted(names)

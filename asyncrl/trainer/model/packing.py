@@ -1,4 +1,5 @@
-"""Cuts a batch into micro-batches without padding. Knows token ids and groups; knows no model and no loss.
+"""Cuts a batch into optimizer steps, shares of ranks, and micro-batches without padding. Knows token ids and
+groups; knows no model and no loss.
 
 The N tokens of a micro-batch lie flat, in segments that attend causally to themselves:
 
@@ -17,7 +18,8 @@ at most, so where its rollouts have branches that begin differently, less is sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.trainer.ranks import Ranks
 
 BoolN = npt.NDArray[np.bool_]
 IntN = npt.NDArray[np.int64]
@@ -33,33 +36,30 @@ IntN = npt.NDArray[np.int64]
 MIN_SHARED_TOKENS = 16
 """Tokens that sharing a prefix must save: below, the second attention pass over the prefix costs more."""
 MOST_TOKENS = {"cpu": 2048}
-"""A micro-batch on this kind of device is no larger: it would not be faster, and its activations leave the
-caches.
-"""
+"""A micro-batch on this kind of device is no larger: it would not be faster, and take more memory."""
+
+
+@dataclass(frozen=True)
+class KernelPass:
+    """One pass of an attention kernel: sequence i of the tokens `queries` attends to sequence i of `keys`."""
+
+    queries: slice
+    keys: slice
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    is_causal: bool
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How attention connects the N tokens: plain numbers, the same for every layer.
-
-    `segments` cover [0, N) in order, none is empty. The first `num_prefix_tokens` tokens are the families'
-    prefixes, the next `num_family_tokens` the own tokens of the same families in the same order; `families`
-    holds (prefix tokens, own tokens) of each. `rows` says for each sequence where its tokens stand: (prefix
-    start, prefix length, own start, own length).
+    """How attention connects the N tokens, the same for every layer: each segment to itself, then, if there
+    are families, their own tokens to their prefixes. `rows` says for each sequence where its tokens stand:
+    (prefix start, prefix length, own start, own length).
     """
 
-    segments: tuple[tuple[int, int], ...]
-    families: tuple[tuple[int, int], ...]
-    num_prefix_tokens: int
-    num_family_tokens: int
+    num_tokens: int
     rows: tuple[tuple[int, int, int, int], ...]
-    cache: dict[tuple[int, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """What a kernel makes of it once for all layers."""
-
-    @property
-    def num_tokens(self) -> int:
-        """N."""
-        return self.segments[-1][1]
+    passes: tuple[KernelPass, ...]
 
     @property
     def longest(self) -> int:
@@ -90,8 +90,7 @@ class MicroBatch:
 @dataclass(frozen=True)
 class TokenRange:
     """A sequence with a loss token: tokens [start, start + length) of the arrays are read, the last loss
-    token, at `length`, is predicted alone. `first`: offset of its first loss token. The first `prefix` tokens
-    are those of the whole group.
+    token, at `length`, is predicted alone. `first`: offset of its first loss token.
     """
 
     trajectory: int
@@ -99,45 +98,11 @@ class TokenRange:
     length: int
     group: int
     first: int
-    prefix: int = 0
 
-
-def pack(
-    header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
-) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` packed tokens each, in the header's order; a longer sequence is
-    alone in its own.
-    """
-    max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
-    sequences = []
-    for group in by_group(token_ranges(header, has_loss)):
-        prefix = common_length(group, arrays.token_ids)
-        is_shared = prefix * (len(group) - 1) >= MIN_SHARED_TOKENS
-        sequences += [replace(sequence, prefix=prefix if is_shared else 0) for sequence in group]
-    return [_assemble(batch, arrays, has_loss, device) for batch in _cut(sequences, max_tokens)]
-
-
-def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
-    """One micro-batch of token ids, group by group, whose every token but the first is predicted."""
-    rows = [(group, text) for group, of_group in enumerate(texts) for text in of_group]
-    ends = np.cumsum([len(text) for _, text in rows]).tolist()
-    entries = [
-        TrajectoryHeader(
-            group_index=group, group_id=group, sample_index=0, prompt_id="", start=start, end=end, reward=0.0
-        )
-        for (group, _), start, end in zip(rows, [0, *ends], ends, strict=False)
-    ]
-    has_loss = np.ones(ends[-1], np.bool_)
-    has_loss[[entry.start for entry in entries]] = False
-    arrays = BatchArrays(
-        token_ids=np.concatenate([text for _, text in rows]).astype(np.int32),
-        loss_mask=has_loss,
-        behaviour_logprobs=np.zeros(ends[-1], np.float32),
-        versions=np.zeros(ends[-1], np.int32),
-    )
-    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
-    (micro,) = pack(header, arrays, has_loss, ends[-1], device)
-    return micro
+    def take(self, has_loss: BoolN, chosen: BoolN) -> None:
+        """Choose its loss tokens."""
+        part = slice(self.start, self.start + self.length + 1)
+        chosen[part] = has_loss[part]
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
@@ -152,114 +117,177 @@ def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
     return ranges
 
 
-def _cut(sequences: list[TokenRange], max_tokens: int) -> list[list[TokenRange]]:
-    """Fill one micro-batch after the other. A group may be cut in two: its prefix is then computed in
-    both.
-    """
-    batches: list[list[TokenRange]] = []
-    num_tokens = 0
-    for sequence in sequences:
-        is_followed = bool(batches) and batches[-1][-1].group == sequence.group
-        added = sequence.length - (sequence.prefix if is_followed else 0)
-        if not batches or num_tokens + added > max_tokens:
-            batches.append([])
-            num_tokens, added = 0, sequence.length
-        batches[-1].append(sequence)
-        num_tokens += added
-    return batches
-
-
-def by_group(sequences: list[TokenRange]) -> list[list[TokenRange]]:
+def by_group(sequences: Iterable[TokenRange]) -> list[list[TokenRange]]:
     """Neighbours of one group together."""
     return [list(group) for _, group in groupby(sequences, key=lambda sequence: sequence.group)]
 
 
 def common_length(group: list[TokenRange], token_ids: npt.NDArray[np.int32]) -> int:
     """Number of first tokens that all of the group have."""
-    first, common = group[0], min(sequence.length for sequence in group)
+    common = min(sequence.length for sequence in group)
+    first = token_ids[group[0].start :]
     for other in group[1:]:
-        differs = (
-            token_ids[first.start : first.start + common] != token_ids[other.start : other.start + common]
-        )
+        differs = first[:common] != token_ids[other.start : other.start + common]
         common = int(np.argmax(differs)) if differs.any() else common
     return common
 
 
-def _assemble(
-    sequences: list[TokenRange], arrays: BatchArrays, has_loss: BoolN, device: torch.device
-) -> MicroBatch:
-    with_prefix = [
-        (family, common_length(family, arrays.token_ids) if len(family) > 1 and family[0].prefix else 0)
-        for family in by_group(sequences)
-    ]
-    with_prefix.sort(key=lambda entry: entry[1] == 0)
-    lengths: list[int] = []
-    sources: list[IntN] = []
-    positions: list[IntN] = []
+def mini_batches(header: BatchHeader, has_loss: BoolN, count: int) -> list[BoolN]:
+    """The loss tokens of each optimizer step: whole groups in order of admission. One without a loss token is
+    left out.
+    """
+    num_groups = header.trajectories[-1].group_index + 1
+    count = min(count, num_groups)
+    step_of_N = np.zeros(len(has_loss), np.int64)
+    for entry in header.trajectories:
+        step_of_N[entry.start : entry.end] = entry.group_index * count // num_groups
+    return [chosen for step in range(count) if (chosen := has_loss & (step_of_N == step)).any()]
 
-    def put(start: int, first: int, end: int) -> int:
-        """Append tokens [first, end) of the sequence at `start`; returns where they stand."""
+
+def split_tokens(header: BatchHeader, has_loss: BoolN, num_ranks: int) -> list[BoolN]:
+    """The loss tokens of each rank: whole sequences in the header's order, cut where each rank has its share
+    of the tokens to read. Neighbours stay together, so that at most num_ranks - 1 groups are cut in two. No
+    rank is further from its share than one sequence is long.
+    """
+    sequences = token_ranges(header, has_loss)
+    costs = [sequence.length + 1 for sequence in sequences]
+    middles = np.cumsum(costs) - np.array(costs) / 2
+    owners = np.minimum((middles * num_ranks / sum(costs)).astype(np.int64), num_ranks - 1)
+    shares = [np.zeros_like(has_loss) for _ in range(num_ranks)]
+    for sequence, owner in zip(sequences, owners, strict=True):
+        sequence.take(has_loss, shares[owner])
+    return shares
+
+
+def rank_micro_batches(
+    header: BatchHeader,
+    arrays: BatchArrays,
+    has_loss: BoolN,
+    max_tokens: int,
+    device: torch.device,
+    ranks: Ranks,
+) -> list[tuple[MicroBatch, bool]]:
+    """Micro-batches of this rank, and whether each one counts.
+
+    All ranks get the same number: FSDP's collectives must match. A rank that has fewer of its own gets copies
+    of a short one that do not count.
+    """
+    if ranks.size == 1:
+        return [(micro, True) for micro in pack(header, arrays, has_loss, max_tokens, device)]
+    mine = split_tokens(header, has_loss, ranks.size)[ranks.rank]
+    micros = pack(header, arrays, mine, max_tokens, device)
+    num_missing = max(ranks.gather(len(micros))) - len(micros)
+    shortest = min(token_ranges(header, has_loss), key=lambda sequence: sequence.first)
+    one_token = np.zeros_like(has_loss)
+    one_token[shortest.start + shortest.first] = True
+    filler = pack(header, arrays, one_token, max_tokens, device)[0]
+    return [(micro, True) for micro in micros] + [(filler, False)] * num_missing
+
+
+def pack(
+    header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, max_tokens: int, device: torch.device
+) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` packed tokens each, in the header's order; a longer sequence is
+    alone in its own. A group may be cut in two: its prefix is then computed in both.
+    """
+    max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
+    batches: list[list[TokenRange]] = []
+    prefixes: dict[int, int] = {}
+    num_tokens = 0
+    for group in by_group(token_ranges(header, has_loss)):
+        prefix = common_length(group, arrays.token_ids)
+        prefix = prefixes[group[0].group] = prefix if prefix * (len(group) - 1) >= MIN_SHARED_TOKENS else 0
+        for index, sequence in enumerate(group):
+            added = sequence.length - (prefix if index else 0)
+            if not batches or num_tokens + added > max_tokens:
+                batches.append([])
+                num_tokens, added = 0, sequence.length
+            batches[-1].append(sequence)
+            num_tokens += added
+    return [_assemble(batch, prefixes, arrays, has_loss, device) for batch in batches]
+
+
+def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
+    """One micro-batch of token ids, group by group, whose every token but the first is predicted."""
+    entries: list[TrajectoryHeader] = []
+    for group, of_group in enumerate(texts):
+        for text in of_group:
+            start = entries[-1].end if entries else 0
+            place = {"group_index": group, "group_id": group, "start": start, "end": start + len(text)}
+            entries.append(TrajectoryHeader(**place, sample_index=0, prompt_id="", reward=0.0))
+    token_ids = np.concatenate([text for of_group in texts for text in of_group]).astype(np.int32)
+    has_loss = np.ones(len(token_ids), np.bool_)
+    has_loss[[entry.start for entry in entries]] = False
+    arrays = BatchArrays(
+        token_ids=token_ids,
+        loss_mask=has_loss,
+        behaviour_logprobs=np.zeros(len(token_ids), np.float32),
+        versions=np.zeros(len(token_ids), np.int32),
+    )
+    header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
+    (micro,) = pack(header, arrays, has_loss, len(token_ids), device)
+    return micro
+
+
+def _assemble(
+    sequences: list[TokenRange],
+    prefixes: dict[int, int],
+    arrays: BatchArrays,
+    has_loss: BoolN,
+    device: torch.device,
+) -> MicroBatch:
+    lengths, positions, sources = list[int](), list[IntN](), list[IntN]()
+
+    def put(sequence: TokenRange, first: int, end: int) -> int:
+        """Append tokens [first, end) of the sequence, if any; returns where they stand."""
         place = sum(lengths)
         if end > first:
             lengths.append(end - first)
             positions.append(np.arange(first, end))
-            sources.append(start + positions[-1])
+            sources.append(sequence.start + positions[-1])
         return place
-
-    prefix_places = [put(family[0].start, 0, prefix) for family, prefix in with_prefix if prefix]
-    num_prefix_tokens = sum(lengths)
-    rows: dict[int, tuple[int, int, int, int]] = {}
-    families = []
-    for index, (family, prefix) in enumerate(with_prefix):
-        for sequence in family:
-            place = put(sequence.start, prefix, sequence.length)
-            rows[sequence.trajectory] = (
-                prefix_places[index] if prefix else 0,
-                prefix,
-                place,
-                sequence.length - prefix,
-            )
-        if prefix:
-            families.append((prefix, sum(sequence.length - prefix for sequence in family)))
-    ends = np.cumsum(lengths).tolist()
-    layout = Layout(
-        segments=tuple(zip([0, *ends[:-1]], ends, strict=True)),
-        families=tuple(families),
-        num_prefix_tokens=num_prefix_tokens,
-        num_family_tokens=sum(own for _, own in families),
-        rows=tuple(rows[sequence.trajectory] for sequence in sequences),
-    )
-    source_M, predict_M, sequence_M = _loss_places(sequences, layout, has_loss)
-    source_N = np.concatenate(sources)
 
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)
 
+    families: list[tuple[list[TokenRange], int, int]] = []
+    """Sequences of a group, tokens of their prefix, all of their own tokens."""
+    for family in by_group(sequences):
+        prefix = prefixes[family[0].group] if len(family) > 1 else 0
+        families.append((family, prefix, sum(sequence.length - prefix for sequence in family)))
+    # With a prefix and own tokens first: those are the families of the second pass.
+    families.sort(key=lambda entry: not (entry[1] and entry[2]))
+    shared = [entry for entry in families if entry[1] and entry[2]]
+    prefix_places = [put(family[0], 0, prefix) for family, prefix, _ in shared]
+    prefix_end, rows = sum(lengths), dict[int, tuple[int, int, int, int]]()
+    for index, (family, prefix, _) in enumerate(families):
+        start = prefix_places[index] if index < len(shared) else put(family[0], 0, prefix)
+        for sequence in family:
+            own = put(sequence, prefix, sequence.length)
+            rows[sequence.trajectory] = (start if prefix else 0, prefix, own, sequence.length - prefix)
+    whole = slice(0, sum(lengths))
+    passes = [KernelPass(whole, whole, tuple(lengths), tuple(lengths), is_causal=True)]
+    if shared:
+        own_lengths, prefix_lengths = tuple(own for _, _, own in shared), tuple(some for _, some, _ in shared)
+        own_part = slice(prefix_end, prefix_end + sum(own_lengths))
+        prefix_part = slice(0, prefix_end)
+        passes.append(KernelPass(own_part, prefix_part, own_lengths, prefix_lengths, is_causal=False))
+    source, predict = list[IntN](), list[IntN]()
+    for sequence in sequences:
+        prefix_start, prefix, own_start, _ = rows[sequence.trajectory]
+        offset = np.flatnonzero(has_loss[sequence.start : sequence.start + sequence.length + 1])
+        source.append(sequence.start + offset)
+        before = offset - 1
+        predict.append(np.where(before < prefix, prefix_start + before, own_start + before - prefix))
+    source_M, source_N = np.concatenate(source), np.concatenate(sources)
+    ordered = tuple(rows[sequence.trajectory] for sequence in sequences)
     return MicroBatch(
         token_ids_N=tensor(arrays.token_ids[source_N]),
         position_N=tensor(np.concatenate(positions)),
-        layout=layout,
-        predict_M=tensor(predict_M),
+        layout=Layout(len(source_N), ordered, tuple(passes)),
+        predict_M=tensor(np.concatenate(predict)),
         target_M=tensor(arrays.token_ids[source_M]),
         source_M=source_M,
-        sequence_M=tensor(sequence_M),
+        sequence_M=tensor(np.repeat(np.arange(len(sequences)), [len(part) for part in source])),
         trajectory_S=np.array([sequence.trajectory for sequence in sequences], dtype=np.int64),
     )
-
-
-def _loss_places(sequences: list[TokenRange], layout: Layout, has_loss: BoolN) -> tuple[IntN, IntN, IntN]:
-    """Of each loss token: where it stands in the arrays, the packed place that predicts it, its sequence's
-    number.
-    """
-    source, predict, number = [], [], []
-    for index, (sequence, (prefix_start, prefix, own_start, _)) in enumerate(
-        zip(sequences, layout.rows, strict=True)
-    ):
-        offset = np.flatnonzero(has_loss[sequence.start : sequence.start + sequence.length + 1]).astype(
-            np.int64
-        )
-        before = offset - 1
-        source.append(sequence.start + offset)
-        predict.append(np.where(before < prefix, prefix_start + before, own_start + before - prefix))
-        number.append(np.full(len(offset), index, dtype=np.int64))
-    return np.concatenate(source), np.concatenate(predict), np.concatenate(number)

@@ -6,8 +6,8 @@ Every failure here is a ConfigError with the way out: it happens before the firs
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,12 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
-    register_fsdp_forward_method,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model.plan_check import Plan, find_plan
-from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.model.policy import Plan, Policy, find_plan
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.spec import TrainerSpec
 
@@ -56,30 +54,25 @@ class MasterWeights:
         self.named = {name: parameter.detach().clone() for name, parameter in named.items()}
         for parameter in model.parameters():  # not buffers: a rotary embedding's must not be rounded
             parameter.data = parameter.data.to(dtype)
-        self._working = {
-            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-        }
-        for name, parameter in self._working.items():
-            parameter.register_post_accumulate_grad_hook(self._collector(self.named[name]))  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _collector(master: Tensor) -> Callable[[Tensor], None]:
-        def collect(parameter: Tensor) -> None:
-            """Move the gradient of one backward pass into the master's sum."""
-            assert parameter.grad is not None
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad.add_(parameter.grad)
-            parameter.grad = None
-
-        return collect
+        self._working = named
+        for name, parameter in named.items():
+            parameter.register_post_accumulate_grad_hook(partial(_collect, self.named[name]))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Give the model the masters as they are now."""
         for name, parameter in self._working.items():
             parameter.copy_(self.named[name])
+
+
+def _collect(master: Tensor, parameter: Tensor) -> None:
+    """Move the gradient of one backward pass into the master's sum."""
+    assert parameter.grad is not None
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 STATE_BYTES = 12
@@ -98,34 +91,32 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
 
 
-def load_model(spec: TrainerSpec, device: torch.device, *, is_sharded: bool = False) -> Any:
+def load_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype, *, is_sharded: bool) -> Any:
     """The model with float32 master weights, dropout off, all parameters trained; under adapters in the dtype
     of the forward pass.
 
     One to be sharded stays whole in host memory, in every rank, until its shards go to the device.
     """
     is_adapted = spec.trainer.lora is not None
-    dtype = resolve_device(spec)[1] if is_adapted else torch.float32
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            spec.model_path, dtype=dtype, output_loading_info=True
+            spec.model_path, dtype=dtype if is_adapted else torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"cannot load the model {spec.model_path}: {_first_line(error)}",
+            f"cannot load the model {spec.model_path}: {reason}",
             rule="model.path is a Hugging Face folder or hub id of a causal language model",
             way_out="correct model.path; a hub id needs the network or a filled cache.",
         ) from error
     if missing := sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]):
         raise ConfigError(
-            f"the weights of {spec.model_path} lack {len(missing)} tensors of a {type(model).__name__}, e.g. "
-            f"{missing[0]}",
+            f"the weights of {spec.model_path} lack {len(missing)} tensors, e.g. {missing[0]}",
             rule="transformers would fill them with random numbers, in every process with others",
             way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
         )
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not is_adapted:  # gradients and optimizer state of adapters are small beside the weights
-        _check_memory(num_parameters, device, spec.trainer)
+        _check_memory(sum(parameter.numel() for parameter in model.parameters()), device, spec.trainer)
     for parameter in model.parameters():  # an offload cannot give the memory of a mapped file up
         if not parameter.untyped_storage().resizable():
             parameter.data = parameter.data.clone()
@@ -148,15 +139,11 @@ def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> to
     """AdamW, fused; weight decay on matrices alone, not on norms and biases. The learning rate is set before
     each step.
     """
-    parameters = list(weights)
-    groups = [
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
-            "weight_decay": config.weight_decay,
-        },
-        {"params": [parameter for parameter in parameters if parameter.ndim < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    matrices, others = list[Tensor](), list[Tensor]()
+    for weight in weights:
+        (matrices if weight.ndim >= 2 else others).append(weight)
+    decayed = {"params": matrices, "weight_decay": config.weight_decay}
+    groups = [group for group in (decayed, {"params": others, "weight_decay": 0.0}) if group["params"]]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
 
@@ -171,17 +158,11 @@ def _check_memory(num_parameters: int, device: torch.device, config: TrainerConf
         needed_bytes, free_bytes = num_parameters * STATE_BYTES, psutil.virtual_memory().available
     if needed_bytes > free_bytes:
         raise ConfigError(
-            f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state "
-            f"of {num_parameters / 1e6:.0f} M parameters, "
-            f"and {free_bytes / 2**30:.1f} GiB are free on {device.type}",
+            f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state of "
+            f"{num_parameters / 1e6:.0f} M parameters, and {free_bytes / 2**30:.1f} GiB are free",
             rule=f"{STATE_BYTES} bytes a parameter beside the float32 weights, activations not counted",
-            way_out="set trainer.lora, which trains adapters alone, or take a smaller model or a machine "
-            "with more memory" + (", or raise trainer.world_size." if device.type == "cuda" else "."),
+            way_out="set trainer.lora, take a smaller model or more memory, or raise trainer.world_size.",
         )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def sharded_policy(model: Any, plan: Plan, ranks: Ranks, dtype: torch.dtype, *, is_offloaded: bool) -> Policy:
@@ -200,14 +181,13 @@ def sharded_policy(model: Any, plan: Plan, ranks: Ranks, dtype: torch.dtype, *, 
     for layer in _layers(model):
         fully_shard(layer, **options)
     fully_shard(policy, **options)
-    register_fsdp_forward_method(policy, Policy.text_logprobs.__name__)
     for module in _sharded(policy):
         # The step's loss is a sum over all ranks, not a mean: nothing is divided.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     # Experts that only some ranks use would give sums of different sizes. Since torch 2.12, before which
     # transformers' stacked experts have a gradient anyway.
-    set_unused = getattr(policy, "set_reduce_scatter_unused_params", None)
+    set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
         set_unused(True)
     return policy
@@ -231,49 +211,41 @@ def _layers(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
-@dataclass(frozen=True)
 class Parts:
-    """`reference`: the initial weights, where a KL divergence to them is asked for and adapters cannot be
-    switched off for it.
+    """What a trainer computes with. `reference`: the initial weights, where a KL divergence to them is asked
+    for and adapters cannot be switched off for it.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    adapters: Adapters | None
-    reference: Policy | None
-    policy: Policy
-    masters: MasterWeights
+    def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
+        """Load everything. Raises ConfigError if the model cannot be had, or memory is short."""
+        self.device, self.dtype = device, dtype = resolve_device(spec)
+        self.adapters: Adapters | None = None
+        self.reference: Policy | None = None
+        model = load_model(spec, device, dtype, is_sharded=ranks.mesh is not None)
+        if spec.trainer.lora is not None:
+            from asyncrl.trainer.model.lora import Adapters
 
-
-def make_parts(spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> Parts:
-    """Load everything. Raises ConfigError if the model cannot be had, or memory is short."""
-    device, dtype = resolve_device(spec)
-    model = load_model(spec, device, is_sharded=ranks.mesh is not None)
-    adapters = None
-    if spec.trainer.lora is not None:
-        from asyncrl.trainer.model.lora import Adapters
-
-        adapters = Adapters(model, spec.trainer.lora, spec.seed, dtype)
-    has_copy = needs_reference and adapters is None  # without its adapters the model is the reference itself
-    reference = None
-    if ranks.mesh is None:
-        if has_copy:
-            reference = Policy(_frozen_copy(model, dtype))
-        masters = MasterWeights(model, dtype)
-        policy = Policy(model)
-    else:
-        # A policy finds its plan with whole weights in the dtype of the run, so before the shards are cut; in
-        # host memory, because a device need not hold the whole model.
-        frozen = _frozen_copy(model, dtype)
-        plan = find_plan(frozen)
-        if has_copy:
-            reference = sharded_policy(frozen, plan, ranks, dtype, is_offloaded=spec.trainer.cpu_offload)
-        del frozen
-        policy = sharded_policy(model, plan, ranks, dtype, is_offloaded=spec.trainer.cpu_offload)
-        masters = MasterWeights(model, torch.float32)  # the shards are float32 already
-    if spec.trainer.gradient_checkpointing:
-        policy.enable_gradient_checkpointing()
-    return Parts(device, dtype, adapters, reference, policy, masters)
+            self.adapters = Adapters(model, spec.trainer.lora, dtype)
+        has_copy = (
+            needs_reference and self.adapters is None
+        )  # without its adapters the model is the reference
+        if ranks.mesh is None:
+            if has_copy:
+                self.reference = Policy(_frozen_copy(model, dtype))
+            self.masters = MasterWeights(model, dtype)
+            self.policy = Policy(model)
+        else:
+            # A policy finds its plan with whole weights in the dtype of the run, so before the shards are
+            # cut; in host memory, because a device need not hold the whole model.
+            frozen = _frozen_copy(model, dtype)
+            plan, is_offloaded = find_plan(frozen), spec.trainer.cpu_offload
+            if has_copy:
+                self.reference = sharded_policy(frozen, plan, ranks, dtype, is_offloaded=is_offloaded)
+            del frozen
+            self.policy = sharded_policy(model, plan, ranks, dtype, is_offloaded=is_offloaded)
+            self.masters = MasterWeights(model, torch.float32)  # the shards are float32 already
+        if spec.trainer.gradient_checkpointing:
+            self.policy.enable_gradient_checkpointing()
 
 
 def _frozen_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

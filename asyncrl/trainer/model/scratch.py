@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -61,9 +61,8 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
     Decoding gives the exact text back: no spaces are added or cleaned up. Raises ValueError if a character is
     there twice.
     """
-    twice = sorted({character for character in characters if characters.count(character) > 1})
-    if twice:
-        raise ValueError(f"model.scratch.characters holds {twice} more than once; name each character once")
+    if len(set(characters)) < len(characters):
+        raise ValueError(f"model.scratch.characters={characters!r} names a character twice")
     tools = (TOOL,) if has_tool_role else ()
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
@@ -88,23 +87,21 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    known = dict(architecture)
-    model_type = known.pop("model_type", None)
-    if model_type is None:
+    given = dict(architecture)
+    if (model_type := given.pop("model_type", None)) is None:
         raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
+    known = AutoConfig.for_model(model_type).to_dict().keys() | OLD_KEYS
+    if unknown := ", ".join(sorted(given.keys() - known)):
+        raise ValueError(
+            f"model.scratch.architecture has keys that a {model_type} config does not know: {unknown}"
+        )
     filled = {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
     }
-    unknown = sorted(set(known) - set(AutoConfig.for_model(model_type).to_dict()) - OLD_KEYS)
-    if unknown:
-        raise ValueError(
-            f"model.scratch.architecture has keys that a {model_type} config does not know: "
-            f"{', '.join(unknown)}"
-        )
-    return AutoConfig.for_model(model_type, **{**known, **filled})
+    return AutoConfig.for_model(model_type, **{**given, **filled})
 
 
 def make_random_model(
@@ -146,17 +143,12 @@ def main() -> None:
     text = Path(parser.parse_args().spec).read_text(encoding="utf-8")
     try:
         make_scratch_model(ScratchSpec.model_validate_json(text))
-    except (ValidationError, ValueError, TypeError, KeyError) as error:
-        fail(
-            f"cannot make a model from model.scratch: {error}",
-            way_out="correct model.scratch in the config; architecture takes the keys of a transformers "
-            "config.",
-        )
+    except (ValueError, TypeError, KeyError) as error:
+        way_out = "correct model.scratch in the config; architecture takes the keys of a transformers config."
+        fail(f"cannot make a model from model.scratch: {error}", way_out=way_out)
     except (OSError, SafetensorError) as error:  # the latter is what a full disk gives
-        fail(
-            f"cannot write the scratch model: {error}",
-            way_out="give a run directory that is new, writable, and on a disk with space.",
-        )
+        way_out = "give a run directory that is new, writable, and on a disk with space."
+        fail(f"cannot write the scratch model: {error}", way_out=way_out)
 
 
 if __name__ == "__main__":

@@ -6,33 +6,24 @@ import os
 import sys
 import traceback
 
-from pydantic import ValidationError
-
-from asyncrl.http import child_arguments, die_with_parent, fail, serve
+from asyncrl.http import die_with_parent, serve
 from asyncrl.messages.base import ErrorBody, fatal_line
+from asyncrl_servers.checks import read_spec
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 from asyncrl_servers.engine_app import engine_app
 
 
 def main() -> None:
-    """Read the spec, load, check, serve until SIGTERM or until the parent is gone."""
+    """Load, check, serve until SIGTERM or until the parent is gone."""
     die_with_parent()
-    text, fd = child_arguments()
-    try:
-        spec = EmbeddedSpec.model_validate_json(text)
-    except ValidationError as error:
-        fail(
-            f"the spec of the embedded engine is wrong: {error}", rule="see asyncrl_servers/embedded/spec.py"
-        )
+    spec, fd = read_spec(EmbeddedSpec)
 
     from asyncrl_servers.embedded.build_engine import build_engine
 
-    def on_crash(error: BaseException | None) -> None:
+    def on_crash(error: BaseException) -> None:
         traceback.print_exception(error)
-        body = ErrorBody(
-            error=f"{spec.name}: the engine loop died: {type(error).__name__}: {error}",
-            way_out="see the traceback in this log.",
-        )
+        what = f"{spec.name}: the engine loop died: {type(error).__name__}: {error}"
+        body = ErrorBody(error=what, way_out="see the traceback in this log.")
         print(fatal_line(body), file=sys.stderr, flush=True)
         os._exit(1)
 

@@ -1,5 +1,5 @@
-"""New weights: staged beside the serving ones, verified, swapped in. Knows tensors and digests; knows no
-request.
+"""The weights of an embedded engine: staged beside the serving ones, or loaded into their memory chunk by
+chunk; verified, served, put to sleep and read again. Knows tensors and digests; knows no request.
 
 The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once.
 Adapters (asyncrl/weights/adapters.py) change some of the weights that the server started with, which are kept
@@ -9,272 +9,187 @@ for it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from asyncrl.http import Refused
-from asyncrl.messages.base import WeightKind
-from asyncrl.messages.engine_calls import PrepareRequest
+from asyncrl.messages.engine_calls import LoadChunkRequest, PrepareRequest
 from asyncrl.weights.adapters import linear_parameters, read_adapters
-from asyncrl.weights.tensor_files import RESEND, digest_tensors, read_or_refuse
-from asyncrl_servers.checks import not_newer, not_staged, wrong_digest
-from asyncrl_servers.embedded.kv_attention import own_copy, own_empties
-from asyncrl_servers.sleeping import Source, Wakefulness
+from asyncrl.weights.ipc import TrainerMemory
+from asyncrl.weights.tensor_files import digest_of_tensor, digest_tensors, read_or_refuse
+from asyncrl_servers.embedded.decoder import READ_ERRORS, LoadedModel, read_parameters
+from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
+from asyncrl_servers.weight_state import Staged, WeightState, check_arrived
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterKind:
-    """What a parameter is, whether or not it has memory."""
+class Weights(WeightState):
+    """The serving weights of a model, or their memory without content, or neither.
 
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def check_parameters(
-    tensors: Mapping[str, Tensor], kinds: Mapping[str, ParameterKind], path: str, *, is_part: bool = False
-) -> None:
-    """Raise Refused (409) if the tensors of a file are not the parameters; `is_part`: some of them."""
-    missing = [] if is_part else sorted(kinds.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - kinds.keys())
-    if missing or unknown:
-        raise Refused(
-            409,
-            f"{path} lacks {len(missing)} parameters {missing[:3]} and has {len(unknown)} unknown ones "
-            f"{unknown[:3]}",
-            rule="a set of weights is dict(model.named_parameters()), tied ones once",
-            way_out="use the same model in trainer and engine.",
-        )
-    for name, tensor in tensors.items():
-        kind = kinds[name]
-        if tensor.shape != kind.shape or tensor.dtype != kind.dtype:
-            raise Refused(
-                409,
-                f"{name} in {path} is {tensor.dtype} {tuple(tensor.shape)}, the model has {kind.dtype} "
-                f"{tuple(kind.shape)}",
-                rule="trainer and engine hold the same model in the same dtype",
-                way_out="set model.dtype to the same for both.",
-            )
-
-
-def read_parameters_of(
-    path: str, kinds: Mapping[str, ParameterKind], device: torch.device
-) -> dict[str, Tensor]:
-    """Copies of all tensors of the file, which must be the parameters. Raises Refused (400, 409)."""
-    tensors = {name: raw.as_torch() for name, raw in read_or_refuse(path).items()}
-    check_parameters(tensors, kinds, path)
-    return {name: own_copy(tensors[name], device) for name in kinds}
-
-
-@dataclass(frozen=True, slots=True)
-class StagedWeights:
-    """Verified weights, ready to be swapped in: one tensor a parameter, those that stay included.
-
-    `digest` is that of the tensors that were sent: of kind lora, the adapters, which are merged by now.
+    Waits:      nobody. stage() and load_chunk() run in any thread, all else in the thread that runs the
+                model; what takes, fills or frees memory holds `_lock`.
+    Invariant:  until other weights are swapped in whole, `_base` holds those of the start, and nothing writes
+                to them.
     """
 
-    version: int
-    digest: str
-    tensors: dict[str, Tensor]
-    kind: WeightKind = "weights"
-    path: str = ""
-
-
-class Weights:
-    """The serving weights of a model and at most one staged set; or no weights, while they are asleep.
-
-    Waits:      nobody. stage() runs in any thread, swap() in the thread that runs the model. From drop() to
-                settle() belong to SleepMode, which holds `lock`.
-    Invariant:  a staged set has the digest that its sender named (stage guarantees it), and after swap()
-                every parameter is what was staged, or, if it raises, what it was before. Until other weights
-                are swapped in whole, `_base` holds those of the start, and nothing writes to them.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        version: int,
-        *,
-        read_start: Callable[[], dict[str, Tensor]] | None = None,
-        has_adapters: bool = False,
-    ) -> None:
-        """`read_start` reads the weights of the start again."""
-        self.version = version
-        self.state = Wakefulness()
-        self.lock = threading.Lock()
-        """Held while weights are staged, dropped, taken or filled."""
-        self._parameters = dict(model.named_parameters())
-        self.kinds = {name: ParameterKind(one.shape, one.dtype) for name, one in self._parameters.items()}
-        self._device = next(iter(self._parameters.values())).device
-        self._read_start, self._has_adapters = read_start, has_adapters
-        self._is_start = True
-        self.source: Source | None = None
-        """Where the weights that serve, or served before they were dropped, can be read again; None at the
-        start, until drop().
-        """
-        self._linear = linear_parameters(model)
+    def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
+        self._parameters = dict(loaded.model.named_parameters())
+        super().__init__(spec.start_version, self._parameters.keys())
+        self._loaded, self._spec, self._has_adapters = loaded, spec, spec.has_adapters
+        self._lock = threading.Lock()
+        self._kinds = {name: (one.shape, one.dtype) for name, one in self._parameters.items()}
+        self.num_bytes: int = sum(parameter.nbytes for parameter in self._parameters.values())
+        self._linear = linear_parameters(loaded.model)
         self._base: dict[str, Tensor] | None = {name: one.data for name, one in self._parameters.items()}
-        self._digest: str | None = None
-        self._staged: StagedWeights | None = None
+        self._memory = TrainerMemory(loaded.device)
 
     @property
     def digest(self) -> str:
-        """Digest of the serving weights; computed when first asked for."""
-        if self._digest is None:
+        """Of the serving weights; that of the start is computed when first asked for."""
+        if not self._digest:
             self._digest = digest_tensors(self._parameters)
         return self._digest
 
-    def stage(self, request: PrepareRequest) -> StagedWeights:
-        """Read, check and verify a set of weights or adapters; replaces the staged one. Raises Refused (400,
+    def stage(self, request: PrepareRequest) -> None:
+        """Read and verify a set of weights or adapters; replaces the staged one. Raises Refused (400,
         409).
         """
-        with self.lock:
-            self.state.check_weights_awake(f"policy_version {request.version} cannot be staged")
-            self._staged = None
-            is_lora = request.kind == "lora"
-            if is_lora:
-                tensors = {name: one.as_torch().clone() for name, one in read_or_refuse(request.path).items()}
-            else:  # a copy: the file may be replaced by the next export while these weights serve
-                tensors = read_parameters_of(request.path, self.kinds, self._device)
-            found = len(tensors), sum(tensor.nbytes for tensor in tensors.values())
-            if found != (request.num_tensors, request.num_bytes):
-                raise Refused(
-                    409,
-                    f"{request.path} holds {found[0]} tensors of {found[1]} bytes, announced were "
-                    f"{request.num_tensors} of {request.num_bytes}",
-                    way_out=RESEND,
-                )
-            digest = digest_tensors(tensors)
-            if digest != request.digest:
-                raise wrong_digest(request.version, request.path, digest, request.digest)
-            if is_lora:
-                tensors = self._merge(tensors, request.path)
-            self._staged = StagedWeights(request.version, digest, tensors, request.kind, request.path)
-            return self._staged
+        with self._lock:
+            self.check_awake(f"policy_version {request.version} cannot be staged")
+            self.staged, path = None, request.path
+            tensors = self._read_file(path)
+            if request.kind == "weights":
+                self._check_parameters(tensors, path)
+            digests = {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
+            check_arrived(path, digests, sum(tensor.nbytes for tensor in tensors.values()), request)
+            if request.kind == "lora":
+                tensors = self._merge(tensors, path)
+            self.staged = Staged(request, tensors)
 
-    def staged_for(self, version: int, digest: str) -> StagedWeights:
-        """The staged set, if it is this one and may follow the serving version. Raises Refused (409)."""
-        staged = self._staged
-        is_again = version == self.version and digest == self.digest and not self.state.has_content
-        if version <= self.version and not is_again:
-            raise not_newer(version, self.version)
-        if staged is None or (staged.version, staged.digest) != (version, digest):
-            raise not_staged(version, digest, (staged.version, staged.digest) if staged else None)
-        return staged
-
-    def swap(self, staged: StagedWeights) -> None:
-        """Make the staged weights the serving ones: on the CPU by their place, on a device by a copy, so that
-        what was captured with the old addresses stays valid. Raises RuntimeError with the old ones back.
-        """
-        is_cuda = self._device.type == "cuda"
-        changed = {
-            name: parameter.data.clone() if is_cuda else parameter.data
-            for name, parameter in self._parameters.items()
-            if not _is_same(parameter, staged.tensors.get(name))
-        }
-        is_done = False
-        try:
-            if staged.tensors.keys() != self._parameters.keys():
-                raise RuntimeError(
-                    f"the staged weights of policy_version {staged.version} are not the model's parameters"
-                )
-            for name, parameter in self._parameters.items():
-                new = staged.tensors[name]
-                if name in changed and is_cuda:
-                    parameter.data.copy_(new)
-                elif name in changed:
-                    parameter.data = new
-                is_new = torch.equal(parameter.data, new) if is_cuda else _is_same(parameter, new)
-                if not is_new:
-                    raise RuntimeError(
-                        f"parameter {name} is not what was staged for policy_version {staged.version}"
-                    )
-            is_done = True
-        finally:
-            if not is_done:
-                for name, data in changed.items():
-                    self._parameters[name].data = data
-        is_lora = staged.kind == "lora"
-        self._has_adapters = self._has_adapters or is_lora
-        source = Source(staged.path, staged.digest)
-        self.settle(staged.version, staged.digest, source, keep_base=is_lora)
-
-    def settle(self, version: int, digest: str, source: Source | None, *, keep_base: bool = False) -> None:
-        """What lies in the weights serves from here on, as `version`."""
-        self.version, self._digest, self._staged, self.source = version, digest, None, source
-        self._is_start = False
-        if not keep_base:
+    def swap(self, staged: Staged) -> None:
+        """Make the staged weights the serving ones."""
+        self._put(staged.tensors)
+        if staged.request.kind == "lora":
+            self._has_adapters = True
+        else:
             self._base = None
-        self.state.set_content()
+        self.settle(staged.request.version, staged.request.digest, staged.request.path)
 
-    def check_may_drop(self) -> None:
+    def load_chunk(self, request: LoadChunkRequest) -> str:
+        """Copy the tensors of a chunk into the weights; returns the digest of what is there. Raises Refused
+        (400, 409), after which no chunk is.
+        """
+        with self._lock:
+            self.check_may_load(request.version)
+            with self.push.receiving(request, self.version):
+                digests, num_bytes = {}, 0
+                with self._chunk(request) as tensors:
+                    self._check_parameters(tensors, request.place, is_part=True)
+                    for name, tensor in tensors.items():
+                        loaded = self._parameters[name].data.copy_(tensor)
+                        digests[name] = digest_of_tensor(name, loaded)
+                        num_bytes += tensor.nbytes
+                return self.push.add(request, digests, num_bytes)
+
+    def _chunk(self, request: LoadChunkRequest) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """The tensors of a chunk, wherever the trainer has put them. Raises Refused (400)."""
+        if request.memory is not None:
+            return self._memory.tensors(request.memory)
+        return nullcontext({name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()})
+
+    def check_may_sleep(self) -> None:
         """Raise Refused (409) if nothing could bring these weights back."""
         if self._has_adapters:
             raise Refused(
                 409,
                 "weights under adapters cannot sleep",
-                rule="adapters are merged over the weights of the start, which are kept for it "
-                "(weight_sync.transport=lora)",
-                way_out="let the KV cache sleep alone, or publish whole weights (another "
-                "weight_sync.transport).",
+                rule="with weight_sync.transport=lora the weights of the start are kept",
+                way_out="let the KV cache sleep alone, or set another weight_sync.transport.",
             )
 
-    def drop(self) -> int:
+    def free(self) -> int:
         """Let go of all weights, the staged ones included; returns their bytes."""
-        if self._is_start and self.state.has_content:
-            self.source = Source(None, self.digest)
-        held = [*self._parameters.values(), *(self._base or {}).values()]
-        held += self._staged.tensors.values() if self._staged else []
-        num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
-        self._staged = self._base = None
-        for name, parameter in self._parameters.items():
-            parameter.data = torch.empty(0, dtype=self.kinds[name].dtype, device=self._device)
-        self.state.set_asleep("weights")
-        return num_bytes
+        with self._lock:
+            _ = self.digest  # to compare with once they are restored
+            held = [*self._parameters.values(), *(self._base or {}).values()]
+            held += self.staged.tensors.values() if self.staged else []
+            num_bytes = sum({tensor.data_ptr(): int(tensor.nbytes) for tensor in held}.values())
+            self._base = None
+            for name, (_, dtype) in self._kinds.items():
+                self._parameters[name].data = torch.empty(0, dtype=dtype, device=self._loaded.device)
+            self.set_asleep("weights")
+            return num_bytes
 
-    def allocate(self) -> int:
-        """Memory for all weights, without content; returns its bytes."""
-        empties = own_empties(
-            {name: (one.shape, one.dtype) for name, one in self.kinds.items()}, self._device
-        )
-        return self._put(empties)
+    def take(self, *, must_restore: bool) -> int:
+        """Take memory for all weights, filled with what served if they must be restored; returns the bytes
+        that were not there. Raises Refused (400, 409) with nothing changed.
+        """
+        with self._lock:
+            was_asleep = "weights" in self.asleep
+            if must_restore:
+                self._put(self._read_source())
+                self.settle(self.version, self.digest, self.source)
+            elif was_asleep:
+                kinds, device = self._kinds.items(), self._loaded.device
+                self._put(
+                    {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
+                )
+            self.set_awake("weights")
+            return self.num_bytes if was_asleep else 0
 
-    def num_bytes(self) -> int:
-        """What allocate takes."""
-        return sum(kind.shape.numel() * kind.dtype.itemsize for kind in self.kinds.values())
-
-    def adopt(self, tensors: dict[str, Tensor], source: Source) -> int:
-        """Serve these tensors, which are what served before; returns their bytes."""
-        num_bytes = self._put(tensors)
-        if source.path is None:
-            self._base = dict(tensors)
-        self.state.set_content()
-        return num_bytes
-
-    def read(self, source: Source) -> dict[str, Tensor]:
-        """The weights that lie there, on this device. Raises Refused (400, 409)."""
-        if source.path is not None:
-            return read_parameters_of(source.path, self.kinds, self._device)
-        assert self._read_start is not None, "nothing says how the weights of the start are read again"
-        return self._read_start()
-
-    @torch.no_grad()
-    def fill(self, name: str, tensor: Tensor) -> Tensor:
-        """Copy a tensor into a parameter; returns what lies there then."""
-        return self._parameters[name].data.copy_(tensor)
-
-    def _put(self, tensors: dict[str, Tensor]) -> int:
+    def _put(self, tensors: Mapping[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.data = tensors[name]
-        self.state.set_awake("weights")
-        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _read_file(self, path: str) -> dict[str, Tensor]:
+        """Copies, as the file may be replaced by the next export while these weights serve."""
+        device, files = self._loaded.device, read_or_refuse(path)
+        return {name: raw.as_torch().to(device, copy=True) for name, raw in files.items()}
+
+    def _read_source(self) -> dict[str, Tensor]:
+        """What served, read again. Raises Refused (400, 409)."""
+        path, loaded, name = self.source or self._spec.model_path, self._loaded, self._spec.name
+        if self.source:
+            tensors = self._read_file(path)
+        else:
+            try:
+                tensors = read_parameters(Path(path), loaded.dtype, loaded.device)
+            except READ_ERRORS as error:
+                what = f"{name}: cannot restore the weights of the start from {path}: {error}"
+                raise Refused(409, what, way_out="put the folder back, or push.") from error
+        self.check_restored(digest_tensors(tensors), path)
+        if not self.source:
+            self._base = dict(tensors)
+        return tensors
+
+    def _check_parameters(self, tensors: Mapping[str, Tensor], path: str, *, is_part: bool = False) -> None:
+        """Raise Refused (409) if the tensors of a file are not the parameters; `is_part`: some of them."""
+        missing = [] if is_part else sorted(self._kinds.keys() - tensors.keys())
+        unknown = sorted(tensors.keys() - self._kinds.keys())
+        if missing or unknown:
+            raise Refused(
+                409,
+                f"{path} lacks {len(missing)} parameters {missing[:3]} and has {len(unknown)} unknown ones "
+                f"{unknown[:3]}",
+                rule="a set of weights is dict(model.named_parameters()), tied ones once",
+                way_out="use the same model in trainer and engine.",
+            )
+        for name, tensor in tensors.items():
+            shape, dtype = self._kinds[name]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise Refused(
+                    409,
+                    f"{name} in {path} is {tensor.dtype} {tuple(tensor.shape)}, the model has {dtype} "
+                    f"{tuple(shape)}",
+                    rule="trainer and engine hold the same model in the same dtype",
+                    way_out="set model.dtype to the same for both.",
+                )
 
     def _merge(self, tensors: dict[str, Tensor], path: str) -> dict[str, Tensor]:
-        """All parameters, adapters merged over the weights of the start. Raises Refused (409) with nothing
-        changed.
-        """
+        """All parameters, adapters merged over the weights of the start. Raises Refused (409)."""
         base = self._base
         if base is None:
             raise Refused(
@@ -285,11 +200,4 @@ class Weights:
                 way_out="start the server again, or publish whole weights.",
             )
         adapters = read_adapters(tensors, self._parameters, self._linear, path)
-        for name in (adapter.parameter for adapter in adapters):
-            if self._parameters[name].is_cuda and _is_same(self._parameters[name], base[name]):
-                base[name] = base[name].clone()  # a swap writes over the parameter
         return base | {one.parameter: one.merged(base[one.parameter]) for one in adapters}
-
-
-def _is_same(parameter: Tensor, other: Tensor | None) -> bool:
-    return other is not None and parameter.data_ptr() == other.data_ptr()

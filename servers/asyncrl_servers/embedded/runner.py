@@ -1,85 +1,44 @@
-"""Forward passes of the model over slots: prefill, decode, and the prompts it remembers. Knows no request, no
-sampling.
-"""
+"""Forward passes of the model over slots: prefill and decode. Knows no request, no sampling."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from asyncrl_servers.embedded.decoder import LoadedModel
 from asyncrl_servers.embedded.kv_attention import (
     LENGTH_STEP,
-    DecodePass,
     Pass,
-    Segment,
     SlotCache,
+    Stretch,
     in_force,
     padded_length,
 )
-from asyncrl_servers.embedded.prefill import PlainDecoder, PrefillItem, PrefillPass
-from asyncrl_servers.embedded.sequence import cut_rows
 
 PREFILL_ROWS = 1024
-"""Most tokens in one prefill call; a longer prompt takes several."""
+"""Most tokens in one prefill call; more take several."""
+QUERY_CHUNK = 256
+"""Most tokens of one sequence whose scores are computed at once."""
 EXACT_ROWS = 16
 """Exact calls have a multiple of this many rows: the size from which a row of a float32 product keeps its
 bits.
 """
+CHUNK = 8
+"""Decoding slots are joined to stretches chunk by chunk."""
+STRETCH_FLOATS = 30_000
+"""Keys read in the time that one more stretch costs (measured: 30 us a layer, on one CPU thread)."""
 
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+STATIC_ROPE = frozenset({"default", "linear", "llama3"})
+"""Kinds of rotary embedding whose angles depend on the position alone."""
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """A prefilled prompt of T tokens: keys and values [layers, kv_heads, T, head_dim], logits [V] after its
-    last token.
-    """
-
-    keys: Tensor
-    values: Tensor
-    logits: Tensor
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory it takes."""
-        return self.keys.nbytes + self.values.nbytes + self.logits.nbytes
-
-
-class PromptCache:
-    """The prompts used last, at most `max_bytes`. Must be cleared at every weight swap: it never outlives its
-    weights.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.num_bytes = max_bytes, 0
-        self._entries: OrderedDict[tuple[int, ...], Remembered] = OrderedDict()
-
-    def get(self, prompt_ids: tuple[int, ...]) -> Remembered | None:
-        """The entry of exactly this prompt."""
-        entry = self._entries.get(prompt_ids)
-        if entry is not None:
-            self._entries.move_to_end(prompt_ids)
-        return entry
-
-    def put(self, prompt_ids: tuple[int, ...], entry: Remembered) -> None:
-        """Remember it, and forget what was not used for longest until all fit."""
-        if entry.num_bytes > self.max_bytes or prompt_ids in self._entries:
-            return
-        self._entries[prompt_ids] = entry
-        self.num_bytes += entry.num_bytes
-        while self.num_bytes > self.max_bytes:
-            self.num_bytes -= self._entries.popitem(last=False)[1].num_bytes
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._entries.clear()
-        self.num_bytes = 0
+Ints = npt.NDArray[np.int64]
 
 
 class Runner:
@@ -89,150 +48,202 @@ class Runner:
     view.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool, prompt_cache_bytes: int
-    ) -> None:
-        self.loaded, self.max_length, self.is_exact, self._slots = loaded, max_length, is_exact, slots
-        self.cache = self._allocate(slots)
+    def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool) -> None:
+        self.loaded, self.slots, self.max_length, self.is_exact = loaded, slots, max_length, is_exact
         self._plain = PlainDecoder.of(loaded.model, max_length)
-        self.prompts = PromptCache(prompt_cache_bytes)
-        self.num_prefilled = 0
-        """Sequences prefilled so far: a group of n that shares its prompt counts once."""
-        kv_heads, positions = self.cache.keys.shape[2], self.cache.keys.shape[3]
-        self._head_rows = torch.arange(slots * kv_heads, device=loaded.device) * positions
-        self._kv_heads = kv_heads
-        self._positions = torch.arange(positions, device=loaded.device)
+        self._positions = torch.arange(padded_length(max_length), device=loaded.device)
+        self.take_cache()
 
-    def free_cache(self) -> int:
-        """Drop the KV cache, whose bytes it returns, and all remembered prompts. Nothing can run until
-        take_cache.
-        """
-        num_bytes = self.cache.num_bytes
-        self.prompts.clear()
-        self.cache = self._allocate(0)
-        return num_bytes
-
-    def num_cache_bytes(self) -> int:
+    @property
+    def cache_bytes(self) -> int:
         """What take_cache takes."""
-        loaded = self.loaded
-        return (
-            loaded.shape.bytes_per_token(loaded.dtype.itemsize) * padded_length(self.max_length) * self._slots
-        )
+        return self.slots * self.loaded.shape.slot_bytes(self.max_length, self.loaded.dtype.itemsize)
 
-    def take_cache(self) -> int:
-        """A KV cache as at the start; returns its bytes."""
-        self.cache = self._allocate(self._slots)
-        return self.cache.num_bytes
-
-    @torch.inference_mode(False)
-    def _allocate(self, slots: int) -> SlotCache:
-        loaded = self.loaded
-        return SlotCache.allocate(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
+    def take_cache(self, slots: int | None = None) -> None:
+        """A KV cache as at the start; with 0 slots there is none, and nothing can run."""
+        loaded, slots = self.loaded, self.slots if slots is None else slots
+        self.cache = SlotCache(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
     def prefill(self, jobs: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
         """Fill slots with sequences, each (slot, token ids); returns the logits after each last token, [jobs,
         V].
         """
-        self.num_prefilled += len(jobs)
-        results: list[Tensor] = []
-        items: list[PrefillItem] = []
-        ids: list[int] = []
-        for slot, sequence in jobs:
-            start = 0
-            while start < len(sequence):
-                end = min(len(sequence), start + PREFILL_ROWS - len(ids))
-                items.append(PrefillItem(slot, start, end, len(ids)))
-                ids.extend(sequence[start:end])
-                if len(ids) == PREFILL_ROWS:
-                    results.append(self._prefill_call(items, ids, jobs))
-                    items, ids = [], []
-                start = end
-        if items:
-            results.append(self._prefill_call(items, ids, jobs))
-        return torch.cat(results) if len(results) > 1 else results[0]
+        calls: list[list[tuple[int, Sequence[int], int, int]]] = [[]]
+        room = PREFILL_ROWS
+        for slot, ids in jobs:
+            for start in range(0, len(ids), QUERY_CHUNK):
+                end = min(start + QUERY_CHUNK, len(ids))
+                if end - start > room:
+                    calls.append([])
+                    room = PREFILL_ROWS
+                calls[-1].append((slot, ids, start, end))
+                room -= end - start
+        return torch.cat([self._prefill_call(call) for call in calls])
 
-    def _prefill_call(
-        self, items: list[PrefillItem], ids: list[int], jobs: Sequence[tuple[int, Sequence[int]]]
-    ) -> Tensor:
-        """Logits [K, V] after the K sequences that end in this call."""
-        lengths = {slot: len(sequence) for slot, sequence in jobs}
-        ends = [item.row + item.end - item.start - 1 for item in items if item.end == lengths[item.slot]]
-        rows = self._num_rows(len(ids))
-        positions = np.zeros(rows, dtype=np.int64)
-        for item in items:
-            positions[item.row : item.row + item.end - item.start] = np.arange(item.start, item.end)
-        keep = np.zeros(self._num_rows(len(ends)) if ends else 1, dtype=np.int64)
-        keep[: len(ends)] = ends
-        padded = np.zeros(rows, dtype=np.int64)
-        padded[: len(ids)] = ids
-        pass_ = PrefillPass(self.cache, items, self.loaded.num_heads, is_exact=self.is_exact)
+    def _prefill_call(self, parts: list[tuple[int, Sequence[int], int, int]]) -> Tensor:
+        """Parts are (slot, its token ids, start, end); logits [K, V] after the K sequences that end here."""
+        stretches, kept, row = [], [], 0
+        for slot, all_ids, start, end in parts:
+            row += end - start
+            if end == len(all_ids):
+                kept.append(row - 1)
+            padded = padded_length(end - start) if self.is_exact and end - start > 1 else end - start
+            length = padded_length(end)
+            invalid = self._positions[:length] > self._positions[start : start + padded, None]
+            stretches.append(Stretch(slot, slot + 1, end - start, length, invalid))
+        keep = _padded(np.array(kept, dtype=np.int64), self._num_rows(max(1, len(kept))))
         logits = self._call(
-            pass_, *(torch.from_numpy(array).to(self.loaded.device) for array in (padded, positions, keep))
+            stretches,
+            np.concatenate([np.full(end - start, slot) for slot, _, start, end in parts]),
+            np.concatenate([np.arange(start, end) for _, _, start, end in parts]),
+            np.concatenate([all_ids[start:end] for _, all_ids, start, end in parts]),
+            torch.from_numpy(keep).to(self.loaded.device),
         )
-        return logits[: len(ends)]
+        return logits[: len(kept)]
 
-    def decode(self, last_ids: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Tensor:
+    def decode(self, last_ids: Ints, lengths: Ints) -> Tensor:
         """One step of the sequences in slots 0..n-1: logits [n, V] after `last_ids` [n], token number
         `lengths` - 1 of each.
         """
-        n = len(last_ids)
-        rows = self._num_rows(n)
-        packed = np.zeros((2, rows), dtype=np.int64)
-        packed[0, :n] = last_ids
-        packed[1, :n] = lengths - 1
-        packed_2R = torch.from_numpy(packed).to(self.loaded.device)
-        positions_n = packed_2R[1, :n]
-        segments = []
-        for start, end, length in cut_rows(
-            -(-lengths // LENGTH_STEP) * LENGTH_STEP, self._kv_heads * self.loaded.shape.head_dim
-        ):
-            invalid = self._positions[:length] > positions_n[start:end, None]
-            segments.append(Segment(start, end, length, invalid[:, None, None, :]))
-        flat_index = (self._head_rows[: n * self._kv_heads].view(n, -1) + positions_n[:, None]).view(-1)
-        return self._call(
-            DecodePass(self.cache, n, segments, flat_index, self.is_exact), packed_2R[0], packed_2R[1]
-        )[:n]
-
-    def remember(self, slot: int, prompt_ids: tuple[int, ...], logits_V: Tensor) -> None:
-        """Keep a prefilled prompt for requests to come."""
-        length = len(prompt_ids)
-        keys, values = self.cache.keys[:, slot, :, :length], self.cache.values[:, slot, :, :length]
-        if keys.nbytes + values.nbytes + logits_V.nbytes <= self.prompts.max_bytes:
-            self.prompts.put(prompt_ids, Remembered(keys.clone(), values.clone(), logits_V.clone()))
-
-    def recall(self, slot: int, prompt_ids: tuple[int, ...]) -> Tensor | None:
-        """Fill a slot with a remembered prompt and return the logits_V after it; None if it is not
-        remembered.
-        """
-        entry = self.prompts.get(prompt_ids)
-        if entry is None:
-            return None
-        self.cache.keys[:, slot, :, : len(prompt_ids)] = entry.keys
-        self.cache.values[:, slot, :, : len(prompt_ids)] = entry.values
-        return entry.logits
+        own = torch.from_numpy(lengths - 1).to(self.loaded.device)[:, None, None, None, None]
+        floats = self.loaded.shape.kv_heads * self.loaded.shape.head_dim
+        stretches = [
+            Stretch(start, end, 1, length, self._positions[:length] > own[start:end])
+            for start, end, length in cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, floats)
+        ]
+        logits = self._call(stretches, np.arange(len(last_ids)), lengths - 1, last_ids, None)
+        return logits[: len(last_ids)]
 
     def _num_rows(self, needed: int) -> int:
         if not self.is_exact:
             return needed
         return -(-(needed + self.loaded.spare_rows) // EXACT_ROWS) * EXACT_ROWS
 
-    def _call(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Logits of the rows `keep` (None: all), [rows, V]."""
+    def _call(
+        self, stretches: list[Stretch], slots: Ints, positions: Ints, ids: Ints, keep: Tensor | None
+    ) -> Tensor:
+        """Logits of the rows `keep` (None: all), [rows, V]; row i is token `ids`[i] of slot `slots`[i]."""
+        device, rows = self.loaded.device, self._num_rows(len(ids))
+        _, _, kv_heads, num_positions, _ = self.cache.keys.shape
+        heads = slots[:, None] * kv_heads + np.arange(kv_heads)
+        flat_index = (heads * num_positions + positions[:, None]).reshape(-1)
+        packed = np.concatenate([_padded(ids, rows), _padded(positions, rows), flat_index])
+        on_device = torch.from_numpy(packed).to(device)
+        ids_R, positions_R = on_device[:rows], on_device[rows : 2 * rows]
+        pass_ = Pass(self.cache, stretches, on_device[2 * rows :], self.is_exact)
         if self._plain is not None:
             return self._plain.forward(pass_, ids_R, positions_R, keep)
+        # [R, 1] is a little faster, but logits_to_keep chooses along the other axis.
+        axis, how = (1, {}) if keep is None else (0, {"logits_to_keep": keep})
         with in_force(pass_, self.max_length):
-            if keep is None:  # [R, 1] is a little faster, but logits_to_keep chooses along the other axis
-                ids_R1, positions_R1 = ids_R[:, None], positions_R[:, None]
-                logits = self.loaded.model(
-                    input_ids=ids_R1, position_ids=positions_R1, use_cache=False, return_dict=True
-                ).logits[:, 0]
-            else:
-                ids_1R, positions_1R = ids_R[None], positions_R[None]
-                logits = self.loaded.model(
-                    input_ids=ids_1R,
-                    position_ids=positions_1R,
-                    use_cache=False,
-                    logits_to_keep=keep,
-                    return_dict=True,
-                ).logits[0]
-        return cast(Tensor, logits)
+            answer = self.loaded.model(
+                input_ids=ids_R.unsqueeze(axis),
+                position_ids=positions_R.unsqueeze(axis),
+                use_cache=False,
+                return_dict=True,
+                **how,
+            )
+        return cast(Tensor, answer.logits.squeeze(axis))
+
+
+def _padded(values: Ints, num: int) -> Ints:
+    return np.pad(values, (0, num - len(values)))
+
+
+def cut_rows(padded_lengths: Ints, floats_per_position: int) -> list[tuple[int, int, int]]:
+    """Stretches (start, end, length) that cover the rows [n]; each row's padded length is at most its
+    stretch's.
+
+    Neighbouring chunks are joined unless the positions saved are worth a stretch of their own: a long
+    sequence does not make the short ones pay.
+    """
+    worth = STRETCH_FLOATS / floats_per_position
+    stretches: list[tuple[int, int, int]] = []
+    for chunk_start in range(0, len(padded_lengths), CHUNK):
+        chunk_end = min(chunk_start + CHUNK, len(padded_lengths))
+        length = int(padded_lengths[chunk_start:chunk_end].max())
+        start, end, joined = stretches[-1] if stretches else (0, 0, length)
+        common = max(joined, length)
+        wasted = (end - start) * (common - joined) + (chunk_end - chunk_start) * (common - length)
+        if wasted > worth:
+            stretches.append((chunk_start, chunk_end, length))
+        else:
+            stretches[-1:] = [(start, chunk_end, common)]
+    return stretches
+
+
+def moves_after_removal(row: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Moves (source, target), in order, that close the gap at `row` among rows [n]: only rows above it move.
+
+    Each chunk hands its longest row to the one before, so that like lengths stand together.
+    """
+    moves, gap, last = [], row, len(lengths) - 1
+    while gap != last:
+        end = (gap // CHUNK + 1) * CHUNK
+        following = range(end, min(end + CHUNK, last + 1))
+        source = max(following, key=lambda index: lengths[index]) if following else last
+        moves.append((source, gap))
+        gap = source
+    return moves
+
+
+class PlainDecoder:
+    """The forward pass of Llama-like models without the wrappers of transformers, over the model's own
+    modules, so that it follows every swap of their weights.
+
+    A small model's decode step is mostly Python, and half of it goes through transformers' layers of calls.
+    Llama, Mistral, Qwen2 and Qwen3 share one plain shape (RMSNorm, rotary attention, gated MLP), which is run
+    here. Any other model is run through its own forward. Both are compared with the model's own attention at
+    start (build_engine.check_same_model).
+    """
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        self._model, first = model, model.model.layers[0].self_attn
+        self._head_dim, self._scaling = first.head_dim, first.scaling
+        embedding = model.model.embed_tokens.weight
+        positions = torch.arange(max_length, device=embedding.device)
+        cos_1PD, sin_1PD = model.model.rotary_emb(embedding[:1][None], positions[None])
+        half = self._head_dim // 2
+        self._cos_PD = cos_1PD[0]
+        # rotate_half negates the first half of what it rolls; the sign is put into the table instead.
+        self._sin_PD = torch.cat((-sin_1PD[0, :, :half], sin_1PD[0, :, half:]), dim=-1)
+
+    @classmethod
+    def of(cls, model: Any, max_length: int) -> PlainDecoder | None:
+        """For this model, or None if its forward may be another one."""
+        config = model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        is_plain = (
+            config.model_type in MODEL_TYPES
+            and config.hidden_act in ("silu", "swish")
+            and rope.get("rope_type", "default") in STATIC_ROPE
+            and rope.get("partial_rotary_factor", 1.0) == 1.0
+        )
+        return cls(model, max_length) if is_plain else None
+
+    def forward(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None) -> Tensor:
+        """Logits of the rows `keep` (None: all), [rows, V]."""
+        base, num_rows, head_dim = self._model.model, len(ids_R), self._head_dim
+        hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
+        cos_R1D, sin_R1D = self._cos_PD[positions_R].unsqueeze(1), self._sin_PD[positions_R].unsqueeze(1)
+        half = head_dim // 2
+        for number, layer in enumerate(base.layers):
+            attention = layer.self_attn
+            normed_RH = _rms_norm(hidden_RH, layer.input_layernorm)
+            query = attention.q_proj(normed_RH).view(num_rows, -1, head_dim)
+            key = attention.k_proj(normed_RH).view(num_rows, -1, head_dim)
+            value = attention.v_proj(normed_RH).view(num_rows, -1, head_dim)
+            if hasattr(attention, "q_norm"):
+                query, key = _rms_norm(query, attention.q_norm), _rms_norm(key, attention.k_norm)
+            query = query * cos_R1D + query.roll(half, -1) * sin_R1D
+            key = key * cos_R1D + key.roll(half, -1) * sin_R1D
+            mixed = pass_.attend(number, query, key, value, self._scaling)
+            hidden_RH = hidden_RH + attention.o_proj(mixed.reshape(num_rows, -1))
+            hidden_RH = hidden_RH + layer.mlp(_rms_norm(hidden_RH, layer.post_attention_layernorm))
+        if keep is not None:
+            hidden_RH = hidden_RH[keep]
+        return cast(Tensor, self._model.lm_head(_rms_norm(hidden_RH, base.norm)))
+
+
+def _rms_norm(x: Tensor, module: Any) -> Tensor:
+    return torch.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)

@@ -4,25 +4,17 @@ run.
 
 from __future__ import annotations
 
-from pydantic import ValidationError
-
-from asyncrl.http import child_arguments, die_with_parent, fail, serve
+from asyncrl.http import die_with_parent, serve
+from asyncrl_servers.checks import read_spec
 from asyncrl_servers.engine_app import engine_app
 from asyncrl_servers.simulated.latency_engine import SimulatedEngine
 from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 
 
 def main() -> None:
-    """Read the spec and serve until SIGTERM or until the parent is gone."""
+    """Serve until SIGTERM or until the parent is gone."""
     die_with_parent()
-    text, fd = child_arguments()
-    try:
-        spec = SimulatedSpec.model_validate_json(text)
-    except ValidationError as error:
-        fail(
-            f"the spec of the simulated engine is wrong: {error}",
-            rule="see asyncrl_servers/simulated/spec.py",
-        )
+    spec, fd = read_spec(SimulatedSpec)
     serve(engine_app(SimulatedEngine(spec)), fd)
 
 

@@ -1,21 +1,19 @@
-"""Sleep and wake of an engine without a model: the same states and refusals as the real one's, and numbers
-instead of memory.
-"""
+"""What a simulated engine server is started with, and one request at it. Knows no clock but steps."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from asyncrl.http import Refused
-from asyncrl.messages.base import EnginePart, joint_digest, tensor_digest
-from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, LoadChunkResponse, PrepareRequest
-from asyncrl.weights.tensor_files import read_or_refuse
-from asyncrl_servers.checks import not_newer, wrong_digest
-from asyncrl_servers.sleeping import ChunkedPush, Source, Wakefulness, nowhere_whole
-
-# What the parent tells a simulated engine server at its start.
+from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
+from asyncrl_servers.checks import spans_of, uniform_draws
+from asyncrl_servers.engine_app import TokenStream
 
 
 class SimulatedSpec(BaseModel):
@@ -56,99 +54,69 @@ class SimulatedSpec(BaseModel):
     max_queued: int = Field(default=1_000_000, ge=1)
     """Requests that may wait for a slot; one more is refused with 503."""
 
+    def completion_length(self, seed: int) -> int:
+        """Tokens until the end, lognormal with mean mean_tokens; from the seed alone."""
+        first, second = uniform_draws(np.full(2, seed, dtype=np.uint64), np.array([-1, -2])).tolist()
+        normal = math.sqrt(-2.0 * math.log(1.0 - first)) * math.cos(2.0 * math.pi * second)
+        scale = math.exp(self.sigma * normal - self.sigma * self.sigma / 2)
+        return max(1, round(self.mean_tokens * scale))
 
-def verify_weights(request: PrepareRequest) -> str:
-    """Digest of the tensors in the safetensors file. Raises Refused: 400 if it cannot be read, 409 if it is
-    not what was sent.
-    """
-    if request.kind != "weights":
-        raise Refused(
-            400,
-            f"policy_version {request.version} comes as adapters (kind={request.kind}), and this server has "
-            f"no weights to merge them over",
-            rule="rollout.engine=simulated takes whole weights alone",
-            way_out="set weight_sync.transport=shm, or rollout.engine=embedded.",
+
+class SimulatedRequest:
+    """A request, admitted at `start` and done at `start + length` of the step clock."""
+
+    __slots__ = ("answer", "end", "is_stop", "length", "num_told", "request", "start", "stream")
+
+    def __init__(self, request: GenerateRequest, stream: TokenStream | None) -> None:
+        self.request, self.stream, self.num_told = request, stream, 0
+        self.answer: asyncio.Future[GenerateResponse] = asyncio.get_running_loop().create_future()
+        self.start, self.end, self.length, self.is_stop = 0.0, 0.0, 0, False
+
+    def __lt__(self, other: SimulatedRequest) -> bool:
+        return self.end < other.end
+
+    def begin(self, steps: float, wanted: int) -> None:
+        """It runs from here on; it would end by itself after `wanted` tokens."""
+        self.is_stop, self.length = wanted <= self.request.max_tokens, min(wanted, self.request.max_tokens)
+        self.start, self.end = steps, steps + self.length
+
+    def num_sampled(self, steps: float) -> int:
+        """Tokens that the step clock has passed, without the one that ends it."""
+        return max(0, min(int(steps - self.start + 1e-9), self.length - 1))
+
+    def tell(self, end: int, spec: SimulatedSpec, changes: Sequence[tuple[float, int]]) -> None:
+        """Tell the stream of the tokens up to number `end`."""
+        if self.stream is None or end <= self.num_told:
+            return
+        new = self.sampled(self.num_told, end, spec, changes, "length")
+        for span in new.version_spans:
+            tokens = slice(span.start, span.end)
+            pairs = zip(new.token_ids[tokens], new.logprobs[tokens], strict=True)
+            self.stream.put((token_id, logprob, span.version) for token_id, logprob in pairs)
+        self.num_told = end
+
+    def sampled(
+        self,
+        start: int,
+        end: int,
+        spec: SimulatedSpec,
+        changes: Sequence[tuple[float, int]],
+        reason: Literal["stop", "length", "abort"],
+    ) -> GenerateResponse:
+        """Its tokens [start, end) as an answer. `changes`: (place on the step clock, policy_version from
+        there on), in order.
+        """
+        num_tokens, first_position = end - start, len(self.request.prompt_ids) + start
+        positions = np.arange(first_position, first_position + num_tokens)
+        draws = uniform_draws(np.full(num_tokens, self.request.seed, np.uint64), positions)
+        # Token k is sampled when the clock reaches self.start + k + 1; it belongs to the last version in
+        # force before that.
+        since = changes[max(0, bisect_left(changes, (self.start, -1)) - 1) :]
+        marks = [(max(0, int(steps - self.start + 1e-9) - start), version) for steps, version in since]
+        return GenerateResponse(
+            request_id=self.request.request_id,
+            token_ids=(draws * spec.vocab_size).astype(np.int64).tolist(),
+            logprobs=[float(np.float32(-math.log(spec.vocab_size)))] * num_tokens,
+            version_spans=spans_of([mark for mark in marks if mark[0] <= num_tokens], num_tokens),
+            finish_reason=reason,
         )
-    return _verified(request.version, request.path, request.digest)
-
-
-def _verified(version: int, path: str, announced: str) -> str:
-    digest = joint_digest(_digests(path)[0].values())
-    if digest != announced:
-        raise wrong_digest(version, path, digest, announced)
-    return digest
-
-
-def _digests(path: str) -> tuple[dict[str, bytes], int]:
-    """(digest of each tensor of a file by name, bytes of all). Raises Refused (400)."""
-    tensors = read_or_refuse(path)
-    digests = {name: tensor_digest(name, raw.dtype, raw.shape, raw.data) for name, raw in tensors.items()}
-    return digests, sum(len(raw.data) for raw in tensors.values())
-
-
-class SimulatedSleep:
-    """Which parts are asleep, and the push that lies in the weights; its life is that of the embedded
-    engine's SleepMode.
-    """
-
-    def __init__(self, spec: SimulatedSpec) -> None:
-        self._num_bytes: dict[EnginePart, int] = {"weights": spec.weights_bytes, "kv": spec.kv_bytes}
-        self.state = Wakefulness()
-        self.push = ChunkedPush()
-        self.source: Source | None = Source(None, "")
-        """Where the weights that served last can be read again."""
-
-    def free(self, parts: Collection[EnginePart]) -> int:
-        """Put these parts to sleep; returns the bytes of those that were awake."""
-        freed = [part for part in self._num_bytes if part in parts and self.state.is_awake(part)]
-        for part in freed:
-            self.state.set_asleep(part)
-        if "weights" in freed:
-            self.push.clear()
-        return sum(self._num_bytes[part] for part in freed)
-
-    def take(self, parts: Collection[EnginePart], version: int, *, restore: bool) -> int:
-        """Wake these parts; returns the bytes of those that were asleep. Raises Refused (400, 409) with
-        nothing changed.
-        """
-        is_restored = restore and "weights" in parts and not self.state.has_content
-        if is_restored:
-            self._check_source(version)
-        taken = [part for part in self._num_bytes if part in parts and not self.state.is_awake(part)]
-        for part in taken:
-            self.state.set_awake(part)
-        if is_restored:
-            self.push.clear()
-            self.state.set_content()
-        return sum(self._num_bytes[part] for part in taken)
-
-    def load_chunk(self, request: LoadChunkRequest, serving: int) -> LoadChunkResponse:
-        """Read and verify a chunk, then drop it. Raises Refused (400, 409), after which no chunk is there."""
-        self.state.check_may_load(request.version)
-        self.push.expect(request, serving)
-        try:
-            digests, num_bytes = _digests(request.path)
-        except Refused:
-            self.push.clear()
-            raise
-        digest = self.push.add(request, digests, num_bytes)
-        return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
-
-    def commit(self, request: CommitRequest, serving: int, digest: str) -> None:
-        """Serve the push that lies here. Raises Refused (409), after which no chunk is there. `digest` is
-        that of `serving`.
-        """
-        if request.version == serving and digest not in ("", request.digest):
-            raise not_newer(request.version, serving)
-        self.settle(self.push.take(request.version, request.digest))
-
-    def settle(self, source: Source | None) -> None:
-        """The weights have content, which came from `source`."""
-        self.source = source
-        self.state.set_content()
-
-    def _check_source(self, version: int) -> None:
-        if self.source is None:
-            raise nowhere_whole(version)
-        if self.source.path is not None:
-            _verified(version, self.source.path, self.source.digest)

@@ -1,43 +1,51 @@
 """`python -m asyncrl_servers.vllm --spec FILE --fd N`: one vLLM server, a child of the run. vLLM is imported
 once all is checked.
+
+vLLM's engine and workers are children of the API server that outlive it if it is killed. So the server leads
+a process group, and a small process of that group, forked before anything is loaded, waits for the end of the
+leader and ends what is left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import ValidationError
+import psutil
 
-from asyncrl.http import Refused, child_arguments, die_with_parent, fail, secret_of
+from asyncrl.http import Refused, die_with_parent, fail, secret_of
 from asyncrl.messages.base import SECRET_ENV
-from asyncrl_servers.vllm import group
-from asyncrl_servers.vllm.api_server import lock_with
+from asyncrl_servers.checks import read_spec
 from asyncrl_servers.vllm.arguments import VllmSpec
 from asyncrl_servers.vllm.environment import check_start, set_environment
 
 ORPHANED = 3
+GRACE_S = 5.0
 
 
 def main() -> None:
-    """Read the spec, start vLLM on the given socket, serve until SIGTERM or until the parent is gone."""
+    """Start vLLM on the given socket, serve until SIGTERM or until the parent is gone."""
     signal.signal(signal.SIGTERM, _end_start)  # vLLM sets its own once it serves
-    group.lead_group()
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
     scratch = Path(tempfile.mkdtemp(prefix="asyncrl-vllm-"))
-    group.start_warden(scratch)
+    start_reaper(scratch)
     is_orphaned = threading.Event()
 
     def end_all() -> None:
         is_orphaned.set()
-        os.kill(os.getpid(), signal.SIGTERM)  # vLLM's own way out, which takes less than a second
-        threading.Event().wait(group.GRACE_S)
-        group.end_group(os.getpid(), grace_s=0.0)
+        os.kill(os.getpid(), signal.SIGTERM)  # vLLM's own end, which takes less than a second
+        threading.Event().wait(GRACE_S)
+        end_group(os.getpid(), grace_s=0.0)
 
     die_with_parent(end_all)
     try:
@@ -51,21 +59,76 @@ def main() -> None:
 
 
 def _serve(scratch: Path) -> None:
-    text, fd = child_arguments()
-    try:
-        spec = VllmSpec.model_validate_json(text)
-    except ValidationError as error:
-        fail(f"the spec of the vLLM server is wrong: {error}", rule="see asyncrl_servers/vllm/spec.py")
-    lock_with(secret_of(SECRET_ENV))
+    spec, fd = read_spec(VllmSpec)
+    secret = secret_of(SECRET_ENV)
     os.environ.pop(SECRET_ENV, None)  # vLLM's workers inherit the environment
     try:
         check_start(spec)
         set_environment(spec, scratch)
         from asyncrl_servers.vllm.api_server import serve_vllm
 
-        serve_vllm(spec, fd)
+        serve_vllm(spec, fd, secret)
     except Refused as refusal:
         fail(refusal.body.error, rule=refusal.body.rule, way_out=refusal.body.way_out)
+
+
+def start_reaper(scratch: Path) -> None:
+    """Fork the process that ends the group and removes `scratch` once the caller is gone. Call it before any
+    thread is started.
+    """
+    leader = os.getpid()
+    if os.fork():
+        return
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        pidfd = os.pidfd_open(leader)
+        os.closerange(3, pidfd)
+        os.closerange(pidfd + 1, 4096)
+        if os.getppid() == leader:
+            select.select([pidfd], [], [])
+        end_group(leader)
+        shutil.rmtree(scratch, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def end_group(leader: int, grace_s: float = GRACE_S) -> None:
+    """End all other processes of the group: SIGTERM, and SIGKILL to what is left after `grace_s`.
+
+    multiprocessing's resource tracker last: it ends by itself once the others have, and removes their shared
+    memory then.
+    """
+    for number, with_tracker in ((signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)):
+        if with_tracker and _has_ended(leader, grace_s, with_tracker=True):
+            return
+        for process in _members(leader, with_tracker=with_tracker):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+        _has_ended(leader, grace_s, with_tracker=with_tracker)
+
+
+def _has_ended(leader: int, timeout_s: float, *, with_tracker: bool) -> bool:
+    end = time.monotonic() + timeout_s
+    while _members(leader, with_tracker=with_tracker):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _members(leader: int, *, with_tracker: bool) -> list[psutil.Process]:
+    """Living processes of the group, without the leader, the caller and (unless asked) the resource
+    tracker.
+    """
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):  # gone meanwhile
+            is_other = process.pid not in (leader, os.getpid()) and os.getpgid(process.pid) == leader
+            is_tracker = "resource_tracker" in " ".join(process.cmdline())
+            if is_other and process.status() != psutil.STATUS_ZOMBIE and (with_tracker or not is_tracker):
+                found.append(process)
+    return found
 
 
 def _end_start(*_: Any) -> NoReturn:

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl.http import Refused
-
-# What the parent tells a vLLM server at its start. Knows no vLLM and no torch.
-
 
 WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 
@@ -56,45 +53,32 @@ class VllmSpec(BaseModel):
     transport: Literal["shm", "disk", "lora", "nccl", "ipc"] = "shm"
     """How weights come: through the worker extension (shm, disk), as adapters (lora), or from the trainer's
     device: chunks (ipc), through the extension too, or a broadcast (nccl), through vLLM's own transfer."""
-    kv_cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for the KV cache (none = enough for all slots on CPU; what vLLM's own rule leaves over on
-    CUDA).
-    """
     args: dict[str, Any] = {}
     """vLLM's own arguments by name."""
     worker_extension: str = WORKER_EXTENSION
     """For tests, which plant faults in a subclass."""
 
 
-# How much memory a KV cache takes, from a model's config file alone. Imports no vLLM.
-
-
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BLOCK_TOKENS = 128
 """vLLM's block on CPU; a sequence takes whole blocks."""
 MIN_BYTES = 2**26
 
 
 def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int:
-    """Memory in which all slots hold sequences of full length, one block over; MIN_BYTES where the config
-    file does not tell.
+    """Memory in which all slots hold sequences of full length, one block over, from the model's config file
+    alone; MIN_BYTES where that does not tell.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config", config)
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        token_bytes = (
-            2
-            * config["num_hidden_layers"]
-            * (config.get("num_key_value_heads") or heads)
-            * head_dim
-            * _BYTES[dtype]
-        )
+        kv_heads = config.get("num_key_value_heads") or heads
+        floats = 2 * config["num_hidden_layers"] * kv_heads * head_dim
     except (OSError, ValueError, KeyError, TypeError):
         return MIN_BYTES
     blocks = slots * -(-max_length // _BLOCK_TOKENS) + 1
-    return max(MIN_BYTES, int(blocks * _BLOCK_TOKENS * token_bytes))
+    return max(MIN_BYTES, int(blocks * _BLOCK_TOKENS * floats * (4 if dtype == "float32" else 2)))
 
 
 SERVED_NAME = "policy"
@@ -141,24 +125,25 @@ ELSEWHERE = {
 """vLLM arguments that this server sets, and the setting to use instead."""
 
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The maxima that vLLM knows."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
 KV_CACHE = {"kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override"}
 """Arguments with which the user says how large the KV cache is."""
 
 
-def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cpu: bool) -> list[str]:
-    """The argument list. `known`: the options of its parser by name, with underscores. Raises Refused for an
+def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> list[str]:
+    """The argument list. `known`: the names of its parser's options, with underscores. Raises Refused for an
     argument of the user's.
     """
     given = {name.lstrip("-").replace("-", "_"): value for name, value in spec.args.items()}
     for name in given:
         check_name(name, known)
     if len(given) < len(spec.args):
-        raise Refused(
-            400,
-            f"rollout.vllm gives an argument twice: {', '.join(spec.args)}",
-            rule="a name may be written with - or _, and is one argument",
-            way_out="remove one of the two.",
-        )
+        what = f"rollout.vllm gives an argument twice: {', '.join(spec.args)}"
+        rule = "a name may be written with - or _, and is one argument"
+        raise Refused(400, what, rule=rule, way_out="remove one of the two.")
+    folder = Path(spec.model_path)
     ours: dict[str, Any] = {
         "model": spec.model_path,
         "served_model_name": SERVED_NAME,
@@ -176,76 +161,41 @@ def build_arguments(spec: VllmSpec, known: Mapping[str, Sequence[str]], *, is_cp
         "middleware": "asyncrl_servers.vllm.api_server.BearerOnly",
         "disable_uvicorn_access_log": True,
         "disable_fastapi_docs": True,
-        **_for_transport(spec),
     }
-    if not has_tokenizer(Path(spec.model_path)):
+    if spec.has_adapters or spec.transport == "lora":
+        rank = next((most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank)
+        ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+    if spec.transport == "nccl":
+        ours["weight_transfer_config"] = {"backend": "broadcast"}
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         ours["skip_tokenizer_init"] = True
     defaults: dict[str, Any] = {}
     if is_cpu:
-        defaults |= {
-            "enforce_eager": True,
-            "distributed_executor_backend": "asyncrl_servers.vllm.mending.CpuExecutor",
-        }
-    if spec.kv_cache_bytes:
-        defaults["kv_cache_memory_bytes"] = spec.kv_cache_bytes
-    elif (
-        is_cpu and not given.keys() & KV_CACHE
-    ):  # else vLLM takes 92 % of the machine's memory, and refuses to start if some is in use
-        defaults["kv_cache_memory_bytes"] = kv_cache_bytes(
-            Path(spec.model_path), ours["dtype"], spec.slots, spec.max_length
-        )
-    return [
-        part for name, value in {**defaults, **given, **ours}.items() for part in _words(name, value, known)
-    ]
+        defaults["enforce_eager"] = True
+        defaults["distributed_executor_backend"] = "asyncrl_servers.vllm.monkeypatches.CpuExecutor"
+        # Else vLLM takes 92 % of the machine's memory, and refuses to start if some is in use.
+        if not given.keys() & KV_CACHE:
+            num_bytes = kv_cache_bytes(folder, ours["dtype"], spec.slots, spec.max_length)
+            defaults["kv_cache_memory_bytes"] = num_bytes
+    arguments = {**defaults, **given, **ours}
+    return [part for name, value in arguments.items() for part in _words(name, value, known)]
 
 
-def check_name(name: str, known: Mapping[str, Sequence[str]]) -> None:
+def check_name(name: str, known: Collection[str]) -> None:
     """Raise Refused if the user may not give this argument, or vLLM has none of that name."""
     plain = name.partition(".")[0].removesuffix("+")
-    base = plain.removeprefix("no_")
-    if (instead := ELSEWHERE.get(plain) or ELSEWHERE.get(base)) is not None:
-        raise Refused(
-            400,
-            f"rollout.vllm has {name}, which asyncrl sets by itself",
-            rule="what the run depends on has one place in the config",
-            way_out=f"remove it; use {instead}.",
-        )
+    instead = ELSEWHERE.get(plain) or ELSEWHERE.get(plain.removeprefix("no_"))
+    if instead is not None:
+        what = f"rollout.vllm has {name}, which asyncrl sets by itself"
+        raise Refused(400, what, way_out=f"remove it; use {instead}.")
     if plain not in known:
-        near = [
-            *difflib.get_close_matches(plain, known, n=3, cutoff=0.6),
-            *(other for other in known if plain in other),
-        ][:3]
-        raise Refused(
-            400,
-            f"rollout.vllm has {name}, and vLLM has no argument of that name",
-            rule="names are those of `vllm serve`, with - or _",
-            way_out=f"did you mean {' or '.join(dict.fromkeys(near))}?"
-            if near
-            else "see `vllm serve --help=all`.",
-        )
+        near = difflib.get_close_matches(plain, known, n=3, cutoff=0.6)
+        what = f"rollout.vllm has {name}, and vLLM has no argument of that name"
+        way_out = f"did you mean {' or '.join(near)}?" if near else "see `vllm serve --help=all`."
+        raise Refused(400, what, rule="names are those of `vllm serve`, with - or _", way_out=way_out)
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a model folder has a tokenizer."""
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
-    return any((folder / name).is_file() for name in names)
-
-
-def _for_transport(spec: VllmSpec) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if spec.has_adapters or spec.transport == "lora":
-        found |= {"enable_lora": True, "max_lora_rank": _lora_rank(spec.lora_rank), "max_loras": 1}
-    if spec.transport == "nccl":
-        found["weight_transfer_config"] = {"backend": "broadcast"}
-    return found
-
-
-def _lora_rank(rank: int) -> int:
-    """The smallest maximum that vLLM knows and this rank fits into."""
-    return next((known for known in (1, 8, 16, 32, 64, 128, 256, 320, 512) if known >= rank), rank)
-
-
-def _words(name: str, value: Any, known: Mapping[str, Sequence[str]]) -> list[str]:
+def _words(name: str, value: Any, known: Collection[str]) -> list[str]:
     """One argument as words: true and false as switches, lists as several words, dicts as JSON, none as not
     given.
     """

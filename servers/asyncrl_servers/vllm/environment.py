@@ -1,4 +1,6 @@
-"""The environment that vLLM reads, set before it is imported. Knows no argument of vLLM."""
+"""The environment that vLLM reads, set before it is imported, and what its log says of its end. Knows no
+argument of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +22,13 @@ def check_start(spec: VllmSpec) -> None:
     if spec.device not in ("auto", built_for):
         raise Refused(
             400,
-            f"{spec.name} is to run on the device {spec.device}, and the vLLM of {sys.executable} is built "
-            f"for {built_for}",
-            rule="vLLM runs on what it is built for",
+            f"{spec.name} is to run on {spec.device}, the vLLM of {sys.executable} is built for {built_for}",
             way_out="install the other build (`make setup-vllm` for CPU, the extra vllm for CUDA), or name "
             "it in rollout.vllm_python.",
         )
     if not (Path(spec.model_path) / "config.json").is_file():
-        raise Refused(
-            400,
-            f"{spec.name}: no model in {spec.model_path}: it has no config.json",
-            rule="a model is a Hugging Face folder",
-            way_out="mend model.path.",
-        )
+        what = f"{spec.name}: no model in {spec.model_path}: it has no config.json"
+        raise Refused(400, what, rule="a model is a Hugging Face folder", way_out="correct model.path.")
 
 
 def is_cpu_build() -> bool:
@@ -49,6 +45,9 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
     """Set what vLLM is to find, for this process and its children. `scratch` takes their sockets and
     temporary files.
     """
+    # In a scratch folder each start would compile torch's kernels anew.
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     os.environ |= {
         "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /collective_rpc and the like
         "VLLM_NO_USAGE_STATS": "1",
@@ -56,7 +55,6 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
         # 5 s breaks pooled clients: their next POST finds the connection closed
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or _inductor_cache(),
         "TMPDIR": str(scratch),
     }
     tempfile.tempdir = None  # read TMPDIR again
@@ -68,17 +66,6 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
         os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     elif spec.deterministic:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # never on CPU: there the first request would end the engine
-
-
-def _inductor_cache() -> str:
-    """Where torch keeps compiled kernels of itself; in a scratch folder each start would compile them
-    anew.
-    """
-    return str(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}")
-
-
-# Why vLLM could not start, in words a run can show: vLLM itself says "see root cause above" and has it in the
-# log of another process.
 
 
 _ERROR_LINE = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc \S+ died unexpectedly.*)")
@@ -94,34 +81,19 @@ _POINTERS = (
     "RuntimeError: cancelled",  # what waited for a worker that was lost
     "died unexpectedly (exit code: 0)",  # it was ended, after it had said why
 )
+"""vLLM says "see root cause above", and has the cause in the log of another process."""
 
 
-def start_failure(spec: VllmSpec, error: Exception) -> Refused:
-    """The refusal that names the cause: the error itself, or where that only points elsewhere, the last one
-    in this server's log.
+def failure(what: str, said: str) -> Refused:
+    """The refusal that names the cause of an end: what was `said`, or where that only points elsewhere, the
+    last error in this server's log.
     """
-    said = f"{type(error).__name__}: {error}"
-    if any(pointer in said for pointer in _POINTERS):
-        said = last_error(_own_log()) or said
-    return Refused(
-        500,
-        f"{spec.name}: vLLM cannot start with {spec.model_path}: {' '.join(said.split())[:1500]}",
-        rule="vLLM loads the model, takes its KV cache and only then answers",
-        way_out=_way_out(said),
-    )
-
-
-def engine_death(spec: VllmSpec) -> Refused:
-    """The refusal of a server whose engine ended while it served."""
-    said = (
-        last_error(_own_log())
-        or "its log names no error (SIGKILL from outside is often the kernel short of memory)"
-    )
-    return Refused(
-        500,
-        f"{spec.name}: vLLM's engine died: {' '.join(said.split())[:1500]}",
-        way_out="read this server's log.",
-    )
+    if not said or any(pointer in said for pointer in _POINTERS):
+        said = last_error(_own_log()) or said or "SIGKILL perhaps, often the kernel's, out of memory"
+    way_out = "read this server's log, correct the cause, and start the run again."
+    if "memory" in said.lower():
+        way_out = "lower rollout.slots or rollout.vllm.kv_cache_memory_bytes, or free memory."
+    return Refused(500, f"{what}: {' '.join(said.split())[:1500]}", way_out=way_out)
 
 
 def last_error(log: str) -> str:
@@ -134,19 +106,9 @@ def last_error(log: str) -> str:
 
 
 def _own_log() -> str:
-    """What this server has written, where its standard error is a file."""
+    """The end of what this server has written, where its standard error is a file."""
     try:
-        with Path("/proc/self/fd/2").readlink().open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 2**20))
-            return file.read().decode("utf-8", errors="replace")
+        log = Path("/proc/self/fd/2").readlink()
+        return log.read_bytes()[-(2**20) :].decode("utf-8", errors="replace") if log.is_file() else ""
     except OSError:
         return ""
-
-
-def _way_out(said: str) -> str:
-    if "memory" in said.lower():
-        return (
-            "lower rollout.slots or the token limits, give rollout.vllm.kv_cache_memory_bytes, or free "
-            "memory."
-        )
-    return "read this server's log, mend the cause, and start the run again."

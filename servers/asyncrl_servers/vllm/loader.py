@@ -9,9 +9,8 @@ first form back, buffers what is loaded, and packs a layer as soon as it is comp
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -26,60 +25,13 @@ from asyncrl.http import Refused
 from asyncrl.messages.engine_calls import LoadChunkRequest, PrepareRequest
 from asyncrl.weights.chunk_export import cut
 from asyncrl.weights.ipc import TrainerMemory
-from asyncrl.weights.tensor_files import RESEND, digest_of_tensor, digest_tensors, read_or_refuse
-from asyncrl_servers.checks import wrong_digest
-from asyncrl_servers.sleeping import PUSH_AGAIN, ChunkedPush
+from asyncrl.weights.tensor_files import digest_of_tensor, read_or_refuse
+from asyncrl_servers.weight_state import PUSH_AGAIN, ChunkedPush, Staged, check_arrived
 
 BROKEN = (
     "the weights of this server are of no version until a load succeeds: load a whole set again, or restart "
     "it."
 )
-
-
-def check_counts(tensors: Mapping[str, Tensor], place: str, num_tensors: int, num_bytes: int) -> None:
-    """Raise Refused if there are not as many tensors and bytes as were announced."""
-    found = (len(tensors), sum(tensor.nbytes for tensor in tensors.values()))
-    if found != (num_tensors, num_bytes):
-        raise Refused(
-            409,
-            f"{place} has {found[0]} tensors of {found[1]} bytes, announced were {num_tensors} of "
-            f"{num_bytes}",
-            rule="a version is served only when what was loaded is what was sent",
-            way_out=RESEND,
-        )
-
-
-class Staged:
-    """A weights file that waits for its load. Its digest is computed in a thread, while the worker goes on
-    generating.
-
-    Invariant:  `tensors` lie in the file that was mapped: replacing the file changes nothing here, as nothing
-                writes into it.
-    """
-
-    def __init__(self, request: PrepareRequest) -> None:
-        """Raises Refused if the file has not the size that was announced; check() compares the digest."""
-        self.request = request
-        self.tensors = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
-        check_counts(self.tensors, request.path, request.num_tensors, request.num_bytes)
-        self.digest: str | None = None
-        self._error: str | None = None
-        self.thread = threading.Thread(target=self._hash, name=f"hash weights {request.version}", daemon=True)
-        self.thread.start()
-
-    def check(self) -> None:
-        """Raise Refused if the file could not be hashed, or is not what was announced."""
-        request = self.request
-        if self._error is not None:
-            raise Refused(400, self._error, way_out=RESEND)
-        if self.digest != request.digest:
-            raise wrong_digest(request.version, request.path, self.digest or "", request.digest)
-
-    def _hash(self) -> None:
-        try:
-            self.digest = digest_tensors(self.tensors)
-        except Exception as error:
-            self._error = f"cannot hash {self.request.path}: {type(error).__name__}: {error}"
 
 
 class Loader:
@@ -90,16 +42,19 @@ class Loader:
                 succeeds: it replaces them all.
     Waits:      nowhere but for a digest that is asked to be loaded while it is still computed.
     Invariant:  a load answers without error only if every parameter of the model got its elements from it.
+                Staged tensors lie in the file that was mapped: replacing the file changes nothing here.
     """
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self._memory = TrainerMemory(worker.device)
         self._push = ChunkedPush()
+        self._hashing = ThreadPoolExecutor(1, "hash weights")
+        self._digests: Future[dict[str, bytes]] = Future()
+        """Of what is staged, computed while the worker goes on generating."""
         self.staged: Staged | None = None
         self.broken: str | None = None
         self.open_version: int | None = None
-        self._num_calls = 0
         self._owners: set[str] = set()
 
     @property
@@ -113,45 +68,31 @@ class Loader:
         staged.
         """
         request = PrepareRequest(**fields)
-        if request.kind != "weights":
-            rule = "adapters come through /v1/load_lora_adapter"
-            raise Refused(400, f"cannot stage {request.kind}", rule=rule, way_out="send whole weights.")
         if self.staged is None or self.staged.request != request:
             self.staged = None
-            self.staged = Staged(request)
-        if self.staged.thread.is_alive():
+            tensors = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
+            self._digests = self._hashing.submit(_digests, tensors)
+            self.staged = Staged(request, tensors)
+        if not self._digests.done():
             return {"state": "hashing"}
-        return {"state": "staged", "digest": self._checked(self.staged).digest}
+        return {"state": "staged", "digest": self._check_staged(self.staged)}
 
     def load(self, version: int, digest: str, chunk_bytes: int) -> dict[str, Any]:
         """Load what is staged under this digest: one reload, one load call a chunk. Raises Refused."""
         staged = self.staged
         if staged is None or (staged.request.version, staged.request.digest) != (version, digest):
-            lies = (
-                f"version {staged.request.version} with digest {staged.request.digest}"
-                if staged
-                else "nothing"
-            )
-            raise Refused(
-                409,
-                f"load of version {version} with digest {digest}, but staged is {lies}",
-                rule="only staged weights are loaded",
-                way_out="stage it first.",
-            )
-        staged.thread.join()
-        self._checked(staged)
-        started = time.monotonic()
+            lies = "nothing"
+            if staged is not None:
+                lies = f"version {staged.request.version} with digest {staged.request.digest}"
+            what = f"load of version {version} with digest {digest}, but staged is {lies}"
+            raise Refused(409, what, rule="only staged weights are loaded", way_out="stage it first.")
+        self._check_staged(staged)
         self.begin(version)
         for chunk in self._chunks(staged, chunk_bytes):
             self.add(chunk)
         self.finish()
         self.staged = None  # its mapping holds the file's memory
-        return {
-            "num_tensors": len(staged.tensors),
-            "num_bytes": staged.request.num_bytes,
-            "num_chunks": self._num_calls,
-            "seconds": time.monotonic() - started,
-        }
+        return {"num_tensors": len(staged.tensors), "num_bytes": staged.request.num_bytes}
 
     def load_chunk(self, **fields: Any) -> dict[str, Any]:
         """Load the chunk of a LoadChunkRequest, from a file or from memory that the trainer shares; chunk 0
@@ -160,17 +101,16 @@ class Loader:
         request = LoadChunkRequest(**fields)
         if request.index and self.open_version is None:
             self._push.clear()
-        self._push.expect(request, serving=0)
-        # A copy: the next chunk may be written over this one while vLLM holds tensors of it until their layer
-        # is complete.
-        if request.memory is None:
-            raw = read_or_refuse(request.path)
-            tensors = {name: one.as_torch().clone() for name, one in raw.items()}
-        else:
-            with self._memory.tensors(request.memory) as views:
-                tensors = {name: view.clone() for name, view in views.items()}
-        digests = {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
-        digest = self._push.add(request, digests, sum(tensor.nbytes for tensor in tensors.values()))
+        with self._push.receiving(request, serving=0):
+            # A copy: the next chunk may be written over this one while vLLM holds tensors of it until their
+            # layer is complete.
+            if request.memory is None:
+                raw = read_or_refuse(request.path)
+                tensors = {name: one.as_torch().clone() for name, one in raw.items()}
+            else:
+                with self._memory.tensors(request.memory) as views:
+                    tensors = {name: view.clone() for name, view in views.items()}
+            digest = self._push.add(request, _digests(tensors), _num_bytes(tensors))
         if request.index == 0:
             self.begin(request.version)
         self.add(tensors.items())
@@ -179,12 +119,8 @@ class Loader:
     def finish_chunks(self, version: int, digest: str) -> dict[str, Any]:
         """End the update that is open, which must be the whole push with this digest. Raises Refused."""
         if self.open_version != version:
-            raise Refused(
-                409,
-                f"no update of version {version} is open",
-                rule="chunk 0 opens an update",
-                way_out=PUSH_AGAIN,
-            )
+            rule = "chunk 0 opens an update"
+            raise Refused(409, f"no update of version {version} is open", rule=rule, way_out=PUSH_AGAIN)
         try:
             self._push.take(version, digest)
         except Refused as refusal:
@@ -205,7 +141,7 @@ class Loader:
         """Open an update of the model; one that was open is given up, as this one replaces all weights."""
         if self.open_version is not None:
             self._abandon("given up")
-        self.open_version, self._num_calls = version, 0
+        self.open_version = version
         # A tied parameter is listed once, for its first layer. Layers without parameters have buffers that
         # they compute themselves.
         self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
@@ -216,17 +152,11 @@ class Loader:
         """Load some tensors into the update that is open."""
         with self._changing():
             self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every model of vLLM has it
-        self._num_calls += 1
 
     def finish(self) -> None:
         """Close the update. Raises Refused if a parameter got nothing, or too little."""
         if self.open_version is None:
-            raise Refused(
-                409,
-                "no update is open",
-                rule=f"one that failed is closed already ({self.broken})",
-                way_out=BROKEN,
-            )
+            raise Refused(409, f"no update is open ({self.broken})", way_out=BROKEN)
         with self._changing():
             missing = self._incomplete()
             if missing:
@@ -240,6 +170,15 @@ class Loader:
             self._finalize()
         self.open_version = self.broken = None
 
+    def _check_staged(self, staged: Staged) -> str:
+        """The digest of what is staged. Raises Refused if it is not what was announced; then nothing is."""
+        try:
+            request, tensors = staged.request, staged.tensors
+            return check_arrived(request.path, self._digests.result(), _num_bytes(tensors), request)
+        except Exception:
+            self.staged = None
+            raise
+
     def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Tensor]]]:
         """The tensors in order, in chunks of at most `chunk_bytes`, or of one tensor where that is larger."""
         for names in cut({name: tensor.nbytes for name, tensor in staged.tensors.items()}, chunk_bytes):
@@ -252,9 +191,8 @@ class Loader:
             info = get_layerwise_info(layer)
             if name not in self._owners or not info.can_load() or is_deferred_attention_layer(layer):
                 continue  # nothing to load, or complete (then it is packed already)
-            is_padded = hasattr(
-                layer, "num_embeddings_padded"
-            )  # a vocabulary is padded with rows that no file has
+            # A vocabulary is padded with rows that no file has.
+            is_padded = hasattr(layer, "num_embeddings_padded")
             if info.load_numel == 0 or not is_padded:
                 missing.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
         return missing
@@ -275,34 +213,22 @@ class Loader:
 
         for layer in self.model.modules():
             weight = getattr(layer, "weight", None)
-            if (
-                hasattr(layer, "cpu_linear")
-                and isinstance(weight, Tensor)
-                and weight.numel()
-                and weight.dim() == 2
-            ):
+            is_matrix = isinstance(weight, Tensor) and weight.numel() > 0 and weight.dim() == 2
+            if hasattr(layer, "cpu_linear") and is_matrix:
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
-    def _checked(self, staged: Staged) -> Staged:
-        """Raise Refused, and stage nothing any more, if it could not be hashed or is not what was
-        announced.
-        """
-        try:
-            staged.check()
-        except Refused:
-            self.staged = None
-            raise
-        return staged
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """The context that vLLM's own worker loads in."""
+        worker = self.worker
+        with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
+            yield
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """The context that vLLM's own worker loads in; a failure there gives the update up."""
+        """The same; a failure within gives the update up."""
         try:
-            with (
-                torch.no_grad(),
-                set_current_vllm_config(self.worker.vllm_config),
-                torch.device(self.worker.device),
-            ):
+            with self._loading():
                 yield
         except Exception as error:
             self._abandon(f"{type(error).__name__}: {error}")
@@ -312,11 +238,15 @@ class Loader:
         """Close an update that cannot be completed. The layers get tensors again, else the next request would
         end the engine.
         """
-        self.broken = f"version {self.open_version} came in part ({self._num_calls} chunks, {why})"
+        self.broken = f"version {self.open_version} came in part ({why})"
         self.open_version = None
-        with (
-            torch.no_grad(),
-            set_current_vllm_config(self.worker.vllm_config),
-            torch.device(self.worker.device),
-        ):
+        with self._loading():
             self._finalize()
+
+
+def _digests(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
+
+
+def _num_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

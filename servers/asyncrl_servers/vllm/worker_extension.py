@@ -1,5 +1,5 @@
 """What vLLM mixes into each of its workers (--worker-extension-cls): methods for POST /collective_rpc.
-Importing it mends two things.
+Importing it patches vLLM on a CPU, and registers the broadcast.
 
 A method gets one JSON text and answers with a dict that has `ok` or `error` (with rule and way_out); it never
 raises, as an exception in one worker would end the engine or leave the others waiting.
@@ -9,24 +9,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
 from typing import Any
 
-import vllm
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
 from asyncrl.http import Refused
+from asyncrl.messages.base import GroupSeat
+from asyncrl.messages.engine_calls import PrepareRequest
+from asyncrl.weights.nccl import WeightGroup
+from asyncrl.weights.tensor_files import digest_of_tensor
 from asyncrl_servers.vllm.loader import Loader
-from asyncrl_servers.vllm.mending import mend_cpu
-from asyncrl_servers.vllm.transfer import register_backend
+from asyncrl_servers.vllm.monkeypatches import patch_worker
+from asyncrl_servers.weight_state import check_arrived
 
-register_backend()
 if current_platform.is_cpu():
-    mend_cpu()
+    patch_worker()
 
 
 class WeightLoader:
-    """Mixed into vLLM's worker class, so it has no state of its own but what `_asyncrl_loader` makes at the
-    first call.
+    """Mixed into vLLM's worker class, so it has no state of its own but the loader, made at the first
+    call.
     """
 
     asyncrl_loader_class = Loader
@@ -35,18 +45,9 @@ class WeightLoader:
         """What this worker is; `broken`: why its weights are those of no version, if so."""
         worker: Any = self
 
-        def facts(**_: Any) -> dict[str, Any]:
-            config = worker.vllm_config
-            return {
-                "extension": 1,
-                "vllm": vllm.__version__,
-                "device": str(worker.device),
-                "dtype": str(config.model_config.dtype).removeprefix("torch."),
-                "num_workers": config.parallel_config.world_size,
-                "rank": worker.rank,
-                "vocab_size": config.model_config.get_vocab_size(),
-                "broken": self._asyncrl_loader().broken,
-            }
+        def facts() -> dict[str, Any]:
+            vocab_size = worker.vllm_config.model_config.get_vocab_size()
+            return {"extension": 1, "vocab_size": vocab_size, "broken": self._asyncrl_loader().broken}
 
         return _answer(facts, "{}")
 
@@ -85,3 +86,93 @@ def _answer(method: Callable[..., dict[str, Any] | None], request: str) -> dict[
         return refusal.body.model_dump()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}", "rule": "", "way_out": "see this server's log."}
+
+
+BROADCAST = "broadcast"
+
+
+@dataclass
+class BroadcastInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """A messages.base.GroupSeat; `rank` is that of this engine's first worker."""
+
+    path: str
+    size: int
+    rank: int
+    is_new: bool
+    timeout_s: float
+
+
+@dataclass
+class BroadcastUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What is to come, and what it must be."""
+
+    version: int
+    digest: str
+    num_tensors: int
+    num_bytes: int
+
+
+class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """A backend for vLLM's native weight transfer (weight_sync.transport=nccl): every worker receives all
+    that the trainer sends at once, and loads its part.
+
+    POST /init_weight_transfer_engine {"init_info": {}}, /start_weight_update, /update_weights {"update_info":
+    ..}, /finish_weight_update. It loads as our extension does (loader.py): the digest is compared, and every
+    parameter must have got its elements. A failure here is vLLM's: the route answers 500. vLLM's own
+    backends, nccl and ipc, do neither, and work on CUDA alone.
+    """
+
+    init_info_cls = BroadcastInit
+    update_info_cls = BroadcastUpdate
+    _group: WeightGroup | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
+        """Take this worker's seat in a new group; returns when all have taken theirs."""
+        self.shutdown()
+        config = self.parallel_config
+        rank = init_info.rank + config.data_parallel_index * config.world_size + config.rank
+        self._group = WeightGroup(GroupSeat(**asdict(init_info) | {"rank": rank}), self.device)
+
+    def start_weight_update(self) -> None:
+        """Open an update."""
+        runner = SimpleNamespace(get_model=lambda: self.model, model_config=self.model_config)
+        worker = SimpleNamespace(model_runner=runner, vllm_config=self.vllm_config, device=self.device)
+        self._loader = Loader(worker)
+        self._loader.begin(-1)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """One call. vLLM's own method synchronizes an accelerator afterwards, which a CPU is not; the loader
+        does where there is one.
+        """
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except Exception:
+            self._loader.drop()  # vLLM counts the update as ended, so the layers need tensors again
+            raise
+
+    def receive_weights(self, update_info: BroadcastUpdate) -> None:
+        """Load buffer after buffer, then compare what came with what was announced."""
+        assert self._group is not None, "this worker has no seat: POST /init_weight_transfer_engine first"
+        digests: dict[str, bytes] = {}
+        num_bytes = 0
+        for version, tensors in self._group.receive():
+            assert version == update_info.version, f"{version} came, announced was {update_info.version}"
+            digests |= {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
+            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+            self._loader.add(tensors.items())
+        place = "the broadcast"
+        check_arrived(place, digests, num_bytes, PrepareRequest(path=place, **asdict(update_info)))
+
+    def finish_weight_update(self) -> None:
+        """Close the update; fails if a parameter got nothing."""
+        self._loader.finish()
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+
+if BROADCAST not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BROADCAST, BroadcastEngine)

@@ -1,0 +1,157 @@
+"""Turns on all devices against devices split between the sides, played in virtual time: which one makes more
+batches, and from where.
+
+Knows the staleness rule that runs use, and a workload in four numbers; knows no model and no machine. What it
+takes for granted: a slot decodes at the same speed however many are busy, training on k devices takes 1 / k
+of the time, and lengths are lognormal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
+from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.config import RunConfig
+
+BOUNDS = (0, 1, 2, 4)
+"""max_staleness of the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload on `num_devices`. Its unit of time is a rollout's mean, 1 s.
+
+    `ratio`: device-seconds of generating a batch over those of training on it, with every slot busy. `sigma`:
+    shape of the lognormal lengths (0 = all the same). `handover_s`: both handovers of a turn, the push
+    included. `slots`: of a device that generates.
+    """
+
+    num_devices: int
+    num_groups: int
+    group_size: int
+    slots: int
+    ratio: float
+    sigma: float
+    handover_s: float
+    on_overdue: OnOverdue = "wait"
+    num_batches: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The fastest split at one bound. `gain`: its batches a second over those of turns. `break_even_s`: turns
+    are as fast as this once their handovers take so long; below 0 the split wins even against handovers that
+    take no time.
+    """
+
+    max_staleness: int
+    num_trainer: int
+    outcome: SimulationResult
+    gain: float
+    break_even_s: float
+
+
+def apart(case: Case, max_staleness: int, num_trainer: int) -> SimulationResult:
+    """So many devices train, the others generate, at the same time as far as the bound lets them."""
+    return _play(case, max_staleness, case.num_devices - num_trainer, num_trainer, 0.0)
+
+
+def in_turns(case: Case) -> SimulationResult:
+    """Every device generates, then every device trains; nothing overlaps, and each turn pays its
+    handovers.
+    """
+    return _play(case, 0, case.num_devices, case.num_devices, case.handover_s)
+
+
+def _play(
+    case: Case, max_staleness: int, generating: int, training: int, publish_s: float
+) -> SimulationResult:
+    """A whole run; look_ahead is as large as the bound lets it be."""
+    rule = StalenessRule(
+        num_groups=case.num_groups,
+        num_batches=case.num_batches,
+        max_staleness=max_staleness,
+        on_overdue=case.on_overdue,
+        look_ahead=max_staleness,
+    )
+    workload = Workload(
+        num_slots=case.slots * generating,
+        sigma=case.sigma,
+        group_size=case.group_size,
+        train_s=case.num_groups * case.group_size / case.slots / case.ratio / training,
+        publish_s=publish_s,
+    )
+    return Simulation(rule, workload).run()
+
+
+def best_split(case: Case, max_staleness: int, turns: SimulationResult) -> Split:
+    """The split with most batches a second."""
+    outcomes = {num: apart(case, max_staleness, num) for num in range(1, case.num_devices)}
+    num_trainer = max(outcomes, key=lambda num: outcomes[num].batches_per_s)
+    best = outcomes[num_trainer]
+    break_even_s = 1 / best.batches_per_s - 1 / turns.batches_per_s + case.handover_s
+    return Split(max_staleness, num_trainer, best, best.batches_per_s / turns.batches_per_s, break_even_s)
+
+
+def break_even(case: Case, bounds: Sequence[int] = BOUNDS) -> tuple[SimulationResult, list[Split]]:
+    """Turns, and the best split at each bound."""
+    turns = in_turns(case)
+    return turns, [best_split(case, bound, turns) for bound in bounds]
+
+
+def simulation_text(
+    config: RunConfig,
+    *,
+    num_devices: int,
+    ratio: float,
+    sigma: float,
+    handover_s: float,
+    num_batches: int = 200,
+) -> str:
+    """What `asyncrl simulate` prints: turns against splits, with the groups, slots and on_overdue of the
+    config.
+    """
+    num_groups, rollout = config.trainer.num_groups, config.rollout
+    return case_text(
+        Case(
+            num_devices,
+            num_groups,
+            rollout.group_size,
+            rollout.slots,
+            ratio,
+            sigma,
+            handover_s,
+            config.buffer.on_overdue,
+            num_batches,
+        )
+    )
+
+
+def case_text(case: Case) -> str:
+    """One case as a table."""
+    turns, splits = break_even(case)
+    rollouts, slots = case.num_groups * case.group_size, case.slots * case.num_devices
+    lines = [
+        f"{case.num_devices} devices of {case.slots} slots, {case.num_groups} groups of {case.group_size} a "
+        f"batch ({rollouts} rollouts for {slots} slots); seconds are mean rollouts",
+        f"generation : training = {case.ratio:g}, lengths sigma {case.sigma:g}, on_overdue "
+        f"{case.on_overdue}, {case.num_batches} batches",
+        "",
+        f"{'':<28} {'batches/s':>9} {'of turns':>8} {'trainer idle':>12} {'data age':>8}  even at",
+        _line(f"in turns, handover {case.handover_s:g} s", turns, 1.0, ""),
+    ]
+    for split in splits:
+        parts = f"{split.num_trainer}+{case.num_devices - split.num_trainer}"
+        name = f"max_staleness {split.max_staleness}, split {parts}"
+        even = f"{split.break_even_s:.2f} s" if split.break_even_s > 0 else "none: wins anyway"
+        lines.append(_line(name, split.outcome, split.gain, even))
+    return "\n".join(lines)
+
+
+def _line(name: str, outcome: SimulationResult, gain: float, even: str) -> str:
+    idle = f"{outcome.idle_fraction:.0%}"
+    return (
+        f"{name:<28} {outcome.batches_per_s:>9.3f} {gain:>8.2f} {idle:>12} {outcome.age_mean:>8.2f}  {even}"
+    ).rstrip()

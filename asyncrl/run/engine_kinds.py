@@ -1,0 +1,200 @@
+"""What differs between the engines that rollout.engine names: a class for each, and a line in KINDS.
+
+What each needs of devices and memory is in asyncrl/placement; the servers are asyncrl_servers.KIND.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.vllm.facts import VllmFacts
+from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.http import Caller
+from asyncrl.placement.choices import find_vllm_python, import_folder
+from asyncrl.placement.devices import NO_DEVICE
+from asyncrl.placement.fork_server import KEY_ENV
+from asyncrl.placement.plan import EVAL_ENGINE, engine_threads
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+if TYPE_CHECKING:
+    from asyncrl.run.start import Launcher
+
+Body: TypeAlias = dict[str, Any]
+CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
+"""weight_sync.canary_limit=auto, in nats. A vLLM with the right weights is measured at 6e-6 in float32, 0.09
+in bfloat16.
+"""
+CANARY_TOKENS = 160
+"""Longer than vLLM's block on the CPU, so that its prefix cache takes part."""
+IMPORTS = "imports"
+"""In the specs of a run: links to our packages, for the Python of a server that is not ours."""
+
+
+def max_length(config: RunConfig) -> int:
+    """Most tokens of prompt and completion together."""
+    return config.rollout.max_prompt_tokens + config.rollout.max_tokens
+
+
+class Embedded:
+    """rollout.engine=embedded, and what the other kinds take from it."""
+
+    has_model = True
+    canary_tokens = 0
+    """Length of the text whose logprobs go with each push (0 = none is compared)."""
+    protocol = "its own protocol, token ids in and out"
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.rollout = config, config.rollout
+
+    def slots(self, name: str) -> int:
+        """Sequences that the engine of this name decodes at once."""
+        is_eval = name == EVAL_ENGINE and self.config.eval is not None
+        return self.config.eval.slots if is_eval and self.config.eval else self.rollout.slots
+
+    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
+        """What its server is started with. It sees its devices alone, so `device` needs no number."""
+        return {
+            "name": name,
+            "slots": self.slots(name),
+            "max_length": max_length(self.config),
+            "model_path": str(model_path),
+            "dtype": self.config.model.dtype,
+            "device": device.partition(":")[0],
+            "threads": engine_threads(self.config),
+            "deterministic": self.rollout.deterministic,
+            "has_adapters": self.config.weight_sync.way.sends_adapters,
+        }
+
+    def process(self, run_dir: Path) -> Body:
+        """Arguments of its ChildProcess beside those of every other. Raises ConfigError if it needs a program
+        that is not there.
+        """
+        return {}
+
+    def client(self, caller: Caller, launcher: Launcher, warn: Callable[[str], None]) -> EngineClient:
+        """The client of a server that is not started yet."""
+        return EngineServer(caller)
+
+    def request(self, sampling: Body) -> tuple[str, Body]:
+        """(path, body) of a call that samples, for a person who tries the server."""
+        return "/generate", {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
+
+    def how_to_use(self, url: str, model_path: Path) -> list[str]:
+        """Lines for a shell: how a run takes a server that `asyncrl serve engine` has started."""
+        return []
+
+
+class Simulated(Embedded):
+    """rollout.engine=simulated: a latency model, whose tokens are drawn from the model's vocabulary."""
+
+    has_model = False
+
+    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
+        """The latency model; it has no device."""
+        model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
+        vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
+        common = {"name": name, "slots": self.slots(name), "max_length": max_length(self.config)}
+        return common | {"vocab_size": vocab_size} | self.rollout.simulated.model_dump(mode="json")
+
+
+class Vllm(Embedded):
+    """rollout.engine=vllm: vLLM's own server, under a Python of its own."""
+
+    protocol = "vLLM's routes, all behind the key"
+
+    @property
+    def canary_tokens(self) -> int:  # type: ignore[override]
+        """As long as the engines have room for, and one more."""
+        if self.config.weight_sync.canary_limit is None:
+            return 0
+        return max(2, min(CANARY_TOKENS, max_length(self.config) - 1))
+
+    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
+        """With the user's own arguments of `vllm serve`. An eval engine is split over no devices."""
+        args, lora = dict(self.rollout.vllm), self.config.trainer.lora
+        if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
+            args["enable_sleep_mode"] = True
+        return super().spec(model_path, name, device) | {
+            "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
+            "transport": self.config.weight_sync.transport,
+            "lora_rank": 1 if lora is None else lora.rank,
+            "args": args,
+        }
+
+    def process(self, run_dir: Path) -> Body:
+        """The Python of vLLM sees our two packages alone."""
+        imports = import_folder((run_dir / "specs" / IMPORTS).absolute())
+        python = find_vllm_python(self.rollout)
+        return {"python": python, "env": {"PYTHONPATH": str(imports)}}
+
+    def client(self, caller: Caller, launcher: Launcher, warn: Callable[[str], None]) -> VllmServer:
+        """Holds the server's settings against the run's."""
+        config, placement, tokenizer = self.config, launcher.placement, launcher.tokenizer
+        is_eval = caller.name == EVAL_ENGINE
+        device = placement.evaluation if is_eval else placement.rollout[0]
+        if device is None or device == NO_DEVICE:  # the run does not place a server that it has not started
+            device = placement.trainer[0]
+        facts = VllmFacts(
+            model_path=str(launcher.model_path),
+            dtype=config.model.dtype,
+            slots=self.slots(caller.name),
+            max_length=max_length(config),
+            end_ids=tuple(sorted(tokenizer.end_ids)),
+            has_adapters=config.weight_sync.way.sends_adapters,
+            device=device.partition(":")[0],
+            special_ids=_special_ids(tokenizer),
+            starts_fresh=is_eval or self.rollout.urls is None,
+        )
+        limit = config.weight_sync.canary_limit
+        return VllmServer(
+            caller,
+            facts=facts,
+            decode=tokenizer.decode,
+            canary_limit=math.inf
+            if limit is None
+            else CANARY_LIMITS[facts.dtype]
+            if limit == "auto"
+            else limit,
+            retries=config.weight_sync.retries,
+            chunk_bytes=config.weight_sync.chunk_bytes,
+            warn=warn,
+            mark=secrets.token_hex(4),
+        )
+
+    def request(self, sampling: Body) -> tuple[str, Body]:
+        """The route for token ids of vLLM."""
+        body = {"token_ids": [1, 2, 3], "sampling_params": {**sampling, "logprobs": 0}}
+        return "/inference/v1/generate", body
+
+    def how_to_use(self, url: str, model_path: Path) -> list[str]:
+        """As one of rollout.urls."""
+        made_here = (
+            "" if self.config.model.path else f" model.scratch=none model.path={model_path.absolute()}"
+        )
+        return [
+            "  a run on this machine takes it with:",
+            f"  {KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{url}]{made_here}",
+        ]
+
+
+def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
+    """Tokens that are no text, by their names. The vocabulary may have rows that are no token."""
+    special = [number for number in range(tokenizer.vocab_size) if number not in tokenizer.text_ids]
+    names = {tokenizer.decode([number], skip_special_tokens=False): number for number in special}
+    return {name: number for name, number in names.items() if name}
+
+
+KINDS: dict[str, type[Embedded]] = {"embedded": Embedded, "vllm": Vllm, "simulated": Simulated}
+
+
+def engine_kind(config: RunConfig) -> Embedded:
+    """That of rollout.engine."""
+    return KINDS[config.rollout.engine](config)

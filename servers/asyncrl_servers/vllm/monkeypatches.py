@@ -1,0 +1,97 @@
+"""Monkeypatches of vLLM's CPU engine, in each of its processes: seeds that end it, kernels that it compiles
+for nothing, waits that starve the machine.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+
+def patch_worker() -> None:
+    """All of them, in a worker on CPU. A second time does nothing."""
+    patch_seeds()
+    patch_compiled()
+    patch_waits()
+
+
+def patch_waits() -> None:
+    """Sleep 20 us between two looks at the shared memory through which the engine and its workers speak,
+    instead of yielding the core.
+
+    vLLM spins there, with sched_yield, for the whole of each step. Engine and worker then hold two cores, and
+    on Linux 6.18 with two of them all others (vLLM's own front end, the trainer, the run) were not scheduled
+    for up to 9 s at a time; with this for 5 ms at most, at the same tokens a second. vLLM's other wait, for a
+    notice over zmq, loses notices that come in quick succession.
+    """
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    if hasattr(shm_broadcast, "sched_yield"):
+        shm_broadcast.sched_yield = lambda: time.sleep(2e-5)
+
+
+def patch_compiled() -> None:
+    """Count ranks and draw tokens as plain torch does.
+
+    vLLM compiles both with torch.compile, even with --enforce-eager: on CPU the first request with logprobs
+    takes some 9 s then, and ends the engine where there is no C++ compiler. The functions are the same, not
+    compiled.
+    """
+    from vllm.v1.sample import sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    patched = ((sampler, "batched_count_greater_than"), (topk_topp_sampler, "compiled_random_sample"))
+    for module, name in patched:
+        compiled = getattr(module, name)
+        setattr(module, name, getattr(compiled, "_torchdynamo_orig_callable", compiled))
+
+
+def patch_seeds() -> None:
+    """Undo a draw that vLLM discards by restoring the generator, instead of by winding it back.
+
+    vLLM 0.32: after a partial prefill (a long prompt, many prompts at once, a recompute after a pause) the
+    runner throws the sampled token away and calls Generator.set_offset, which a CPU generator has not: "CPU
+    Generator does not use offset", and the whole engine ends. Remove with a vLLM whose CPU runner does
+    without it.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+
+    if getattr(Runner, "_asyncrl_seeds", False):
+        return
+    sample, keep_books = Runner._sample, Runner._bookkeeping_sync
+
+    def discarded(runner: Any) -> list[int]:
+        batch = runner.input_batch
+        found = np.nonzero(runner.discard_request_mask.np[: batch.num_reqs])[0]
+        return [int(index) for index in found if int(index) in batch.generators]
+
+    def sample_and_restore(runner: Any, *args: Any, **named: Any) -> Any:
+        generators = runner.input_batch.generators
+        states = {index: generators[index].get_state() for index in discarded(runner)}
+        try:
+            return sample(runner, *args, **named)
+        finally:
+            for index, state in states.items():
+                generators[index].set_state(state)
+
+    def keep_books_without(runner: Any, *args: Any, **named: Any) -> Any:
+        generators = runner.input_batch.generators
+        held = {index: generators.pop(index) for index in discarded(runner)}
+        try:
+            return keep_books(runner, *args, **named)
+        finally:
+            generators.update(held)
+
+    Runner._sample, Runner._bookkeeping_sync = sample_and_restore, keep_books_without
+    Runner._asyncrl_seeds = True
+
+
+# For --distributed-executor-backend: nothing else of ours is imported in the engine's process.
+patch_waits()
+
+
+class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """vLLM's executor of worker processes, in a process whose waits are patched."""

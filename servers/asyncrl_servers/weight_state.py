@@ -1,0 +1,250 @@
+"""Which weights an engine serves, what has come of a push, and which parts of its memory sleep. Knows
+messages and digests; knows no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.http import Refused
+from asyncrl.messages.base import EnginePart, joint_digest
+from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, PrepareRequest
+from asyncrl.weights.tensor_files import RESEND
+
+PARTS: tuple[EnginePart, ...] = ("kv", "weights")
+PUSH_AGAIN = "push this version again, from chunk 0."
+
+
+def check_arrived(
+    place: str, digests: Mapping[str, bytes], num_bytes: int, announced: PrepareRequest | LoadChunkRequest
+) -> str:
+    """The digest of tensors that have come, which must be those that were announced. Raises Refused (409)."""
+    digest = joint_digest(digests.values())
+    expected = (announced.num_tensors, announced.num_bytes, announced.digest)
+    if (len(digests), num_bytes, digest) != expected:
+        raise Refused(
+            409,
+            f"{place} holds {len(digests)} tensors of {num_bytes} bytes with digest {digest}, announced were "
+            f"{expected[0]} of {expected[1]} with digest {expected[2]} (policy_version {announced.version})",
+            rule="a version is served only when what was loaded is what was sent",
+            way_out=RESEND,
+        )
+    return digest
+
+
+class ChunkedPush:
+    """The chunks of the newest push, as far as they are loaded.
+
+    Life:       nothing -> chunk 0, 1, ... of one version -> whole -> taken. Chunk 0 begins anew at any time;
+                a chunk that is not what was sent, and a take() that is refused, end it: nothing.
+    Invariant:  `digests` has each tensor that was loaded once, under its name.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __str__(self) -> str:
+        if not self.num_chunks:
+            return "nothing"
+        whole = ", which is whole" if self.is_whole else ""
+        return f"chunks 0..{self.num_chunks - 1} of policy_version {self.version}{whole}"
+
+    def clear(self) -> None:
+        """Nothing is loaded."""
+        self.version, self.num_chunks, self.is_whole = -1, 0, False
+        self.digests: dict[str, bytes] = {}
+
+    @contextmanager
+    def receiving(self, request: LoadChunkRequest, serving: int) -> Iterator[None]:
+        """Load this chunk within. Raises Refused (409) if another one is next, or the version is older than
+        the serving one; an error within ends the push.
+        """
+        chunk = f"chunk {request.index} of policy_version {request.version}"
+        if request.version < serving:
+            raise Refused(409, f"{chunk} cannot be loaded after {serving}", rule="versions only grow")
+        if request.index == 0:
+            self.clear()
+        elif self.is_whole or (request.version, request.index) != (self.version, self.num_chunks):
+            rule = "the chunks of one version come in order"
+            raise Refused(409, f"{chunk} came, loaded is {self}", rule=rule, way_out=PUSH_AGAIN)
+        try:
+            yield
+        except Exception:
+            self.clear()
+            raise
+
+    def add(self, request: LoadChunkRequest, digests: Mapping[str, bytes], num_bytes: int) -> str:
+        """The tensors of this chunk are loaded; returns their digest. Raises Refused (409) if they are not
+        what was sent.
+        """
+        if again := sorted(self.digests.keys() & digests.keys()):
+            what = f"{len(again)} tensors of {request.place} came in an earlier chunk: {again[:3]}"
+            raise Refused(409, what, rule="each tensor of a push comes once", way_out=RESEND)
+        digest = check_arrived(request.place, digests, num_bytes, request)
+        self.version, self.num_chunks, self.is_whole = request.version, request.index + 1, request.is_last
+        self.digests.update(digests)
+        return digest
+
+    def take(self, version: int, digest: str, names: Collection[str] = ()) -> None:
+        """End the push. Raises Refused (409) if it is not whole, has not brought all of `names`, or is not
+        `digest`.
+        """
+        missing = sorted(set(names) - self.digests.keys())
+        loaded, state = joint_digest(self.digests.values()), str(self)
+        is_whole = self.is_whole and self.version == version
+        self.clear()
+        if not is_whole or missing or loaded != digest:
+            raise Refused(
+                409,
+                f"commit of policy_version {version} with digest {digest}, but loaded is {state} with digest "
+                f"{loaded}" + (f", and {len(missing)} tensors never came: {missing[:3]}" if missing else ""),
+                rule="a version is served only when all its chunks are here and are what was sent",
+                way_out=PUSH_AGAIN,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A verified set of weights; an engine that computes keeps its tensors, adapters merged."""
+
+    request: PrepareRequest
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+
+class WeightState:
+    """The serving weights, at most one staged set, and what sleeps.
+
+    Life:       serving -> asleep -> awake without content -> serving, once staged weights or a whole push are
+                committed, or what served is restored.
+    Invariant:  can_serve is true only while every part has memory and the weights are those of a version
+                whose digest was compared.
+    """
+
+    def __init__(self, version: int, names: Collection[str] = ()) -> None:
+        """`names`: the tensors that a push in chunks must bring."""
+        self.version, self.names = version, names
+        self.push = ChunkedPush()
+        self.staged: Staged | None = None
+        self.source: str | None = ""
+        """File that the serving weights came from; "" is the model folder of the start, None nowhere."""
+        self.has_content = True
+        self._digest = ""
+        self._asleep: set[EnginePart] = set()
+
+    @property
+    def digest(self) -> str:
+        """Of the serving weights; empty where it is not known."""
+        return self._digest
+
+    @property
+    def asleep(self) -> list[EnginePart]:
+        """The parts without memory, in the order in which they go to sleep."""
+        return [part for part in PARTS if part in self._asleep]
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether requests may run."""
+        return self.has_content and not self._asleep
+
+    def set_asleep(self, part: EnginePart) -> None:
+        """It has no memory any more."""
+        self._asleep.add(part)
+        if part == "weights":
+            self.has_content, self.staged = False, None
+            self.push.clear()
+
+    def set_awake(self, part: EnginePart) -> None:
+        """It has memory. Weights have no content until they are restored or committed."""
+        self._asleep.discard(part)
+
+    def settle(self, version: int, digest: str, source: str | None) -> None:
+        """What lies in the weights serves from here on."""
+        self.push.clear()
+        self.version, self._digest, self.source = version, digest, source
+        self.has_content, self.staged = True, None
+
+    def check_awake(self, what: str) -> None:
+        """Raise Refused (409) if `what` needs memory for weights that are asleep."""
+        if "weights" in self._asleep:
+            rule, way_out = "weights that are asleep have no memory", "wake them first."
+            raise Refused(409, f"{what}: the weights are asleep", rule=rule, way_out=way_out)
+
+    def check_may_load(self, version: int) -> None:
+        """Raise Refused (409) if a chunk would be written over weights that are asleep or serve."""
+        self.check_awake(f"a chunk of policy_version {version} cannot be loaded")
+        if self.has_content:
+            raise Refused(
+                409,
+                f"a chunk of policy_version {version} would be written over weights that are served",
+                rule="chunks are loaded into weights that slept and woke without restore",
+                way_out="sleep and wake the weights first, or publish through /prepare.",
+            )
+
+    def must_restore(self, parts: Collection[EnginePart], *, restore: bool) -> bool:
+        """Whether waking `parts` brings the weights back. Raises Refused (409) if they lie nowhere."""
+        if not restore or "weights" not in parts or self.has_content:
+            return False
+        if self.source is None:
+            raise Refused(
+                409,
+                f"policy_version {self.version} cannot be restored: it came chunk by chunk and lies nowhere",
+                rule="what is restored is read again from the file or folder that it came from",
+                way_out=f"wake without restore, and {PUSH_AGAIN}",
+            )
+        return True
+
+    def check_restored(self, digest: str, path: str) -> None:
+        """Raise Refused (409) if weights that were read again from `path` are not those that served."""
+        if digest != self.digest:
+            raise Refused(
+                409,
+                f"cannot restore: the weights in {path} have digest {digest}, those of policy_version "
+                f"{self.version} had {self.digest}",
+                rule="what is restored is what served",
+                way_out=f"wake without restore, and {PUSH_AGAIN}",
+            )
+
+    def begin_commit(self, request: CommitRequest) -> Staged | None:
+        """The staged set to be swapped in; None: this version serves (a whole push lies in the weights, or it
+        is the same commit again). Raises Refused (409).
+        """
+        version = request.version
+        self.check_awake(f"policy_version {version} cannot be committed")
+        # The digest last: that of the start is not computed yet, which takes long.
+        is_same = version == self.version and self.has_content and request.digest == self.digest
+        if is_same:
+            return None
+        is_again = version == self.version and not self.has_content and self.digest in ("", request.digest)
+        if version <= self.version and not is_again:
+            raise Refused(
+                409,
+                f"policy_version {version} with digest {request.digest} cannot be committed over "
+                f"{self.version}",
+                rule="versions only grow, and the serving one is accepted again only with its own digest",
+                way_out="commit a newer version.",
+            )
+        if not self.has_content and self.push.version == version:
+            self.push.take(version, request.digest, self.names)
+            self.settle(version, request.digest, None)
+            return None
+        staged = self.staged
+        if staged is None or (staged.request.version, staged.request.digest) != (version, request.digest):
+            lies = "nothing"
+            if staged is not None:
+                lies = f"policy_version {staged.request.version} with digest {staged.request.digest}"
+            raise Refused(
+                409,
+                f"commit of policy_version {version} with digest {request.digest}, but staged is {lies}",
+                rule="only prepared weights can be committed",
+                way_out="prepare this version first.",
+            )
+        return staged
+
+
+def commit_waits(version: int) -> Refused:
+    """The refusal (409) of a second commit while one waits for running requests."""
+    what = f"a commit of policy_version {version} waits for running requests already"
+    return Refused(409, what, rule="one swap at a time", way_out="wait for its answer.")

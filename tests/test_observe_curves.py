@@ -1,0 +1,151 @@
+"""The scripts behind learning_curves.png and objectives.md in docs/results/, on numbers that are known."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import learning_curves
+import objective_curves as script
+import pytest
+from objective_report import Pair, Run, Setting, comparisons, difference, settings_table
+
+from asyncrl.algorithms.registry import resolve
+from asyncrl.config import load_config
+
+LABELS = {"a": "A", "b": "B"}
+
+
+def write_steps(folder: Path, rewards: list[float], *, step_s: float = 1.0) -> None:
+    folder.mkdir(parents=True)
+    lines = [
+        {"step": n, "time_s": n * step_s, "reward/mean": reward, "policy/ess": 0.9, "rollout/filtered": 8 * n}
+        for n, reward in enumerate(rewards, start=1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+# ---- learning curves
+
+
+def test_a_picture_and_a_table_of_mean_and_extent_are_written(tmp_path: Path) -> None:
+    runs, out = tmp_path / "runs", tmp_path / "out"
+    write_steps(runs / "max_staleness_4-seed0", [0.0, 0.2, 0.4])
+    write_steps(runs / "max_staleness_4-seed1", [0.2, 0.6, 0.8, 0.9], step_s=2.0)
+    write_steps(runs / "sync_reference-seed7", [0.1, 0.1, 0.1])
+    (runs / "notes-seed").mkdir()
+    assert learning_curves.main([str(runs), "--out", str(out)]) == 0
+    assert (out / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader((out / "learning_curves.csv").read_text().splitlines()))
+    assert [row["variant"] for row in rows] == ["sync_reference"] * 3 + ["max_staleness_4"] * 3
+    assert list(rows[4].values()) == ["max_staleness_4", "2", "2", "3", "0.4", "0.2", "0.6"]
+
+
+def test_half_a_last_line_is_left_out_and_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="name run directories like"):
+        learning_curves.read_runs(tmp_path)
+    write_steps(tmp_path / "a-seed0", [0.1, 0.2])
+    path = tmp_path / "a-seed0" / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 3, "ti')
+    assert learning_curves.read_curve(path).rewards.tolist() == [0.1, 0.2]
+    path.write_text("{bad\n" + path.read_text())
+    with pytest.raises(SystemExit, match="line 1 is no JSON"):
+        learning_curves.read_curve(path)
+
+
+# ---- objectives
+
+
+def make_run(held_out: float | None = 0.5, reward: float = 0.5, *, filtered_share: float = 0.0) -> Run:
+    return Run(
+        rewards=[0.0] * 18 + [reward - 0.1, reward + 0.1],
+        ess=[0.5, 1.0],
+        clip_fraction=[],
+        staleness=[2.0],
+        times_s=[1.0, 30.0],
+        held_out=held_out,
+        filtered_share=filtered_share,
+    )
+
+
+def seeds(*held_out: float) -> dict[int, Run]:
+    return {seed: make_run(value, value) for seed, value in enumerate(held_out)}
+
+
+def test_every_planned_run_has_a_valid_config_and_a_directory_of_its_own() -> None:
+    planned = script.plan(list(script.VARIANTS), [0, 1, 2])
+    assert len({run.name for run in planned}) == len(planned) == 7 * 2 * 3
+    for run in planned:
+        config = load_config(script.CONFIG, run.overrides(160))
+        recipe = resolve(config.algorithm)  # refuses what corrects twice
+        assert (config.trainer.num_steps, config.seed) == (160, run.seed)
+        assert config.buffer.look_ahead == config.buffer.max_staleness == run.setting.max_staleness
+        assert (config.buffer.filter == "equal_rewards") == (run.setting.variant in script.FILTERED)
+        assert ("tis" in run.setting.variant) <= (recipe.correction == "tis")
+    drawn = {variant for variants in script.COLUMNS.values() for variant in variants}
+    asked = {name for a, b, _ in script.QUESTIONS for name in (a, b)}
+    assert drawn == asked == set(script.VARIANTS), "every objective is drawn and asked about"
+
+
+def test_a_difference_counts_if_it_is_larger_than_its_interval_over_seeds() -> None:
+    found = difference([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
+    assert found.value == pytest.approx(0.4)
+    assert found.needed == pytest.approx(2.776 * 0.1 * (2 / 3) ** 0.5)
+    assert found.counts
+    assert not difference([0.1, 0.2, 0.3], [0.3, 0.4, 0.5]).counts
+    assert (difference([0.1], [0.9]).needed, difference([0.1], [0.9]).counts) == (None, False)
+
+
+def test_the_words_name_what_counts_and_how_many_do_by_chance() -> None:
+    runs = {
+        Setting("a", 0): seeds(0.1, 0.2, 0.3),
+        Setting("b", 0): seeds(0.5, 0.6, 0.7),
+        Setting("b", 8): seeds(0.5, 0.6, 0.8),
+    }
+    better = Pair(Setting("a", 0), Setting("b", 0), "is b better")
+    pairs = [
+        better,
+        Pair(Setting("b", 0), Setting("b", 8), "what age costs"),
+        Pair(Setting("a", 0), Setting("a", 8), "was not run"),
+    ]
+    said = comparisons(runs, pairs, LABELS, frozenset())
+    row = "| B at 0 against A at 0 | is b better | **+0.400 (needs 0.227)** | **+0.400 (needs 0.227)** |"
+    for words in (row, "of 2 comparisons 0.1 are expected", "- B at 0 against A at 0: higher by 0.400"):
+        assert words in said
+    assert "- B at 8" not in said
+    assert "was not run" not in said
+    assert "| not comparable |" in comparisons(runs, [better], LABELS, frozenset({"b"})), "by its filter"
+    alone = {Setting("a", 0): seeds(0.1), Setting("b", 0): seeds(0.9)}
+    assert "Nothing can be said of differences" in comparisons(alone, [better], LABELS, frozenset())
+
+
+def test_the_table_has_means_over_seeds_and_the_last_tenth_of_the_steps() -> None:
+    runs = {Setting("a", 8): {0: make_run(0.4, 0.6), 1: make_run(0.6, 0.8, filtered_share=0.5)}}
+    line = settings_table(runs, LABELS).splitlines()[-1]
+    assert line == "| A | 8 | 2.0 | 0.500 ± 0.141 | 0.600, 0.800 | 0.700 ± 0.141 | 0.750 | - | 25% | 30 |"
+
+
+def test_what_is_done_is_drawn_and_not_made_again_and_what_failed_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, out, planned = tmp_path / "runs", tmp_path / "out", script.plan(["grpo", "dapo"], [0, 1])
+    for run in planned:
+        write_steps(root / run.name, [0.1 * n for n in range(4)])
+        (root / run.name / "config.yaml").write_text("seed: 0\n")
+        state = "failed" if run.name == "dapo-max_staleness_8-seed1" else "done"
+        summary = {"state": state, "evaluation": {"eval/reward_mean": 0.3 + 0.01 * run.seed}}
+        (root / run.name / "summary.json").write_text(json.dumps(summary))
+    script.run_all(planned, root, num_steps=4)  # would take seconds and replace the files otherwise
+    assert "8 runs, 8 of them are there" in capsys.readouterr().out
+    arguments = ["--only", "grpo", "dapo", "--seeds", "0", "1", "--out", str(out), "--draw"]
+    assert script.main([str(root), *arguments]) == 0
+    assert (out / "objectives.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list(csv.DictReader((out / "objectives.csv").read_text().splitlines()))) == 4 * 4
+    page = (out / "objectives.md").read_text()
+    assert "Failed and left out: dapo-max_staleness_8-seed1." in page
+    assert "| GRPO | 0 | - | 0.305 ± 0.007 | 0.300, 0.300 |" in page
+    (root / planned[1].name / "metrics.jsonl").write_text("")
+    assert script.state_of(root / planned[1].name) == "unfinished", "it never trained: it is made again"
+    with pytest.raises(SystemExit, match=r"has 4 steps, not 160.\n  Way out: another RUNS_DIR"):
+        script.run_all(planned[:1], root, num_steps=160)

@@ -1,0 +1,265 @@
+"""What the processes of a run are told, on which devices, and when they count as ready. Starts none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl.config import RunConfig, load_config
+from asyncrl.engines.own_server import EngineServer
+from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
+from asyncrl.http import Caller
+from asyncrl.messages.engine_calls import EngineHealth
+from asyncrl.placement.devices import CudaDevice, place
+from asyncrl.placement.fork_server import KEY_ENV
+from asyncrl.placement.processes import ChildProcess, ForeignProcess
+from asyncrl.run import start as startup
+from asyncrl.run.colocate import SideBySide
+from asyncrl.run.engine_kinds import KINDS, engine_kind
+from asyncrl.run.start import Launcher, Server
+from asyncrl.sync.publisher import Publisher
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeTrainer
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
+from asyncrl_servers.simulated.simulated_state import SimulatedSpec
+from asyncrl_servers.vllm.arguments import VllmSpec
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+VLLM = "rollout.engine=vllm"
+HEALTH = EngineHealth(
+    name="engine-0",
+    kind="vllm",
+    policy_version=0,
+    slots=4,
+    max_length=64,
+    num_running=0,
+    num_queued=0,
+    tokens_generated=0,
+    device="cpu",
+)
+
+
+def load(*overrides: str) -> RunConfig:
+    return load_config(QUICKSTART, overrides)
+
+
+def launcher(folder: Path, *overrides: str, num_cuda: int = 0) -> Launcher:
+    config = load(*overrides)
+    return Launcher(config, place(config, num_cuda), folder / "model", folder)
+
+
+# ---- what it is told
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"), [("embedded", EmbeddedSpec), ("simulated", SimulatedSpec), ("vllm", VllmSpec)]
+)
+def test_every_kind_of_server_takes_the_spec_that_it_is_given(tmp_path: Path, kind: str, spec: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 31}')
+    of_kind = ["rollout.simulated.swap_s=0.5"] if kind == "simulated" else []
+    made = engine_kind(load(f"rollout.engine={kind}", "rollout.slots=3", *of_kind)).spec(tmp_path, "engine-0")
+    told = spec.model_validate(made)
+    assert (told.name, told.slots, told.max_length) == ("engine-0", 3, 56)
+    if kind == "simulated":
+        assert (told.vocab_size, told.swap_s, told.mean_tokens) == (31, 0.5, 64)
+    else:
+        assert (told.model_path, told.dtype) == (str(tmp_path), "float32")
+    assert set(KINDS) == {"embedded", "simulated", "vllm"}
+
+
+def test_a_vllm_is_told_of_adapters_turns_and_its_part_of_the_devices() -> None:
+    def spec(*overrides: str, name: str = "engine-0", takes_turns: bool = False) -> VllmSpec:
+        kind = engine_kind(load(VLLM, *overrides))
+        return VllmSpec.model_validate(kind.spec(Path("/model"), name, "cuda:0", takes_turns=takes_turns))
+
+    lora = spec("trainer.lora={rank: 24}", "weight_sync.transport=lora")
+    assert (lora.has_adapters, lora.lora_rank, lora.transport, lora.device) == (True, 24, "lora", "cuda")
+    assert spec(takes_turns=True).args == {"enable_sleep_mode": True}
+    own = spec("rollout.vllm={enable-sleep-mode: false}", takes_turns=True)
+    assert own.args == {"enable-sleep-mode": False}, "unless the user says otherwise"
+    split = ["rollout.tensor_parallel=2", "eval.task.python=asyncrl.tasks.letters:Letters", "eval.slots=7"]
+    assert (spec(*split).slots, spec(*split).tensor_parallel) == (64, 2)
+    held_out = spec(*split, name="engine-eval")
+    assert (held_out.slots, held_out.tensor_parallel) == (7, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num"),
+    [
+        ([VLLM], 55),
+        ([VLLM, "rollout.max_tokens=400"], 160),
+        ([VLLM, "weight_sync.canary_limit=none"], 0),
+        ([], 0),
+        ([VLLM, "rollout.max_tokens=1", "rollout.max_prompt_tokens=1"], 2),
+    ],
+)
+def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_it_is_compared(
+    tmp_path: Path, overrides: list[str], num: int
+) -> None:
+    disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path}", "model.chat_template=own.jinja"]
+    told = launcher(tmp_path, *overrides, *disk).trainer_spec(0, tmp_path / "asyncrl-1")
+    assert (told.canary_tokens, told.transport) == (num, "disk")
+    assert (told.staging_dir, told.chat_template) == (tmp_path / "asyncrl-1", Path("own.jinja"))
+
+
+def test_vllm_runs_under_its_own_python_and_sees_our_two_packages_alone(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    for engine in launcher(
+        tmp_path, VLLM, f"rollout.vllm_python={python}", "rollout.num_engines=2"
+    ).engines():
+        child = engine.child
+        assert isinstance(child, ChildProcess)
+        assert (child.module, child.python, child.renewed().python) == (
+            "asyncrl_servers.vllm",
+            python,
+            python,
+        )
+        folder = Path(child.env["PYTHONPATH"])
+        assert sorted(path.name for path in folder.iterdir()) == ["asyncrl", "asyncrl_servers"]
+        assert json.loads(child.spec)["name"] == child.name
+
+
+@pytest.mark.parametrize("num_cuda", [0, 3])
+def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
+) -> None:
+    devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
+    monkeypatch.setattr(startup, "find_cuda_devices", lambda: devices)
+    anywhere = ["placement.trainer=auto", "placement.rollout=auto", "trainer.world_size=2"]
+    launch = launcher(tmp_path, *anywhere, num_cuda=num_cuda)
+    servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
+    for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
+        assert isinstance(server.child, ChildProcess)
+        assert json.loads(server.child.spec)["device"] == ("cuda" if num_cuda else "cpu")
+        assert server.child.env.get("CUDA_VISIBLE_DEVICES") == (names if num_cuda else None)
+
+
+# ---- whether it is ready
+
+
+class Child(ForeignProcess):
+    """A process that ends when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__("engine-0", "http://127.0.0.1:1")
+        self.ended = asyncio.Event()
+
+    async def watch(self) -> None:
+        await self.ended.wait()
+        raise self.death()
+
+    def death(self) -> RoomError:
+        return RoomError(self.name, "killed by SIGKILL")
+
+
+class Client:
+    """That of a vLLM, which answers after `ready_s`."""
+
+    def __init__(self, error: Exception | None = None, *, ready_s: float = 30.0) -> None:
+        self.error, self.ready_s = error, ready_s
+
+    async def ready(self, timeout_s: float) -> EngineHealth:
+        await asyncio.sleep(self.ready_s)
+        return await self.health()
+
+    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+        if self.error is not None:
+            raise self.error
+        return HEALTH
+
+
+def server(*answer: Any, **knobs: Any) -> Any:
+    client: Any = Client(*answer, **knobs)
+    return Server(Child(), Caller("engine-0", "", ""), EngineHealth, vllm=client)
+
+
+def test_it_is_ready_when_its_client_says_so_and_its_heartbeat_goes_through_it() -> None:
+    async def story() -> None:
+        well = server()
+        await well.wait_ready()
+        assert (well.health, asyncio.get_running_loop().time()) == (HEALTH, 30.0)
+        await well.check_alive(3.0)
+        said = (
+            r"the server at http://127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0 is the "
+            r"limit"
+        )
+        with pytest.raises(RoomError, match=said):
+            await server(EngineLost("engine-0", "hangs")).check_alive(3.0)
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize(
+    ("error", "dies", "kind", "says"),
+    [
+        (EngineLost("engine-0", "no answer"), True, RoomError, "engine-0: killed by SIGKILL"),
+        (
+            EngineError("engine-0", "not ready"),
+            False,
+            RoomError,
+            "did not come up: not ready; the end of its log",
+        ),
+        (ConfigError("engine-0 lacks --logprobs-mode"), False, ConfigError, "lacks --logprobs-mode"),
+    ],
+)
+def test_one_that_never_gets_ready_is_named_with_its_death_its_log_or_what_it_lacks(
+    error: Exception, dies: bool, kind: type[Exception], says: str
+) -> None:
+    async def story() -> None:
+        starting = server(error, ready_s=1.0)
+        if dies:
+            asyncio.get_running_loop().call_later(1.5, starting.child.ended.set)
+        with pytest.raises(kind, match=says):
+            await starting.wait_ready()
+
+    run_virtual(story())
+
+
+# ---- servers that the run has not started
+
+
+def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY_ENV, "their key")
+    urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000/']"]
+    (engine,) = launcher(tmp_path, VLLM, *urls).engines()
+    assert isinstance(engine.child, ForeignProcess)
+    assert engine.caller._secret == "their key"
+
+    async def story() -> None:
+        await engine.start()
+        await engine.end()
+        await engine.start()
+        assert engine.caller.url == "http://127.0.0.1:8000"
+
+    run_virtual(story())
+
+
+@pytest.mark.parametrize("are_engines_ours", [True, False])
+def test_weights_that_are_not_known_are_replaced_before_anything_is_sampled(are_engines_ours: bool) -> None:
+    async def story() -> None:
+        fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
+        targets = [EngineServer(fake)]
+        publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
+        async with asyncio.TaskGroup() as tasks:
+            turns = SideBySide(
+                publisher, num_steps=3, spawn=tasks.create_task, are_engines_ours=are_engines_ours
+            )
+            await turns.start(0)
+            assert fake.weights == ("not known" if are_engines_ours else "w0")
+            assert served == ([] if are_engines_ours else [0])
+            trainer.step()
+            await asyncio.sleep(10.0)
+            assert served[-1] == 1
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+
+    run_virtual(story())
