@@ -184,7 +184,7 @@ def test_adapters_that_are_not_what_was_announced_are_refused(tmp_path: Path) ->
     Path(broken.path).write_bytes(b"\xff" * 20)
     for manifest, says in [
         (stage(tensors, 1, tmp_path, digest="0123"), "announced for policy_version 1 was 0123"),
-        (stage(lonely, 2, tmp_path), "adapters are <module>.lora_A.weight and <module>.lora_B.weight of one"),
+        (stage(lonely, 2, tmp_path), "adapters are <module>.lora_A.weight and .lora_B.weight of one rank"),
         (stage(tensors | other_rank, 3, tmp_path), r"of ranks \{2, 4\}"),
         (broken, "cannot make an adapter of"),
     ]:

@@ -67,7 +67,6 @@ class Publisher:
         on_published: Callable[[ExportResponse], None] = lambda _: None,
         on_lost: OnLost | None = None,
         interrupt: Interrupt = "abort",
-        policy_version: int = 0,
         is_rolling: bool = False,
         is_one_kept: bool = False,
         is_file_wanted: Callable[[int], bool] = lambda _: False,
@@ -84,9 +83,9 @@ class Publisher:
         self._announced: ExportResponse | None = None
         self._pushed: tuple[ExportResponse, PushReport] | None = None
         self._is_first_push_due = self._is_pushing = False
-        self._exported_version = policy_version
+        self._exported_version = 0
         self._changed = asyncio.Event()
-        self._stats = PublisherStats(version=policy_version)
+        self._stats = PublisherStats()
 
     @property
     def _live(self) -> list[EngineClient]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from asyncrl.engines.engine import OnChunk
-from asyncrl.engines.vllm.commit import Commit, CommitRules
 from asyncrl.engines.vllm.facts import VllmFacts, make_ready
 from asyncrl.engines.vllm.sampling import Decode, check_request, sample
 from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
@@ -21,6 +20,8 @@ from asyncrl.engines.vllm.vllm_weights import (
     AdapterLoad,
     BroadcastLoad,
     ChunkLoad,
+    Commit,
+    CommitRules,
     FileLoad,
     Load,
     Meeting,
