@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import CallGarbled, CallRefused
 from asyncrl.messages.base import ErrorBody, Interrupt
 from asyncrl.messages.engine_calls import GenerateRequest
@@ -223,23 +223,6 @@ def test_a_server_that_aborts_for_ever_is_an_error_but_publishes_may_interrupt_f
         fake.mangle = lambda answer: answer.model_copy(update=empty)
         with pytest.raises(EngineError, match="engine-0: aborted request r0 32 times .* without a token"):
             await pool.generate(make_request(max_tokens=2))
-
-    run_virtual(story())
-
-
-def test_a_refused_request_is_data_and_a_dead_server_an_engine_error() -> None:
-    async def story() -> None:
-        (fake,) = make_fakes(1, max_length=10)
-        pool = make_pool([fake])
-        good = asyncio.create_task(pool.generate(make_request("good", max_tokens=8)))
-        with pytest.raises(RequestRefused, match="2 prompt tokens, max_tokens=9.*11 tokens do not fit"):
-            await pool.generate(make_request("bad", max_tokens=9))
-        assert len((await good).token_ids) == 8
-        running = asyncio.create_task(pool.generate(make_request(max_tokens=8)))
-        await asyncio.sleep(3.5 * DECODE_S)
-        fake.die()
-        with pytest.raises(EngineError, match=r"engine-0: \(fake://engine-0\) gave no answer to /generate"):
-            await running
 
     run_virtual(story())
 
