@@ -10,20 +10,23 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from pydantic import BaseModel
 
+from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import CommitResponse, GenerateRequest, GenerateResponse
-from asyncrl.messages.records import Completion
+from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.messages.trainer_calls import Canary, ExportResponse
+from asyncrl.testing.virtual_time import run_virtual
 
 DECODE_S, TRANSIT_S = 0.01, 0.004
 VOCABULARY = 50
@@ -32,20 +35,19 @@ MODES: list[Interrupt] = ["abort", "keep", "keep_kv", "wait"]
 PROMPT = (1, 2, 3)
 
 
+@dataclass
 class Run:
-    """A request in the fake: on its way, waiting, running, ended."""
+    """A request: on its way, waiting, running, ended. `kv`: weights that filled its KV cache, once it ran."""
 
-    def __init__(self, body: dict[str, Any]) -> None:
-        self.body = body
-        self.name = body["request_id"]
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.labels: list[list[Any]] = []
-        self.kv: float | None = None
-        """Weights that filled its KV cache; none before it runs."""
-        self.must_recompute = False
-        self.num_cached = self.num_told = 0
-        self.finish: str | None = None
+    body: dict[str, Any]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    labels: list[tuple[str, int]] = field(default_factory=list)
+    kv: float | None = None
+    must_recompute: bool = False
+    num_cached: int = 0
+    num_told: int = 0
+    finish: str | None = None
 
 
 class FakeVllm(Caller):
@@ -82,7 +84,7 @@ class FakeVllm(Caller):
 
     def restart(self) -> None:
         """A new process, with the weights and the label of the start."""
-        self.weights, self.label, self.version_loaded = 0.0, "default", 0
+        self.weights, self.label = 0.0, "default"
         self.pause: str | None = None
         self.is_dead = self.is_frozen = False
         self.cache: dict[Any, float] = {}
@@ -230,7 +232,7 @@ class FakeVllm(Caller):
             await self._alive(route)
             yield run
         finally:
-            del self.runs[run.name]
+            del self.runs[body["request_id"]]
             self._change()
 
     def _must_wait(self, run: Run) -> bool:
@@ -257,7 +259,7 @@ class FakeVllm(Caller):
 
     def _decode(self, run: Run) -> None:
         if not run.labels or run.labels[-1][0] != self.label:
-            run.labels.append([self.label, len(run.tokens)])
+            run.labels.append((self.label, len(run.tokens)))
         run.logprobs.append(-9999.0 if self.gives_nan else self.logprob(run))
         run.tokens.append((len(run.body["token_ids"]) + len(run.tokens)) % VOCABULARY)
         if len(run.tokens) == run.body["sampling_params"]["max_tokens"]:
@@ -348,3 +350,35 @@ async def lost(call: Coroutine[Any, Any, object]) -> EngineLost:
     with pytest.raises(EngineLost) as caught:
         await call
     return caught.value
+
+
+Story = Callable[[FakeVllm, VllmServer], Any]
+
+
+def play(story: Story, **values: Any) -> Any:
+    """On a server that is ready."""
+
+    async def ready_and_play() -> Any:
+        fake = FakeVllm()
+        server = server_over(fake, **values)
+        await server.ready(10.0)
+        return await story(fake, server)
+
+    return run_virtual(ready_and_play())
+
+
+def versions(answer: GenerateResponse | Completion) -> list[int]:
+    return [span.version for span in answer.version_spans]
+
+
+def some(
+    tasks: asyncio.TaskGroup, pool: EnginePool, count: int, max_tokens: int
+) -> list[asyncio.Task[Completion]]:
+    asked = [SamplingRequest(f"{index}", PROMPT, max_tokens, 1.0, seed=index) for index in range(count)]
+    return [tasks.create_task(pool.generate(one)) for one in asked]
+
+
+def check_all(running: list[asyncio.Task[Completion]], max_tokens: int) -> None:
+    for task in running:
+        assert len(task.result().token_ids) == max_tokens
+        check_logprobs(task.result())

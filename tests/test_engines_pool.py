@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import EngineError, RequestRefused
-from asyncrl.messages.base import Interrupt
+from asyncrl.errors import EngineError, EngineLost
+from asyncrl.http import CallGarbled, CallRefused
+from asyncrl.messages.base import ErrorBody, Interrupt
+from asyncrl.messages.engine_calls import GenerateRequest
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -225,23 +227,6 @@ def test_a_server_that_aborts_for_ever_is_an_error_but_publishes_may_interrupt_f
     run_virtual(story())
 
 
-def test_a_refused_request_is_data_and_a_dead_server_an_engine_error() -> None:
-    async def story() -> None:
-        (fake,) = make_fakes(1, max_length=10)
-        pool = make_pool([fake])
-        good = asyncio.create_task(pool.generate(make_request("good", max_tokens=8)))
-        with pytest.raises(RequestRefused, match="2 prompt tokens, max_tokens=9.*11 tokens do not fit"):
-            await pool.generate(make_request("bad", max_tokens=9))
-        assert len((await good).token_ids) == 8
-        running = asyncio.create_task(pool.generate(make_request(max_tokens=8)))
-        await asyncio.sleep(3.5 * DECODE_S)
-        fake.die()
-        with pytest.raises(EngineError, match=r"engine-0: \(fake://engine-0\) gave no answer to /generate"):
-            await running
-
-    run_virtual(story())
-
-
 def test_new_weights_empty_the_cache_that_a_conversation_had_and_the_least_loaded_engine_takes_it() -> None:
     async def story() -> None:
         pool = make_pool(make_fakes(2))
@@ -314,3 +299,60 @@ def test_a_server_that_gives_no_answer_does_not_hold_up_the_balance() -> None:
         await asyncio.wait(running)
 
     run_virtual(story())
+
+
+BROKEN = CallRefused("engine-0", "/generate", 500, ErrorBody(error="no memory", way_out="lower it."))
+GARBLED = CallGarbled("engine-0", "/generate", "status 200 with a body that is no GenerateResponse: <html>")
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        (BROKEN, r"answered 500 to /generate: no memory.\n  Way out: lower it."),
+        (GARBLED, "answered /generate with what is no answer: status 200"),
+    ],
+)
+def test_a_bad_answer_is_an_error_and_no_loss(failure: Exception, says: str) -> None:
+    async def story() -> None:
+        fake = FakeEngineServer()
+
+        def broken(_: GenerateRequest) -> str:
+            raise failure
+
+        fake.refuse = broken
+        request = GenerateRequest(request_id="a", prompt_ids=[1], max_tokens=1)
+        with pytest.raises(EngineError, match=says) as caught:
+            await EngineServer(fake).generate_segment(request)
+        assert not isinstance(caught.value, EngineLost)
+
+    run_virtual(story())
+
+
+def test_a_server_that_is_given_up_ends_every_call_and_its_successor_takes_them_again() -> None:
+    async def story() -> None:
+        fake = FakeEngineServer(decode_s=0.01)
+        server = EngineServer(fake)
+        await publish(server, 3)
+        fake.freeze()
+        async with asyncio.TaskGroup() as tasks:
+            calls = [tasks.create_task(_lost(server.abort(None, timeout_s=None))) for _ in range(3)]
+            await all_blocked()
+            assert not any(call.done() for call in calls)
+            server.cut_nowait()
+            server.cut_nowait()
+        errors = [call.result() for call in calls] + [await _lost(server.abort(None))]
+        assert [error.is_told for error in errors] == [True] * 4
+        assert "engine-0: was given up" in str(errors[0])
+        fake.restart()
+        server.renew_nowait()
+        assert (server.policy_version, await server.abort(None)) == (0, [])
+        fake.die()
+        assert not (await _lost(server.abort(None))).is_told
+
+    run_virtual(story())
+
+
+async def _lost(call: Coroutine[Any, Any, object]) -> EngineLost:
+    with pytest.raises(EngineLost) as caught:
+        await call
+    return caught.value

@@ -26,7 +26,7 @@ from trainer_cases import make_batch, make_spec
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller, Refused
-from asyncrl.messages.base import ChunkMemory, EnginePart, MemoryHandle, PlacedTensor
+from asyncrl.messages.base import ChunkMemory, EnginePart, MemoryHandle
 from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
 from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
@@ -34,6 +34,7 @@ from asyncrl.weights import ipc
 from asyncrl.weights.ipc import (
     GRANULE,
     CudaDriver,
+    TrainerMemory,
     make_cuda_memory,
     make_file,
     make_memory,
@@ -127,9 +128,8 @@ def test_what_the_driver_refuses_is_an_error_with_the_call_and_its_reason(stub: 
     with pytest.raises(ValueError, match="at least 64 bytes"):
         open_cuda_memory(unknown.model_copy(update={"name": "QUJD"}), DEVICE, driver)
     with pytest.raises(OSError, match="cuMemAlloc_v2 failed with 201"):
-        driver.call(
-            "cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1)
-        )  # outside of on(): the stub would not take what CUDA does not
+        # Outside of on(): the stub would not take what CUDA does not.
+        driver.call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1))
     if not torch.cuda.is_available():
         with pytest.raises(OSError, match="libcuda"):
             make_cuda_memory(GRANULE, DEVICE)
@@ -157,22 +157,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_step(folder: Path, tmp_path: Path) -> MakeStep:
     def make(**values: Any) -> TrainStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        return TrainStep(
-            make_spec(folder, tmp_path, **{"chunk_bytes": CHUNK_BYTES, "chunks": "memory", **values})
-        )
+        given = {"chunk_bytes": CHUNK_BYTES, "chunks": "memory", **values}
+        return TrainStep(make_spec(folder, tmp_path, **given))
 
     return make
 
 
 def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
     """As the client of an engine makes it, over JSON and back."""
-    fields = chunk.model_dump(exclude={"whole_digest", "canary"})
-    return LoadChunkRequest.model_validate_json(LoadChunkRequest(**fields).model_dump_json())
+    request = LoadChunkRequest.model_validate(chunk, from_attributes=True)
+    return LoadChunkRequest.model_validate_json(request.model_dump_json())
 
 
 def export(step: TrainStep, index: int) -> ExportChunkResponse:
     step.chunk_names(step.policy_version, index)
-    return step.export_chunk(index)
+    chunk = step.export_chunk(index)
+    assert chunk is not None
+    return chunk
 
 
 def wake_empty(engine: Engine) -> None:
@@ -180,26 +181,25 @@ def wake_empty(engine: Engine) -> None:
     engine.wake(WakeRequest(parts=["weights"])).result(timeout=60)
 
 
-def push(step: TrainStep, engine: Engine) -> int:
-    """Number of chunks."""
+def push(step: TrainStep, engine: Engine) -> None:
+    """Afterwards the engine has the trainer's bits."""
     wake_empty(engine)
-    index, is_last = 0, False
-    while not is_last:
-        chunk = export(step, index)
+    chunks: list[ExportChunkResponse] = []
+    while not chunks or not chunks[-1].is_last:
+        chunk = export(step, len(chunks))
         assert chunk.path == ""
         assert chunk.num_bytes <= CHUNK_BYTES or chunk.num_tensors == 1
         assert engine.load_chunk(request_of(chunk)).digest == chunk.digest
-        index, is_last = index + 1, chunk.is_last
-    commit = CommitRequest(version=step.policy_version, digest=chunk.whole_digest)
-    assert engine.commit(commit).result(timeout=60).digest == chunk.whole_digest
+        chunks.append(chunk)
+    assert len(chunks) > 3
+    digest, weights = chunks[-1].whole_digest, step._lazy_weights()
+    commit = CommitRequest(version=step.policy_version, digest=digest)
+    assert engine.commit(commit).result(timeout=60).digest == digest
     engine.wake(WakeRequest(parts=["kv"])).result(timeout=60)
-    return index
-
-
-def assert_has_bits_of(engine: Engine, step: TrainStep) -> None:
-    weights = step._lazy_weights()
-    for name, parameter in engine.weights._parameters.items():
-        assert torch.equal(parameter.data, weights[name].to(step.dtype))
+    assert engine.health().policy_version == step.policy_version
+    found = engine.weights._parameters
+    assert engine.weights.digest == digest_tensors(found), "of all, at both ends"
+    assert all(torch.equal(one.data, weights[name].to(step.dtype)) for name, one in found.items())
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,7 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
         opened = set()
         for version in (1, 2):
             step.train(*make_batch(version=version - 1))
-            assert push(step, engine) > 3
-            assert_has_bits_of(engine, step)
-            assert engine.health().policy_version == version
-            assert engine.weights.digest == digest_tensors(engine.weights._parameters), "of all, at both ends"
+            push(step, engine)
             opened.add(engine.weights._memory._memory)
         engine.submit(make_request("r")).result(timeout=60)
         assert len(opened) == 1, "opened once"
@@ -231,49 +228,35 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
             other.train(*make_batch(version=version))
         push(other, engine)
         assert engine.weights._memory._memory not in opened, "opened anew"
-        assert_has_bits_of(engine, other)
-
-
-def test_what_is_written_over_a_chunk_before_it_is_loaded_is_refused_and_the_push_begins_anew(
-    make_step: MakeStep, folder: Path
-) -> None:
-    step = make_step()
-    step.train(*make_batch())
-    with running_engine(folder) as engine:
         wake_empty(engine)
-        chunk = export(step, 0)
-        step._chunks._place._memory.data[0] ^= 1  # type: ignore[attr-defined]
+        chunk = export(other, 0)
+        other._chunks._place._memory.data[0] ^= 1  # type: ignore[attr-defined]
         with pytest.raises(Refused, match=r"chunk 0 in file memory.*digest"):
             engine.load_chunk(request_of(chunk))
         with pytest.raises(Refused, match="loaded is nothing"):
-            engine.load_chunk(request_of(export(step, 1)))
-        push(step, engine)
+            engine.load_chunk(request_of(export(other, 1)))
+        push(other, engine)
 
 
 def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
-    make_step: MakeStep, folder: Path, tmp_path: Path
+    make_step: MakeStep, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="that trainer and engines could share"):
         make_step(staging_dir=str(tmp_path / "none"))
-    chunk = request_of(export(make_step(), 0))
-    assert chunk.memory is not None
-    data = torch.zeros(chunk.memory.handle.num_bytes, dtype=torch.uint8)
-    first = chunk.memory.tensors[0]
-    for change in ({"start": 10**6}, {"start": 2}, {"dtype": "int8"}, {"shape": [-1, 5]}, {"shape": [10**9]}):
+    memory = export(make_step(), 0).memory
+    assert memory is not None
+    first = memory.tensors[0]
+    changes = [{"start": 10**6}, {"start": 2}, {"dtype": "int8"}, {"shape": [-1, 5]}, {"shape": [10**9]}]
+    for placed in ([first, first], *([first.model_copy(update=change)] for change in changes)):
         with pytest.raises(Refused, match="cannot be in a chunk"):
-            views([first.model_copy(update=change)], data)
-    with pytest.raises(Refused, match="cannot be in a chunk"):
-        views([PlacedTensor(name="a", dtype="float32", shape=[1], start=0)] * 2, data)
-    with running_engine(folder) as engine:
-        wake_empty(engine)
-        for change, what in (
-            ({"name": str(tmp_path / "none")}, "cannot open the file memory"),
-            ({"kind": "cuda"}, "cuda memory cannot be opened for tensors on cpu"),
-        ):
-            memory = ChunkMemory(handle=chunk.memory.handle.model_copy(update=change), tensors=[first])
-            with pytest.raises(Refused, match=what) as refused:
-                engine.load_chunk(chunk.model_copy(update={"memory": memory}))
-            assert "the same device" in refused.value.body.way_out
+            views(placed, torch.zeros(memory.handle.num_bytes, dtype=torch.uint8))
+    for change, what in (
+        ({"name": str(tmp_path / "none")}, "cannot open the file memory"),
+        ({"kind": "cuda"}, "cuda memory cannot be opened for tensors on cpu"),
+    ):
+        gone = ChunkMemory(handle=memory.handle.model_copy(update=change), tensors=[first])
+        with pytest.raises(Refused, match=what), TrainerMemory(CPU).tensors(gone):
+            pass
 
 
 @pytest.mark.gpu
@@ -309,13 +292,8 @@ def test_on_a_device_weights_reach_an_engine_process_without_the_host(
     device = {"device": "cuda", "dtype": "bfloat16"}
     with engine_process("embedded", spec | device, tmp_path / "server") as child:
         asyncio.run(story(child.url))
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_device_memory_goes_back_to_the_device(tmp_path: Path) -> None:
     memory = make_memory(50 * 10**6, torch.device("cuda"), tmp_path)
     free = torch.cuda.mem_get_info()[0]
     del memory
     gc.collect()
-    assert torch.cuda.mem_get_info()[0] - free >= 50 * 10**6
+    assert torch.cuda.mem_get_info()[0] - free >= 50 * 10**6, "it goes back to the device"

@@ -64,6 +64,7 @@ class EnginePool:
     ) -> None:
         assert servers, "an EnginePool needs one server at least"
         self.servers, self.slots, self._on_lost = tuple(servers), slots, on_lost
+        self._index = {server.name: index for index, server in enumerate(servers)}
         self._router = Router(len(servers), slots)
         self._sent: list[dict[str, None]] = [{} for _ in servers]
         """Requests of which each server samples a segment, in the order in which they came to it: those
@@ -97,11 +98,11 @@ class EnginePool:
         """Give this server no work any more; the supervisor cuts its calls too, so that they go on elsewhere.
         Idempotent.
         """
-        self._router.up.discard(self._index(name))
+        self._router.up.discard(self._index[name])
 
     def up_nowait(self, name: str) -> None:
         """Give this server work again: it serves the newest announced version, or a newer one. Idempotent."""
-        self._router.up.add(self._index(name))
+        self._router.up.add(self._index[name])
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -213,9 +214,6 @@ class EnginePool:
         if after is None or not 0 <= after.engine < len(self.servers):
             return -1
         return after.engine if self.servers[after.engine].policy_version == after.version else -1
-
-    def _index(self, name: str) -> int:
-        return next(index for index, server in enumerate(self.servers) if server.name == name)
 
 
 class Router:

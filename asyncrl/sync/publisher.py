@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from asyncrl.engines.engine import EngineClient
@@ -66,26 +67,25 @@ class Publisher:
         on_published: Callable[[ExportResponse], None] = lambda _: None,
         on_lost: OnLost | None = None,
         interrupt: Interrupt = "abort",
-        policy_version: int = 0,
         is_rolling: bool = False,
         is_one_kept: bool = False,
         is_file_wanted: Callable[[int], bool] = lambda _: False,
         on_file: Callable[[ExportResponse], None] = lambda _: None,
     ) -> None:
         self._trainer, self._targets = trainer, tuple(targets)
-        self._interrupt: Interrupt = interrupt
+        self._push = partial(Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling)
         self._timeout_s = timeout_s
         self._on_served, self._on_published, self._on_lost = on_served, on_published, on_lost
-        self._is_rolling, self._is_one_kept = is_rolling, is_one_kept
+        self._is_one_kept = is_one_kept
         self._is_file_wanted, self._on_file = is_file_wanted, on_file
         self._down: set[str] = set()
         self._turn = asyncio.Lock()
         self._announced: ExportResponse | None = None
         self._pushed: tuple[ExportResponse, PushReport] | None = None
         self._is_first_push_due = self._is_pushing = False
-        self._exported_version = policy_version
+        self._exported_version = 0
         self._changed = asyncio.Event()
-        self._stats = PublisherStats(version=policy_version)
+        self._stats = PublisherStats()
 
     @property
     def _live(self) -> list[EngineClient]:
@@ -144,7 +144,10 @@ class Publisher:
         async with self._turn:
             if self._announced is not None:
                 targets = [target for target in self._targets if target.name == name]
-                await self._push(self._announced.version, targets, lost.append).whole(self._announced)
+                push = self._push(
+                    self._announced.version, targets, served=self._stats.version, on_lost=lost.append
+                )
+                await push.whole(self._announced)
                 if lost:
                     raise lost[0]
             self._down.discard(name)
@@ -175,7 +178,8 @@ class Publisher:
         """In turns: have every live engine serve the trainer's version. Raises PublishError, or what the
         trainer's client raises.
         """
-        push = self._push(self._trainer.policy_version, self._live, self._on_lost)
+        version, served = self._trainer.policy_version, self._stats.version
+        push = self._push(version, self._live, served=served, on_lost=self._on_lost)
         report, manifest = await push.chunks(self._trainer)
         self._pushed = manifest, replace(report, pause_s=report.publish_s)
         return Moved(num_bytes=manifest.num_bytes, seconds=report.publish_s)
@@ -207,31 +211,16 @@ class Publisher:
         self._exported_version = manifest.version
         self._set_pushing(True)
         async with turn:
-            push = self._push(manifest.version, self._live, self._on_lost, is_down=self.is_down)
+            live, served = self._live, self._stats.version
+            push = self._push(
+                manifest.version, live, served=served, on_lost=self._on_lost, is_down=self.is_down
+            )
             report = await push.whole(manifest)
             self._announced = manifest
         self._count(manifest, replace(report, export_s=export_s), num_skipped)
         self._on_served(manifest.version)
         self._on_published(manifest)
         self._set_pushing(False)
-
-    def _push(
-        self,
-        version: int,
-        targets: Sequence[EngineClient],
-        on_lost: OnLost | None,
-        is_down: Callable[[str], bool] = lambda _: False,
-    ) -> Push:
-        return Push(
-            version,
-            targets,
-            served=self._stats.version,
-            timeout_s=self._timeout_s,
-            interrupt=self._interrupt,
-            on_lost=on_lost,
-            is_rolling=self._is_rolling,
-            is_down=is_down,
-        )
 
     def _count(self, manifest: ExportResponse, report: PushReport, num_skipped: int = 0) -> None:
         self._stats = PublisherStats(

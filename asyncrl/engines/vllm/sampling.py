@@ -38,8 +38,8 @@ def check_request(name: str, request: GenerateRequest, facts: VllmFacts, vocab_s
     num_tokens = num_prompt + request.max_tokens
     wrong = next((token for token in request.prompt_ids if not 0 <= token < num_ids), None)
     if num_tokens > facts.max_length:
-        what = f"{num_prompt} prompt tokens + {request.max_tokens} new ones = {num_tokens}"
-        rule = f"a slot holds {facts.max_length}"
+        what = f"{num_prompt} prompt tokens + {request.max_tokens} new ones = {num_tokens}, a slot holds "
+        what, rule = f"{what}{facts.max_length}", "prompt and completion must fit into a slot"
         way_out = "shorten the prompt, lower max_tokens, or raise rollout.max_prompt_tokens or .max_tokens."
     elif wrong is not None:
         what, rule = f"it has token id {wrong}", f"the model knows ids 0..{num_ids - 1}"
@@ -203,25 +203,32 @@ def response_of(process: VllmProcess, segment: Segment, sampled: Sampled) -> Gen
     Raises EngineError for an answer that cannot be.
     """
     num_told, version = sampled.num_told, segment.version
-    if sampled.finish is None or (sampled.token_ids and sampled.labels is None):
-        what = f"{len(sampled.token_ids)} tokens, finish_reason {sampled.finish}, and no weight_versions"
-        raise _wrong(process, segment, what)
+    answered = f"answered request {segment.request.request_id} with"
     shown = ", ".join(f"[{span.start}, {span.end}) {span.version}" for span in sampled.labels or [])
     spans = _spans(sampled, process.version_of)
     if any(span.version < 0 for span in spans):
         raise EngineError(
             process.name,
-            f"answered request {segment.request.request_id} with labels that this run never set: {shown}",
+            f"{answered} labels that this run never set: {shown}",
             rule="one run alone pushes weights into a server",
             way_out="give each run servers of its own (rollout.urls).",
         )
     if process.is_stale(segment) and sampled.num_cached and spans and spans[0].version != version:
         spans = []
     num_good = spans[-1].end if spans else 0
+    is_told_wrong = num_told > num_good or any(
+        one.start < num_told and one.version != version for one in spans
+    )
+    if sampled.finish is None or (sampled.token_ids and sampled.labels is None) or is_told_wrong:
+        raise EngineError(
+            process.name,
+            f"{answered} finish_reason {sampled.finish}, {len(sampled.token_ids)} tokens and labels "
+            f"{shown or 'none'}, after {num_told} tokens under version {version}",
+            rule="vLLM 0.32 says how an answer ended and which weights sampled it",
+            way_out=f"read {process.name}'s log, and use vLLM 0.32.",
+        )
     if num_good < len(sampled.token_ids):
         sampled.cut(num_good, "abort")
-    if num_told > num_good or any(span.start < num_told and span.version != version for span in spans):
-        raise _wrong(process, segment, f"labels {shown} after {num_told} tokens under version {version}")
     return GenerateResponse(
         request_id=segment.request.request_id,
         token_ids=sampled.token_ids[num_told:],
@@ -248,15 +255,6 @@ def _spans(sampled: Sampled, version_of: Callable[[str], int | None]) -> list[Sp
         elif label.start < end:
             spans.append(Span(start=label.start, end=end, version=version))
     return spans
-
-
-def _wrong(process: VllmProcess, segment: Segment, what: str) -> EngineError:
-    return EngineError(
-        process.name,
-        f"answered request {segment.request.request_id} with {what}",
-        rule="vLLM 0.32 says how an answer ended and which weights sampled it; a commit alone changes those",
-        way_out=f"read {process.name}'s log, and use vLLM 0.32.",
-    )
 
 
 class JointWatch:

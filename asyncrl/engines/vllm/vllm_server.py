@@ -12,7 +12,6 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from asyncrl.engines.engine import OnChunk
-from asyncrl.engines.vllm.commit import Commit, CommitRules
 from asyncrl.engines.vllm.facts import VllmFacts, make_ready
 from asyncrl.engines.vllm.sampling import Decode, check_request, sample
 from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
@@ -21,10 +20,11 @@ from asyncrl.engines.vllm.vllm_weights import (
     AdapterLoad,
     BroadcastLoad,
     ChunkLoad,
+    Commit,
+    CommitRules,
     FileLoad,
     Load,
     Meeting,
-    one_digest,
 )
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
@@ -86,6 +86,8 @@ class VllmServer:
     def _begin_nowait(self) -> None:
         self._process = VllmProcess(self._caller, self._start_version, self._mark)
         self._staged: Load | None = None
+        self._num_chunks = 0
+        """Of the push that comes chunk by chunk, so far."""
         self._unchecked: Commit | None = None
         """Of weights that were committed while parts slept."""
         self._adapter_folder: Path | None = None
@@ -177,6 +179,7 @@ class VllmServer:
         if is_same and process.is_settled and process.has_content:
             self._leave_meeting_nowait()
             return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
+        self._num_chunks = 0  # whatever becomes of this commit, a push ends with it
         is_other = version == process.version and process.digest not in ("", digest)
         is_staged = load is not None and (load.version, load.digest) == (version, digest)
         if load is None or not is_staged or is_other or version < process.version or process.is_committing:
@@ -248,23 +251,35 @@ class VllmServer:
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
-        """The workers refuse chunks that do not come in order, or are not what was sent."""
+        """The workers refuse chunks of another push, and what is not what was sent."""
         process = self._process
         what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
         self._check_weights_awake(what)
-        if process.has_content or chunk.version < process.version:
-            over = "over weights that are served" if process.has_content else f"after {process.version}"
-            rule = "chunks of no older version are loaded into weights that woke without restore"
-            raise EngineError(self.name, f"{what} {over}", rule=rule, way_out="sleep and wake them first.")
+        here, self._num_chunks = self._num_chunks, 0
+        if process.has_content or chunk.version < process.version or chunk.index not in (0, here):
+            if process.has_content:
+                what = f"{what} over weights that are served"
+            elif chunk.version < process.version:
+                what = f"{what} after {process.version}"
+            else:
+                what = f"{what}: loaded is {f'chunks 0..{here - 1}' if here else 'nothing'}"
+            raise EngineError(
+                self.name,
+                what,
+                rule="chunks come in order, of no older version, into weights that woke without restore",
+                way_out="sleep and wake the weights, then push from chunk 0.",
+            )
         self._staged = None
-        process.begin_load_nowait(chunk.version)
+        if chunk.index == 0:
+            process.begin_load_nowait(chunk.version)
         asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
-            digest = one_digest(self.name, await process.rpc("asyncrl_load_chunk", asked))
+            workers = await process.rpc("asyncrl_load_chunk", asked)
+        self._num_chunks = 0 if chunk.is_last else chunk.index + 1
         if chunk.is_last:
             whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
             self._staged = ChunkLoad(self.name, ExportResponse(**whole, digest=chunk.whole_digest))
-        return digest
+        return str(workers[0]["digest"])
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:
         """Take memory for these parts again; the weights are copied back."""

@@ -1,31 +1,37 @@
-"""How weights that the trainer has exported get into vLLM: a file through our worker extension, chunks, an
-adapter, a broadcast. Knows no pause and no version's end.
+"""New weights for one vLLM process: how what the trainer has exported gets in (a file through our worker
+extension, chunks, an adapter, a broadcast), and its commit: pause, load, label, resume, and the canary that
+says whether it is true.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import struct
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlencode
 
-from asyncrl.engines.vllm.vllm_routes import Routes
-from asyncrl.errors import EngineError
-from asyncrl.messages.base import GroupSeat, weights_digest
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
+from asyncrl.engines.vllm.vllm_routes import GENERATE, Generated, Routes, vllm_request
+from asyncrl.errors import EngineError, EngineLost
+from asyncrl.messages.base import GroupSeat, Interrupt, weights_digest
+from asyncrl.messages.engine_calls import CommitResponse
+from asyncrl.messages.trainer_calls import Canary, ExportResponse
+from asyncrl.waits import uncut
 from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, safetensors_head
 
+RESUME_LIMIT_S = 10.0
 ADAPTER = "policy-adapter"
 SCALE = "scale"
 _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
-_LOADED_RULE = "a version is served only when what was loaded is what was sent"
+_RULE = "once a load has begun, the weights are those of no version until it is done and checked"
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
-_ADAPTER_RULE = (
-    "adapters are <module>.lora_A.weight and <module>.lora_B.weight of one rank, and one float32 scale"
-)
+_ADAPTER_RULE = "adapters are <module>.lora_A.weight and .lora_B.weight of one rank, and one float32 scale"
 
 
 class Load:
@@ -70,7 +76,7 @@ class FileLoad(Load):
         while True:
             workers = await routes.rpc("asyncrl_stage", asked)
             if all(worker.get("state") == "staged" for worker in workers):
-                return one_digest(self.name, workers)
+                return str(workers[0]["digest"])  # each worker has compared it with the announced one
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _ASK_AGAIN_MAX_S)
 
@@ -129,15 +135,6 @@ class BroadcastLoad(Load):
         await self._meeting.receive(self.name, self.version, take)
 
 
-def one_digest(name: str, workers: Sequence[Mapping[str, Any]]) -> str:
-    """The digest on which all workers agree. Raises EngineError."""
-    digests = {str(worker.get("digest", "")) for worker in workers}
-    if len(digests) != 1 or "" in digests:
-        what = f"its workers say digests {sorted(digests)}"
-        raise EngineError(name, what, rule="all workers read the same bytes", way_out="read its log.")
-    return digests.pop()
-
-
 class AdapterLoad(Load):
     """Adapters for the weights that vLLM started with, as a folder of peft made of the trainer's file
     (asyncrl/weights/adapters.py). `before`: the folder of the adapter that serves now, which is not needed
@@ -176,7 +173,7 @@ def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> s
                 name,
                 f"{manifest.path} has digest {digest}, announced for policy_version {manifest.version} was "
                 f"{manifest.digest}",
-                rule=_LOADED_RULE,
+                rule="a version is served only when what was loaded is what was sent",
                 way_out=RESEND,
             )
         config = json.dumps(_peft_config(tensors))
@@ -211,3 +208,191 @@ def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
         "lora_alpha": scale * rank,
         "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
+
+
+class CommitRules(NamedTuple):
+    """`limit` of the canary, in nats; `retries` of a load whose canary fails, of which `warn` is told."""
+
+    slots: int
+    limit: float
+    retries: int
+    warn: Callable[[str], None]
+
+
+class Commit:
+    """Makes one Load the serving weights of a process.
+
+    Life:       run() once; for an engine that sleeps, check() once it is awake. An attempt whose canary fails
+                is followed by another, under a label of its own.
+    Waits:      for vLLM: as long as its caller lets it, but for resume, which has RESUME_LIMIT_S and is not
+                cut short by a cancellation.
+    Invariant:  a paused engine is resumed, whatever happens, unless its process was given up. From the first
+                byte that is loaded to the canary's answer no token leaves; if that answer never comes, or is
+                no, the process is broken: what it holds is no version.
+    """
+
+    def __init__(self, process: VllmProcess, load: Load, rules: CommitRules) -> None:
+        self._process, self._load, self._rules = process, load, rules
+        self._num_attempts = 1 + (rules.retries if load.can_repeat and load.canary is not None else 0)
+        self._what_failed = f"failed in a swap from policy_version {process.version} to {load.version}"
+        self._label = process.label_of(load.version)
+        self._is_untrue = False
+        self._pause_s, self._num_interrupted = 0.0, 0
+
+    async def run(self, interrupt: Interrupt) -> CommitResponse:
+        """Returns once the weights serve, or, in an engine that sleeps, once they lie there."""
+        process, load = self._process, self._load
+        with self._all_or_broken():
+            async with process.calls():
+                for attempt in range(self._num_attempts):
+                    if attempt:
+                        self._label = process.label_of(load.version, attempt)
+                        await load.stage(process)
+                    await self._swap("abort" if attempt else interrupt)
+                    is_check_later = bool(process.asleep) and load.canary is not None
+                    if is_check_later or await self._is_true(attempt + 1):
+                        process.version, process.digest = load.version, load.digest
+                        process.label, process.model = self._label, load.model
+                        if not is_check_later:
+                            process.confirm_nowait()
+                        break
+        return CommitResponse(
+            version=load.version,
+            digest=load.digest,
+            pause_s=self._pause_s,
+            num_interrupted=self._num_interrupted,
+        )
+
+    async def check(self) -> None:
+        """What run() left open, now that the engine is awake."""
+        with self._all_or_broken():
+            async with self._process.calls():
+                await self._is_true(self._num_attempts)
+            self._process.confirm_nowait()
+
+    async def _swap(self, interrupt: Interrupt) -> None:
+        process, clock = self._process, asyncio.get_running_loop().time
+        if process.asleep:  # nothing runs, and a wake resumes
+            await self._load_under_label(interrupt)
+            return
+        num_running, started = len(process.sent), clock()
+        mode, keeps_kv = ("keep", True) if interrupt == "keep_kv" else (interrupt, False)
+        pause = {"mode": mode, "clear_cache": str(not keeps_kv).lower()}
+        try:
+            await process.tell(f"/pause?{urlencode(pause)}")
+            if interrupt == "wait":
+                started = clock()
+            elif interrupt == "abort":
+                self._num_interrupted += num_running
+            else:
+                self._num_interrupted += min(num_running, self._rules.slots)
+            await process.end(self._not_kept(interrupt))
+            await self._load_under_label(interrupt)
+        finally:
+            _, cancelled = await uncut(self._resume())
+            if cancelled is not None:
+                raise cancelled
+        self._pause_s += clock() - started
+
+    def _not_kept(self, interrupt: Interrupt) -> list[Segment]:
+        """Segments that end here: with abort all, those too that reached vLLM after the pause; else streams,
+        whose next tokens could not be told before their end, and as many others as leave a slot for the
+        canary.
+        """
+        sent = self._process.sent
+        if interrupt == "abort":
+            return sent
+        kept = [segment for segment in sent if not segment.is_streamed]
+        num_kept = len(kept) if self._load.canary is None else self._rules.slots - 1
+        return [segment for segment in sent if segment.is_streamed] + kept[num_kept:]
+
+    async def _load_under_label(self, interrupt: Interrupt) -> None:
+        process = self._process
+        process.begin_load_nowait(self._load.version, keeps_kv=interrupt == "keep_kv")
+        await self._load.load(process)
+        await process.set_label(self._label)
+
+    async def _resume(self) -> None:
+        """Also after a pause of which nobody knows whether it came: a resume too many does nothing."""
+        process = self._process
+        try:
+            async with process.calls():
+                await process.tell("/resume", timeout_s=RESUME_LIMIT_S)
+        except EngineError as error:  # a process that was given up is broken already
+            what = f"was paused and could not be resumed: {error.fault}"
+            process.break_nowait(what, rule="a pause ends with its commit")
+
+    async def _is_true(self, attempt: int) -> bool:
+        """Whether the canary agrees. Raises EngineError if it does not, and this was the last attempt."""
+        load, process = self._load, self._process
+        if load.canary is None:
+            return True
+        fault = await canary_fault(
+            process, load.canary, label=self._label, model=load.model, limit=self._rules.limit
+        )
+        if not fault:
+            return True
+        process.distrusted.add(self._label)
+        what = (
+            f"does not compute with the weights of policy_version {load.version} that it says it loaded: "
+            f"{fault}"
+        )
+        if attempt < self._num_attempts:
+            self._rules.warn(
+                f"{process.name} {what}; loading them again, {attempt} of {self._num_attempts - 1}"
+            )
+            return False
+        self._is_untrue = True
+        raise EngineError(
+            process.name,
+            f"{what} ({attempt} of {self._num_attempts} attempts)",
+            rule=f"the canary must agree to weight_sync.canary_limit={self._rules.limit} nats",
+            way_out=f"if that is rounding of model.dtype, set weight_sync.canary_limit above it; else start "
+            f"{process.name} again, and the run with its --run-dir.",
+        )
+
+    @contextmanager
+    def _all_or_broken(self) -> Iterator[None]:
+        """Left by an error or a cancellation while it is not known what the weights are: broken."""
+        process, is_done = self._process, False
+        try:
+            yield
+            is_done = True
+        except EngineError as error:
+            if process.is_settled or self._is_untrue or isinstance(error, EngineLost):
+                raise
+            what = f"{self._what_failed}: {error.fault}"
+            raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
+        finally:
+            if not is_done and not process.is_settled:
+                process.break_nowait(self._what_failed, rule=_RULE)
+
+
+async def canary_fault(routes: Routes, canary: Canary, *, label: str, model: str | None, limit: float) -> str:
+    """What vLLM says of the canary that the trainer does not, in words; '' if they agree.
+
+    The first probe goes the way of every request, through the prefix cache; the second computes the prompt
+    anew. One after the other: the second would fill the cache for the first.
+    """
+    answers = []
+    for name, more in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():
+        sampling = {"max_tokens": 1, "temperature": 0.0} | more
+        body = vllm_request(canary.token_ids, f"canary-{label}-{name}", label, model, **sampling)
+        answers.append(await routes.post(GENERATE, body, Generated))
+    choices = [choice for answer in answers for choice in answer.choices]
+    labels = [span.version for choice in choices for span in choice.weight_versions or []]
+    if labels != [label, label]:
+        return f"it answers under the label {', '.join(labels) or 'none'}, and was told {label}"
+    logprobs = choices[0].logprobs
+    sampled = [] if logprobs is None else [one.logprob for one in logprobs.content or []]
+    if len(sampled) != 1 or not abs(sampled[0] - canary.next_logprob) <= limit:
+        shown = ", ".join(f"{logprob:.6f}" for logprob in sampled) or "none"
+        return f"the next token has logprob {shown}, the trainer says {canary.next_logprob:.6f}"
+    entries = zip(answers[1].prompt_logprobs or [], canary.token_ids, strict=False)
+    found = [entry[token].logprob for entry, token in entries if entry and token in entry]
+    if len(found) != len(canary.logprobs):
+        return f"{len(found)} logprobs of a prompt with {len(canary.logprobs)}"
+    gap = math.fsum(abs(ours - theirs) for ours, theirs in zip(found, canary.logprobs, strict=True))
+    if not gap <= limit * len(found):
+        return f"logprobs of the prompt differ by {gap / len(found):.6f} on average over {len(found)} tokens"
+    return ""
