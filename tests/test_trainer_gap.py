@@ -15,14 +15,7 @@ from trainer_cases import changed, make_batch, make_spec, naive_logprobs
 from asyncrl.config import TrainerConfig
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
-from asyncrl.trainer.gap import (
-    MIN_ENGINE_TOKENS,
-    Gap,
-    gap_fault,
-    gap_metrics,
-    learning_rate_at,
-    measure_gaps,
-)
+from asyncrl.trainer.gap import MIN_ENGINE_TOKENS, Gap, gap_fault, gap_metrics, learning_rate_at, measure_gaps
 from asyncrl.trainer.step import TrainStep
 
 MakeStep = Callable[..., TrainStep]

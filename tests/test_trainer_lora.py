@@ -25,13 +25,7 @@ from asyncrl.trainer.step import TrainStep
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 
 
-def make_step(
-    model_dir: Path,
-    folder: Path,
-    *,
-    lora: dict[str, Any] = LORA,
-    **values: Any,
-) -> TrainStep:
+def make_step(model_dir: Path, folder: Path, *, lora: dict[str, Any] = LORA, **values: Any) -> TrainStep:
     return TrainStep(make_spec(model_dir, folder, trainer={"lora": lora}, **values))
 
 
