@@ -37,10 +37,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **AROUND_BEHAVIOUR,
     "GRPO with KL": ({"ratio": "proximal", "aggregate": "sequence", "kl_coefficient": 0.3}, {"beta": 0.3}),
     "Dr. GRPO": ({"ratio": "proximal", "aggregate": "constant"}, {"loss_type": "dr_grpo"}),
-    "DAPO with KL": (
-        {"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3},
-        {**DAPO, "beta": 0.3},
-    ),
+    "DAPO with KL": ({"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3}, {**DAPO, "beta": 0.3}),
     "GSPO over tokens": ({"loss": "gspo", "ratio": "proximal", "aggregate": "token", **CLIPS}, DAPO | GSPO),
     "decoupled PPO": ({"loss": "decoupled_ppo"}, DAPO | VLLM),
     **{

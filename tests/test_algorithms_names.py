@@ -15,13 +15,7 @@ from algorithm_cases import SETTINGS, function, numbered, tokens
 from trl_trainers import Sampled, trl_loss
 
 from asyncrl.algorithms.aggregate import token_weights
-from asyncrl.algorithms.registry import (
-    BUILT_IN_ADVANTAGES,
-    BUILT_IN_CORRECTIONS,
-    RECIPES,
-    Recipe,
-    resolve,
-)
+from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, BUILT_IN_CORRECTIONS, RECIPES, Recipe, resolve
 from asyncrl.config import AlgorithmConfig, RunConfig
 from asyncrl.errors import ConfigError
 

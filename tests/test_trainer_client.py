@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any, cast
 
 import numpy as np
 import pytest
-from pydantic import BaseModel
 
-from asyncrl.errors import TrainerError
-from asyncrl.http import Caller, CallLost, CallRefused
-from asyncrl.messages.base import ErrorBody
+from asyncrl.errors import TrainerError, TrainerLost
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.messages.trainer_calls import Credit, TrainResponse, pack_batch, unpack_batch
+from asyncrl.messages.trainer_calls import Credit, pack_batch, unpack_batch
+from asyncrl.testing.fake_trainer import FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient, pack_groups, sampled_by
 
@@ -40,28 +37,6 @@ def make_types_batch(version: int = 4) -> Batch:
         Group(GroupId(9), Prompt("0-9", ()), (make_trajectory(0),)),
     )
     return Batch(version=version, groups=groups, min_version=3, mask_older=True)
-
-
-class FakeTrainer:
-    """Answers /train as a worker does: with the version after the batch's, or the failure it was given."""
-
-    url, name = "http://fake", "trainer-0"
-
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.failure = failure
-
-    async def post(
-        self, path: str, body: BaseModel | bytes | None, answer: type[Any], *, timeout_s: float | None
-    ) -> Any:
-        await asyncio.sleep(1.0)
-        if self.failure is not None:
-            raise self.failure
-        assert isinstance(body, bytes)
-        return TrainResponse(policy_version=unpack_batch(body)[0].version + 1, metrics={})
-
-
-def client_of(trainer: FakeTrainer) -> TrainerClient:
-    return TrainerClient(cast(Caller, trainer), policy_version=4)
 
 
 def test_groups_are_packed_one_after_the_other_with_a_version_and_an_engine_a_token() -> None:
@@ -103,39 +78,36 @@ def test_spans_that_do_not_cover_the_sampled_tokens_exactly_are_refused(
 
 def test_all_that_wait_for_a_version_wake_when_a_step_brings_it() -> None:
     async def story() -> None:
-        client = client_of(FakeTrainer())
+        client = TrainerClient(FakeTrainerServer())
         async with asyncio.TaskGroup() as tasks:
-            next_one = [tasks.create_task(client.wait_version_above(4)) for _ in range(2)]
-            later = tasks.create_task(client.wait_version_above(5))
+            next_one = [tasks.create_task(client.wait_version_above(0)) for _ in range(2)]
+            later = tasks.create_task(client.wait_version_above(1))
             await all_blocked()
             assert not any(task.done() for task in (*next_one, later))
-            assert (await client.train(make_types_batch(4))).policy_version == 5
+            assert (await client.train(make_types_batch(0))).policy_version == 1
             await all_blocked()
-            assert [task.result() for task in next_one] == [5, 5]
+            assert [task.result() for task in next_one] == [1, 1]
             assert not later.done()
-            await client.train(make_types_batch(5))
-            assert await later == 6
+            await client.train(make_types_batch(1))
+            assert await later == 2
 
     run_virtual(story())
 
 
 @pytest.mark.parametrize(
-    ("failure", "message", "way_out"),
+    ("is_dead", "message"),
     [
-        (
-            CallRefused("t", "/train", 409, ErrorBody(error="it is odd", rule="r", way_out="do this.")),
-            "/train was refused (409): it is odd",
-            "do this.",
-        ),
-        (CallLost("t", "/train", "Disconnected"), "no answer to /train: Disconnected", "log"),
+        (False, r"/train was refused \(409\): it is odd.*log"),
+        (True, "no answer to /train: ServerDisconnectedError.*log"),
     ],
 )
-def test_a_refusal_or_a_lost_worker_is_a_trainer_error_with_a_way_out(
-    failure: Exception, message: str, way_out: str
-) -> None:
-    client = client_of(FakeTrainer(failure))
-    with pytest.raises(TrainerError) as caught:
-        run_virtual(client.train(make_types_batch()))
-    assert message in caught.value.what
-    assert way_out in caught.value.way_out
-    assert client.policy_version == 4
+def test_a_refusal_or_a_lost_worker_is_a_trainer_error_with_a_way_out(is_dead: bool, message: str) -> None:
+    server = FakeTrainerServer()
+    server.refuse["/train"] = "it is odd"
+    client = TrainerClient(server)
+    if is_dead:
+        server.die()
+    with pytest.raises(TrainerError, match=f"(?s){message}") as caught:
+        run_virtual(client.train(make_types_batch(0)))
+    assert isinstance(caught.value, TrainerLost) == is_dead
+    assert client.policy_version == 0

@@ -25,13 +25,7 @@ from asyncrl.trainer.step import TrainStep
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
 
 
-def make_step(
-    model_dir: Path,
-    folder: Path,
-    *,
-    lora: dict[str, Any] = LORA,
-    **values: Any,
-) -> TrainStep:
+def make_step(model_dir: Path, folder: Path, *, lora: dict[str, Any] = LORA, **values: Any) -> TrainStep:
     return TrainStep(make_spec(model_dir, folder, trainer={"lora": lora}, **values))
 
 
@@ -41,39 +35,35 @@ def trained(step: TrainStep, num_batches: int = 3) -> TrainStep:
     return step
 
 
-def logprobs(step: TrainStep, version: int = 3) -> np.ndarray:
-    header, arrays = make_batch(version=version)
-    return step._forward(step.policy, header, arrays, arrays.loss_mask)
+BATCH = make_batch(version=3)
 
 
-def plain_logprobs(model: Any, version: int = 3) -> np.ndarray:
-    header, arrays = make_batch(version=version)
-    return np.where(arrays.loss_mask, naive_logprobs(model, header, arrays, 1.0), 0)
-
-
-def base_of(model_dir: Path) -> dict[str, torch.Tensor]:
-    return dict(AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).named_parameters())
+def logprobs(step: TrainStep) -> np.ndarray:
+    return step._forward(step.policy, *BATCH, BATCH[1].loss_mask)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_alone_are_trained_and_the_base_keeps_its_bits_in_the_dtype_of_the_run(
+def test_adapters_alone_are_trained_and_without_them_the_model_is_its_own_reference_bit_for_bit(
     tiny_model_dir: Path, tmp_path: Path, dtype: str
 ) -> None:
-    step = trained(make_step(tiny_model_dir, tmp_path, dtype=dtype))
+    step = make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm={"kl_coefficient": 0.1})
+    before = logprobs(step)
+    trained(step)
     assert len(step._masters.named) == 2 * 14, "A and B of seven linear layers in each of two decoder layers"
-    assert all(
-        ".lora_" in name and master.dtype == torch.float32 for name, master in step._masters.named.items()
-    )
     assert len(step._optimizer.state) == 2 * 14
-    base = base_of(tiny_model_dir)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).state_dict()
     for name, parameter in step.policy.model.named_parameters():
         assert parameter.dtype == getattr(torch, dtype)
-        if ".lora_" in name:
-            assert parameter.requires_grad
+        assert parameter.requires_grad == (".lora_" in name)
+        if parameter.requires_grad:
+            assert step._masters.named[name].dtype == torch.float32
             assert parameter.any(), f"{name} is still 0"
         else:
-            assert not parameter.requires_grad
             assert torch.equal(parameter, base[name.replace(".base_layer", "")].to(parameter.dtype))
+    assert step._reference is None, "no copy is held"
+    assert np.array_equal(step._numbers(*BATCH, BATCH[1].loss_mask).reference_N, before)
+    assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
+    assert step.train(*BATCH)["policy/kl_reference"] > 0
 
 
 def test_the_gradient_of_an_adapter_is_that_of_the_full_weight_carried_over_to_its_factors(
@@ -100,13 +90,10 @@ def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine_and_
     None
 ):
     torch.manual_seed(0)
-    layer = MergedLinear(
-        nn.Linear(6, 5, bias=False), ADAPTER, r=3, lora_alpha=3, config=peft.LoraConfig()
-    ).bfloat16()
-    base, x = (
-        nn.init.uniform_(layer.get_base_layer().weight, 0.25, 1.0),
-        torch.rand(7, 6, dtype=torch.bfloat16),
-    )
+    linear, config = nn.Linear(6, 5, bias=False), peft.LoraConfig()
+    layer = MergedLinear(linear, ADAPTER, r=3, lora_alpha=3, config=config).bfloat16()
+    base = nn.init.uniform_(layer.get_base_layer().weight, 0.25, 1.0)
+    x = torch.rand(7, 6, dtype=torch.bfloat16)
     for size, is_visible in ((1e-5, False), (1.0, True)):
         nn.init.constant_(layer.lora_B[ADAPTER].weight, size)
         weight = merge(base, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight, 1.0)
@@ -127,7 +114,7 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
         modes = {path.stat().st_mode & 0o777 for path in (tmp_path / folder).iterdir()}
         assert len(modes) == 1, "weights and config are read by the same people"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
-    assert np.abs(plain_logprobs(merged) - logprobs(step)).max() < 1e-5
+    assert np.abs(naive_logprobs(merged, *BATCH, 1.0) - logprobs(step)).max() < 1e-5
     saved_config, config = (
         json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "final", tiny_model_dir)
     )
@@ -137,25 +124,11 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
         FutureWarning, match="is_gradient_checkpointing"
     ):  # peft 0.21 asks transformers 5.23 by an old name
         with_adapters = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    assert np.abs(plain_logprobs(with_adapters) - logprobs(step)).max() < 1e-5
+    assert np.abs(naive_logprobs(with_adapters, *BATCH, 1.0) - logprobs(step)).max() < 1e-5
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tiny_model_dir)
     with pytest.raises(Refused, match="trainer.lora is none"):
         TrainStep(make_spec(tiny_model_dir, tmp_path)).save(tmp_path / "none", merged=False)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_is_the_same_model_without_its_adapters_bit_for_bit(
-    tiny_model_dir: Path, tmp_path: Path, dtype: str
-) -> None:
-    step = make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm={"kl_coefficient": 0.1})
-    header, arrays = make_batch(version=3)
-    before = logprobs(step)
-    trained(step)
-    assert step._reference is None, "no copy is held"
-    assert np.array_equal(step._numbers(header, arrays, arrays.loss_mask).reference_N, before)
-    assert not np.array_equal(logprobs(step), before), "and the adapters are on again afterwards"
-    assert step.train(header, arrays)["policy/kl_reference"] > 0
 
 
 @pytest.mark.parametrize(

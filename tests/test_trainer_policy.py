@@ -13,12 +13,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 from trainer_cases import Rows, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.trainer.model import policy as policy_module
 from asyncrl.trainer.model.packing import MicroBatch, pack
-from asyncrl.trainer.model.policy import Plan, Policy, find_plan
+from asyncrl.trainer.model.policy import Plan, Policy, find_plan, head_scores
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
 COMMON = {
@@ -37,24 +38,12 @@ COMMON = {
 }
 PACKED: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
-    "qwen2": {},
     "llama": {},
-    "mistral": {"sliding_window": None},
-    "gemma2": {
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": 2.0,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 1000,
-    },
+    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "olmo2": {},
     "phi3": {},
     "granite": {"logits_scaling": 2.0},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "decoder_sparse_step": 1,
-    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 ALONE: dict[str, dict[str, Any]] = {
@@ -66,11 +55,9 @@ ALONE: dict[str, dict[str, Any]] = {
 def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(0)
     settings = {**COMMON, **PACKED.get(kind, ALONE.get(kind, {})), **changes}
-    # The same weights whatever the dtype; buffers, such as a rotary embedding's frequencies, stay as they are
-    # made.
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **settings), dtype=torch.float32
-    ).eval()
+    config = AutoConfig.for_model(kind, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    # The same weights whatever the dtype; buffers, as a rotary embedding's frequencies, stay as they are.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -102,34 +89,24 @@ def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> tuple[Tenso
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    named = model.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
 def assert_same(
     found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]], limit: float
 ) -> None:
-    """Logprobs to 10 * limit, in nats; the whole gradient to `limit`, relative, and each parameter's to 10 *
-    limit.
-    """
+    """Logprobs to 10 * limit, in nats; each parameter's gradient to 10 * limit, relative."""
     torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=0, atol=10 * limit)
     assert found[1].keys() == expected[1].keys()
-    distance = size = 0.0
     for name, gradient in expected[1].items():
-        one, whole = float((found[1][name] - gradient).norm()), float(gradient.norm())
-        assert one <= 10 * limit * whole + 1e-9, name
-        distance, size = distance + one**2, size + whole**2
-    assert distance**0.5 <= limit * size**0.5
+        assert float((found[1][name] - gradient).norm()) <= 10 * limit * float(gradient.norm()) + 1e-9, name
 
 
 @pytest.mark.parametrize("kind", PACKED)
 def test_usual_architectures_run_packed_and_give_plain_gradients(kind: str) -> None:
-    model = make_model(
-        kind, torch.float32 if kind == "qwen3_moe" else torch.float64
-    )  # its experts' kernel knows no float64
+    # the kernel of the experts knows no float64
+    model = make_model(kind, torch.float32 if kind == "qwen3_moe" else torch.float64)
     expected = run_plain(model, GROUPS, 0.7)
     policy = Policy(model)
     assert policy.plan.is_packed, policy.plan.reason
@@ -233,3 +210,74 @@ def test_the_plan_check_sees_a_model_whose_sequences_see_each_other(
     plan = find_plan(make_model(dtype=dtype))
     assert not plan.is_packed
     assert "away from the plain ones" in plan.reason
+
+
+# ---- the sliced head gives the logprobs, entropies and gradients of a whole log-softmax
+
+
+def case(dtype: torch.dtype, *, has_bias: bool = False) -> list[Any]:
+    """Hidden states, head weights, bias or None, targets, and a gradient of the logprobs."""
+    random = torch.Generator().manual_seed(1)
+    hidden = torch.randn(70, 24, generator=random).to(dtype).requires_grad_()
+    weight = (torch.randn(600, 24, generator=random).to(dtype) * 0.5).requires_grad_()
+    bias = torch.randn(600, generator=random).to(dtype).requires_grad_() if has_bias else None
+    target = torch.randint(0, 600, (70,), generator=random)
+    return [hidden, weight, bias, target, torch.randn(70, generator=random)]
+
+
+def whole(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+) -> tuple[Tensor, ...]:
+    logprob_MV = torch.log_softmax(functional.linear(hidden, weight, bias) / temperature, dim=-1)
+    entropy_M = torch.special.entr(logprob_MV.exp()).sum(-1)
+    return logprob_MV.gather(-1, target[:, None])[:, 0], entropy_M, logprob_MV.amax(-1)
+
+
+def scores_of(function: Any, made: list[Any], temperature: float) -> list[Tensor]:
+    hidden, weight, bias, target, grad = made
+    scores = function(hidden, weight, bias, target, temperature)
+    inputs = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+    gradients = torch.autograd.grad(scores[0], inputs, grad.to(scores[0].dtype))
+    return [*(score.detach() for score in scores), *gradients]
+
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 vocabulary entries, the last one shorter."""
+    monkeypatch.setitem(policy_module.MOST_LOGITS, "cpu", 70 * 128)
+    monkeypatch.setattr(policy_module, "MIN_SLICE", 1)
+
+
+@pytest.mark.usefixtures("slices")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "limit"), [(torch.float64, 0.7, 1e-10), (torch.float32, 1.0, 1e-5)]
+)
+def test_it_is_a_log_softmax(has_bias: bool, dtype: torch.dtype, temperature: float, limit: float) -> None:
+    made = case(dtype, has_bias=has_bias)
+    for found, expected in zip(
+        scores_of(head_scores, made, temperature), scores_of(whole, made, temperature), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=limit, atol=limit)
+
+
+@pytest.mark.usefixtures("slices")
+def test_bfloat16_weights_lose_nothing_in_the_forward_pass() -> None:
+    hidden, weight, bias, *rest = case(torch.bfloat16)
+    wide = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
+    found = scores_of(head_scores, [hidden, weight, bias, *rest], 0.8)
+    expected = scores_of(whole, [*wide, bias, *rest], 0.8)
+    for score, wide_score in zip(found[:3], expected[:3], strict=True):
+        assert score.dtype == torch.float32
+        torch.testing.assert_close(score, wide_score, rtol=2e-5, atol=2e-5)
+    for gradient, wide_gradient in zip(found[3:], expected[3:], strict=True):
+        assert gradient.dtype == torch.bfloat16
+        assert float((gradient.float() - wide_gradient).norm() / wide_gradient.norm()) < 0.01
+
+
+def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
+    hidden = torch.tensor([[1.0], [-1.0], [0.0]]).requires_grad_()
+    weight = torch.linspace(-300.0, 300.0, 601)[:, None].requires_grad_()
+    made = [hidden, weight, None, torch.tensor([0, 0, 5]), torch.ones(3)]
+    for found, expected in zip(scores_of(head_scores, made, 1.0), scores_of(whole, made, 1.0), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)

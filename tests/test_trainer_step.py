@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from branch_cases import plain_advantages, plain_loss
 from trainer_cases import changed, make_batch, make_spec
 from transformers import AutoModelForCausalLM
 
@@ -46,30 +47,15 @@ def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.nd
     return step._forward(step.policy, header, arrays, arrays.loss_mask)
 
 
-def naive_gradients(model: Any, header: BatchHeader, arrays: BatchArrays) -> dict[str, torch.Tensor]:
-    """PPO's clipped loss over one plain forward a sequence, full logits, autograd alone; clip range 0.2."""
-    rewards = torch.tensor([entry.reward for entry in header.trajectories], dtype=torch.float64).view(2, 3)
-    std = rewards.std(1, correction=0, keepdim=True) + 1e-4
-    advantages = ((rewards - rewards.mean(1, keepdim=True)) / std).flatten().tolist()
-    total = torch.zeros(())
-    for entry, advantage in zip(header.trajectories, advantages, strict=True):
-        part = slice(entry.start + 1, entry.end)
-        ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
-        logprob_TV = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1)
-        current = logprob_TV.gather(-1, ids[1:, None])[:, 0]
-        sampled = torch.from_numpy(arrays.loss_mask[part])
-        ratio = (current - torch.from_numpy(arrays.behaviour_logprobs[part]))[sampled].exp()
-        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
-    (total / int(arrays.loss_mask.sum())).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 100, 10**6])
 def test_the_gradient_is_that_of_a_plain_full_softmax_implementation_whatever_the_micro_batches(
     make_step: MakeStep, tiny_model_dir: Path, micro_batch_tokens: int
 ) -> None:
     header, arrays = make_batch()
-    expected = naive_gradients(AutoModelForCausalLM.from_pretrained(tiny_model_dir), header, arrays)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    advantages = plain_advantages(header, len(arrays.token_ids))
+    plain_loss(model, header, arrays, advantages, aggregate="token").backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     found = gradients(make_step(trainer={"micro_batch_tokens": micro_batch_tokens}), header, arrays)
     assert found.keys() == expected.keys()
     for name in expected:

@@ -23,7 +23,14 @@ from torch.distributed.tensor import DTensor
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.trainer.batch_checks import check_batch, loss_tokens
-from asyncrl.trainer.gap import (
+from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
+from asyncrl.trainer.model.parts import Parts, make_optimizer, reshard
+from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
+from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.record import append_line, note_restored, trained_line
+from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.step_metrics import (
     GAP_ADVICE,
     GAP_WARNING,
     gap_fault,
@@ -32,13 +39,6 @@ from asyncrl.trainer.gap import (
     measure_gaps,
     policy_metrics,
 )
-from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
-from asyncrl.trainer.model.parts import Parts, make_optimizer, reshard
-from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
-from asyncrl.trainer.ranks import ALONE, Ranks
-from asyncrl.trainer.record import append_line, note_restored, trained_line
-from asyncrl.trainer.spec import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
 
