@@ -29,11 +29,11 @@ from asyncrl.placement.plan import engine_threads
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.model_folder import make_model_folder
 from asyncrl.run.start import Launcher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
 from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
+from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.build_engine import build_engine

@@ -27,11 +27,11 @@ from asyncrl.run.build import end_server
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.life import close_within
 from asyncrl.run.loop import Job
-from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumePoint
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.trainer.model_folder import MODEL_PIN
 
 REPORTED = ("start", "close_console", "training_starts", "status", "step", "evaluated")
 

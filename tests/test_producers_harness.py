@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl.errors import RolloutFailure, RolloutTimeout
-from asyncrl.messages.protocols import Session
+from asyncrl.messages.protocols import RolloutSession
 from asyncrl.messages.records import Completion, GroupId, Outcome, Prompt, Rollout, VersionSpan, Work
 from asyncrl.rollouts.generators import HarnessGenerator, make_trajectory
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
@@ -53,7 +53,7 @@ class FakeHost:
         self.opened: list[dict[str, Any]] = []
         self._text = text
 
-    def open_nowait(self, rollout_id: str, **about: Any) -> Session:
+    def open_nowait(self, rollout_id: str, **about: Any) -> RolloutSession:
         self.opened.append({"rollout_id": rollout_id} | about)
         self.sessions.append(FakeSession(f"key-{len(self.sessions)}", self.log, self._text))
         return self.sessions[-1]

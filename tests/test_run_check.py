@@ -18,8 +18,8 @@ from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
 from asyncrl.run.check import look
 from asyncrl.run.loop import run_job
-from asyncrl.run.model_folder import find_on_disk
 from asyncrl.run.serve import serve_gateway
+from asyncrl.trainer.model_folder import find_on_disk
 
 MODULE = """
     def few(current, anchor): return current

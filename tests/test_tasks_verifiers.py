@@ -19,7 +19,7 @@ from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, TaskScorer, build_task
 from asyncrl.tasks import verifiers_task as of_tasks
 from asyncrl.tasks.from_config import build_score, look_at_task
-from asyncrl.tasks.task import Task
+from asyncrl.tasks.task import PromptTask
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
 SCRATCH = {"architecture": {"model_type": "llama"}, "characters": "ab"}
@@ -31,13 +31,13 @@ def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-def task_of(name: str = "calculator_env", args: dict[str, Any] | None = None, **settings: Any) -> Task:
+def task_of(name: str = "calculator_env", args: dict[str, Any] | None = None, **settings: Any) -> PromptTask:
     return build_task(
         TaskConfig(verifiers=True, **settings), 0, load_taskset=lambda: load_taskset(name, args or {})
     )
 
 
-def prompts_of(task: Task, count: int, seed: int = 0) -> list[Prompt]:
+def prompts_of(task: PromptTask, count: int, seed: int = 0) -> list[Prompt]:
     feed = Feed(task, seed=seed, shuffle=True)
     return [feed.next_nowait() for _ in range(count)]
 

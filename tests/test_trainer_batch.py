@@ -22,7 +22,7 @@ from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 from asyncrl.trainer.batch_checks import check_batch, find_units, loss_tokens
 from asyncrl.trainer.model import packing
 from asyncrl.trainer.model.packing import mini_batches, pack, split_tokens
-from asyncrl.trainer.model.policy import Plan
+from asyncrl.trainer.model.policy import ForwardPlan
 from asyncrl.trainer.step import TrainStep
 
 MakeStep = Callable[..., TrainStep]
@@ -138,7 +138,7 @@ def test_loss_and_gradient_are_those_of_a_plain_computation_branch_by_branch(
     loss.backward()
     expected = float(loss.detach()), {name: one.grad for name, one in model.named_parameters()}
     step = make_step(algorithm={"aggregate": aggregate}, trainer={"micro_batch_tokens": 150})
-    step.policy.plan = Plan(is_packed, True, reason="asked for")
+    step.policy.plan = ForwardPlan(is_packed, True, reason="asked for")
     assert_same(loss_and_gradients(step, header, arrays), expected)
 
 

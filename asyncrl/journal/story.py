@@ -85,7 +85,7 @@ class BatchStory:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class JournalTotals:
     """A run in numbers. `groups` and `sampled_tokens` by state; `lost_tokens` are those of failed, retried
     and dropped attempts; `checkpoints`: (version, path, whole or removed); tokens of batches before
     `compacted_before` are deleted.
@@ -164,7 +164,7 @@ def batch_story(path: Path, version: int) -> BatchStory | None:
         return BatchStory(version, lines, tokens, bool(row[0]), *row[1:])
 
 
-def totals(path: Path) -> Totals:
+def totals(path: Path) -> JournalTotals:
     """The run in numbers."""
     with reading(path) as connection:
         states = connection.execute(
@@ -177,7 +177,7 @@ def totals(path: Path) -> Totals:
             " FROM batch_groups JOIN groups USING (group_id) WHERE messages IS NULL)"
         ).fetchone()
         checkpoints = connection.execute("SELECT version, path, state FROM checkpoints ORDER BY version")
-        return Totals(
+        return JournalTotals(
             connection.execute("SELECT value FROM meta WHERE key = 'run_id'").fetchone()[0],
             {state: count for state, count, *_ in states},
             {state: sampled for state, _, sampled, *_ in states},

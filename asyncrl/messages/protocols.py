@@ -123,7 +123,7 @@ class Scorer(Protocol):
         ...
 
 
-class Session(Protocol):
+class RolloutSession(Protocol):
     """One attempt of a rollout, as its harness sees it: a key that opens /v1/chat/completions, and what was
     sampled under it.
     """
@@ -159,7 +159,7 @@ class SessionHost(Protocol):
 
     def open_nowait(
         self, rollout_id: str, *, prompt_id: str, sample_index: int, attempt: int, route_key: str
-    ) -> Session:
+    ) -> RolloutSession:
         """A new session, to be ended by whoever opened it. Seeds derive from `prompt_id` (Prompt.seed_id),
         sample, attempt and call.
         """

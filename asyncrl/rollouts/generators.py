@@ -9,7 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from asyncrl.errors import PromptUnusable, RolloutFailure
-from asyncrl.messages.protocols import ChatTokenizer, SamplingEngine, Scorer, Session, SessionHost, WorkQueue
+from asyncrl.messages.protocols import (
+    ChatTokenizer,
+    RolloutSession,
+    SamplingEngine,
+    Scorer,
+    SessionHost,
+    WorkQueue,
+)
 from asyncrl.messages.records import Completion, GroupId, Outcome, Rollout, SamplingRequest, Trajectory, Work
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
 
@@ -129,7 +136,7 @@ class HarnessGenerator:
         finally:
             session.end_nowait(ends)
 
-    async def _reward(self, attempt: RolloutAttempt, session: Session, outcome: Outcome) -> float:
+    async def _reward(self, attempt: RolloutAttempt, session: RolloutSession, outcome: Outcome) -> float:
         """What the harness says, else the mean of its parts, else the task's own reward of the last
         completion.
         """

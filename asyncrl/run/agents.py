@@ -14,7 +14,6 @@ from asyncrl.agents.endpoint.gateway import Gateway, collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
-from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RoomError

@@ -33,7 +33,6 @@ from asyncrl.run.agents import Harnessing, make_generator, num_rollouts
 from asyncrl.run.check import Found, look, make_feed, read_task
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.life import Life
-from asyncrl.run.model_folder import ModelPin, make_model_folder
 from asyncrl.run.recorded import open_replay, sampled_by
 from asyncrl.run.start import Launcher, Server, bring_up
 from asyncrl.run.supervise import EngineSupervisor, Supervision
@@ -42,6 +41,7 @@ from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 from asyncrl.trainer.trainer_client import TrainerClient
 
 logger = logging.getLogger("asyncrl.run.build")

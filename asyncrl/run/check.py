@@ -36,13 +36,13 @@ from asyncrl.placement.fit import refuse_what_cannot_fit
 from asyncrl.placement.plan import make_plan, plan_text
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.model_folder import check_model_type, find_on_disk
 from asyncrl.run.recorded import open_replay
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
-from asyncrl.tasks.task import Task
+from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
+from asyncrl.trainer.model_folder import check_model_type, find_on_disk
 from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
@@ -65,7 +65,7 @@ class Found:
 
     lines: tuple[str, ...]
     notes: tuple[str, ...]
-    task: Task | None
+    task: PromptTask | None
     eval_task: EvalTask | None
 
 
@@ -83,12 +83,12 @@ def check_lines(config: RunConfig) -> Iterator[str]:
     refuse_what_cannot_fit(plan, config)
 
 
-def read_task(config: RunConfig) -> Task:
+def read_task(config: RunConfig) -> PromptTask:
     """Read what `task` names, from start to end. Blocks."""
     return build_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
 
 
-def make_feed(config: RunConfig, task: Task, *, shuffle: bool, first: Sequence[Prompt] = ()) -> Feed:
+def make_feed(config: RunConfig, task: PromptTask, *, shuffle: bool, first: Sequence[Prompt] = ()) -> Feed:
     """The prompts in the order of the run, those of `first` before all others."""
     return Feed(
         task,
@@ -149,7 +149,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
         return HFChatTokenizer(made, chat_template=template)
 
 
-def _first_prompts(config: RunConfig, task: Task) -> Sequence[Prompt]:
+def _first_prompts(config: RunConfig, task: PromptTask) -> Sequence[Prompt]:
     """Those that the run begins with. Raises ConfigError if one cannot be made."""
     feed = make_feed(config, task, shuffle=config.task.shuffle)
     try:

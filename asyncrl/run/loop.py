@@ -31,12 +31,12 @@ from asyncrl.placement.fit import refuse_what_cannot_fit
 from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts, run_id
 from asyncrl.run.life import Life, logging_to, make_run_dir
-from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.recorded import settle_copy
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.run.supervise import heartbeat
 from asyncrl.run.watch import make_watchdog
+from asyncrl.trainer.model_folder import MODEL_PIN
 from asyncrl.user_code import end_what_is_left
 
 STATUS_PERIOD_S = 1.0

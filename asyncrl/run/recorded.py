@@ -41,7 +41,7 @@ from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Sl
 from asyncrl.run.agents import num_rollouts
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life
-from asyncrl.run.model_folder import TOKENIZER, WEIGHTS, hash_files
+from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files
 
 RUN_COPY = "replay.jsonl"
 """In the run directory: what the run began with, whatever becomes of the file that it was given."""

@@ -27,8 +27,8 @@ from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.life import run_again
-from asyncrl.run.model_folder import MODEL_PIN
 from asyncrl.run.supervise_trainer import load_batches
+from asyncrl.trainer.model_folder import MODEL_PIN
 
 if TYPE_CHECKING:
     from asyncrl.run.build import Parts

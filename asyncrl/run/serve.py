@@ -38,11 +38,11 @@ from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.life import Life, logging_to, make_run_dir, say
-from asyncrl.run.model_folder import make_model_folder
 from asyncrl.run.recorded import UserKey, result_table, sampled_by, try_rollouts, verdict
 from asyncrl.run.start import Launcher, Server, start_all
 from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.user_code import end_what_is_left
 
 
@@ -62,14 +62,14 @@ def serve_gateway(
     hide_memory()  # keys of all rollouts: an agent that is tried runs as the same user
     passed_env(config.generator.pass_env)
     with open_folder(run_dir, name, config) as (folder, settled):
-        served = ServedGateway(settled, folder, record, num_prompts)
+        served = GatewayServing(settled, folder, record, num_prompts)
         return asyncio.run(end_what_is_left(served.run()))
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     """Serve one engine server until Ctrl-C. Returns the exit code; raises AsyncrlError."""
     with open_folder(run_dir, name, config) as (folder, settled):
-        return asyncio.run(end_what_is_left(ServedEngine(settled, folder).run()))
+        return asyncio.run(end_what_is_left(EngineServing(settled, folder).run()))
 
 
 @contextmanager
@@ -129,7 +129,7 @@ class Serving(Life):
         await self.stop.wait()
 
 
-class ServedEngine(Serving):
+class EngineServing(Serving):
     """`asyncrl serve engine`."""
 
     async def live(self) -> int:
@@ -154,7 +154,7 @@ class ServedEngine(Serving):
         return 0
 
 
-class ServedGateway(Serving):
+class GatewayServing(Serving):
     """`asyncrl serve gateway`: for people, or for `num_prompts` prompts."""
 
     def __init__(

@@ -3,6 +3,6 @@
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.tasks.task import Item, Task
+from asyncrl.tasks.task import Item, PromptTask
 
-__all__ = ["Feed", "Item", "Task", "TaskScorer", "build_task"]
+__all__ = ["Feed", "Item", "PromptTask", "TaskScorer", "build_task"]

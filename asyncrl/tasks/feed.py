@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.task import Item, Task, as_messages, caught
+from asyncrl.tasks.task import Item, PromptTask, as_messages, caught
 
 
 class Feed:
@@ -28,7 +28,7 @@ class Feed:
 
     def __init__(
         self,
-        task: Task,
+        task: PromptTask,
         *,
         seed: int,
         shuffle: bool,

@@ -14,7 +14,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.sources import GymTask, math_reward, read_dataset, read_files
-from asyncrl.tasks.task import RowTask, Score, Task, caught
+from asyncrl.tasks.task import PromptTask, RowTask, Score, caught
 from asyncrl.tasks.verifiers_task import VerifiersTask, no_reward
 from asyncrl.user_code import check_call, load_function, load_object
 
@@ -24,7 +24,7 @@ cannot be.
 """
 
 
-def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> Task:
+def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None) -> PromptTask:
     """The task that `config` names; `seed` is the run's. `load_taskset` is called if task.verifiers is set.
 
     Raises ConfigError if a name or setting is wrong, or the prompts cannot be read.
@@ -45,7 +45,7 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
 
 def look_at_task(
     config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | None = None
-) -> tuple[Task | None, str]:
+) -> tuple[PromptTask | None, str]:
     """The task before anything starts, and what it is, in words. None where only the start of the run may
     read it: tasks of a verifiers environment, which is loaded all the same, and a dataset that may have to
     come from the hub.
@@ -80,7 +80,7 @@ def build_score(config: TaskConfig, seed: int) -> Score:
     return build_task(config, seed).score
 
 
-def _python_task(config: TaskConfig, spec: str, seed: int) -> Task:
+def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
     factory = load_object(spec, "task.python")
     keywords = {"size": config.size, "seed": seed, **config.args}
     usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
@@ -103,7 +103,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> Task:
         (task.score, (None, ""), "score(prompt, completion)"),
     ):
         check_call(function, arguments, {}, setting="task.python", spec=spec, usage=usage)
-    assert isinstance(task, Task)
+    assert isinstance(task, PromptTask)
     return task
 
 
@@ -130,7 +130,7 @@ def _reward_function(config: TaskConfig) -> Score:
     return score
 
 
-EvalTask = tuple[Task, tuple[Prompt, ...]]
+EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 """The task, and its first `num_prompts` prompts."""
 
 
@@ -147,7 +147,7 @@ def look_at_eval_task(config: EvalConfig) -> tuple[EvalTask | None, str]:
         return (None if task is None else _taken(config, task)), words
 
 
-def _taken(config: EvalConfig, task: Task) -> EvalTask:
+def _taken(config: EvalConfig, task: PromptTask) -> EvalTask:
     """The task with its first prompts, in file order."""
     prompt, name = config.task.system_prompt, task_name(config.task)
     feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name)

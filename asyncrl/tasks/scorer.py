@@ -20,7 +20,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.from_config import build_score
-from asyncrl.tasks.task import Score, Scored, Task, call, call_async, caught
+from asyncrl.tasks.task import PromptTask, Score, Scored, call, call_async, caught
 from asyncrl.tasks.verifiers_task import no_reward
 from asyncrl.user_code import UserCalls
 from asyncrl.waits import Alarm, TimeLimit, waiting
@@ -38,7 +38,7 @@ class TaskScorer:
     """
 
     def __init__(
-        self, task: Task, config: TaskConfig, *, seed: int, warn: Callable[[str], None] = logger.warning
+        self, task: PromptTask, config: TaskConfig, *, seed: int, warn: Callable[[str], None] = logger.warning
     ) -> None:
         kind = config.reward_pool
         if kind == "auto":

@@ -37,7 +37,7 @@ class Item:
 
 
 @runtime_checkable
-class Task(Protocol):
+class PromptTask(Protocol):
     """What `task.python: module:Class` must offer. Built as `Class(size=..., seed=..., **task.args)`."""
 
     def __len__(self) -> int:

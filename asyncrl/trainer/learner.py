@@ -24,7 +24,7 @@ from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.trainer.batch_checks import check_batch, loss_tokens
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
-from asyncrl.trainer.model.parts import Parts, make_optimizer, reshard
+from asyncrl.trainer.model.parts import TrainedModel, make_optimizer, reshard
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
 from asyncrl.trainer.ranks import ALONE, Ranks
@@ -108,7 +108,7 @@ class Learner:
         """
         self._has_recorded = False
         self._objective = Objective(spec)
-        parts = Parts(spec, ranks, needs_reference=self._objective.needs_reference)
+        parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
         self.device, self.dtype, self.policy = parts.device, parts.dtype, parts.policy
         self._reference, self._adapters, self._masters = parts.reference, parts.adapters, parts.masters
         self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)

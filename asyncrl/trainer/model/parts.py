@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model.policy import Plan, Policy, find_plan
+from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.spec import TrainerSpec
 
@@ -165,7 +165,9 @@ def _check_memory(num_parameters: int, device: torch.device, config: TrainerConf
         )
 
 
-def sharded_policy(model: Any, plan: Plan, ranks: Ranks, dtype: torch.dtype, *, is_offloaded: bool) -> Policy:
+def sharded_policy(
+    model: Any, plan: ForwardPlan, ranks: Ranks, dtype: torch.dtype, *, is_offloaded: bool
+) -> Policy:
     """A policy of `model` (whole, on any device), sharded in place and moved to this rank's device, layer
     after layer. Parameters become float32 shards, which the optimizer steps on; each decoder layer is
     gathered for its forward and backward pass in the dtype of the run, and its gradient is added up over the
@@ -211,7 +213,7 @@ def _layers(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names][::-1]
 
 
-class Parts:
+class TrainedModel:
     """What a trainer computes with. `reference`: the initial weights, where a KL divergence to them is asked
     for and adapters cannot be switched off for it.
     """

@@ -145,7 +145,7 @@ def _logits(
 
 
 @dataclass(frozen=True)
-class Plan:
+class ForwardPlan:
     """What a model can do. `window`: longest sequence that the packed plan may have (None = any). `reason`:
     why not packed.
     """
@@ -163,7 +163,7 @@ class Policy(nn.Module):
     wraps this module.
     """
 
-    def __init__(self, model: Any, plan: Plan | None = None) -> None:
+    def __init__(self, model: Any, plan: ForwardPlan | None = None) -> None:
         """Finds the plan by running the model on a few tokens, unless one is given."""
         super().__init__()
         self.model = model
@@ -238,7 +238,7 @@ def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def find_plan(model: Any) -> Plan:
+def find_plan(model: Any) -> ForwardPlan:
     """Compare packed tokens with one plain forward a sequence. Leaves the model's attention as it was."""
     device, vocab_size = next(model.parameters()).device, model.get_input_embeddings().num_embeddings
     random = np.random.default_rng(0)
@@ -256,12 +256,12 @@ def find_plan(model: Any) -> Plan:
     try:
         model.set_attn_implementation(ATTENTION)
         if model.config._attn_implementation != ATTENTION:
-            return Plan(False, has_plain_head, reason="its attention cannot be exchanged")
+            return ForwardPlan(False, has_plain_head, reason="its attention cannot be exchanged")
         inputs = packed_inputs(micro)
         hidden_ND = model.base_model(**inputs, windows_seen=windows, use_cache=False).last_hidden_state[0]
     except MODEL_ERRORS as error:
         reason = f"it refuses packed tokens ({type(error).__name__}: {str(error)[:200]})"
-        return Plan(False, has_plain_head, reason=reason)
+        return ForwardPlan(False, has_plain_head, reason=reason)
     finally:
         model.set_attn_implementation(before)
     distances = []
@@ -274,8 +274,8 @@ def find_plan(model: Any) -> Plan:
     limit = 1e-4 if hidden_ND.dtype in (torch.float32, torch.float64) else 3e-2
     if not difference <= limit:
         reason = f"packed tokens give hidden states that are {difference:.2g} away from the plain ones"
-        return Plan(False, has_plain_head, reason=reason)
-    return Plan(True, has_plain_head, window=min(windows, default=None))
+        return ForwardPlan(False, has_plain_head, reason=reason)
+    return ForwardPlan(True, has_plain_head, window=min(windows, default=None))
 
 
 def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:

@@ -14,8 +14,8 @@ from job_runs import write_config
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.run import model_folder
-from asyncrl.run.model_folder import ModelPin, make_model_folder
+from asyncrl.trainer import model_folder
+from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
 from asyncrl.placement.processes import start_process
-from asyncrl.run.start import START_TIMEOUT_S
 
+MAKE_TIMEOUT_S = 300.0
+"""For a model from scratch: its process imports torch and transformers."""
 MODEL_PIN = "model.json"
 """In the run directory: the model that the run began with."""
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -54,7 +55,7 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
         process = await start_process("asyncrl.trainer.model.scratch", arguments, files=files)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), START_TIMEOUT_S)
+                await asyncio.wait_for(process.wait(), MAKE_TIMEOUT_S)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -63,7 +64,7 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
     if process.returncode != 0:
         fatal = find_fatal(text)
         how = (
-            f"not within {START_TIMEOUT_S} s"
+            f"not within {MAKE_TIMEOUT_S} s"
             if process.returncode is None
             else f"exit code {process.returncode}"
         )
