@@ -225,7 +225,7 @@ def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_writte
             )
             if index == 0:
                 assert (
-                    "with digest 0000"
+                    "announced was 0000"
                     in server.rpc("asyncrl_load_chunk", **{**asked, "digest": "0" * 32})["error"]
                 )
             assert server.rpc("asyncrl_load_chunk", **asked) == {"ok": True, "digest": chunk.digest}
