@@ -126,9 +126,8 @@ def copy_costs(num_bytes: int, device: torch.device) -> tuple[Spent, Spent]:
 def repeat(step: TrainStep) -> tuple[Repetition, int]:
     """One of each; also the bytes that moved."""
     process = psutil.Process()
-    num_bytes = sum(
-        storage.nbytes() for part in ("weights", "optimizer") for storage in step._offload._storages(part)
-    )
+    num_bytes = step.offload(ALL).num_bytes
+    step.onload(ALL)
     copy, new_pages = copy_costs(num_bytes, step.device)
     resident, moved = [process.memory_info().rss], []
     costs = []
@@ -143,10 +142,7 @@ def show(first: Repetition, repetitions: list[Repetition], num_bytes: int, step:
     """The table and the last line."""
     num_parameters = sum(parameter.numel() for parameter in step.policy.parameters())
     load = psutil.getloadavg()[0]
-    print(
-        f"{num_parameters / 1e6:.1f} M parameters, {step.dtype}, on {step.device.type}, through "
-        f"{step._offload!r}"
-    )
+    print(f"{num_parameters / 1e6:.1f} M parameters, {step.dtype}, on {step.device.type}")
     print(
         f"{num_bytes / 1e6:.0f} MB each way, {len(repetitions)} repetitions, medians; load average of the "
         f"machine {load:.1f}"

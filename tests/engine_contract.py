@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
-from asyncrl.messages.base import EnginePart, joint_digest, tensor_digest, weights_digest
+from asyncrl.messages.base import EnginePart, weights_digest
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest, GenerateResponse
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 from asyncrl.testing.virtual_time import run_virtual
@@ -98,53 +98,35 @@ async def prepare(engine: EngineClient, server: Server, version: int, scale: flo
     return manifest.digest
 
 
+def _write(server: Server, name: str, scale: float, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """The server's weights times `scale`, or those of these names, in a file; what is to be said of them."""
+    weights = {
+        key: np.ascontiguousarray((server.weights[key] * scale).astype(np.float32))
+        for key in names or server.weights
+    }
+    path = server.folder / f"{name}.safetensors"
+    save_file(weights, path)
+    entries = [(key, "float32", array.shape, array.tobytes()) for key, array in weights.items()]
+    sizes = {"num_tensors": len(weights), "num_bytes": sum(array.nbytes for array in weights.values())}
+    return {"path": str(path), "digest": weights_digest(entries), **sizes}
+
+
 def staged(server: Server, version: int, scale: float = 1.0) -> ExportResponse:
     """The server's weights times `scale` in a file, and what must be in it."""
-    weights = {name: (array * np.float32(scale)).astype(np.float32) for name, array in server.weights.items()}
-    path = server.folder / f"staged-{version}.safetensors"
-    save_file(weights, path)
-    digest = weights_digest(
-        (name, "float32", array.shape, array.tobytes()) for name, array in weights.items()
-    )
-    return ExportResponse(
-        version=version,
-        path=str(path),
-        digest=digest,
-        num_tensors=len(weights),
-        num_bytes=sum(array.nbytes for array in weights.values()),
-    )
+    return ExportResponse(version=version, **_write(server, f"staged-{version}", scale))
 
 
-def chunks_of(
-    server: Server, version: int, *, scale: float = 1.0, num_chunks: int = 2
-) -> tuple[list[ExportChunkResponse], str]:
-    """A push of the server's weights times `scale`, in files of their own, and the digest of all."""
-    weights = {
-        name: np.ascontiguousarray((array * scale).astype(np.float32))
-        for name, array in server.weights.items()
-    }
-    digests = {
-        name: tensor_digest(name, "float32", array.shape, array.tobytes()) for name, array in weights.items()
-    }
-    whole = joint_digest(digests.values())
-    chunks = []
-    for index in range(num_chunks):
-        part = dict(list(weights.items())[index::num_chunks])
-        path = server.folder / f"chunk-{version}-{index}.safetensors"
-        save_file(part, path)
-        is_last = index == num_chunks - 1
-        chunks.append(
-            ExportChunkResponse(
-                version=version,
-                index=index,
-                path=str(path),
-                digest=joint_digest(digests[name] for name in part),
-                num_tensors=len(part),
-                num_bytes=sum(array.nbytes for array in part.values()),
-                is_last=is_last,
-                whole_digest=whole if is_last else "",
-            )
-        )
+def chunks_of(server: Server, version: int, *, scale: float = 1.0) -> tuple[list[ExportChunkResponse], str]:
+    """A push of the server's weights times `scale`, in two files, and the digest of all."""
+    whole = _write(server, "whole", scale)["digest"]
+    first, last = (
+        _write(server, f"chunk-{version}-{index}", scale, list(server.weights)[index::2])
+        for index in range(2)
+    )
+    chunks = [
+        ExportChunkResponse(version=version, index=0, **first, is_last=False),
+        ExportChunkResponse(version=version, index=1, **last, is_last=True, whole_digest=whole),
+    ]
     return chunks, whole
 
 
@@ -205,6 +187,11 @@ def check_whole(answer: GenerateResponse, server: Server) -> None:
     assert covered == list(range(len(answer.token_ids)))
     versions = versions_of(answer)
     assert versions == sorted(set(versions))
+
+
+def said(answer: GenerateResponse) -> tuple[object, ...]:
+    """All but the name of the request."""
+    return answer.token_ids, answer.logprobs, answer.version_spans
 
 
 def versions_of(answer: GenerateResponse) -> list[int]:

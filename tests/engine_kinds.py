@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,8 @@ class Server:
 
     def request(self, **fields: Any) -> GenerateRequest:
         self.num_requests += 1
-        given = {
-            "request_id": f"request {self.num_requests}",
-            "prompt_ids": [1, 2, 3],
-            "max_tokens": 20,
-            "seed": 5,
-        }
-        return GenerateRequest(**{**given, **fields})
+        given = {"request_id": f"request {self.num_requests}", "prompt_ids": [1, 2, 3], "max_tokens": 20}
+        return GenerateRequest(**{**given, "seed": 5, **fields})
 
 
 @contextmanager
@@ -160,13 +156,8 @@ def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
         return {"vocab_size": VOCAB_SIZE, **constant, **spec}
     from engine_in_process import make_qwen3
 
-    sizes = {
-        "vocab_size": VOCAB_SIZE,
-        "num_hidden_layers": 1,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "head_dim": 8,
-    }
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 1, "head_dim": 8}
     if kind == "vllm":
         spec |= {"dtype": "float32", "device": "cpu"}
         # Its attention on CPU has no smaller heads. With one layer 2,500 tokens are over before its front end
@@ -204,35 +195,19 @@ async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[
         return
     caller = caller_of(server)
     try:
-        version = engine.policy_version
-        yield (
-            vllm_client(server, caller, version)
-            if server.kind == "vllm"
-            else EngineServer(caller, policy_version=version)
-        )
+        make = partial(vllm_client, server) if server.kind == "vllm" else EngineServer
+        yield make(caller, policy_version=engine.policy_version)
     finally:
         await caller.aclose()
 
 
 def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
-    facts = VllmFacts(
-        model_path=str(server.folder / "model"),
-        dtype="float32",
-        slots=SLOTS,
-        max_length=MAX_LENGTH,
-        end_ids=(),
-        has_adapters=False,
-        device="cpu",
-    )
+    facts = VllmFacts(str(server.folder / "model"), "float32", SLOTS, MAX_LENGTH, (), False, "cpu")
     return VllmServer(
         caller,
         facts=facts,
         policy_version=policy_version,
         canary_limit=1e-3,
         chunk_bytes=16384,
-        warn=_not_warned,
+        warn=pytest.fail,
     )
-
-
-def _not_warned(text: str) -> None:
-    raise AssertionError(f"the contract has nothing to warn of: {text}")

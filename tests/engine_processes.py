@@ -42,20 +42,13 @@ def engine_process(kind: str, spec: dict[str, Any], folder: Path) -> Iterator[En
     spec_file, log = folder / "spec.json", folder / "engine.log"
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
+        fd = listener.fileno()
         process = popen(
-            [
-                sys.executable,
-                "-m",
-                f"asyncrl_servers.{kind}",
-                "--spec",
-                str(spec_file),
-                "--fd",
-                str(listener.fileno()),
-            ],
+            [sys.executable, "-m", f"asyncrl_servers.{kind}", "--spec", str(spec_file), "--fd", str(fd)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            pass_fds=[listener.fileno()],
+            pass_fds=[fd],
             env={**os.environ, SECRET_ENV: SECRET, "HF_HUB_OFFLINE": "1"},
         )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

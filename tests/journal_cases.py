@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -133,3 +135,17 @@ def same_group(one: Group, other: Group) -> bool:
 def load_batches(state: ResumeState) -> list[Batch]:
     """All that are to be trained again."""
     return [state.load_batch(version) for version in range(state.checkpoint_version, state.next_version)]
+
+
+def with_journal(path: Path, story: Callable[[Journal], Awaitable[None]]) -> Path:
+    """Play a story with an open journal, which is closed after it."""
+
+    async def play() -> None:
+        journal = open_journal(path)
+        try:
+            await story(journal)
+        finally:
+            await journal.aclose()
+
+    asyncio.run(play())
+    return path

@@ -1,5 +1,5 @@
 """Proves from journal.sqlite and trained.jsonl alone that a run lost nothing, did nothing twice, and kept its
-bound.
+bound. On-policy, the order of prompts is judged by comparing with a run that was never killed.
 
 Independent of what it judges: its own SQL, its own parser, its own order of prompts; it imports nothing of
 asyncrl.
@@ -155,7 +155,6 @@ def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = 
     found = [*evidence.faults, *record.faults]
     found += _lost_prompts(evidence, promise)
     found += _batches(evidence, promise)
-    found += _order(evidence, promise)
     found += _replays(record)
     found += _trained_once(record)
     found += _staleness(record, promise)
@@ -200,38 +199,32 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> Iterator[str]:
     """Draws are consecutive, in order, and each prompt lives once: a second group of it only after the first
     one's prompt came back.
     """
-    newest, lives = -1, dict[str, JournalGroup]()
-    num_back = Counter[str]()
+    newest, lives, num_back = -1, dict[str, JournalGroup](), Counter[str]()
     for group in evidence.groups:
-        earlier = lives.get(group.prompt_id)
-        if earlier is not None and earlier.requeued is None:
-            yield (
-                f"prompt {group.prompt_id}: group {group.group_id} was made though group {earlier.group_id} "
-                f"is {earlier.state}"
-            )
-        if group.requeued is not None:
-            before = num_back[group.prompt_id]
-            if group.state not in ("failed", "handed_back") or not before <= group.requeued <= min(
-                before + 1, promise.max_hand_backs
-            ):
-                yield (
-                    f"prompt {group.prompt_id} came back {group.requeued} times with group {group.group_id}, "
-                    f"which is {group.state}"
-                )
-            num_back[group.prompt_id] = group.requeued
-        elif group.state in ("failed", "handed_back") and num_back[group.prompt_id] < promise.max_hand_backs:
-            yield f"prompt {group.prompt_id} is lost: group {group.group_id} is {group.state}"
+        name, earlier, before = (
+            f"group {group.group_id}",
+            lives.get(group.prompt_id),
+            num_back[group.prompt_id],
+        )
+        has_ended = group.state in ("failed", "handed_back")
         if earlier is None:
             draw = draw_of(group.prompt_id, promise)
             if draw != newest + 1:
-                yield (
-                    f"group {group.group_id} has draw {draw}, the one before was {newest}: some are lost, or "
-                    f"repeated"
-                )
+                yield f"{name} has draw {draw}, the one before was {newest}: some are lost, or repeated"
             newest = max(newest, draw)
+        elif earlier.requeued is None:
+            yield f"{name} was made though group {earlier.group_id} is {earlier.state}: {group.prompt_id}"
+        if group.requeued is None:
+            if has_ended and before < promise.max_hand_backs:
+                yield f"prompt {group.prompt_id} is lost: {name} is {group.state}"
+        else:
+            most = min(before + 1, promise.max_hand_backs)
+            if not has_ended or not before <= group.requeued <= most:
+                yield f"{group.prompt_id} came back {group.requeued} times with {name}, {group.state}"
+            num_back[group.prompt_id] = group.requeued
         lives[group.prompt_id] = group
         if (group.state == "taken") != (group.version is not None):
-            yield f"group {group.group_id} is {group.state}, and in batch {group.version}"
+            yield f"{name} is {group.state}, and in batch {group.version}"
 
 
 def _batches(evidence: Evidence, promise: Promise) -> Iterator[str]:
@@ -240,81 +233,18 @@ def _batches(evidence: Evidence, promise: Promise) -> Iterator[str]:
     for version, groups in evidence.taken.items():
         oldest, masks, count = evidence.batches.get(version, (0, False, 0))
         if not len(groups) == count == promise.num_groups:
-            yield (
-                f"batch {version} has {len(groups)} groups, was made of {count}, and {promise.num_groups} "
-                f"are asked for"
-            )
+            yield f"batch {version} has {len(groups)} groups, {count} and {promise.num_groups} are expected"
+        if (ids := [group.group_id for group in groups]) != sorted(ids):
+            yield f"batch {version} has its groups in the order {ids}"
         if oldest != max(0, version - promise.max_staleness):
             yield f"batch {version} has min_version {oldest}"
         for group in groups:
-            for (index, _), (_, _, version_of_oldest, _) in group.branches.items():
-                if version_of_oldest < oldest and not masks:
-                    yield (
-                        f"batch {version}: g{group.group_id}/r{index} has tokens of version "
-                        f"{version_of_oldest}"
-                    )
+            for (index, _), (_, _, sampled, _) in group.branches.items():
+                if sampled < oldest and not masks:
+                    yield f"batch {version}: g{group.group_id}/r{index} has tokens of version {sampled}"
             num_rollouts = len({index for index, _ in group.branches})
             if group.branches and not 2 <= num_rollouts <= promise.group_size:
                 yield f"batch {version}: group {group.group_id} has {num_rollouts} rollouts"
-
-
-def _order(evidence: Evidence, promise: Promise) -> Iterator[str]:
-    """In a batch by admission; on-policy, batches are the prompts one after the other as they were drawn, but
-    for those that came again.
-    """
-    for version, groups in evidence.taken.items():
-        if (ids := [group.group_id for group in groups]) != sorted(ids):
-            yield f"batch {version} has its groups in the order {ids}"
-    if promise.max_staleness == 0:
-        again = {
-            group.prompt_id
-            for group in evidence.groups
-            if group.state == "failed" and group.requeued is not None
-        }
-        taken = [group.prompt_id for version in sorted(evidence.taken) for group in evidence.taken[version]]
-        yield from _returned(evidence)
-        draws = [draw_of(prompt_id, promise) for prompt_id in taken if prompt_id not in again]
-        gone = {
-            draw_of(group.prompt_id, promise)
-            for group in evidence.groups
-            if group.state in ("failed", "filtered")
-        }
-        expected = [draw for draw in range(len(draws) + len(gone)) if draw not in gone][: len(draws)]
-        if draws != expected:
-            first = next(
-                number for number, (is_, due) in enumerate(zip(draws, expected, strict=True)) if is_ != due
-            )
-            yield f"consumed out of order: number {first} is draw {draws[first]} instead of {expected[first]}"
-
-
-def _returned(evidence: Evidence) -> Iterator[str]:
-    """On-policy, the prompt of a failed group comes again before any new one of the next version, never at
-    its own.
-    """
-    for failed in (
-        group for group in evidence.groups if group.state == "failed" and group.requeued is not None
-    ):
-        later = [group for group in evidence.groups if group.group_id > failed.group_id]
-        again = next((group for group in later if group.prompt_id == failed.prompt_id), None)
-        seen = {group.prompt_id for group in evidence.groups if group.group_id <= failed.group_id}
-        newer = next(
-            (
-                group
-                for group in later
-                if group.start_version > failed.start_version and group.prompt_id not in seen
-            ),
-            None,
-        )
-        if again is not None and again.start_version <= failed.start_version:
-            yield (
-                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again at its version, as "
-                f"group {again.group_id}"
-            )
-        if newer is not None and (again is None or again.group_id > newer.group_id):
-            yield (
-                f"prompt {failed.prompt_id} of failed group {failed.group_id} came again after the new one "
-                f"of group {newer.group_id}"
-            )
 
 
 def _replays(record: Record) -> Iterator[str]:
@@ -322,8 +252,8 @@ def _replays(record: Record) -> Iterator[str]:
     the same loss.
     """
     for before in record.superseded:
-        after = record.lines.get(before["version"])
-        for key in sorted(before) if after is not None else ():
+        after = record.lines.get(before["version"], before)
+        for key in sorted(before):
             if before[key] != after[key]:
                 yield f"batch {before['version']} had another {key} when it was trained again"
 
@@ -343,57 +273,40 @@ def _trained_once(record: Record) -> Iterator[str]:
 def _staleness(record: Record, promise: Promise) -> Iterator[str]:
     """Of every token with a loss, and the numbers of them add up."""
     for version, line in record.lines.items():
+        total = sum(entry["num_loss_tokens"] for entry in line["trajectories"])
+        if total != line["num_loss_tokens"]:
+            yield f"batch {version} has {line['num_loss_tokens']} loss tokens, its trajectories {total}"
         for entry in line["trajectories"]:
-            name = f"batch {version}: g{entry['group_id']}/r{entry['sample_index']}"
+            name, num = f"batch {version}: g{entry['group_id']}/r{entry['sample_index']}", 0
             for start, end, sampled in entry["spans"]:
+                num += end - start
                 if not version - promise.max_staleness <= sampled <= version:
                     yield f"{name} has loss on tokens {start}..{end - 1} of version {sampled}"
-            if sum(end - start for start, end, _ in entry["spans"]) != entry["num_loss_tokens"]:
-                yield f"{name} has {entry['num_loss_tokens']} loss tokens, and spans of another number"
-        if sum(entry["num_loss_tokens"] for entry in line["trajectories"]) != line["num_loss_tokens"]:
-            yield (
-                f"batch {version} has {line['num_loss_tokens']} loss tokens, and trajectories of another "
-                f"number"
-            )
+            if num != entry["num_loss_tokens"]:
+                yield f"{name} has {entry['num_loss_tokens']} loss tokens, its spans {num}"
 
 
 def _both_agree(evidence: Evidence, record: Record) -> Iterator[str]:
     """What the journal gave out is what was trained on: groups, order, tokens, rewards; at most the newest
-    batch is not trained yet.
+    batch is not trained yet, or, in a replay that was killed, more.
     """
-    is_behind_by = len(evidence.batches) - len(record.lines)
-    if (
-        is_behind_by < 0 or is_behind_by > 1 and not record.superseded
-    ):  # a replay that was killed leaves more, all still to come
+    num_behind = len(evidence.batches) - len(record.lines)
+    if num_behind < 0 or num_behind > 1 and not record.superseded:
         yield f"{len(evidence.batches)} batches were taken, {len(record.lines)} trained"
     for version, line in record.lines.items():
-        groups = evidence.taken.get(version, [])
-        trained: dict[int, list[dict[str, Any]]] = {}
+        trained: dict[tuple[int, str], dict[tuple[int, int], tuple[float, int, str]]] = {}
         for entry in line["trajectories"]:
-            trained.setdefault(entry["group_id"], []).append(entry)
-        if [(group.group_id, group.prompt_id) for group in groups] != [
-            (key, found_[0]["prompt_id"]) for key, found_ in trained.items()
-        ]:
-            yield (
-                f"batch {version}: the journal has groups {[group.group_id for group in groups]}, trained "
-                f"were {list(trained)}"
-            )
+            place = entry["sample_index"], entry.get("branch", 0)
+            data = entry["reward"], entry["num_tokens"], entry["tokens_sha"]
+            trained.setdefault((entry["group_id"], entry["prompt_id"]), {})[place] = data
+        groups = {(group.group_id, group.prompt_id): group for group in evidence.taken.get(version, [])}
+        if list(groups) != list(trained):
+            yield f"batch {version}: the journal has {list(groups)}, trained were {list(trained)}"
             continue
-        for group in groups:
-            told = {
-                (entry["sample_index"], entry.get("branch", 0)): (
-                    entry["reward"],
-                    entry["num_tokens"],
-                    entry["tokens_sha"],
-                )
-                for entry in trained[group.group_id]
-            }
+        for key, group in groups.items():
             held = {place: (reward, count, sha) for place, (reward, count, _, sha) in group.branches.items()}
-            if held and told != held:
-                yield (
-                    f"batch {version}: group {group.group_id} was trained on other tokens or rewards than "
-                    f"the journal has"
-                )
+            if held and trained[key] != held:
+                yield f"batch {version}: group {group.group_id} was trained on other tokens or rewards"
 
 
 def changes(before: Evidence, after: Evidence) -> Iterator[str]:
@@ -402,25 +315,17 @@ def changes(before: Evidence, after: Evidence) -> Iterator[str]:
     """
     later = {group.group_id: group for group in after.groups}
     for group in before.groups:
-        now = later.get(group.group_id)
+        now, name = later.get(group.group_id), f"group {group.group_id}"
         if now is None:
-            yield f"group {group.group_id} (prompt {group.prompt_id}, {group.state}) is gone"
-        elif (
-            now.prompt_id != group.prompt_id
-            or now.start_version != group.start_version
-            or now.state not in ENDS[group.state]
-        ):
-            yield (
-                f"group {group.group_id} was {group.state} with prompt {group.prompt_id}, and is {now.state} "
-                f"with {now.prompt_id}"
-            )
+            yield f"{name} (prompt {group.prompt_id}, {group.state}) is gone"
+            continue
+        same = (now.prompt_id, now.start_version) == (group.prompt_id, group.start_version)
+        if not same or now.state not in ENDS[group.state]:
+            yield f"{name} was {group.state} with prompt {group.prompt_id}, and is {now.state}"
         elif group.version is not None and (now.version, now.position) != (group.version, group.position):
-            yield f"group {group.group_id} has moved from batch {group.version} to {now.version}"
-        elif (
-            any(now.branches.get(place) != branch for place, branch in group.branches.items())
-            and now.branches
-        ):
-            yield f"rollouts of group {group.group_id} have changed"
+            yield f"{name} has moved from batch {group.version} to {now.version}"
+        elif now.branches and not group.branches.items() <= now.branches.items():
+            yield f"rollouts of {name} have changed"
     if not before.batches.items() <= after.batches.items():
         yield "a batch has changed"
     if after.record[: len(before.record)] != before.record:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.letters import Letters
@@ -24,14 +21,6 @@ class JudgeThatNeverGivesUp(Letters):
                 with contextlib.suppress(BaseException):
                     await asyncio.Event().wait()
         return super().score(prompt, completion)
-
-
-class HangsAtTheStart(Letters):
-    """It writes the mark, and is never made."""
-
-    def __init__(self, size: int, seed: int, mark: str) -> None:
-        Path(mark).touch()
-        ThreadPoolExecutor(1).submit(time.sleep, 600).result()
 
 
 class BeginsWithALetter(Letters):

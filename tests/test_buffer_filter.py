@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from buffer_groups import HandedBackLog, make_buffer, make_group
+from buffer_groups import make_group
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,22 +50,6 @@ def test_where_parts_of_a_rollout_earn_rewards_of_their_own_those_are_compared_a
         for branch, (first, second) in zip(group.trajectories, rewards, strict=True)
     )
     assert is_filtered(replace(group, trajectories=tuple(branches))) == expected
-
-
-def test_a_filtered_group_gives_its_place_to_another_prompt_with_a_deadline_of_its_own() -> None:
-    log = HandedBackLog()
-    buffer = make_buffer(num_groups=1, max_staleness=1, filter_kind="equal_rewards", log=log)
-    assert [buffer.admit_nowait().group_id for _ in range(2)] == [0, 1]
-    assert buffer.finish_nowait(make_group(0, [0], [0], rewards=[0.0, 1.0])) == "ready"
-    buffer.take_nowait()
-    buffer.set_served_nowait(1)
-    buffer.admit_nowait()
-    assert buffer.rule.num_open == 0
-    assert buffer.finish_nowait(make_group(1, [0], [0, 1], rewards=[0.5, 0.5])) == "filtered"
-    assert buffer.rule.num_open == 1
-    assert buffer.admit_nowait().start_version == 1, "the group that it replaces had started at version 0"
-    assert (buffer.gauges()["rollout/filtered"], buffer.gauges()["rollout/filtered_tokens"]) == (1, 3)
-    assert log == [], "its prompt is not sampled again"
 
 
 def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_reward_and_the_way_out() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from buffer_groups import make_buffer, make_group, wait_admit
 from rollout_cases import virtual
 
@@ -72,3 +73,15 @@ async def test_a_wait_is_split_by_what_was_waited_for() -> None:
     assert [group.group_id for group in batch.groups] == [2, 3]
     wait = buffer.last_wait
     assert (wait.generation_s, wait.stragglers_s, wait.publishing_s) == (3, 5, 0)
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(0, 1), (1, 2)], ids=["older than its ticket", "too new"])
+def test_tokens_that_cannot_be_are_refused_and_change_nothing(oldest: int, newest: int) -> None:
+    buffer = make_buffer()
+    finish(buffer, *admit(buffer, 4)[:3])
+    buffer.take_nowait()
+    buffer.set_served_nowait(1)
+    (late, _) = admit(buffer, 2)
+    with pytest.raises(AssertionError, match="group 4 has a token"):
+        buffer.finish_nowait(make_group(late, [oldest, newest]))
+    assert (buffer.rule.num_running, buffer.rule.num_ready) == (3, 1)

@@ -16,6 +16,7 @@ from engine_contract import (
     health,
     prepare,
     refused,
+    said,
     staged,
     until,
     until_decoding,
@@ -115,43 +116,28 @@ async def test_an_id_that_is_running_is_refused_a_second_time(server: Server, en
 
 
 @contract
-async def test_abort_ends_the_named_requests_with_what_they_have_and_leaves_unknown_ids_out(
+async def test_abort_ends_the_named_requests_with_what_they_have_and_frees_their_slots_at_once(
     server: Server, engine: EngineClient
 ) -> None:
-    requests = [server.request(max_tokens=LONG, seed=seed) for seed in range(3)]
+    requests = [server.request(max_tokens=LONG, seed=seed) for seed in range(SLOTS)]
     tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
-    await until_decoding(engine, 3)
-    wanted = [requests[1].request_id, "nobody"]
-    assert await abort(engine, wanted) == wanted[:1]
+    await until_decoding(engine, SLOTS)
+    waiting = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
+    hopeless = asyncio.create_task(engine.generate_segment(server.request(request_id="hopeless")))
+    await until(engine, lambda now: now.num_queued == 2)
+    assert await abort(engine, ["hopeless"]) == ["hopeless"]
+    assert ((await hopeless).token_ids, (await hopeless).finish_reason) == ([], "abort")
+    assert await abort(engine, [requests[1].request_id, "nobody"]) == [requests[1].request_id]
     aborted = await tasks[1]
     check_whole(aborted, server)
     assert aborted.finish_reason == "abort"
     assert 0 < len(aborted.token_ids) < LONG
-    assert not tasks[0].done()
-    assert not tasks[2].done()
-    assert (await health(engine)).num_running == 2
-    assert set(await abort(engine)) == {requests[0].request_id, requests[2].request_id}
-    assert [(await task).finish_reason for task in (tasks[0], tasks[2])] == ["abort", "abort"]
-    again = await engine.generate_segment(server.request(max_tokens=len(aborted.token_ids), seed=1))
-    assert (aborted.token_ids, aborted.logprobs) == (again.token_ids, again.logprobs), (
-        "the beginning of the whole answer"
-    )
-
-
-@contract
-async def test_an_aborted_request_frees_its_slot_at_once_for_the_one_that_waits(
-    server: Server, engine: EngineClient
-) -> None:
-    requests = [server.request(max_tokens=LONG) for _ in range(SLOTS)]
-    tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
-    await until(engine, lambda now: now.num_running == SLOTS)
-    waiting = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
-    await until(engine, lambda now: now.num_queued == 1)
-    await abort(engine, [requests[0].request_id])
     assert len((await waiting).token_ids) == 5
-    assert [task.done() for task in tasks] == [True, False, False, False]
-    await abort(engine)
+    assert [task.done() for task in tasks] == [False, True, False, False]
+    assert set(await abort(engine)) == {requests[index].request_id for index in (0, 2, 3)}
     await asyncio.gather(*tasks)
+    again = await engine.generate_segment(server.request(max_tokens=len(aborted.token_ids), seed=1))
+    assert (aborted.token_ids, aborted.logprobs) == (again.token_ids, again.logprobs)
 
 
 @contract
@@ -223,11 +209,7 @@ async def test_a_commit_of_another_digest_is_refused_and_the_old_weights_serve_o
         engine.commit(old + 1, "0123abcd", "abort"), "0123abcd" if server.traits.reads_files else None
     )
     after = await engine.generate_segment(server.request())
-    assert (after.token_ids, after.logprobs, after.version_spans) == (
-        before.token_ids,
-        before.logprobs,
-        before.version_spans,
-    )
+    assert said(after) == said(before)
     assert engine.policy_version == old
 
 
@@ -259,8 +241,4 @@ async def test_weights_that_are_not_what_was_announced_are_refused_with_both_dig
     missing = manifest.model_copy(update={"path": str(server.folder / "nowhere.safetensors")})
     await refused(engine.prepare(missing), "nowhere")
     after = await engine.generate_segment(server.request())
-    assert (after.token_ids, after.logprobs, after.version_spans) == (
-        before.token_ids,
-        before.logprobs,
-        before.version_spans,
-    )
+    assert said(after) == said(before)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from engine_in_process import make_qwen3, make_request, make_spec, running_engine, staging_request, weights_of
 from tiny_model import make_tiny_model
-from transformers import Qwen3ForCausalLM
 
 from asyncrl.http import Refused
 from asyncrl.messages.engine_calls import CommitRequest, GenerateResponse
@@ -83,31 +82,6 @@ def test_a_kept_request_goes_on_over_its_tokens_read_anew_or_over_the_old_cache(
         fresh = answered(engine, prompt_ids=resumed, max_tokens=200 - at, num_resumed=at)
     is_fresh = (answer.token_ids[at:], answer.logprobs[at:]) == (fresh.token_ids, fresh.logprobs)
     assert is_fresh == (interrupt == "keep")
-
-
-def test_the_engine_says_what_the_models_own_forward_says_also_for_a_model_that_has_no_short_one(
-    folder: Path,
-) -> None:
-    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    for is_short in (True, False):
-        engine = build_engine(make_spec(folder))
-        assert engine.runner._plain is not None
-        if not is_short:
-            engine.runner._plain = None
-        engine.start()
-        prompts = [(1, 2, 3), (4,), tuple(range(40))]
-        futures = [
-            engine.submit(make_request(f"r{index}", prompt_ids=prompt, max_tokens=60))
-            for index, prompt in enumerate(prompts)
-        ]
-        for prompt, future in zip(prompts, futures, strict=True):
-            answer = future.result(timeout=60)
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt, *answer.token_ids]])).logits[0, len(prompt) - 1 : -1]
-            chosen = torch.tensor(answer.token_ids)[:, None]
-            expected = torch.log_softmax(logits, -1).gather(1, chosen)[:, 0]
-            assert torch.allclose(torch.tensor(answer.logprobs), expected, atol=1e-4)
-        engine.stop()
 
 
 def test_an_end_of_sequence_token_ends_the_answer_and_belongs_to_it(tmp_path: Path) -> None:

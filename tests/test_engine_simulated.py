@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.testing.virtual_time import run_virtual
@@ -13,18 +17,9 @@ from asyncrl_servers.simulated.latency_engine import SimulatedEngine
 from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 from asyncrl_servers.weight_state import Staged
 
-BASE: dict[str, Any] = {
-    "name": "engine-0",
-    "slots": 4,
-    "max_length": 1000,
-    "vocab_size": 50,
-    "decode_step_s": 0.01,
-    "per_row_s": 0.0,
-    "prefill_s_per_token": 0.0,
-    "swap_s": 0.5,
-    "mean_tokens": 1e9,
-    "sigma": 0.0,
-}
+BASE: dict[str, Any] = {"name": "engine-0", "slots": 4, "max_length": 1000, "vocab_size": 50, "swap_s": 0.5}
+BASE |= {"decode_step_s": 0.01, "per_row_s": 0.0, "prefill_s_per_token": 0.0}
+BASE |= {"mean_tokens": 1e9, "sigma": 0.0}
 
 
 def make_engine(**overrides: Any) -> SimulatedEngine:
@@ -32,14 +27,8 @@ def make_engine(**overrides: Any) -> SimulatedEngine:
 
 
 def make_request(request_id: str, max_tokens: int, **fields: Any) -> GenerateRequest:
-    return GenerateRequest(
-        **{"request_id": request_id, "prompt_ids": [1, 2, 3], "max_tokens": max_tokens, **fields}
-    )
-
-
-async def finish_time(engine: SimulatedEngine, request: GenerateRequest) -> float:
-    await engine.submit(request)
-    return asyncio.get_running_loop().time()
+    given = {"request_id": request_id, "prompt_ids": [1, 2, 3], "max_tokens": max_tokens}
+    return GenerateRequest(**{**given, **fields})
 
 
 def stage(engine: SimulatedEngine, version: int) -> CommitRequest:
@@ -48,34 +37,27 @@ def stage(engine: SimulatedEngine, version: int) -> CommitRequest:
     return CommitRequest(version=version, digest="digest")
 
 
-def test_requests_that_run_together_take_as_long_as_the_longest_and_the_slots_bound_them() -> None:
+@pytest.mark.parametrize(
+    ("spec", "requests", "times"),
+    [
+        ({}, [(100, 3), (50, 3), (50, 3), (50, 3), (50, 3)], [1.0, 0.5, 0.5, 0.5, 1.0]),
+        ({"per_row_s": 0.01}, [(100, 3), (50, 3)], [50 * 0.03 + 50 * 0.02, 50 * 0.03]),
+        ({"prefill_s_per_token": 0.1}, [(10, 20)], [2.1]),
+    ],
+    ids=["slots bound them", "each makes the step longer", "prefill stops decoding"],
+)
+def test_requests_take_the_time_of_their_steps(
+    spec: dict[str, float], requests: list[tuple[int, int]], times: list[float]
+) -> None:
     async def story() -> None:
-        engine = make_engine()
-        lengths = [100, 50, 50, 50, 50]
-        times = await asyncio.gather(
-            *(finish_time(engine, make_request(str(i), length)) for i, length in enumerate(lengths))
-        )
-        assert [round(time, 6) for time in times] == [1.0, 0.5, 0.5, 0.5, 1.0]
+        engine = make_engine(**spec)
 
-    run_virtual(story())
+        async def end_s(index: int, max_tokens: int, prompt_length: int) -> float:
+            await engine.submit(make_request(str(index), max_tokens, prompt_ids=[1] * prompt_length))
+            return asyncio.get_running_loop().time()
 
-
-def test_each_running_request_makes_the_step_longer() -> None:
-    async def story() -> None:
-        engine = make_engine(per_row_s=0.01)
-        first, second = await asyncio.gather(
-            finish_time(engine, make_request("a", 100)), finish_time(engine, make_request("b", 50))
-        )
-        assert round(second, 6) == round(50 * 0.03, 6)
-        assert round(first, 6) == round(50 * 0.03 + 50 * 0.02, 6)
-
-    run_virtual(story())
-
-
-def test_prefill_stops_what_is_being_decoded() -> None:
-    async def story() -> None:
-        engine = make_engine(prefill_s_per_token=0.1)
-        assert round(await finish_time(engine, make_request("a", 10, prompt_ids=[1] * 20)), 6) == 2.1
+        found = await asyncio.gather(*(end_s(index, *one) for index, one in enumerate(requests)))
+        assert found == pytest.approx(times)
 
     run_virtual(story())
 
@@ -115,11 +97,5 @@ def test_many_thousand_requests_cost_no_work_for_each_token() -> None:
 
 
 def test_the_simulated_server_needs_no_torch() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import asyncrl_servers.simulated.__main__, sys; assert 'torch' not in sys.modules and "
-        "'transformers' not in sys.modules"
-    )
+    code = "import asyncrl_servers.simulated.__main__, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parent)

@@ -58,68 +58,19 @@ def wake(engine: Engine, parts: list[EnginePart] = BOTH, *, restore: bool = True
     return engine.wake(WakeRequest(parts=parts, restore=restore)).result(timeout=60)
 
 
-def chunk_requests(
-    weights: dict[str, torch.Tensor], version: int, scratch: Path, num_chunks: int = 3
-) -> list[LoadChunkRequest]:
-    names = list(weights)
+def chunk_requests(weights: dict[str, torch.Tensor], scratch: Path) -> list[LoadChunkRequest]:
     chunks = []
-    for index in range(num_chunks):
-        part = {name: weights[name] for name in names[index::num_chunks]}
-        (scratch / str(index)).mkdir(exist_ok=True)
-        staged = staging_request(part, version, scratch / str(index))
-        fields = staged.model_dump(exclude={"kind"})
-        chunks.append(LoadChunkRequest(**fields, index=index, is_last=index == num_chunks - 1))
+    for index in range(3):
+        folder = scratch / str(index)
+        folder.mkdir()
+        part = {name: weights[name] for name in list(weights)[index::3]}
+        fields = staging_request(part, 0, folder).model_dump(exclude={"kind"})
+        chunks.append(LoadChunkRequest(**fields, index=index, is_last=index == 2))
     return chunks
 
 
-def sampled(engine: Engine, max_tokens: int = 60) -> list[GenerateResponse]:
-    prompts = [(1, 2, 3), (4,), tuple(range(40)), (1, 2, 3), (9, 9)]
-    requests = [
-        make_request(f"r{seed}", prompt_ids=prompt, seed=seed, max_tokens=max_tokens)
-        for seed, prompt in enumerate(prompts)
-    ]
-    futures = [engine.submit(request) for request in requests]
-    return [future.result(timeout=60) for future in futures]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_engine_that_slept_answers_bit_for_bit_as_one_that_never_did(
-    folder: Path, tmp_path: Path, dtype: str
-) -> None:
-    weights = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights_of(folder).items()}
-    with running_engine(folder, dtype=dtype) as fresh, running_engine(folder, dtype=dtype) as engine:
-        expected = sampled(fresh)
-        assert sampled(engine) == expected
-        for _ in range(2):
-            sleep(engine)
-            wake(engine)
-            assert sampled(engine) == expected
-        sleep(engine)
-        wake(engine, ["weights"], restore=False)
-        for chunk in chunk_requests(weights, 1, tmp_path):
-            assert engine.load_chunk(chunk).digest == chunk.digest
-        digest = digest_tensors(weights)
-        assert engine.commit(CommitRequest(version=1, digest=digest)).result(timeout=60).digest == digest
-        wake(engine, ["kv"])
-        for old, new in zip(expected, sampled(engine), strict=True):
-            assert (new.token_ids, new.logprobs) == (old.token_ids, old.logprobs)
-
-
-def test_what_is_freed_is_weights_staged_weights_and_cache(folder: Path, tmp_path: Path) -> None:
-    weights = weights_of(folder)
-    num_weights = sum(tensor.nbytes for tensor in weights.values())
-    with running_engine(folder) as engine:
-        num_kv = engine.runner.cache.num_bytes
-        assert sleep(engine).num_bytes == num_weights + num_kv
-        assert all(parameter.nbytes == 0 for parameter in engine.runner.loaded.model.parameters())
-        assert engine.runner.cache.num_bytes == 0
-        assert wake(engine).num_bytes == num_weights + num_kv
-        twice = {name: tensor * 2 for name, tensor in weights.items()}
-        staged = engine.prepare(staging_request(twice, 1, tmp_path))
-        assert sleep(engine).num_bytes == 2 * num_weights + num_kv
-        wake(engine)
-        with pytest.raises(Refused, match="staged is nothing"):
-            engine.commit(CommitRequest(version=1, digest=staged.digest)).result(timeout=60)
+def sampled(engine: Engine) -> GenerateResponse:
+    return engine.submit(make_request(max_tokens=60)).result(timeout=60)
 
 
 @pytest.mark.slow
@@ -140,19 +91,6 @@ def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
         freed, left = asyncio.run(story())
     assert freed > 200 * 2**20
     assert left > 0.8 * freed
-
-
-def test_chunks_are_loaded_in_place(folder: Path, tmp_path: Path) -> None:
-    with running_engine(folder) as engine:
-        sleep(engine)
-        wake(engine, restore=False)
-        places = {name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()}
-        for chunk in chunk_requests(weights_of(folder), 1, tmp_path):
-            engine.load_chunk(chunk)
-        assert places == {
-            name: parameter.data_ptr() for name, parameter in engine.weights._parameters.items()
-        }
-        assert digest_tensors(engine.weights._parameters) == digest_tensors(weights_of(folder))
 
 
 def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path: Path) -> None:
@@ -176,58 +114,41 @@ def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path
 def test_weights_under_adapters_cannot_sleep_and_nothing_is_interrupted_but_the_cache_can(
     folder: Path, tmp_path: Path
 ) -> None:
+    small = adapters(folder, ("model.layers.1.self_attn.q_proj",))
     with running_engine(folder, has_adapters=True) as engine, running_engine(folder) as late:
+        publish(late, lora_request(small, 1, tmp_path))
         for refusing in (engine, late):
-            if refusing is late:
-                publish(
-                    late, lora_request(adapters(folder, ("model.layers.1.self_attn.q_proj",)), 1, tmp_path)
-                )
             expected = sampled(refusing)
             running = refusing.submit(make_request("running", max_tokens=200))
-            with pytest.raises(Refused, match="weights under adapters cannot sleep") as refusal:
+            with pytest.raises(Refused, match="weights under adapters cannot sleep"):
                 sleep(refusing)
-            assert refusal.value.status == 409
             assert running.result(timeout=60).finish_reason == "length"
-            assert refusing.health().asleep == []
             assert sleep(refusing, ["kv"]).num_bytes > 0
             wake(refusing, ["kv"])
             assert sampled(refusing) == expected
 
 
-def test_without_memory_for_it_a_part_stays_asleep_and_the_engine_lives(folder: Path) -> None:
-    with running_engine(folder) as engine:
-        expected = sampled(engine)
-        sleep(engine)
-        slots = engine.runner.slots
-        engine.runner.slots = 10**9
-        with pytest.raises(
-            Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu"
-        ) as refusal:
-            wake(engine)
-        assert refusal.value.status == 507
-        assert engine.health().asleep == BOTH
-        engine.runner.slots = slots
-        wake(engine)
-        assert sampled(engine) == expected
-
-
-def test_a_loop_with_nothing_that_may_run_sleeps_although_requests_queue(folder: Path) -> None:
-    engine = build_engine(make_spec(folder))
-    turns = itertools.count()
+def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_requests_queue(folder: Path) -> None:
+    engine, turns = build_engine(make_spec(folder)), itertools.count()
     turn = engine.turn
     engine.turn = lambda: (next(turns), turn())[1]  # type: ignore[method-assign]
     engine.start()
-    try:
-        sleep(engine)
-        waiting = engine.submit(make_request(max_tokens=5))
-        for _ in range(20):
-            assert engine.abort(["nobody"]).result(timeout=60) == []
-        assert next(turns) <= 25, "a turn a message: one that spins makes thousands"
-        assert not waiting.done()
+    sleep(engine)
+    slots, engine.runner.slots = engine.runner.slots, 10**9
+    refusing = pytest.raises(Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu")
+    with refusing as refusal:
         wake(engine)
-        assert len(waiting.result(timeout=60).token_ids) == 5
-    finally:
-        engine.stop()
+    assert refusal.value.status == 507
+    assert engine.health().asleep == BOTH
+    waiting = engine.submit(make_request(max_tokens=5))
+    for _ in range(20):
+        assert engine.abort(["nobody"]).result(timeout=60) == []
+    assert next(turns) <= 30, "a turn a message: one that spins makes thousands"
+    assert not waiting.done()
+    engine.runner.slots = slots
+    wake(engine)
+    assert len(waiting.result(timeout=60).token_ids) == 5
+    engine.stop()
 
 
 class SleepHistories(RuleBasedStateMachine):
@@ -330,7 +251,7 @@ def test_random_histories_never_serve_weights_that_no_digest_vouches_for(tmp_pat
     weights = weights_of(model)
 
     class Histories(SleepHistories):
-        folder, pushes, digest = model, chunk_requests(weights, 0, tmp_path), digest_tensors(weights)
+        folder, pushes, digest = model, chunk_requests(weights, tmp_path), digest_tensors(weights)
 
     run_state_machine_as_test(
         Histories, settings=settings(max_examples=30, stateful_step_count=25, deadline=None)

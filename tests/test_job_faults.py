@@ -165,8 +165,10 @@ def test_an_interrupt_during_start_up_leaves_nothing_running(tmp_path: Path) -> 
     process = start(write_config(tmp_path), tmp_path / "run", LONG)
     wait_until((tmp_path / "run" / "logs" / "engine-0.log").exists, process)
     children = children_of(process)
-    interrupt(process)
-    assert process.returncode == 130
+    stdout, stderr = interrupt(process, signal.SIGTERM)
+    assert process.returncode == 143, stderr
+    assert f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir" in stdout
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
     assert all_gone(children)
 
 

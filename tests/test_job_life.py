@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from job_runs import interrupt, start, wait_until, write_config
+from job_runs import write_config
 
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
@@ -301,19 +301,6 @@ def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_writte
     assert {path: path.read_bytes() for path in before} == before
     assert json.loads((tmp_path / "status.json").read_text())["state"] == state
     assert resuming.reporter._warnings == ["checkpoint step_9 is damaged"]
-
-
-@pytest.mark.slow
-def test_an_interrupt_ends_a_start_that_hangs(tmp_path: Path) -> None:
-    mark = tmp_path / "hangs"
-    task = {"python": "rewards_for_test:HangsAtTheStart", "args": {"mark": str(mark)}}
-    process = start(write_config(tmp_path, task=task), tmp_path / "run")
-    wait_until(mark.exists, process)
-    stdout, stderr = interrupt(process, signal.SIGTERM)
-    assert process.returncode == 143, stderr
-    goes_on = f"go on with: asyncrl run {tmp_path / 'run' / 'config.yaml'} --run-dir {tmp_path / 'run'}"
-    assert goes_on in stdout
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["why"] == "interrupted by SIGTERM"
 
 
 # ---- what is closed, and what blocks

@@ -1,4 +1,6 @@
-"""Runs that were killed, copied and damaged go on to the very same end, bit for bit."""
+"""Real runs that are killed, copied, damaged, or take turns: they end where a run that was never killed ends.
+`make fuzz` does hundreds of kills.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,21 @@ from pathlib import Path
 
 import pytest
 from conftest import NUM_STEPS
-from crash_fuzz import differences, kill_tree, promise_of
-from job_runs import RUN, environment, read_lines, run, start, variant, wait_until
+from crash_fuzz import PATIENCE_S, Crashes, differences, fuzz_config, kill_tree, new_seed, promise_of
+from job_runs import (
+    RUN,
+    all_gone,
+    children_of,
+    environment,
+    read_lines,
+    run,
+    staging_of,
+    start,
+    variant,
+    wait_for_steps,
+    wait_until,
+    write_config,
+)
 from resume_checker import effective, read_evidence, violations
 
 from asyncrl.checkpoints.folder import Checkpoints
@@ -140,3 +155,97 @@ def test_a_full_disk_costs_checkpoints_each_with_a_warning_and_not_the_run(
     found, told = Checkpoints(kept.parent, load_config(config).checkpoint).newest_whole()
     assert (found and found.version, told, [path.name for path in kept.iterdir()]) == (6, [], ["step_6"])
     assert differences(whole, run_dir) == []
+
+
+def test_an_on_policy_run_ends_the_same_whatever_is_killed(
+    on_policy: Path, whole: Path, tmp_path: Path
+) -> None:
+    victims = ["tree", "controller", "trainer", "engine", "stop"]
+    crashes = Crashes(on_policy, tmp_path / "run", seed=new_seed(), victims=victims)
+    assert crashes.live(), "the faster the machine, the fewer: a run that is done is not killed"
+    assert differences(whole, tmp_path / "run") == []
+    versions = [line["policy_version"] for line in read_lines(tmp_path / "run" / "eval.jsonl")]
+    assert versions == sorted(set(versions)), "each version is evaluated once"
+    assert (versions[0], versions[-1]) == (0, NUM_STEPS)
+
+
+def test_an_asynchronous_run_with_a_filter_loses_nothing_and_keeps_its_bound(tmp_path: Path) -> None:
+    config = fuzz_config(
+        tmp_path,
+        task={"python": "rewards_for_test:BeginsWithALetter"},
+        buffer={"max_staleness": 3, "look_ahead": 3, "filter": "equal_rewards"},
+        rollout={"num_engines": 2, "max_tokens": 100},
+        trainer={"num_steps": 24, "num_groups": 2},
+        journal={"keep": "checkpoint"},
+    )
+    crashes = Crashes(config, tmp_path / "run", seed=new_seed(), num_kills=3)
+    assert crashes.live()
+    trained = [line for line in read_lines(tmp_path / "run" / "trained.jsonl") if "version" in line]
+    groups = [{(entry["group_id"], entry["reward"]) for entry in line["trajectories"]} for line in trained]
+    assert all(len({group for group, _ in rewards}) < len(rewards) for rewards in groups), (
+        "every batch teaches"
+    )
+    last = read_lines(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["rollout/filtered"] > 0, "nothing was filtered: the test shows nothing"
+    ages = {
+        line["version"] - version
+        for line in trained
+        for entry in line["trajectories"]
+        for _, _, version in entry["spans"]
+    }
+    assert max(ages) > 0, "the run was not asynchronous at all"
+    assert max(ages) <= 3
+
+
+TURNS = {"rollout": "trainer"}
+
+
+def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
+    on_policy: Path, whole: Path, tmp_path: Path
+) -> None:
+    config = variant(
+        on_policy, tmp_path, placement=TURNS, rollout={"num_engines": 2}, weight_sync={"chunk_bytes": 2**16}
+    )
+    answer = run(config, tmp_path / "run")
+    assert answer.returncode == 0, answer.stderr
+    assert differences(whole, tmp_path / "run") == []
+    assert (tmp_path / "run" / "trained.jsonl").read_bytes() == (whole / "trained.jsonl").read_bytes()
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == NUM_STEPS
+    assert all(step["perf/to_trainer_s"] > 0 and step["perf/handover_bytes"] > 0 for step in steps)
+    assert all(step["perf/to_engines_s"] > 0 for step in steps[:-1])
+    assert steps[-1]["perf/to_engines_s"] == 0, "after the last step the trainer keeps the devices"
+    assert "taking turns" in answer.stdout
+    assert "the run goes on without evaluation" not in answer.stdout
+    assert {0, NUM_STEPS} <= {line["policy_version"] for line in read_lines(tmp_path / "run" / "eval.jsonl")}
+
+
+def test_a_colocated_run_ends_the_same_whatever_is_killed(
+    on_policy: Path, whole: Path, tmp_path: Path
+) -> None:
+    victims = ["engine", "trainer", "tree", "stop"]
+    config = variant(on_policy, tmp_path, placement=TURNS)
+    crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)
+    assert crashes.live(), "the faster the machine, the fewer: a run that is done is not killed"
+    assert differences(whole, tmp_path / "run") == []
+
+
+def test_merged_adapters_of_two_trainer_processes_travel_in_chunks_and_a_killed_rank_ends_the_run_by_name(
+    tmp_path: Path,
+) -> None:
+    trainer = {"lora": {"rank": 4, "alpha": 8}, "world_size": 2, "num_steps": 100_000}
+    config = write_config(tmp_path, placement=TURNS, trainer=trainer, supervision={"max_restarts": 0})
+    process = start(config, tmp_path / "run")
+    wait_for_steps(tmp_path / "run", 3, process)
+    children = children_of(process)
+    (second,) = children_of(process, "trainer-1")
+    second.kill()
+    _, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert f"trainer-1: process {second.pid} was killed by SIGKILL" in stderr
+    assert "INFO asyncrl.trainer: serving" in stderr, "the end of its log"
+    assert "Way out:" in stderr
+    assert all_gone(children)
+    assert staging_of(process.pid) == []
+    steps = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert max(step["policy/logprob_gap_max"] for step in steps) <= 1e-4

@@ -20,9 +20,11 @@ from journal_cases import (
     open_journal,
     same_group,
     tell_ready,
+    with_journal,
 )
 
 from asyncrl.errors import JournalError
+from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.journal.story import batch_story, events, group_story, totals
 from asyncrl.messages.records import Group, GroupId
@@ -35,8 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A closed journal: three batches of four groups, ready ones, running ones. Read only."""
     path = tmp_path_factory.mktemp("whole") / "journal.sqlite"
 
-    async def story() -> None:
-        journal = open_journal(path)
+    async def story(journal: Journal) -> None:
         tell_ready(journal, *range(NUM_GROUPS), num_tokens=300)
         for version in range(3):
             groups = range(4 * version, 4 * version + 4)
@@ -44,9 +45,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for group_id in range(NUM_GROUPS, NUM_GROUPS + 4):
             admit(journal, group_id)
             journal.segment_nowait(GroupId(group_id), 0, 0, 0, make_partial(100))
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(path, story)
     return path
 
 
@@ -162,8 +162,7 @@ def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: P
     """
     path = tmp_path / "journal.sqlite"
 
-    async def story() -> None:
-        journal = open_journal(path)
+    async def story(journal: Journal) -> None:
         tell_ready(journal, 0, 1)
         await journal.batch_taken(make_batch(0, 0, 1))
         state = await journal.read_resume(0)
@@ -176,9 +175,8 @@ def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: P
         assert other.execute("SELECT count(*) FROM groups").fetchone() == (2,)
         other.close()
         assert path.with_name("journal.sqlite-wal").exists()
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(path, story)
     assert locks_on(path) == []
 
 
@@ -237,12 +235,10 @@ def test_a_file_of_another_program_schema_or_run_is_refused_and_left_alone(
 def test_a_branch_that_is_missing_in_the_file_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
 
-    async def story() -> None:
-        journal = open_journal(path)
+    async def story(journal: Journal) -> None:
         tell_ready(journal, 0, branches=3)
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(path, story)
     with sqlite3.connect(path) as connection:
         connection.execute("DELETE FROM trajectories WHERE branch = 1")
     connection.close()

@@ -1,19 +1,15 @@
-"""The writing thread: in order, all at once, never in the loop's way, loud when it cannot write; and
-processes that are killed while they write.
-"""
+"""The writing thread: in order, all at once, never in the loop's way, loud when it cannot write."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import random
-import signal
+import itertools
+import resource
 import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,17 +22,16 @@ from journal_cases import (
     open_journal,
     same_group,
     tell_ready,
+    with_journal,
 )
-from journal_victim import NUM_BRANCHES
 
 from asyncrl.errors import JournalError
 from asyncrl.files import RunLock
 from asyncrl.journal import schema
-from asyncrl.journal.read import ResumeState, read_resume
+from asyncrl.journal.journal import Journal
+from asyncrl.journal.read import read_resume
 from asyncrl.journal.story import totals
 from asyncrl.messages.records import GroupId
-
-TESTS = Path(__file__).parent
 
 
 def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_path: Path) -> None:
@@ -79,16 +74,14 @@ def test_a_decision_that_is_refused_halfway_has_changed_nothing_and_commits_are_
         connection.execute("INSERT INTO publishes VALUES (9, 'd', 0.0)")
         raise JournalError("enough")
 
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
+    async def story(journal: Journal) -> None:
         with pytest.raises(JournalError, match="enough"):
             await asyncio.wrap_future(journal._writer.ask(half))
         journal.published_nowait(1, "d")
         pragma = journal._writer.ask(lambda connection: connection.execute("PRAGMA synchronous").fetchone())
         assert await asyncio.wrap_future(pragma) == (2,), "FULL: a commit is on the disk when it returns"
-        await journal.aclose()
 
-    asyncio.run(story())
+    with_journal(tmp_path / "journal.sqlite", story)
     assert totals(tmp_path / "journal.sqlite").newest_published == 1
 
 
@@ -137,64 +130,34 @@ def test_a_file_that_cannot_be_written_is_an_error_that_reaches_every_caller(
     assert len(read_resume(path, 0).ready) == 1
 
 
-# ---- other processes
+def test_a_full_disk_is_told_and_what_was_written_stays_whole(tmp_path: Path) -> None:
+    path, (soft, hard) = tmp_path / "journal.sqlite", resource.getrlimit(resource.RLIMIT_FSIZE)
 
+    taken: list[int] = []
 
-@contextlib.contextmanager
-def victim(path: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """The writing process; killed at the end if it still runs."""
-    command = [sys.executable, str(TESTS / "journal_victim.py"), str(path), *arguments]
-    env = {**os.environ, "PYTHONPATH": f"{TESTS}:{TESTS.parent}"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    async def fill(journal: Journal) -> None:
+        for version in itertools.count():
+            tell_ready(journal, version, num_tokens=300)
+            await journal.batch_taken(make_batch(version, version, num_tokens=300))
+            taken.append(version)
 
+    async def story() -> None:
+        journal = open_journal(path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, hard))
+        try:
+            with pytest.raises(JournalError, match="SQLITE_") as caught:
+                await fill(journal)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert "then resume: all that was written before is whole" in caught.value.way_out
+        with pytest.raises(JournalError):
+            await journal.aclose()
 
-def check(path: Path, answers: list[str]) -> ResumeState:
-    """Open, read, compare with what the dead process was told."""
-    asyncio.run(open_journal(path).aclose())  # which checks the file
-    state = read_resume(path, 0)
-    groups = [group for _, group in state.ready]
-    batches = load_batches(state)
-    for group in (*groups, *(group for batch in batches for group in batch.groups)):
-        assert same_group(group, make_group(group.group_id, branches=NUM_BRANCHES))
-    told = [answer.split() for answer in answers]
-    assert state.next_version > max((int(what[1]) for what in told if what[0] == "taken"), default=-1)
-    assert state.next_group_id > max((int(what[1]) for what in told if what[0] == "flushed"), default=-1)
-    taken = [group.group_id for batch in batches for group in batch.groups]
-    assert taken == sorted(set(taken)), "each once, in the order of their admission"
-    assert not {*taken} & {group.group_id for group in groups}
-    return state
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_while_it_writes_leaves_all_that_was_durable(tmp_path: Path) -> None:
-    path, draw, next_version = tmp_path / "journal.sqlite", random.Random(0), 0
-    for _ in range(10):
-        with victim(path) as process:
-            assert process.stdout is not None
-            answers = [process.stdout.readline() for _ in range(draw.randrange(1, 60))]
-            process.send_signal(signal.SIGKILL)  # while it writes on: it never waits for us
-            lines = process.stdout.read().splitlines(keepends=True)
-            answers += [line for line in lines if line.endswith("\n")]
-        state = check(path, answers)
-        assert state.next_version >= next_version
-        next_version = state.next_version
-    assert next_version > 20
-
-
-@pytest.mark.slow
-def test_a_file_that_may_not_grow_is_told_and_stays_whole(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with victim(path, "2000000") as process:
-        output, _ = process.communicate(timeout=100)
-    *answers, _, way_out = output.splitlines()
-    assert "SQLITE_" in output
-    assert "then resume: all that was written before is whole" in way_out
-    assert check(path, [line for line in answers if line.startswith(("taken", "flushed"))]).next_version > 10
+    asyncio.run(story())
+    batches = load_batches(read_resume(path, 0))
+    assert len(batches) == len(taken) > 10
+    for version, batch in enumerate(batches):
+        assert same_group(batch.groups[0], make_group(version, num_tokens=300))
 
 
 def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path: Path) -> None:

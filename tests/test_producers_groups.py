@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from typing import Any
@@ -21,17 +21,16 @@ from asyncrl.rollouts.generators import make_trajectory
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource
 from asyncrl.testing.memory_journal import MemoryJournal
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.testing.virtual_time import all_blocked
 
 ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}
 
 
 class House:
-    """Producers between a fake source, sink, engine and scorer."""
+    """Producers between a fake source, sink, engine and scorer, running within `async with`."""
 
     def __init__(
         self,
-        tasks: asyncio.TaskGroup,
         *,
         engine: SamplingEngine | None = None,
         generator: Generator | None = None,
@@ -39,18 +38,31 @@ class House:
         num_tickets: int = 100,
         **settings: Any,
     ) -> None:
-        self.engine = engine or FakeEngine()
+        self.tasks, self.engine = asyncio.TaskGroup(), engine or FakeEngine()
         self.source, self.sink = FakeSource(), FakeSink(num_tickets)
         self.journal = MemoryJournal()
         self.producers = make_producers(
             self.sink,
-            tasks.create_task,
+            self.tasks.create_task,
             generator or single_turn(self.engine, scorer),
             source=self.source,
             journal=self.journal,
             **({"capacity": 4, "retries": 1} | settings),
         )
-        self.running = tasks.create_task(self.producers.run(), name="producers")
+
+    async def __aenter__(self) -> House:
+        await self.tasks.__aenter__()
+        self.running = self.tasks.create_task(self.producers.run(), name="producers")
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Cancel the producers; nothing may be left."""
+        if error is None:
+            self.running.cancel()
+            await self.producers.aclose()
+            await self.producers.aclose()
+        await self.tasks.__aexit__(kind, error, trace)
+        assert self.count("inflight") == self.producers.num_sampling == 0
 
     def count(self, name: str) -> float:
         return self.producers.gauges()[f"rollout/{name}"]
@@ -69,29 +81,15 @@ class House:
         return [ticket.group_id for ticket in self.sink.admitted]
 
 
-def play(story: Callable[[asyncio.TaskGroup], Awaitable[House]]) -> None:
-    """Run a story in a TaskGroup; its house's producers are cancelled at its end, and nothing may be left."""
-
-    async def whole() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            house = await story(tasks)
-            house.running.cancel()
-            await house.producers.aclose()
-            await house.producers.aclose()
-        assert house.count("inflight") == house.producers.num_sampling == 0
-
-    run_virtual(whole())
-
-
 def by_id(latencies: dict[str, float], default: float = 1.0) -> Callable[[SamplingRequest], float]:
     return lambda request: next(
         (seconds for name, seconds in latencies.items() if request.request_id.startswith(name)), default
     )
 
 
-def test_a_free_slot_goes_to_a_rollout_that_waits_for_one_and_then_to_a_new_group() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, capacity=5)
+@virtual
+async def test_a_free_slot_goes_to_a_rollout_that_waits_for_one_and_then_to_a_new_group() -> None:
+    async with House(capacity=5) as house:
         await all_blocked()
         assert house.admitted == [0, 1, 2], "no slot is left idle for want of a second one"
         assert (house.count("inflight"), house.producers.num_sampling) == (5, 5)
@@ -99,32 +97,26 @@ def test_a_free_slot_goes_to_a_rollout_that_waits_for_one_and_then_to_a_new_grou
         await all_blocked()
         assert house.admitted == [0, 1, 2, 3, 4]
         assert [group.group_id for group in house.sink.finished] == [0, 1]
-        return house
-
-    play(story)
 
 
-def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        rewards: list[float | str] = ["no"]
-        scorer = FakeScorer(
-            lambda prompt, _: rewards.pop() if rewards and prompt.prompt_id == "p0" else 1.0, latency_s=0.5
-        )
-        engine = FakeEngine(latency_s=by_id({"g0/r0/t0/a0": 1.0}, default=2.0))
-        house = House(tasks, engine=engine, scorer=scorer, capacity=2)
+@virtual
+async def test_a_free_slot_goes_to_the_group_of_the_earliest_deadline() -> None:
+    rewards: list[float | str] = ["no"]
+    scorer = FakeScorer(
+        lambda prompt, _: rewards.pop() if rewards and prompt.prompt_id == "p0" else 1.0, latency_s=0.5
+    )
+    engine = FakeEngine(latency_s=by_id({"g0/r0/t0/a0": 1.0}, default=2.0))
+    async with House(engine=engine, scorer=scorer, capacity=2):
         await asyncio.sleep(2.0)
         await all_blocked()
         # g0/r0 failed at 1.5, g1/r0 has its slot since 1.0; at 2.0 g0/r1 leaves, and g1/r1 has waited longest
         sampled = [request.request_id.replace("/t0/", "/") for request in engine.requests]
         assert sampled == ["g0/r0/a0", "g0/r1/a0", "g1/r0/a0", "g0/r0/a1"]
-        return house
-
-    play(story)
 
 
-def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, num_tickets=0, capacity=2)
+@virtual
+async def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
+    async with House(num_tickets=0, capacity=2) as house:
         await all_blocked()
         house.sink.allow(1)
         await all_blocked()
@@ -136,9 +128,6 @@ def test_a_ticket_is_asked_for_only_when_its_slots_are_free() -> None:
         await asyncio.sleep(0.5)
         await all_blocked()
         assert [ticket.start_version for ticket in house.sink.admitted] == [0, 2]
-        return house
-
-    play(story)
 
 
 class Branching:
@@ -151,9 +140,9 @@ class Branching:
         return tuple(replace(branch, branch=number) for number in range(attempt.sample_index + 1))
 
 
-def test_a_group_holds_all_branches_by_sample_and_number_and_counts_rollouts() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, generator=Branching(), group_size=3, num_tickets=1)
+@virtual
+async def test_a_group_holds_all_branches_by_sample_and_number_and_counts_rollouts() -> None:
+    async with House(generator=Branching(), group_size=3, num_tickets=1) as house:
         await asyncio.sleep(20.0)
         (group,) = house.sink.finished
         places = [(branch.sample_index, branch.branch) for branch in group.trajectories]
@@ -161,20 +150,17 @@ def test_a_group_holds_all_branches_by_sample_and_number_and_counts_rollouts() -
         assert house.count("finished") == 3
         told = [len(event[2]) for event in house.journal.named("rollout_finished")]
         assert told == [3, 2, 1], "each rollout is told once, whole"
-        return house
-
-    play(story)
 
 
-def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept() -> None:
+@virtual
+async def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept() -> None:
     def refuses_one(request: SamplingRequest) -> float:
         if request.request_id.startswith("g0/r1/"):
             raise RequestRefused("too long")
         return 1.0
 
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        engine = FakeEngine(latency_s=refuses_one)
-        house = House(tasks, engine=engine, num_tickets=1, group_size=3, retries=2)
+    engine = FakeEngine(latency_s=refuses_one)
+    async with House(engine=engine, num_tickets=1, group_size=3, retries=2) as house:
         await asyncio.sleep(2.0)
         (group,) = house.sink.finished
         assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 2]
@@ -183,20 +169,17 @@ def test_a_failed_rollout_is_retried_with_another_seed_and_its_siblings_are_kept
         assert "too long" in house.producers.last_failure
         tried = [request for request in engine.requests if request.request_id.startswith("g0/r1")]
         assert len({request.seed for request in tried}) == len({one.request_id for one in tried}) == 3
-        return house
-
-    play(story)
 
 
-def test_a_failed_groups_prompt_comes_again_once_another_has_not_failed_and_a_later_version_is_served() -> (
+@virtual
+async def test_a_failed_prompt_comes_again_once_another_has_not_failed_and_a_later_version_is_served() -> (
     None
 ):
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        fails = {"p0", "p1"}
-        scorer = FakeScorer(lambda prompt, _: "the judge is down" if prompt.prompt_id in fails else 1.0)
-        house = House(
-            tasks, engine=(engine := FakeEngine()), scorer=scorer, num_tickets=4, capacity=1, **ALONE
-        )
+    fails = {"p0", "p1"}
+    scorer = FakeScorer(lambda prompt, _: "the judge is down" if prompt.prompt_id in fails else 1.0)
+    async with House(
+        engine=(engine := FakeEngine()), scorer=scorer, num_tickets=4, capacity=1, **ALONE
+    ) as house:
         await asyncio.sleep(1.5)
         assert house.sink.failed == [0]
         await asyncio.sleep(3.0)
@@ -212,16 +195,13 @@ def test_a_failed_groups_prompt_comes_again_once_another_has_not_failed_and_a_la
         assert sorted(house.trained) == ["p0", "p1", "p2", "p3"]
         assert len({request.seed for request in engine.requests}) == 6
         assert (house.requeued, house.count("given_up")) == ([1, 1], 0)
-        return house
-
-    play(story)
 
 
-def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_of_failed_groups() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id in ("p1", "p2") else 1.0)
-        engine = FakeEngine()
-        house = House(tasks, engine=engine, scorer=scorer, num_tickets=0, capacity=1, **ALONE)
+@virtual
+async def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_of_failed_groups() -> None:
+    scorer = FakeScorer(lambda prompt, _: "no" if prompt.prompt_id in ("p1", "p2") else 1.0)
+    engine = FakeEngine()
+    async with House(engine=engine, scorer=scorer, num_tickets=0, capacity=1, **ALONE) as house:
         for version in range(10):
             house.sink.start_version = engine.policy_version = version
             house.sink.allow(4)
@@ -229,14 +209,11 @@ def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_of_fail
         assert (len(house.trained), len(house.sink.failed), house.count("given_up")) == (32, 8, 2)
         assert sorted(house.requeued, key=str) == [1, 1, 2, 2, 3, 3, None, None]
         assert house.producers.prompts_out() == []
-        return house
-
-    play(story)
 
 
-def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try_is_made() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, num_tickets=0, retries=2)
+@virtual
+async def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try_is_made() -> None:
+    async with House(num_tickets=0, retries=2) as house:
         long = "a prompt of more tokens than sixteen"
         house.source.front.append(Prompt("long", ({"role": "user", "content": long},)))
         house.sink.allow(2)
@@ -246,26 +223,23 @@ def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try_is_ma
         assert "r1 cannot be sampled: prompt long has" in house.journal.named("group_ended")[0][3]
         assert [house.count(name) for name in ("failed_groups", "given_up", "retried")] == [1, 1, 0]
         assert (house.trained, house.producers.prompts_out()) == (["p0"], [])
-        return house
-
-    play(story)
 
 
 @virtual
 async def test_too_many_failed_groups_in_a_row_end_the_run_with_the_last_failure() -> None:
     scorer = FakeScorer(lambda prompt, _: f"division by zero at {prompt.prompt_id}")
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.TaskGroup() as tasks:
-            house = House(tasks, scorer=scorer, capacity=2, max_failed_groups=3)
+        async with House(scorer=scorer, capacity=2, max_failed_groups=3) as house:
+            await asyncio.sleep(60.0)
     said = r"producers: 3 groups in a row (.|\n)*zero at p2(.|\n)*rollout.max_failed_groups=3"
     assert caught.group_contains(TaskError, match=said)
     assert house.requeued == [1, 1, 1], "an outage costs no prompt: a resume has all three"
 
 
-def test_a_running_group_that_is_handed_back_is_cancelled_and_its_prompt_comes_first() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        engine = FakeEngine(latency_s=by_id({"g0": 100.0}))
-        house = House(tasks, engine=engine, num_tickets=2)
+@virtual
+async def test_a_running_group_that_is_handed_back_is_cancelled_and_its_prompt_comes_first() -> None:
+    engine = FakeEngine(latency_s=by_id({"g0": 100.0}))
+    async with House(engine=engine, num_tickets=2) as house:
         await asyncio.sleep(2.0)
         house.producers.handed_back(GroupId(0), None, "overdue")
         house.sink.allow(1)
@@ -274,14 +248,11 @@ def test_a_running_group_that_is_handed_back_is_cancelled_and_its_prompt_comes_f
         assert house.count("dropped") == 1
         await asyncio.sleep(2.0)
         assert (house.trained, house.sink.failed) == (["p1", "p0"], [])
-        return house
-
-    play(story)
 
 
-def test_a_group_may_be_handed_back_before_its_first_step() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, num_tickets=0)
+@virtual
+async def test_a_group_may_be_handed_back_before_its_first_step() -> None:
+    async with House(num_tickets=0) as house:
         await all_blocked()
         house.sink.allow(1)
         while not house.producers.num_sampling:  # noqa: ASYNC110  all_blocked would let its tasks begin
@@ -290,17 +261,16 @@ def test_a_group_may_be_handed_back_before_its_first_step() -> None:
         house.producers.handed_back(GroupId(0), None, "overdue")
         await all_blocked()
         assert house.producers.num_sampling == 0
-        return house
-
-    play(story)
 
 
 @virtual
 async def test_tokens_older_than_the_ticket_end_the_run() -> None:
+    engine = FakeEngine()
+    engine.policy_version = -1
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.TaskGroup() as tasks:
-            House(tasks).sink.start_version = 3
-    assert caught.group_contains(EngineError, match="g0/r0 has tokens of version 0; every engine served")
+        async with House(engine=engine):
+            await asyncio.sleep(60.0)
+    assert caught.group_contains(EngineError, match="g0/r0 has tokens of version -1; every engine served")
 
 
 @given(
@@ -311,7 +281,8 @@ async def test_tokens_older_than_the_ticket_end_the_run() -> None:
     group_size=st.integers(1, 3),
     capacity=st.integers(1, 7),
 )
-def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_ever_sample(
+@virtual
+async def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_ever_sample(
     latencies: list[float],
     is_bad: list[bool],
     is_unscored: list[bool],
@@ -326,19 +297,17 @@ def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_eve
         group, rollout, *_ = request_id.split("/")
         return (int(group[1:]) * 3 + int(rollout[1:])) % 8
 
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        engine = FakeEngine(latency_s=lambda request: seconds[number(request.request_id)])
-        scorer = FakeScorer(lambda *_: "the judge is down" if next(scores) else 1.0, latency_s=3.0)
-        house = House(
-            tasks,
-            engine=engine,
-            scorer=scorer,
-            num_tickets=10,
-            group_size=group_size,
-            capacity=capacity,
-            timeout_s=20.0,
-            max_failed_groups=99,
-        )
+    engine = FakeEngine(latency_s=lambda request: seconds[number(request.request_id)])
+    scorer = FakeScorer(lambda *_: "the judge is down" if next(scores) else 1.0, latency_s=3.0)
+    async with House(
+        engine=engine,
+        scorer=scorer,
+        num_tickets=10,
+        group_size=group_size,
+        capacity=capacity,
+        timeout_s=20.0,
+        max_failed_groups=99,
+    ) as house:
         dropped = []
         for at_s in sorted(drops):
             await asyncio.sleep(max(0.0, at_s - asyncio.get_running_loop().time()))
@@ -360,6 +329,3 @@ def test_every_ticket_is_answered_exactly_once_and_no_more_than_the_capacity_eve
         assert len(tried) == len(finished) + len(waiting) + house.count("given_up"), (
             "each is trained on, comes again or is given up"
         )
-        return house
-
-    play(story)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_producers_groups import House, play
+from rollout_cases import virtual
+from test_producers_groups import House
 
 from asyncrl.messages.records import (
     Completion,
@@ -27,7 +28,7 @@ from asyncrl.messages.records import (
 from asyncrl.rollouts.generators import make_trajectory
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
-from asyncrl.testing.virtual_time import all_blocked
+from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "q"},))
 TICKET = Ticket(GroupId(7), 2)
@@ -52,15 +53,14 @@ def go_on(unfinished: UnfinishedGroup, check: Callable[[House, FakeEngine], None
     """Resume one group, with no leave for others, and let it end."""
     engine = engine_at(2)
 
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, num_tickets=0, group_size=4, engine=engine, **options)
-        house.journal.admitted_nowait(unfinished.ticket, unfinished.prompt)
-        house.producers.resume_nowait(unfinished)
-        await asyncio.sleep(3.0)
-        check(house, engine)
-        return house
+    async def story() -> None:
+        async with House(num_tickets=0, group_size=4, engine=engine, **options) as house:
+            house.journal.admitted_nowait(unfinished.ticket, unfinished.prompt)
+            house.producers.resume_nowait(unfinished)
+            await asyncio.sleep(3.0)
+            check(house, engine)
 
-    play(story)
+    run_virtual(story())
 
 
 def test_finished_rollouts_are_not_sampled_again_and_the_others_get_the_seeds_that_they_had() -> None:
@@ -109,9 +109,9 @@ def test_rollouts_beyond_a_group_size_that_was_lowered_stay_and_no_more_are_samp
     go_on(UnfinishedGroup(TICKET, PROMPT, first, {7: (3, "no")}, {4: (0, PARTIAL)}), check)
 
 
-def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts() -> None:
-    async def story(tasks: asyncio.TaskGroup) -> House:
-        house = House(tasks, num_tickets=5, group_size=4, capacity=2, engine=engine_at(2))
+@virtual
+async def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts() -> None:
+    async with House(num_tickets=5, group_size=4, capacity=2, engine=engine_at(2)) as house:
         house.sink.start_version = 2
         house.journal.admitted_nowait(TICKET, PROMPT)
         house.producers.resume_nowait(UnfinishedGroup(TICKET, PROMPT, {0: done(0)}))
@@ -120,9 +120,6 @@ def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts() -> 
         await asyncio.sleep(1.0)
         await all_blocked()
         assert house.admitted == [0]
-        return house
-
-    play(story)
 
 
 @settings(max_examples=60, deadline=None)

@@ -105,7 +105,7 @@ def test_a_torn_last_line_is_refused_with_its_number(tmp_path: Path, cut: int) -
     [
         (lambda line: line["branches"][0].update(tokens=line["branches"][0]["tokens"][:-8]), "do not unpack"),
         (lambda line: line["branches"][0].update(tokens="?"), "do not unpack"),
-        (lambda line: line.update(sample_index=5), r"it is of \[0, 0\], and lies at \[0, 5\]"),
+        (lambda line: line.update(sample_index=5), "do not unpack"),
         (lambda line: line.update(reward=float("nan")), r"reward: Input should be a finite number"),
         (lambda line: line.update(rewrad=1.0), "rewrad: Extra inputs are not permitted"),
         (lambda line: line.update(branches=[]), "branches: List should have at least 1 item"),

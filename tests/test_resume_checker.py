@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from journal_cases import make_group, open_journal, rollouts_of
-from resume_checker import Evidence, JournalGroup, Promise, changes, read_evidence, violations
+from resume_checker import Promise, changes, read_evidence, violations
 
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Trajectory
@@ -122,9 +122,9 @@ PLANTED_SQL = [
         "group 11 was made though group 10 is failed",
     ),
     ("UPDATE groups SET requeued = NULL WHERE group_id = 9", "is lost: group 9 is failed"),
-    ("UPDATE groups SET requeued = 1 WHERE group_id = 8", "came back 1 times with group 8"),
+    ("UPDATE groups SET requeued = 1 WHERE group_id = 8", "came back 1 times with group 8, ready"),
     ("UPDATE groups SET state = 'taken' WHERE group_id = 8", "group 8 is taken, and in batch None"),
-    ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups"),
+    ("DELETE FROM batch_groups WHERE group_id = 3", "batch 1 has 1 groups, 2 and 2"),
     ("DELETE FROM batches WHERE version = 2", "the journal's batches are [0, 1, 3]"),
     ("UPDATE batch_groups SET position = 5 - position WHERE version = 3", "groups in the order [7, 6]"),
     ("UPDATE batches SET min_version = 1 WHERE version = 3", "batch 3 has min_version 1"),
@@ -175,9 +175,9 @@ PLANTED_LINES: list[tuple[Callable[[Lines], Any], str]] = [
     ),
     (
         lambda lines: lines[5]["trajectories"][0].update(num_loss_tokens=9),
-        "g6/r0 has 9 loss tokens, and spans of another number",
+        "g6/r0 has 9 loss tokens, its spans 10",
     ),
-    (other_group, "batch 3: the journal has groups [6, 7], trained were [8, 7]"),
+    (other_group, "trained were [(8,"),
     (
         lambda lines: lines[5]["trajectories"][0].update(prompt_id=prompt_of(0).prompt_id),
         "was trained on in two groups",
@@ -191,21 +191,6 @@ def test_a_fault_in_the_record_is_found(run_dir: Path, plant: Callable[[Lines], 
     plant(lines)
     write_lines(run_dir, lines)
     assert any(words in violation for violation in found_in(run_dir)), found_in(run_dir)
-
-
-def test_on_policy_prompts_out_of_their_order_are_found(tmp_path: Path) -> None:
-    async def story() -> None:
-        journal = open_journal(tmp_path / "journal.sqlite")
-        zero, one, two, three = (make_ready(journal, draw, draw, draw // 2) for draw in range(4))
-        batches = [Batch(0, (zero, two), 0), Batch(1, (one, three), 1)]
-        for batch in batches:
-            await journal.batch_taken(batch)
-        await journal.aclose()
-        write_lines(tmp_path, [line_of(batch) for batch in batches])
-
-    asyncio.run(story())
-    found = violations(read_evidence(tmp_path), replace(PROMISE, max_staleness=0))
-    assert "consumed out of order: number 1 is draw 2 instead of 1" in found
 
 
 def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
@@ -227,20 +212,3 @@ def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
     assert found(groups=(other, *others)) == ["rollouts of group 0 have changed"]
     assert found(batches={}) == ["a batch has changed"]
     assert found(record=before.record[1:]) == ["lines of the trained record have changed"]
-
-
-def test_on_policy_failed_prompts_that_come_again_too_early_or_too_late_are_found() -> None:
-    def found(*places: tuple[int, int]) -> list[str]:
-        """Draw 0 fails at version 0; then groups of (draw, version)."""
-        failed, *others = [
-            JournalGroup(group_id, prompt_of(draw).prompt_id, version, "running", None, None, None, {})
-            for group_id, (draw, version) in enumerate([(0, 0), *places])
-        ]
-        evidence = Evidence((replace(failed, state="failed", requeued=1), *others), {}, ())
-        texts = violations(evidence, replace(PROMISE, max_staleness=0))
-        return [text for text in texts if "came again" in text]
-
-    assert found((1, 0), (0, 1), (2, 1)) == found((1, 0)) == []
-    assert "came again at its version, as group 1" in found((0, 0))[0]
-    assert "came again after the new one of group 2" in found((1, 0), (2, 1), (0, 1))[0]
-    assert "came again after the new one of group 2" in found((1, 0), (2, 1))[0]

@@ -64,7 +64,7 @@ def test_a_writable_directory_of_another_user_is_taken_and_its_open_mode_is_told
             patched.setattr(Path, "chmod", is_not_mine)
             make_run_dir(volume, 0o750)
         assert (volume / "logs").is_dir()
-        said = capsys.readouterr().out
+        said = capsys.readouterr().err
         assert f"WARNING: {volume} is another user's and stays at mode {has:04o}, for 0750" in said
 
 

@@ -1,5 +1,5 @@
-"""Whether a directory holds a run to go on with, from where, and which settings may have changed
-meanwhile.
+"""Whether a directory holds a run to go on with, from where, and which settings may have changed meanwhile;
+and that docs/resume.md says so.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from datetime import date
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from job_runs import write_config
 from typer.testing import CliRunner
 
+from asyncrl import cli
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
@@ -179,7 +182,7 @@ def test_all_that_was_changed_is_listed_and_accepted_by_key_or_by_section(
         {"task": {"args": {"length": 3}}},
         {"rollout": {"group_size": 8}},
         {"trainer": {"lora": {"rank": 4}}},
-        {"trainer": {"num_groups": 5}},
+        {"trainer": {"num_steps": 20, "schedule": "linear"}},
         {"eval": {"task": {"python": "a:B"}}},
     ],
 )
@@ -191,16 +194,6 @@ def test_what_alters_what_is_computed_may_not(
     with pytest.raises(ConfigError, match=f"{section}.{next(iter(keys))}: "):
         find_resume(run_dir, config, "auto")
     found(run_dir, config, "auto", section)
-
-
-def test_with_a_schedule_that_ends_the_number_of_steps_is_part_of_every_learning_rate(
-    run_dir: Path, tmp_path: Path
-) -> None:
-    before = make_config(tmp_path / "before", trainer={"schedule": "linear"})
-    (run_dir / "config.yaml").write_text(run_config_yaml(before))
-    longer = make_config(tmp_path / "now", trainer={"schedule": "linear", "num_steps": 20})
-    with pytest.raises(ConfigError, match="trainer.num_steps: 12 -> 20"):
-        find_resume(run_dir, longer, "auto")
 
 
 def test_model_path_is_a_place_only_while_it_is_known_what_lay_there(run_dir: Path, tmp_path: Path) -> None:
@@ -243,3 +236,29 @@ def test_settings_that_only_look_alike_have_changed_and_equal_ones_have_not(
     assert changed_keys(before, after), "the task would be given something else"
     for config in (before, after):
         assert changed_keys(config, config.model_copy(deep=True)) == {}
+
+
+PAGE = (Path(__file__).parent.parent / "docs" / "resume.md").read_text(encoding="utf-8")
+
+
+def test_the_settings_of_the_page_are_the_defaults() -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    shown = {
+        section: {key: None if value == "none" else value for key, value in keys.items()}
+        for section, keys in yaml.safe_load(block).items()
+    }
+    fields = RunConfig.model_fields
+    assert shown == {
+        name: fields[name].default.model_dump() for name in ("checkpoint", "journal", "supervision")
+    }
+
+
+def test_the_options_of_the_page_are_options() -> None:
+    source = Path(cli.__file__).read_text(encoding="utf-8")
+    options = set(re.findall(r"--[a-z][a-z-]+", PAGE))
+    assert options >= {"--resume", "--allow-change", "--group"}
+    assert {
+        option
+        for option in options
+        if f'"{option}"' not in source and option[2:].replace("-", "_") not in source
+    } == set()

@@ -56,24 +56,12 @@ def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
             for number in (10, 2, 1):
                 tasks.create_task(door.wait_open(), name=f"producer-{number}")
 
-    expected = (
-        r"nothing can happen at t=42\.0 s: producer-1 waits in Door\.wait_open, producer-2 waits in "
-        r"Door\.wait_open, "
-        r"producer-10 waits in Door\.wait_open, main waits in story$"
-    )
-    with pytest.raises(DeadlockError, match=expected) as caught:
+    with pytest.raises(
+        DeadlockError, match=r"nothing can happen at t=42\.0 s: producer-1 waits in"
+    ) as caught:
         run_virtual(story())
-    assert caught.value.blocked[0] == ("producer-1", "Door.wait_open")
-    assert caught.value.now_s == 42.0
-
-
-def test_a_cancelled_timer_does_not_hide_a_deadlock() -> None:
-    async def story() -> None:
-        asyncio.get_running_loop().call_later(5, print).cancel()
-        await Door().wait_open()
-
-    with pytest.raises(DeadlockError, match=r"t=0\.0 s: main waits in Door\.wait_open"):
-        run_virtual(story())
+    doors = [(f"producer-{number}", "Door.wait_open") for number in (1, 2, 10)]
+    assert (caught.value.now_s, caught.value.blocked) == (42.0, [*doors, ("main", "story")])
 
 
 def test_all_blocked_returns_when_nobody_else_can_move_and_no_time_has_passed() -> None:
@@ -100,24 +88,6 @@ def test_all_blocked_returns_when_nobody_else_can_move_and_no_time_has_passed() 
         assert asyncio.get_running_loop().time() == 9.0
 
     run_virtual(story())
-
-
-def test_all_blocked_lets_timers_that_are_due_run_first() -> None:
-    async def story() -> None:
-        seen: list[str] = []
-        loop = asyncio.get_running_loop()
-        loop.call_later(0, seen.append, "due now")
-        loop.call_at(loop.time(), seen.append, "due now too")
-        loop.call_later(1e-6, seen.append, "later")
-        await all_blocked()
-        assert sorted(seen) == ["due now", "due now too"]
-
-    run_virtual(story())
-
-
-def test_all_blocked_outside_the_virtual_clock_says_how_to_run_it() -> None:
-    with pytest.raises(RuntimeError, match="run_virtual"):
-        asyncio.run(all_blocked())
 
 
 def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
@@ -180,19 +150,8 @@ def test_an_error_in_a_callback_is_raised_and_not_only_logged() -> None:
         run_virtual(story())
 
 
-def test_a_thread_is_refused_with_the_reason() -> None:
-    async def story() -> None:
-        await asyncio.to_thread(time.monotonic)
-
+def test_threads_and_other_loops_are_refused_with_the_reason() -> None:
     with pytest.raises(RuntimeError, match="in a thread"):
-        run_virtual(story())
-
-
-def test_a_task_of_a_library_function_alone_is_named_by_that_function() -> None:
-    async def story() -> None:
-        queue: asyncio.Queue[int] = asyncio.Queue()
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(queue.get(), name="getter")
-
-    with pytest.raises(DeadlockError, match=r"getter waits in Queue\.get, main waits in story"):
-        run_virtual(story())
+        run_virtual(asyncio.to_thread(time.monotonic))
+    with pytest.raises(RuntimeError, match="run_virtual"):
+        asyncio.run(all_blocked())

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
 from asyncrl.http import Caller
-from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.engine_calls import GenerateRequest, LoadChunkRequest
 from asyncrl.messages.trainer_calls import (
     ExportChunkRequest,
     ExportChunkResponse,
@@ -38,6 +38,7 @@ from asyncrl.trainer.trainer_client import TrainerClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 MAX_LENGTH, SLOTS = 512, 8
+HOW: dict[str, Any] = {"canary_tokens": 160, "chunk_bytes": 40_000}
 
 
 @dataclass
@@ -60,26 +61,18 @@ class House:
 
     def run(self, story: Any, *, num_servers: int) -> None:
         async def within() -> None:
-            callers = [
-                Caller(f"engine-{i}", server.url, SECRET)
-                for i, server in enumerate(self.servers[:num_servers])
-            ]
-            trainer_caller = Caller("trainer", self.trainer.urls[0], "s3cret")
-            trainer = TrainerClient(trainer_caller, timeout_s=100.0)
-            broadcasts = Broadcasts(trainer, self.trainer.folder, timeout_s=60.0)
-            engines = [
-                self.client(caller, served(server))
-                for caller, server in zip(callers, self.servers, strict=False)
-            ]
-            try:
-                async with asyncio.timeout(300):
-                    for engine in engines:
-                        await engine.ready(200)
-                        engine.meeting = broadcasts
-                    await story(trainer, engines)
-            finally:
-                for caller in (*callers, trainer_caller):
-                    await caller.aclose()
+            async with AsyncExitStack() as stack, asyncio.timeout(300):
+                caller = Caller("trainer", self.trainer.urls[0], "s3cret")
+                trainer = TrainerClient(await stack.enter_async_context(aclosing(caller)), timeout_s=100.0)
+                broadcasts = Broadcasts(trainer, self.trainer.folder, timeout_s=60.0)
+                engines = []
+                for index, server in enumerate(self.servers[:num_servers]):
+                    caller = Caller(f"engine-{index}", server.url, SECRET)
+                    await stack.enter_async_context(aclosing(caller))
+                    engines.append(self.client(caller, served(server)))
+                    await engines[-1].ready(200)
+                    engines[-1].meeting = broadcasts
+                await story(trainer, engines)
 
         asyncio.run(within())
 
@@ -94,45 +87,20 @@ def served(server: VllmProcess) -> int:
     return 0 if label == "default" else int(label)
 
 
-@contextmanager
-def house_with(folder: Path, num_servers: int) -> Iterator[House]:
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("broadcast")
     tokenizer = make_character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .,!?")
     model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(model_path)
-    spec = {
-        "model_path": str(model_path),
-        "dtype": "float32",
-        "device": "cpu",
-        "max_length": MAX_LENGTH,
-        "slots": SLOTS,
-    }
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(
-                vllm_process({**spec, "name": f"engine-{i}", "transport": "nccl"}, folder / f"server-{i}")
-            )
-            for i in range(num_servers)
-        ]
-        trainer = stack.enter_context(
-            running(
-                model_path,
-                folder / "trainer",
-                1,
-                transport="nccl",
-                is_file_wanted=True,
-                canary_tokens=160,
-                chunk_bytes=40_000,
-            )
-        )
-        for server in servers:
-            server.wait_ready()
-        yield House(trainer, servers, model_path)
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with house_with(tmp_path_factory.mktemp("broadcast"), 2) as one:
-        yield one
+    sizes = {"max_length": MAX_LENGTH, "slots": SLOTS}
+    spec = {"model_path": str(model_path), "dtype": "float32", "device": "cpu", "transport": "nccl", **sizes}
+    with (
+        vllm_process({**spec, "name": "engine-0"}, folder / "server-0") as first,
+        vllm_process({**spec, "name": "engine-1"}, folder / "server-1") as second,
+        running(model_path, folder / "trainer", 1, transport="nccl", is_file_wanted=True, **HOW) as trainer,
+    ):
+        yield House(trainer, [first.wait_ready(), second.wait_ready()], model_path)
 
 
 async def sample(engine: VllmServer) -> tuple[list[int], list[float]]:
@@ -151,8 +119,7 @@ async def push(
     await push.whole(manifest)
 
 
-@pytest.mark.parametrize("num_servers", [1, 2])
-def test_three_broadcasts_give_the_bits_that_files_give(house: House, num_servers: int) -> None:
+def test_three_broadcasts_give_the_bits_that_files_give(house: House) -> None:
     async def story(trainer: TrainerClient, engines: list[VllmServer]) -> None:
         seen = []
         for _ in range(3):
@@ -166,11 +133,11 @@ def test_three_broadcasts_give_the_bits_that_files_give(house: House, num_server
                 by_file = house.client(engine._caller)
                 await push(manifest.model_copy(update={"is_held": False}), [by_file], 0)
                 assert await sample(by_file) == broadcast, "every token and every bit of every logprob"
-            assert by_broadcast == by_broadcast[:1] * num_servers
+            assert by_broadcast == by_broadcast[:1] * 2
             seen.append(by_broadcast[0][1])
         assert seen[0] != seen[1] != seen[2], "each version computes something else"
 
-    house.run(story, num_servers=num_servers)
+    house.run(story, num_servers=2)
 
 
 def test_weights_that_are_not_those_announced_are_never_served(house: House) -> None:
@@ -196,47 +163,25 @@ def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_writte
     a mapped file.
     """
     server = house.servers[0]
-    with running(
-        house.model_path,
-        tmp_path / "trainer",
-        1,
-        transport="ipc",
-        chunks="memory",
-        canary_tokens=160,
-        chunk_bytes=40_000,
-    ) as other:
+    trainer = running(house.model_path, tmp_path / "trainer", 1, transport="ipc", chunks="memory", **HOW)
+    with trainer as other:
         handles = set[str]()
         for index in range(100):
             message = ExportChunkRequest(version=0, index=index)
             chunk = other.ask(partial(post_chunk, message))
             assert chunk.memory is not None
             handles.add(chunk.memory.handle.name)
-            asked = chunk.model_dump(
-                include={
-                    "version",
-                    "index",
-                    "path",
-                    "memory",
-                    "digest",
-                    "num_tensors",
-                    "num_bytes",
-                    "is_last",
-                }
-            )
+            asked = chunk.model_dump(include=set(LoadChunkRequest.model_fields))
             if index == 0:
-                assert (
-                    "announced was 0000"
-                    in server.rpc("asyncrl_load_chunk", **{**asked, "digest": "0" * 32})["error"]
-                )
+                wrong = server.rpc("asyncrl_load_chunk", **{**asked, "digest": "0" * 32})
+                assert "with digest 0000" in wrong["error"]
             assert server.rpc("asyncrl_load_chunk", **asked) == {"ok": True, "digest": chunk.digest}
             if chunk.is_last:
                 break
         assert index > 2
         assert len(handles) == 1, "one piece of memory, opened once"
-        assert server.rpc("asyncrl_finish_chunks", version=0, digest=chunk.whole_digest) == {
-            "ok": True,
-            "digest": chunk.whole_digest,
-        }
+        finished = server.rpc("asyncrl_finish_chunks", version=0, digest=chunk.whole_digest)
+        assert finished == {"ok": True, "digest": chunk.whole_digest}
         assert chunk.canary is not None
         _, logprobs = server.generate(chunk.canary.token_ids, salt="memory", max_tokens=1)
         assert abs(logprobs[0] - chunk.canary.next_logprob) < 1e-4, (

@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +129,7 @@ def test_weights_that_come_chunk_by_chunk_through_one_file_answer_as_a_fresh_ser
 
 
 @only_tied
-def test_what_is_not_what_was_announced_is_refused_and_the_old_weights_serve_on(house: House) -> None:
+def test_what_is_staged_is_loaded_under_its_own_digest_alone(house: House) -> None:
     house.serve("A")
     good, right = house.write(house.weights["B"]), house.weights["B"]
     torn = house.folder / "torn.safetensors"
@@ -139,20 +138,14 @@ def test_what_is_not_what_was_announced_is_refused_and_the_old_weights_serve_on(
     swapped = house.write({**right, first: right[second], second: right[first]})
     version = next(house.versions)
     for changes, message in (
-        ({"digest": "0" * 32}, "with digest 00000000"),
         ({"num_tensors": 99}, "announced were 99"),
         ({"path": str(torn)}, "cannot read the weights file"),
-        ({"path": str(house.folder / "nothing")}, "cannot read the weights file"),
         ({"path": swapped["path"]}, "announced were"),
     ):
         assert message in house.stage(version, **good | changes)["error"]
         assert "staged is nothing" in house.load(version, good["digest"])["error"]
-    wrong = good | {"digest": "0" * 32, "index": 0, "is_last": True}
-    chunk = house.server.rpc("asyncrl_load_chunk", version=version, **wrong)
-    assert "with digest 00000000" in chunk["error"]
     assert house.stage(version, **good)["state"] == "staged"
     assert f"with digest {good['digest']}" in house.load(version, "1" * 32)["error"]
-    assert "staged is version" in house.load(version + 1000, good["digest"])["error"]
     assert house.server.rpc("asyncrl_drop") == {"ok": True}
     assert "staged is nothing" in house.load(version, good["digest"])["error"]
     assert outputs_of(house.server) == house.fresh["A"]
@@ -183,59 +176,14 @@ def test_a_set_that_lacks_a_tensor_leaves_a_server_of_no_version_until_a_whole_o
     assert "came in part" in house.server.rpc("asyncrl_facts")["broken"]
     assert len(outputs_of(house.server)) == len(PROMPTS) + 1, "it lives"
     assert "error" in house.push(house.weights["B"] | {"model.layers.2.elsewhere.weight": torch.zeros(2)})
+    part = house.write(dict(itertools.islice(house.weights["B"].items(), 5)))
+    chunk = {"version": next(house.versions), "index": 0, "is_last": False, **part}
+    assert house.server.rpc("asyncrl_load_chunk", **chunk)["ok"]
+    assert house.server.rpc("asyncrl_drop")["ok"]
+    assert "dropped" in house.server.rpc("asyncrl_facts")["broken"]
     assert house.push(house.weights["B"])["ok"]
     assert house.server.rpc("asyncrl_facts") == {"ok": True, "extension": 1, "vocab_size": 50, "broken": None}
     assert outputs_of(house.server) == house.fresh["B"]
-
-
-@only_tied
-def test_chunks_out_of_order_are_refused_and_an_update_that_is_dropped_says_so(house: House) -> None:
-    house.serve("A")
-    version, load = next(house.versions), partial(house.server.rpc, "asyncrl_load_chunk")
-    request = house.write(dict(itertools.islice(house.weights["B"].items(), 5)))
-    request |= {"version": version, "is_last": False}
-    assert "loaded is nothing" in load(index=3, **request)["error"]
-    finished = house.server.rpc("asyncrl_finish_chunks", version=version, digest="")
-    assert "no update of version" in finished["error"]
-    assert outputs_of(house.server) == house.fresh["A"]
-    assert load(index=0, **request)["ok"]
-    assert "loaded is chunks 0..0" in load(index=2, **request)["error"]
-    assert house.server.rpc("asyncrl_drop")["ok"]
-    assert "dropped" in house.server.rpc("asyncrl_facts")["broken"]
-    house.serve("B")
-    assert outputs_of(house.server) == house.fresh["B"]
-
-
-@only_tied
-def test_silent_faults_are_noticed_or_answer_well_with_other_logprobs(house: House) -> None:
-    """What the canary is for: the digest was right, the answer is ok, and the model is neither the old nor
-    the new one.
-    """
-    for fault in ("skip_chunk", "stale_head", "skip_chunk_unseen", "swap_names"):
-        house.serve("A")
-        house.plant(fault)
-        answer = house.push(house.weights["B"])
-        if fault == "skip_chunk":
-            assert "lack" in answer["error"]
-            continue
-        assert answer["ok"]
-        pairs = zip(outputs_of(house.server), house.fresh["B"], strict=True)
-        assert max(abs(found[1][0] - right[1][0]) for found, right in pairs) > 0.01
-    house.serve("B")
-    assert outputs_of(house.server) == house.fresh["B"]
-
-
-@only_tied
-def test_a_prefix_cache_outlives_a_load_unless_the_salt_changes_or_it_is_cleared(house: House) -> None:
-    """A fact about vLLM that its client has to answer for."""
-    house.serve("A")
-    prompt = [(13 * i + i // 7) % 50 for i in range(300)]
-    house.server.generate(prompt, salt="same")
-    house.serve("B")
-    right = house.server.generate(prompt, salt="another")
-    assert house.server.generate(prompt, salt="same") != right
-    house.server.post("/reset_prefix_cache")
-    assert house.server.generate(prompt, salt="same") == right
 
 
 @only_tied

@@ -8,13 +8,12 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_in_process import make_qwen3, weights_of
-from safetensors.torch import save_file
+from engine_in_process import make_qwen3, staging_request, weights_of
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
@@ -22,14 +21,11 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.http import Caller
-from asyncrl.messages.base import weights_digest
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
 from asyncrl.messages.trainer_calls import Canary, ExportResponse
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3
-Outputs = list[tuple[list[int], list[float]]]
-PROMPTS = [[1, 2, 3], [(7 * i) % 40 + 1 for i in range(40)], [(11 * i + i // 5) % 40 for i in range(200)]]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,!?"
 
 
@@ -47,32 +43,20 @@ class House:
     version: int = 0
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    fresh: Outputs = field(default_factory=list)
-    """What it answered before anything was pushed to it."""
     warnings: list[str] = field(default_factory=list)
     on_warning: Callable[[], object] | None = None
     """Called once, at the next warning."""
 
     def facts(self, **changes: Any) -> VllmFacts:
-        given: dict[str, Any] = {
-            "model_path": str(self.model_path),
-            "dtype": "float32",
-            "slots": SLOTS,
-            "max_length": MAX_LENGTH,
-            "end_ids": (),
-            "has_adapters": self.has_adapters,
-            "device": "cpu",
-        }
-        return VllmFacts(**{**given, **changes})
+        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), self.has_adapters, "cpu")
+        return replace(facts, **changes)
 
-    def run(
-        self, story: Callable[[VllmServer], Awaitable[None]], *, url: str | None = None, **settings: Any
-    ) -> None:
+    def run(self, story: Callable[[VllmServer], Awaitable[None]], **settings: Any) -> None:
         """A story with a client of its own, on the weights that the story before left."""
 
         async def within() -> None:
             facts = self.facts(**settings.pop("facts", {}))
-            caller = Caller("engine-0", url or self.process.url, SECRET)
+            caller = Caller("engine-0", self.process.url, SECRET)
             server = VllmServer(
                 caller,
                 facts=facts,
@@ -96,16 +80,6 @@ class House:
                 "/update_weight_version", {"new_version": str(self.version)}
             )  # the next client knows no second attempt
 
-    def outputs(self) -> Outputs:
-        """Greedy tokens and one sampled row, nothing of it from a prefix cache."""
-        greedy = [self.process.generate(prompt, salt=self._salt(), max_tokens=24) for prompt in PROMPTS]
-        sampled = self.process.generate(PROMPTS[1], salt=self._salt(), max_tokens=24, temperature=1.0, seed=5)
-        return [*greedy, sampled]
-
-    def _salt(self) -> str:
-        self.num_requests += 1
-        return f"salt {self.num_requests}"
-
     def warn(self, words: str) -> None:
         self.warnings.append(words)
         told, self.on_warning = self.on_warning, None
@@ -117,13 +91,8 @@ class House:
 
     def request(self, **fields: Any) -> GenerateRequest:
         self.num_requests += 1
-        given = {
-            "request_id": f"request {self.num_requests}",
-            "prompt_ids": [10, 11, 12],
-            "max_tokens": 20,
-            "seed": 5,
-        }
-        return GenerateRequest(**{**given, **fields})
+        given = {"request_id": f"request {self.num_requests}", "prompt_ids": [10, 11, 12], "max_tokens": 20}
+        return GenerateRequest(**{**given, "seed": 5, **fields})
 
     def weights(self, seed: int) -> dict[str, Tensor]:
         """Other weights of the same model, far enough for other tokens."""
@@ -136,22 +105,11 @@ class House:
         self, version: int, weights: dict[str, Tensor], *, has_canary: bool = True, **changes: Any
     ) -> ExportResponse:
         """Write them as the trainer does, with its canary."""
-        path = self.scratch / f"weights-{version}.safetensors"
-        save_file({name: one.contiguous() for name, one in weights.items()}, path)
-        digest = weights_digest(
-            (name, "float32", tuple(one.shape), one.numpy().tobytes()) for name, one in weights.items()
-        )
-        num_bytes = sum(one.nbytes for one in weights.values())
+        tensors = {name: one.contiguous() for name, one in weights.items()}
+        request = staging_request(tensors, version, self.scratch).model_dump(exclude={"kind"})
         canary = self.canary(weights) if has_canary else None
         self.pushed[version] = weights
-        return ExportResponse(
-            version=version,
-            path=str(path),
-            digest=digest,
-            num_tensors=len(weights),
-            num_bytes=num_bytes,
-            canary=canary,
-        ).model_copy(update=changes)
+        return ExportResponse(**request, canary=canary).model_copy(update=changes)
 
     def canary(self, weights: dict[str, Tensor], num_tokens: int = 160) -> Canary:
         """Long enough for a block of the prefix cache, which is 128 tokens on a CPU."""
@@ -195,27 +153,14 @@ def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Ite
     # too.
     model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer), num_hidden_layers=12)
     tokenizer.save_pretrained(model_path)
-    given = {
-        "name": "engine-0",
-        "model_path": str(model_path),
-        "dtype": "float32",
-        "device": "cpu",
-        "max_length": MAX_LENGTH,
-        "slots": SLOTS,
-    }
+    given = {"name": "engine-0", "model_path": str(model_path), "dtype": "float32", "device": "cpu"}
+    given |= {"max_length": MAX_LENGTH, "slots": SLOTS}
     with vllm_process({**given, **spec}, folder / "server", path=path) as process:
         process.wait_ready()
         base = {name: one.detach().clone() for name, one in weights_of(model_path).items()}
         model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        house = House(
-            process,
-            model_path,
-            folder,
-            base,
-            AutoTokenizer.from_pretrained(model_path),
-            model,
-            bool(spec.get("has_adapters")),
-        )
+        text, has_adapters = AutoTokenizer.from_pretrained(model_path), bool(spec.get("has_adapters"))
+        house = House(process, model_path, folder, base, text, model, has_adapters)
         house.pushed[0] = base
         yield house
 
@@ -227,12 +172,8 @@ def faulty_vllm_house(folder: Path) -> Iterator[House]:
     """
     (folder / "faulty").mkdir()
     (folder / "faulty" / "faulty_vllm_worker.py").symlink_to(Path(__file__).parent / "faulty_vllm_worker.py")
-    spec = {
-        "worker_extension": "faulty_vllm_worker.FaultyWeightLoader",
-        "args": {"max-num-batched-tokens": 256},
-    }
-    with vllm_house(folder, path=(folder / "faulty",), **spec) as house:
-        house.fresh = house.outputs()
+    args, faulty = {"max-num-batched-tokens": 256}, "faulty_vllm_worker.FaultyWeightLoader"
+    with vllm_house(folder, path=(folder / "faulty",), worker_extension=faulty, args=args) as house:
         yield house
 
 

@@ -55,14 +55,12 @@ class VllmProcess:
     def read_log(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def post(
-        self, path: str, body: object = None, *, secret: str | None = SECRET, timeout_s: float = 120.0
-    ) -> Any:
+    def post(self, path: str, body: object = None) -> Any:
         """The JSON that a POST of JSON answers. Raises urllib.error.HTTPError."""
-        return self._ask("POST", path, json.dumps({} if body is None else body).encode(), secret, timeout_s)
+        return self._ask("POST", path, json.dumps(body or {}).encode(), SECRET, 120.0)
 
-    def get(self, path: str, *, secret: str | None = SECRET, timeout_s: float = 120.0) -> Any:
-        return self._ask("GET", path, None, secret, timeout_s)
+    def get(self, path: str, *, timeout_s: float = 120.0) -> Any:
+        return self._ask("GET", path, None, SECRET, timeout_s)
 
     def rpc(self, method: str, **request: Any) -> dict[str, Any]:
         """What the first worker answers to a method of the extension."""
@@ -86,56 +84,28 @@ class VllmProcess:
 
     def group(self) -> list[int]:
         """Living processes of the server's group."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                state, _, group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(group) == self.process.pid and state != "Z":
-                    found.append(int(folder.name))
-        return found
+        leader = [self.process.pid] if self.process.poll() is None else []
+        return leader + [member.pid for member in group_members(self.process.pid)]
 
-    def wait_group_of(self, num_processes: int, timeout_s: float = 120.0) -> None:
-        """Until the group has so many processes: how far a start is."""
-        end = time.monotonic() + timeout_s
-        while len(self.group()) < num_processes:
-            assert self.process.poll() is None and time.monotonic() < end, self.read_log()[-3000:]  # noqa: PT018
-            time.sleep(0.1)
-
-    def wait_group_ended(self, timeout_s: float = 120.0) -> None:
-        end = time.monotonic() + timeout_s
-        while left := self.group():
-            if time.monotonic() > end:
-                raise AssertionError(
-                    f"processes of the vLLM server live on: {left}\n{self.read_log()[-3000:]}"
-                )
+    def wait_group(self, is_so: Callable[[int], bool]) -> None:
+        """Until its group has such a number of processes."""
+        end = time.monotonic() + 120
+        while not is_so(len(self.group())):
+            assert time.monotonic() < end, f"{self.group()}\n{self.read_log()[-3000:]}"
             time.sleep(0.05)
 
-    def shared_memory(self) -> set[str]:
-        """The shared memory files that its processes have mapped."""
-        maps = [Path(f"/proc/{pid}/maps") for pid in self.group()]
-        return {
-            name
-            for path in maps
-            if path.exists()
-            for name in re.findall(r"/dev/shm/[^\s]+", path.read_text())
-        }
+    def wait_group_ended(self) -> None:
+        self.wait_group(lambda num: num == 0)
 
     def scratch(self) -> Path:
-        environs = [
-            Path(f"/proc/{pid}/environ").read_bytes() for pid in self.group() if pid != self.process.pid
-        ]
-        found = {
-            match.decode()
-            for text in environs
-            for match in re.findall(rb"\0TMPDIR=([^\0]+)", text)
-            if b"asyncrl-vllm" in match
-        }
-        assert len(found) == 1
-        return Path(found.pop())
+        environs = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in self.group()[1:])
+        (scratch,) = set(re.findall(rb"\0TMPDIR=([^\0]+asyncrl-vllm[^\0]+)", environs))
+        return Path(scratch.decode())
 
     def assert_leaves_nothing(self, end: Callable[[], object], code: int) -> None:
         """After `end` it ends with this code, and neither processes nor shared memory nor files are left."""
-        shared, scratch = self.shared_memory(), self.scratch()
+        maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in self.group())
+        shared, scratch = set(re.findall(r"/dev/shm/[^\s]+", maps)), self.scratch()
         assert any("psm_" in name for name in shared)
         end()
         assert self.process.wait(120) == code
@@ -144,39 +114,22 @@ class VllmProcess:
         assert not scratch.exists()
 
     def _ask(self, method: str, path: str, body: bytes | None, secret: str | None, timeout_s: float) -> Any:
-        headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {secret}"} if secret is not None else {}
-        )
+        headers = {"Content-Type": "application/json"}
+        if secret is not None:
+            headers["Authorization"] = f"Bearer {secret}"
         request = urllib.request.Request(self.url + path, data=body, headers=headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 text = answer.read()
         except urllib.error.HTTPError as error:
             with error:  # else its socket stays open until the garbage collector finds it
-                raise urllib.error.HTTPError(
-                    error.url, error.code, error.read().decode(), error.headers, None
-                ) from None
+                text = error.read().decode()
+            raise urllib.error.HTTPError(error.url, error.code, text, error.headers, None) from None
         return json.loads(text) if text else None
 
 
-def package_path(folder: Path) -> Path:
-    """A folder that has our two packages and nothing else, for PYTHONPATH: vLLM's Python must not see our
-    site-packages.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, source in {
-        "asyncrl": ROOT / "asyncrl",
-        "asyncrl_servers": ROOT / "servers" / "asyncrl_servers",
-    }.items():
-        if not (folder / name).exists():
-            (folder / name).symlink_to(source)
-    return folder
-
-
 @contextmanager
-def vllm_process(
-    spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] = (), env: dict[str, str] | None = None
-) -> Iterator[VllmProcess]:
+def vllm_process(spec: dict[str, Any], folder: Path, *, path: tuple[Path, ...] = ()) -> Iterator[VllmProcess]:
     """Start `asyncrl_servers.vllm` with `spec`; `folder` takes its spec file and log. Its whole group is
     ended at the end.
 
@@ -184,29 +137,21 @@ def vllm_process(
     """
     python = vllm_python()
     folder.mkdir(parents=True, exist_ok=True)
-    spec_file, log = folder / "spec.json", folder / "engine.log"
+    spec_file, log, packages = folder / "spec.json", folder / "engine.log", folder / "path"
+    packages.mkdir()  # our two packages and nothing else: vLLM's Python must not see our site-packages
+    (packages / "asyncrl").symlink_to(ROOT / "asyncrl")
+    (packages / "asyncrl_servers").symlink_to(ROOT / "servers" / "asyncrl_servers")
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
+        fd = listener.fileno()
         process = subprocess.Popen(
-            [
-                str(python),
-                "-m",
-                "asyncrl_servers.vllm",
-                "--spec",
-                str(spec_file),
-                "--fd",
-                str(listener.fileno()),
-            ],
+            [str(python), "-m", "asyncrl_servers.vllm", "--spec", str(spec_file), "--fd", str(fd)],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            pass_fds=[listener.fileno()],
+            pass_fds=[fd],
             cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(map(str, (package_path(folder / "path"), *path))),
-                **(env or {}),
-            },
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (packages, *path)))},
             start_new_session=True,
         )
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -227,12 +172,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(10)
     process.kill()
     process.wait()
-    psutil.wait_procs(
-        group_members(process.pid), timeout=20
-    )  # its warden ends them, and takes shared memory and scratch folder away
+    # Its reaper ends them, and takes shared memory and scratch folder away.
+    psutil.wait_procs(group_members(process.pid), timeout=20)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()

@@ -17,8 +17,8 @@ from asyncrl.messages.records import PartialCompletion, Prompt, Rollout
 
 MAX_EVENTS = 1000
 _LINE = (
-    "g.group_id, g.prompt_id, g.state, g.num_rollouts, g.num_failed, g.num_sampled, g.oldest_version,"
-    " iif(g.num_rollouts, g.reward_sum / g.num_rollouts, NULL), g.lost_tokens"
+    "group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, oldest_version,"
+    " iif(num_rollouts, reward_sum / num_rollouts, NULL), lost_tokens"
 )
 
 

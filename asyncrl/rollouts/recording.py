@@ -103,11 +103,7 @@ class RecordFile:
         try:
             has_lines = path.exists() and path.stat().st_size > 0
             if has_lines and must_be_new:
-                raise ConfigError(
-                    f"{path} holds something already",
-                    rule="these rollouts are one recording",
-                    way_out="name a new file.",
-                )
+                raise ConfigError(f"{path} holds something already", way_out="name a new file.")
             if has_lines:
                 recording = read_recording(path)
                 refuse_difference(path, recording.sampled_by, sampled_by)
@@ -117,9 +113,8 @@ class RecordFile:
             if not has_lines:
                 self._write({"format": "asyncrl-rollouts", "version": 2, **asdict(sampled_by)})
         except OSError as error:
-            raise ConfigError(
-                f"cannot write rollouts to {path}: {error}", way_out="name another file."
-            ) from error
+            what = f"cannot write rollouts to {path}: {error}"
+            raise ConfigError(what, way_out="name another file.") from error
 
     def append(self, record: RecordedRollout, texts: Sequence[str]) -> None:
         """Write a rollout; `texts` of its branches. Raises OSError, and ValueError for a prompt that would
@@ -138,7 +133,7 @@ class RecordFile:
             is_same = False
         if not is_same:
             raise ValueError(
-                f"prompt {given.prompt_id} cannot be recorded: it must be plain JSON, without tuples"
+                f"prompt {given.prompt_id} cannot be recorded: it is no plain JSON, or has tuples"
             )
         branches = [
             {"text": text, "tokens": base64.b64encode(encode_trajectory(NO_GROUP, branch)).decode()}

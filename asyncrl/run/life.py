@@ -12,6 +12,7 @@ import resource
 import shlex
 import signal
 import stat
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -239,10 +240,9 @@ def make_run_dir(folder: Path, mode: int) -> None:
             try:
                 folder.chmod(has & ~0o777 | mode)
             except PermissionError:  # a mounted volume, say, is another user's
-                say(
-                    f"WARNING: {folder} is another user's and stays at mode {has:04o}, for {mode:04o} "
-                    "(observe.readable_by). Give a directory of your own as --run-dir."
-                )
+                text = f"WARNING: {folder} is another user's and stays at mode {has:04o}, for {mode:04o} "
+                text += "(observe.readable_by). Give a directory of your own as --run-dir."
+                print(text, file=sys.stderr)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         what = f"cannot write to {folder}: {error.strerror}"

@@ -63,7 +63,7 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
     if process.returncode != 0:
         fatal = find_fatal(text)
         how = (
-            "not within {START_TIMEOUT_S} s"
+            f"not within {START_TIMEOUT_S} s"
             if process.returncode is None
             else f"exit code {process.returncode}"
         )

@@ -117,10 +117,12 @@ async def _ask(server: Server) -> ChildState:
     if returncode is not None:
         return ChildState(name, f"process {pid} ended with {returncode}", "asked nothing", is_well=False)
     process = "no process of this run"
-    if pid is not None:
-        process = f"process {pid} is {psutil.Process(pid).status() if psutil.pid_exists(pid) else 'gone'}"
     try:
+        if pid is not None:
+            process = f"process {pid} is {psutil.Process(pid).status()}"
         health = await server.ask(HEALTH_TIMEOUT_S)
+    except psutil.Error:
+        return ChildState(name, f"process {pid} is gone", "asked nothing", is_well=False)
     except (CallLost, CallRefused, EngineError, ConnectionShortage) as error:
         return ChildState(name, process, failure_text(error), is_well=False)
     numbers = ", ".join(f"{key} {value}" for key, value in health.model_dump().items())

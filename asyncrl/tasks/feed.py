@@ -41,9 +41,8 @@ class Feed:
         """
         self._name = name or repr(task)
         if len(task) == 0:
-            raise ConfigError(
-                f"the task {self._name} has no prompts", way_out="give it data, or task.size >= 1."
-            )
+            what = f"the task {self._name} has no prompts"
+            raise ConfigError(what, way_out="give it data, or task.size >= 1.")
         self._task, self._seed, self._shuffle, self._system_prompt = task, seed, shuffle, system_prompt
         self._num_prompts = len(task)
         self._first = tuple(first)

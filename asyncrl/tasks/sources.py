@@ -30,21 +30,13 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     rows: list[Mapping[str, Any]] = []
     places: list[str] = []
     for path in map(Path, paths):
-        if not path.is_file():
+        reader = READERS.get(path.suffix)
+        if reader is None or not path.is_file():
             raise ConfigError(
-                f"task.files: {path} is not a file (the working directory is {Path.cwd()})",
-                way_out="correct the path.",
+                f"task.files: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
+                way_out="correct the path, or convert it with the datasets library's to_parquet().",
             )
-        if path.suffix == ".parquet":
-            found = _read_parquet(path)
-        elif path.suffix in (".jsonl", ".json"):
-            found = _read_jsonl(path)
-        else:
-            raise ConfigError(
-                f"task.files: {path} ends in {path.suffix or 'nothing'}",
-                rule="files are .jsonl or .parquet",
-                way_out="convert it, e.g. with the datasets library's to_parquet().",
-            )
+        found = reader(path)
         if not found:
             raise ConfigError(f"task.files: {path} holds no rows", way_out="fill it, or leave it out.")
         rows += found.values()
@@ -84,6 +76,9 @@ def _read_parquet(path: Path) -> dict[str, Mapping[str, Any]]:
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{path} is not a parquet file: {error}", way_out="write it again.") from error
     return {f"{path} row {number}": row for number, row in enumerate(table.to_pylist())}
+
+
+READERS = {".jsonl": _read_jsonl, ".json": _read_jsonl, ".parquet": _read_parquet}
 
 
 def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:

@@ -91,7 +91,8 @@ class Runner:
             length = padded_length(end)
             invalid = self._positions[:length] > self._positions[start : start + padded, None]
             stretches.append(Stretch(slot, slot + 1, end - start, length, invalid))
-        keep = _padded(np.array(kept, dtype=np.int64), self._num_rows(max(1, len(kept))))
+        keep = np.zeros(self._num_rows(max(1, len(kept))), dtype=np.int64)
+        keep[: len(kept)] = kept
         logits = self._call(
             stretches,
             np.concatenate([np.full(end - start, slot) for slot, _, start, end in parts]),
@@ -126,8 +127,9 @@ class Runner:
         device, rows = self.loaded.device, self._num_rows(len(ids))
         _, _, kv_heads, num_positions, _ = self.cache.keys.shape
         heads = slots[:, None] * kv_heads + np.arange(kv_heads)
-        flat_index = (heads * num_positions + positions[:, None]).reshape(-1)
-        packed = np.concatenate([_padded(ids, rows), _padded(positions, rows), flat_index])
+        packed = np.zeros(2 * rows + heads.size, dtype=np.int64)
+        packed[: len(ids)], packed[rows : rows + len(ids)] = ids, positions
+        packed[2 * rows :] = (heads * num_positions + positions[:, None]).reshape(-1)
         on_device = torch.from_numpy(packed).to(device)
         ids_R, positions_R = on_device[:rows], on_device[rows : 2 * rows]
         pass_ = Pass(self.cache, stretches, on_device[2 * rows :], self.is_exact)
@@ -144,10 +146,6 @@ class Runner:
                 **how,
             )
         return cast(Tensor, answer.logits.squeeze(axis))
-
-
-def _padded(values: Ints, num: int) -> Ints:
-    return np.pad(values, (0, num - len(values)))
 
 
 def cut_rows(padded_lengths: Ints, floats_per_position: int) -> list[tuple[int, int, int]]:
@@ -198,7 +196,8 @@ class PlainDecoder:
     """
 
     def __init__(self, model: Any, max_length: int) -> None:
-        self._model, first = model, model.model.layers[0].self_attn
+        self._model, self._layers = model, [_layer(layer) for layer in model.model.layers]
+        first = model.model.layers[0].self_attn
         self._head_dim, self._scaling = first.head_dim, first.scaling
         embedding = model.model.embed_tokens.weight
         positions = torch.arange(max_length, device=embedding.device)
@@ -224,26 +223,43 @@ class PlainDecoder:
     def forward(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None) -> Tensor:
         """Logits of the rows `keep` (None: all), [rows, V]."""
         base, num_rows, head_dim = self._model.model, len(ids_R), self._head_dim
+        linear, rms_norm, half = functional.linear, torch.rms_norm, head_dim // 2
         hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
         cos_R1D, sin_R1D = self._cos_PD[positions_R].unsqueeze(1), self._sin_PD[positions_R].unsqueeze(1)
-        half = head_dim // 2
-        for number, layer in enumerate(base.layers):
-            attention = layer.self_attn
-            normed_RH = _rms_norm(hidden_RH, layer.input_layernorm)
-            query = attention.q_proj(normed_RH).view(num_rows, -1, head_dim)
-            key = attention.k_proj(normed_RH).view(num_rows, -1, head_dim)
-            value = attention.v_proj(normed_RH).view(num_rows, -1, head_dim)
-            if hasattr(attention, "q_norm"):
-                query, key = _rms_norm(query, attention.q_norm), _rms_norm(key, attention.k_norm)
+        for number, layer in enumerate(self._layers):
+            (norm, to_query, to_key, to_value, out), head_norms, (mlp_norm, gate, up, down) = layer
+            normed_RH = rms_norm(hidden_RH, *norm)
+            query = linear(normed_RH, *to_query).view(num_rows, -1, head_dim)
+            key = linear(normed_RH, *to_key).view(num_rows, -1, head_dim)
+            value = linear(normed_RH, *to_value).view(num_rows, -1, head_dim)
+            if head_norms:
+                query, key = rms_norm(query, *head_norms[0]), rms_norm(key, *head_norms[1])
             query = query * cos_R1D + query.roll(half, -1) * sin_R1D
             key = key * cos_R1D + key.roll(half, -1) * sin_R1D
             mixed = pass_.attend(number, query, key, value, self._scaling)
-            hidden_RH = hidden_RH + attention.o_proj(mixed.reshape(num_rows, -1))
-            hidden_RH = hidden_RH + layer.mlp(_rms_norm(hidden_RH, layer.post_attention_layernorm))
+            hidden_RH = hidden_RH + linear(mixed.reshape(num_rows, -1), *out)
+            normed_RH = rms_norm(hidden_RH, *mlp_norm)
+            gated = functional.silu(linear(normed_RH, *gate)) * linear(normed_RH, *up)
+            hidden_RH = hidden_RH + linear(gated, *down)
         if keep is not None:
             hidden_RH = hidden_RH[keep]
-        return cast(Tensor, self._model.lm_head(_rms_norm(hidden_RH, base.norm)))
+        return cast(Tensor, self._model.lm_head(rms_norm(hidden_RH, *_norm(base.norm))))
 
 
-def _rms_norm(x: Tensor, module: Any) -> Tensor:
-    return torch.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
+def _layer(module: Any) -> tuple[Any, ...]:
+    """The Parameters of a decoder layer, which cost a lookup each where they are asked of their modules."""
+    attention, mlp = module.self_attn, module.mlp
+    maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    return (
+        (_norm(module.input_layernorm), *((one.weight, one.bias) for one in maps)),
+        [_norm(one) for one in head_norms],
+        (
+            _norm(module.post_attention_layernorm),
+            *((one.weight, one.bias) for one in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+        ),
+    )
+
+
+def _norm(module: Any) -> tuple[Any, ...]:
+    return module.weight.shape, module.weight, module.variance_epsilon
