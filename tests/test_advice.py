@@ -310,8 +310,9 @@ def test_every_option_that_a_message_names_exists() -> None:
         own = {option for parameter in command.params for option in parameter.opts}
         return own.union(*(options(sub) for sub in getattr(command, "commands", {}).values()))
 
-    of_vllm = "--dtype --enable-lora --enable-scale-out --logprobs-mode --max-lora-rank --max-model-len --max-num-seqs"
-    known = {*options(get_command(app)), "--help", "--worker-extension-cls", *of_vllm.split()}
+    of_vllm = "--dtype --enable-lora --enable-scale-out --logprobs-mode --max-lora-rank --max-model-len "
+    of_vllm += "--max-num-seqs --worker-extension-cls"
+    known = {*options(get_command(app)), "--help", *of_vllm.split()}
     faults = [
         f"{text.where(match.start())}: there is no option {match[0]}"
         for text in texts()

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.trainer.model import policy as policy_module
 from asyncrl.trainer.model.packing import MicroBatch, pack
-from asyncrl.trainer.model.policy import Plan, Policy, find_plan, head_scores
+from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, head_scores
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
 COMMON = {
@@ -154,7 +154,7 @@ def test_any_tree_and_any_cut_give_plain_gradients(groups: Rows, max_tokens: int
         return
     model = make_model(dtype=torch.float64)
     expected = run_plain(model, groups)
-    assert_same(run(Policy(model, Plan(True, True)), groups, max_tokens), expected, 1e-6)
+    assert_same(run(Policy(model, ForwardPlan(True, True)), groups, max_tokens), expected, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,13 +175,15 @@ def test_a_window_shorter_than_a_sequence_makes_its_micro_batch_run_alone() -> N
     short, long = random_groups([[5, 9]], prompt=20), random_groups([[5, 60]], prompt=20)
     expected = [run_plain(model, groups) for groups in (short, long)]
     policy = Policy(model)
-    assert policy.plan == Plan(is_packed=True, has_plain_head=True, window=32)
+    assert policy.plan == ForwardPlan(is_packed=True, has_plain_head=True, window=32)
     for groups, result in zip((short, long), expected, strict=True):
         assert_same(run(policy, groups), result, 1e-5)
 
 
-@pytest.mark.parametrize("plan", [None, Plan(False, True, reason="asked for")])
-def test_gradient_checkpointing_computes_layers_twice_and_gives_the_same_gradient(plan: Plan | None) -> None:
+@pytest.mark.parametrize("plan", [None, ForwardPlan(False, True, reason="asked for")])
+def test_gradient_checkpointing_computes_layers_twice_and_gives_the_same_gradient(
+    plan: ForwardPlan | None,
+) -> None:
     policy = Policy(make_model(), plan)
     expected = run(policy, GROUPS)
     calls: list[int] = []
