@@ -150,8 +150,8 @@ lose it with either.
 class RunLock:
     """The right to write into a run directory, held by one process at a time.
 
-    Life:  made -> acquire() -> release(), or the end of the process by whatever means. Children do not
-    inherit it.
+    Life: made -> acquire() -> release(), or the end of the process by whatever means. Children do not inherit
+        it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -150,8 +150,8 @@ def serve(app: FastAPI, fd: int) -> None:
         timeout_graceful_shutdown=1,
     )
     # uvicorn's own `fd` option takes the socket for a Unix one: asyncio then leaves Nagle's algorithm on, and
-    # every answer
-    # waits some 40 ms for a delayed acknowledgement. A socket object that knows its family has no such wait.
+    # every answer waits some 40 ms for a delayed acknowledgement. A socket object that knows its family has
+    # no such wait.
     uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd)])
 
 

@@ -142,12 +142,10 @@ class UserCalls:
     not end.
 
     Life of a call: started -> done, and answered; or its caller is cancelled -> it is cancelled -> it ends
-    within grace_s, or is
-                    abandoned: it runs on, and nobody waits for it.
-    Waits:          run sleeps until the call is done. Its caller sets the limit, by cancelling it.
-    Invariant:      run is left grace_s after it was cancelled at the latest, and at once if it is cancelled
-    again. Once
-                    MAX_ABANDONED calls that were given up are alive, no further one passes check.
+        within grace_s, or is abandoned: it runs on, and nobody waits for it.
+    Waits: run sleeps until the call is done. Its caller sets the limit, by cancelling it.
+    Invariant: run is left grace_s after it was cancelled at the latest, and at once if it is cancelled again.
+        Once MAX_ABANDONED calls that were given up are alive, no further one passes check.
     """
 
     def __init__(

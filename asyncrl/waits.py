@@ -33,11 +33,10 @@ ROUNDING_S = 1e-6
 class LoopClock:
     """Seconds in which an event loop has run: its own time, less what it stood still.
 
-    Life:       of(loop), one for each loop -> hold_nowait() and release_nowait() in pairs: it ticks while
-    somebody holds it, and what is
-                missed while nobody does counts as run.
-    Invariant:  never goes back, and gets on by TICK_S with each tick: a loop that is always late delays a
-    limit, and never for ever.
+    Life: of(loop), one for each loop -> hold_nowait() and release_nowait() in pairs: it ticks while somebody
+        holds it, and what is missed while nobody does counts as run.
+    Invariant: never goes back, and gets on by TICK_S with each tick: a loop that is always late delays a
+        limit, and never for ever.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -89,8 +88,8 @@ class Alarm:
     """Calls `callback` once the loop has run for `delay_s`; if it stood still at the end of that, GRACE_S
     later.
 
-    Life:       made, inside the loop -> called back, or cancel(). No later than after twice `delay_s` in
-    which the loop ran.
+    Life: made, inside the loop -> called back, or cancel(). No later than after twice `delay_s` in which the
+        loop ran.
     """
 
     def __init__(self, delay_s: float, callback: Callable[[], None]) -> None:

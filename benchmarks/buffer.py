@@ -32,8 +32,9 @@ from report import options, reported
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import BufferConfig
+from asyncrl.config.generation import OnOverdue
 from asyncrl.errors import WouldWait
 from asyncrl.messages.records import Group, GroupId, Prompt, Trajectory, VersionSpan
 

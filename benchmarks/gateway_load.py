@@ -34,8 +34,8 @@ class Wire:
     """One call at a time over one connection, which is opened anew when it was closed, or when a call was
     given up in its middle.
 
-    Life:       made -> post() as often as wanted, never two at once -> close().
-    Waits:      post sleeps until the answer is whole; the caller limits it.
+    Life: made -> post() as often as wanted, never two at once -> close().
+    Waits: post sleeps until the answer is whole; the caller limits it.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -203,8 +203,8 @@ class Load:
     """`sessions` conversations at a target at once, each over its own connection, replaced when they are
     over.
 
-    Life:       run() once: warm-up -> window -> every session ends after the call that it is in, so that
-    nothing is left open.
+    Life: run() once: warm-up -> window -> every session ends after the call that it is in, so that nothing is
+        left open.
     """
 
     def __init__(self, target: Target, sessions: int, *, think_s: float = 0.0) -> None:

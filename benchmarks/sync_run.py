@@ -23,7 +23,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, PrepareRequest
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.messages.trainer_calls import TrainResponse
-from asyncrl.observe.gauges import batch_metrics
+from asyncrl.observe.metrics import batch_metrics
 from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.plan import engine_threads
 from asyncrl.rollouts.rollout import derive_seed

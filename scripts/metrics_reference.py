@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from observe/gauges.py, so that the page cannot say anything else.
+"""Writes docs/metrics.md from observe/metrics.py, so that the page cannot say anything else.
 
 python scripts/metrics_reference.py            write the page
 python scripts/metrics_reference.py --check    exit with 1 if the page is out of date
@@ -10,13 +10,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from asyncrl.observe.gauges import GAUGES, KINDS
+from asyncrl.observe.metrics import GAUGES, KINDS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEAD = """\
 # Metrics
 
-<!-- Made by scripts/metrics_reference.py from asyncrl/observe/gauges.py: change it there. -->
+<!-- Made by scripts/metrics_reference.py from asyncrl/observe/metrics.py: change it there. -->
 
 Each step is one line of `metrics.jsonl`, and a scalar each in TensorBoard; each evaluation is one of
 `eval.jsonl`. A name that ends in `*` stands for all that begin like it. What to look for in them stands in

@@ -53,8 +53,8 @@ class Run:
 class FakeVllm(Caller):
     """One vLLM server, as VllmServer calls it.
 
-    Life:       serves -> dies or freezes; restart() puts a new process in its place.
-    Waits:      requests decode in their own calls, DECODE_S a token.
+    Life: serves -> dies or freezes; restart() puts a new process in its place.
+    Waits: requests decode in their own calls, DECODE_S a token.
     """
 
     def __init__(self, *, slots: int = 4) -> None:

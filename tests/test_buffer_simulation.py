@@ -10,7 +10,8 @@ import pytest
 from count_rule import CountOrder, CountRule
 
 from asyncrl.buffer.simulation import Simulation, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.config.generation import OnOverdue
 
 PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 

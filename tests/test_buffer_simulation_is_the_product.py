@@ -10,7 +10,8 @@ import pytest
 from rollout_cases import PlayedRun, play_run
 
 from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine

@@ -22,7 +22,7 @@ from asyncrl.agents.endpoint.requests import CallRules, RequestReader
 from asyncrl.cli import app
 from asyncrl.config import GatewayConfig, RunConfig
 from asyncrl.messages.work import MAX_WAIT_S
-from asyncrl.observe.gauges import gauge_of
+from asyncrl.observe.metrics import gauge_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = {name: (ROOT / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("generators", "gateway")}

@@ -31,8 +31,8 @@ from journal_cases import (
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, Ticket, VersionSpan
-from asyncrl.observe.gauges import gauge_of
 from asyncrl.observe.inspect import pieces, render_inspect
+from asyncrl.observe.metrics import gauge_of
 from asyncrl.trainer.record import append_line, trained_line
 from asyncrl.trainer.trainer_client import pack_groups
 

@@ -15,8 +15,7 @@ from trainer_cases import changed, make_batch, make_spec, naive_logprobs
 from asyncrl.config import TrainerConfig
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
-from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.step_metrics import (
+from asyncrl.trainer.policy_metrics import (
     MIN_ENGINE_TOKENS,
     Gap,
     gap_fault,
@@ -24,6 +23,7 @@ from asyncrl.trainer.step_metrics import (
     learning_rate_at,
     measure_gaps,
 )
+from asyncrl.trainer.step import TrainStep
 
 MakeStep = Callable[..., TrainStep]
 

@@ -54,12 +54,12 @@ _CHUNK_BYTES = 2**16
 class CommandHarness:
     """Runs a command for each rollout, in a session and a folder of its own.
 
-    Life:       run: folder made -> started -> exits, prints too much, or is cancelled -> its whole process
-                group ended and reaped -> folder removed.
-    Waits:      run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long
-                again after SIGKILL.
-    Invariant:  when run() is left, no process of the group lives (see process_group.py for what escapes), no
-                pipe is open, no folder left.
+    Life: run: folder made -> started -> exits, prints too much, or is cancelled -> its whole process group
+        ended and reaped -> folder removed.
+    Waits: run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long again
+        after SIGKILL.
+    Invariant: when run() is left, no process of the group lives (see process_group.py for what escapes), no
+        pipe is open, no folder left.
     """
 
     def __init__(
@@ -261,9 +261,9 @@ class OutputPipe:
     """A pipe whose reading end is ours, read without waiting for its end: another holder of the pipe cannot
     hold us.
 
-    Life:       both ends open -> given to a process, close_writing_end() -> read() -> drain() once the
-                process has exited: the rest of what it wrote -> close().
-    Invariant:  holds max_bytes and one chunk at most.
+    Life: both ends open -> given to a process, close_writing_end() -> read() -> drain() once the process has
+        exited: the rest of what it wrote -> close().
+    Invariant: holds max_bytes and one chunk at most.
     """
 
     def __init__(self, max_bytes: int) -> None:

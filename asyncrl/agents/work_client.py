@@ -57,14 +57,14 @@ _MAX_WORDS = 4000
 class Worker:
     """Runs as many rollouts at once as it has slots.
 
-    Life:       run() until it is cancelled: then every harness is cancelled, and the gateway hears that this
-                worker leaves.
-    Waits:      it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness.
-                When the gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for
-                ever: it may be started again.
-    Invariant:  an item is in `holding` from the answer that gave it until its result has been answered, or it
-                was cancelled. Signs of life come from the event loop that the harnesses run on: a harness
-                that blocks it for lease_timeout_s loses its worker all items.
+    Life: run() until it is cancelled: then every harness is cancelled, and the gateway hears that this worker
+        leaves.
+    Waits: it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness. When
+        the gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for ever: it may be
+        started again.
+    Invariant: an item is in `holding` from the answer that gave it until its result has been answered, or it
+        was cancelled. Signs of life come from the event loop that the harnesses run on: a harness that blocks
+        it for lease_timeout_s loses its worker all items.
     """
 
     def __init__(self, harness: Harness, caller: Caller, *, name: str, slots: int) -> None:

@@ -18,7 +18,7 @@ class WaitMeter:
     """Seconds of one wait so far, by cause. It is given the time and reads no clock.
 
     Life: opened with the time and the cause at the start of a wait; each change closes a stretch of one
-    cause; None is no wait.
+        cause; None is no wait.
     """
 
     def __init__(self, now_s: float, cause: WaitCause | None) -> None:
@@ -43,18 +43,17 @@ OnHandedBack = Callable[[GroupId, Group | None, str], None]
 class Buffer:
     """Groups between admission and training.
 
-    Life:       admitted -> running -> ready -> in a batch; or failed, filtered, or handed back through
-                `on_handed_back`, and the place is free.
-    Waits:      producers sleep in wait_open, woken when a version is served, look_ahead grows, or a group
-                fails, is filtered or handed back; the trainer sleeps in wait_batch, woken by the
-                finish_nowait that completes a batch. Both may be cancelled: what is given is given in one
-                step without a sleep, so nothing is lost. After the last batch wait_open sleeps until
-                cancelled.
-    Invariant:  no token with a loss weight in a taken batch is older than max_staleness.
-                StalenessRule.take_nowait guarantees it (`mask`: it guarantees the batch's min_version and
-                mask_older, which the trainer honours).
-    Cost:       O(log n) an event. A waiter of wait_open is woken at each opening, so let few wait: one loop
-                that starts groups.
+    Life: admitted -> running -> ready -> in a batch; or failed, filtered, or handed back through
+        `on_handed_back`, and the place is free.
+    Waits: producers sleep in wait_open, woken when a version is served, look_ahead grows, or a group fails,
+        is filtered or handed back; the trainer sleeps in wait_batch, woken by the finish_nowait that
+        completes a batch. Both may be cancelled: what is given is given in one step without a sleep, so
+        nothing is lost. After the last batch wait_open sleeps until cancelled.
+    Invariant: no token with a loss weight in a taken batch is older than max_staleness.
+        StalenessRule.take_nowait guarantees it (`mask`: it guarantees the batch's min_version and mask_older,
+        which the trainer honours).
+    Cost: O(log n) an event. A waiter of wait_open is woken at each opening, so let few wait: one loop that
+        starts groups.
     """
 
     name = "buffer"
@@ -204,7 +203,7 @@ class Buffer:
         return [group.prompt for group in self._ready.values()]
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
+        """Its numbers, by the names of observe/metrics.py."""
         rule, wait = self.rule, self.last_wait
         return {
             "buffer/ready": rule.num_ready,

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
-from asyncrl.buffer.staleness import OnOverdue, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import RunConfig
+from asyncrl.config.generation import OnOverdue
 
 BOUNDS = (0, 1, 2, 4)
 """max_staleness of the rows."""

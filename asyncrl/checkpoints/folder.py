@@ -89,13 +89,13 @@ def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
 class Checkpoints:
     """The checkpoints of one run directory. All methods block on the disk: call them in a thread.
 
-    Life of one:  begin() -> the trainer writes -> finish() (records and files synced, manifest, renamed:
-                  whole from then on), or abandon().
-    Waits:        `in_use` is held around finish(), which removes older ones, and from newest_whole() until
-                  what it returned, and the journal's batches since, are not needed any more. Never while
-                  waiting for a trainer to write: it may have to go back first.
-    Invariant:    a folder named step_N was whole when it got its name; newest_whole() looks again all the
-                  same, and set_aside() takes the name from one that is not.
+    Life of one: begin() -> the trainer writes -> finish() (records and files synced, manifest, renamed: whole
+        from then on), or abandon().
+    Waits: `in_use` is held around finish(), which removes older ones, and from newest_whole() until what it
+        returned, and the journal's batches since, are not needed any more. Never while waiting for a trainer
+        to write: it may have to go back first.
+    Invariant: a folder named step_N was whole when it got its name; newest_whole() looks again all the same,
+        and set_aside() takes the name from one that is not.
     """
 
     def __init__(self, run_dir: Path, config: CheckpointConfig) -> None:

@@ -10,6 +10,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from asyncrl.config.model_task import TaskConfig
 from asyncrl.config.sections import FrozenConfig, Port
 from asyncrl.config.transports import WAYS, Way
+from asyncrl.messages.base import Interrupt, TransportName
+
+OnOverdue = Literal["wait", "mask", "drop"]
 
 
 class SimulatedConfig(FrozenConfig):
@@ -128,7 +131,7 @@ class BufferConfig(FrozenConfig):
     look_ahead: Literal["auto"] | NonNegativeInt = "auto"
     """Batches beyond the current one that may be started, at most max_staleness (auto = the smallest that
     keeps the trainer busy)."""
-    on_overdue: Literal["wait", "mask", "drop"] = "wait"
+    on_overdue: OnOverdue = "wait"
     """When a straggler's deadline is in danger: wait for it, train on and mask its old tokens, or drop and
     regenerate it.
     """
@@ -188,14 +191,14 @@ class EvalConfig(FrozenConfig):
 class WeightSyncConfig(FrozenConfig):
     """How new weights reach the engines."""
 
-    transport: Literal["shm", "disk", "lora", "nccl", "ipc"] = "shm"
+    transport: TransportName = "shm"
     """shm: all weights as a safetensors file in shared memory. disk: the same file in disk_dir, for engines
     on other machines. lora: the adapters alone, in shared memory (needs trainer.lora). For vLLM, nccl: one
     broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo). ipc: chunks in memory
     of the one CUDA device on which both sides take turns."""
     disk_dir: str | None = None
     """Folder for transport=disk, on a file system that trainer and engines share under the same path."""
-    interrupt: Literal["abort", "keep", "keep_kv", "wait"] = "abort"
+    interrupt: Interrupt = "abort"
     """What a swap does to running requests: abort and resume them from their tokens, keep them with a
     recomputed KV cache, keep them over the old KV cache, or wait until they are done."""
     rolling: bool = False

@@ -10,6 +10,7 @@ from asyncrl.config.generation import BufferConfig, EvalConfig, ObserveConfig, R
 from asyncrl.config.model_task import GatewayConfig, GeneratorConfig, ModelConfig, TaskConfig
 from asyncrl.config.placement import PlacementConfig
 from asyncrl.config.sections import (
+    GROUP_ADVANTAGES,
     AlgorithmConfig,
     CheckpointConfig,
     FrozenConfig,
@@ -17,9 +18,6 @@ from asyncrl.config.sections import (
     SupervisionConfig,
     TrainerConfig,
 )
-
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp_baseline")
-"""Advantages against the other rollouts of the prompt."""
 
 
 class RunConfig(FrozenConfig):

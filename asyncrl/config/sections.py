@@ -41,8 +41,8 @@ Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA where there is a device, else CPU."""
 
 DType = Literal["auto", "float32", "bfloat16"]
-"""What auto is in a run: placement/dtype.py. A process that is started alone takes bfloat16 on CUDA, float32
-on CPU.
+"""What auto is in a run: placement/choices.py. A process that is started alone takes bfloat16 on CUDA and
+float32 on a CPU.
 """
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -116,6 +116,10 @@ class TrainerConfig(FrozenConfig):
     """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
     port: Port | None = None
     """Port of the trainer on 127.0.0.1 (none = any free one)."""
+
+
+GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp_baseline")
+"""Advantages against the other rollouts of the prompt."""
 
 
 class AlgorithmConfig(FrozenConfig):

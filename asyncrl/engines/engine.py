@@ -68,10 +68,9 @@ class EngineClient(Protocol):
 class Lifeline:
     """What all calls to one process hang on; the next process behind the same name gets a line of its own.
 
-    Life:       whole -> cut, for good: given up by the supervisor (cut_nowait), or found broken
-                (break_nowait).
-    Waits:      calls() sleeps in its block. A cut ends all of them at once: a frozen process keeps its
-                connections, and nothing else would end them.
+    Life: whole -> cut, for good: given up by the supervisor (cut_nowait), or found broken (break_nowait).
+    Waits: calls() sleeps in its block. A cut ends all of them at once: a frozen process keeps its
+        connections, and nothing else would end them.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -144,10 +143,10 @@ class Lifeline:
 class SegmentCheck:
     """Raises EngineError for what cannot be the answer of server `name` to `request`, streamed or not.
 
-    Life:       begun when the request is sent -> chunk() for each GenerateChunk -> end() for the rest.
-    Invariant:  what has passed has a logprob for each of at most max_tokens tokens, under versions from
-                `oldest` to `newest` that never go back. The token that ends a completion passes with its
-                finish_reason alone, so that a request whose server is lost after a chunk can go on behind it.
+    Life: begun when the request is sent -> chunk() for each GenerateChunk -> end() for the rest.
+    Invariant: what has passed has a logprob for each of at most max_tokens tokens, under versions from
+        `oldest` to `newest` that never go back. The token that ends a completion passes with its
+        finish_reason alone, so that a request whose server is lost after a chunk can go on behind it.
 
     `oldest` is what the server had confirmed when the request was sent, `newest` what it was offered last by
     the time of the chunk or the end.

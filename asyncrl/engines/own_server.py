@@ -35,13 +35,12 @@ from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 class EngineServer:
     """An EngineClient of an embedded or simulated engine.
 
-    Life:       made with the version that its process starts under -> given up by cut_nowait() ->
-                renew_nowait(): a new process stands behind the same name. Lives as long as its `caller`,
-                which the maker closes.
-    Waits:      calls sleep until the server answers, is gone or is given up. Their limit is the caller's:
-                rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat under both.
-    Invariant:  no segment passes with a token older than the version that the server had confirmed when the
-                segment was sent: SegmentCheck guarantees it, chunk by chunk.
+    Life: made with the version that its process starts under -> given up by cut_nowait() -> renew_nowait(): a
+        new process stands behind the same name. Lives as long as its `caller`, which the maker closes.
+    Waits: calls sleep until the server answers, is gone or is given up. Their limit is the caller's:
+        rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat under both.
+    Invariant: no segment passes with a token older than the version that the server had confirmed when the
+        segment was sent: SegmentCheck guarantees it, chunk by chunk.
     """
 
     def __init__(self, caller: Caller, *, policy_version: int = 0) -> None:

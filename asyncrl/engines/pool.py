@@ -38,18 +38,17 @@ class PoolStats:
 class EnginePool:
     """The SamplingEngine over M servers.
 
-    Life:       a logical request is routed to one server and stays there, segment after segment, until it
-                stops, its budget is used, or its caller is cancelled. If its server is lost, it keeps what
-                came and goes on at another one. It moves too if a segment is interrupted, by a publish or
-                balance() say, while its server has more requests than slots and another one has a free slot:
-                its cache is lost wherever it goes.
-    Waits:      generate sleeps in the server's answer; with no server up until up_nowait. A cancelled one
-                tells the server within ABORT_TIMEOUT_S, so that its slot is free at once; a server that it
-                cannot tell sees the broken connection. The limit is the caller's rollout.timeout_s.
-    Invariant:  what generate returns is what one uninterrupted request would have returned wherever the
-                weights did not change, because SegmentJoin keeps seed and positions. A server that interrupts
-                for no publish and gives nothing is left after MAX_EMPTY_SEGMENTS segments, with an
-                EngineError.
+    Life: a logical request is routed to one server and stays there, segment after segment, until it stops,
+        its budget is used, or its caller is cancelled. If its server is lost, it keeps what came and goes on
+        at another one. It moves too if a segment is interrupted, by a publish or balance() say, while its
+        server has more requests than slots and another one has a free slot: its cache is lost wherever it
+        goes.
+    Waits: generate sleeps in the server's answer; with no server up until up_nowait. A cancelled one tells
+        the server within ABORT_TIMEOUT_S, so that its slot is free at once; a server that it cannot tell sees
+        the broken connection. The limit is the caller's rollout.timeout_s.
+    Invariant: what generate returns is what one uninterrupted request would have returned wherever the
+        weights did not change, because SegmentJoin keeps seed and positions. A server that interrupts for no
+        publish and gives nothing is left after MAX_EMPTY_SEGMENTS segments, with an EngineError.
 
     `on_lost` is told of every EngineLost, and must see to it that the server is down (down_nowait, and its
     calls cut) when it returns. Without it the error goes to the caller.
@@ -84,7 +83,7 @@ class EnginePool:
         return PoolStats(sum(load.values()), self._tokens, self._requests, load, down)
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
+        """Its numbers, by the names of observe/metrics.py."""
         found: dict[str, float] = {
             "tokens/generated": self._tokens,
             "rollout/interrupted": self._interrupted,
@@ -220,12 +219,12 @@ class Router:
     """Least loaded server first; but where the request's prefix is cached, as long as that server has a free
     slot. Pure: knows counts and keys.
 
-    Life:       take(key) charges one server until the block ends. Requests of one key that are in flight stay
-                together; the key is forgotten with the last of them. Turns of one session follow each other:
-                `near` says where the last one was. A server that is not `up` is given nothing.
-    Invariant:  a request is given to a server without a free slot only when no server that is up has one; and
-                once one has, a request of a server with more than its slots that is interrupted moves there
-                (has_to_move). It moves for nothing less, so that no request goes to and fro.
+    Life: take(key) charges one server until the block ends. Requests of one key that are in flight stay
+        together; the key is forgotten with the last of them. Turns of one session follow each other: `near`
+        says where the last one was. A server that is not `up` is given nothing.
+    Invariant: a request is given to a server without a free slot only when no server that is up has one; and
+        once one has, a request of a server with more than its slots that is interrupted moves there
+        (has_to_move). It moves for nothing less, so that no request goes to and fro.
     """
 
     def __init__(self, num_servers: int, slots: int) -> None:
@@ -265,12 +264,11 @@ class Router:
 class SegmentJoin:
     """What has been sampled of one request so far, and what to ask for next. Pure.
 
-    Life:       empty, or `partial` (what an earlier process had sampled) -> segments, with next_request()
-                before each -> is_finished, completion(). A segment is any number of add_chunk(), and add()
-                for the rest of it, or cut() if the rest never came. `on_segment` is told all there is after
-                each interruption.
-    Invariant:  the spans cover every token once, and all segments together have at most request.max_tokens,
-                if `partial` has not more: a killed run may have had a larger limit.
+    Life: empty, or `partial` (what an earlier process had sampled) -> segments, with next_request() before
+        each -> is_finished, completion(). A segment is any number of add_chunk(), and add() for the rest of
+        it, or cut() if the rest never came. `on_segment` is told all there is after each interruption.
+    Invariant: the spans cover every token once, and all segments together have at most request.max_tokens, if
+        `partial` has not more: a killed run may have had a larger limit.
     """
 
     def __init__(

@@ -39,12 +39,12 @@ class Journal:
     Group:      admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or failed,
                 filtered, handed back. A ready one may still be handed back. The prompt of one that failed or
                 was handed back may be requeued.
-    Waits:      batch_taken, flush, compact and read_resume sleep until the writer has committed; wait_failed
-                until it fails.
-    Invariant:  a group is in one state, and in one batch at most; a prompt has one group that runs, is ready
-                or taken. Unique keys of the tables guarantee both, and batch_taken is one transaction. What
-                is queued first is durable first. One process has the run's lock (RunLock), and writes.
-    Errors:     the first one ends the writing for good: wait_failed raises it, and so does every later call.
+    Waits: batch_taken, flush, compact and read_resume sleep until the writer has committed; wait_failed until
+        it fails.
+    Invariant: a group is in one state, and in one batch at most; a prompt has one group that runs, is ready
+        or taken. Unique keys of the tables guarantee both, and batch_taken is one transaction. What is queued
+        first is durable first. One process has the run's lock (RunLock), and writes.
+    Errors: the first one ends the writing for good: wait_failed raises it, and so does every later call.
     """
 
     name = "journal"

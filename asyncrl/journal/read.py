@@ -36,7 +36,7 @@ _COUNTED = {
     "rollout/dropped": "total(state = 'handed_back' AND reason IN ('dropped', 'all_masked'))",
     "rollout/given_up": "total(state IN ('handed_back', 'failed') AND requeued IS NULL)",
 }
-"""Counters of the whole run, by the names of observe/gauges.py. Dropped are those that the staleness rule
+"""Counters of the whole run, by the names of observe/metrics.py. Dropped are those that the staleness rule
 handed back while the run went on, for one of its two reasons: what a resume hands back has others."""
 
 

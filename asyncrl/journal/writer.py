@@ -31,12 +31,12 @@ class _Job:
 class Writer:
     """Decisions on their way to the disk, first come first written.
 
-    Life:       made (the thread starts) -> put / ask -> stop(), which writes what waits first.
-    Waits:      put and ask never wait; the thread sleeps in the queue. The staleness rule bounds the queue:
-                the run awaits the answer for each batch.
-    Invariant:  an answer is given after the commit that holds its decision, and all decisions before it.
-                After the first error nothing more is written: every later put raises it, every ask that
-                waits is answered with it, and `failed` has it.
+    Life: made (the thread starts) -> put / ask -> stop(), which writes what waits first.
+    Waits: put and ask never wait; the thread sleeps in the queue. The staleness rule bounds the queue: the
+        run awaits the answer for each batch.
+    Invariant: an answer is given after the commit that holds its decision, and all decisions before it. After
+        the first error nothing more is written: every later put raises it, every ask that waits is answered
+        with it, and `failed` has it.
     """
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:

@@ -204,9 +204,9 @@ def outliving(file: TextIO | None = None) -> TextIO:
 class _Outliving:
     """Looks like the file that it writes to.
 
-    Life:       writes there until an OSError -> drops what it is given. Behind, from a write without room
-                until one that does.
-    Waits:      write waits PATIENCE_S for room, but not while it is behind: the event loop of a run calls it.
+    Life: writes there until an OSError -> drops what it is given. Behind, from a write without room until one
+        that does.
+    Waits: write waits PATIENCE_S for room, but not while it is behind: the event loop of a run calls it.
     """
 
     def __init__(self, file: TextIO) -> None:

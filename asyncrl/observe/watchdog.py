@@ -126,12 +126,12 @@ class StuckClock:
 class Watchdog:
     """Looks at a run, and speaks up once nothing has moved for watchdog_s.
 
-    Life:       made with how to ask the run -> run() beside everything else, until cancelled.
-    Waits:      run sleeps until the moment at which a report would be due, no shorter. Progress is noticed by
-                look(), which the status calls each second: a report comes a second late at most.
-    Acts:       the report goes to `tell`, to the log together with all stacks, and to `note`; then on_stuck:
-                warn again after twice as long, restart the engines and count from there, or end the run with
-                a RoomError that names who is stuck.
+    Life: made with how to ask the run -> run() beside everything else, until cancelled.
+    Waits: run sleeps until the moment at which a report would be due, no shorter. Progress is noticed by
+        look(), which the status calls each second: a report comes a second late at most. Acts:       the
+        report goes to `tell`, to the log together with all stacks, and to `note`; then on_stuck: warn again
+        after twice as long, restart the engines and count from there, or end the run with a RoomError that
+        names who is stuck.
 
     The loop itself may be blocked: then a timer of faulthandler's own writes all threads into `log_path`.
     """

@@ -109,14 +109,13 @@ class HandoverReport:
 class Lease:
     """The turns of trainer and engines on shared devices.
 
-    Life:       idle -> handover -> generating or training -> handover -> the other one -> ... A handover that
-                fails is undone, and the lease is where it was; if an undo fails too it is broken, for good.
-    Waits:      hand_to waits for the calls of a phase, timeout_s at most each; all engines at once. An undo
-                is bounded the same, and not cut short by a cancellation: that passes once what had begun is
-                undone.
-    Invariant:  at most one owner, and exactly one from the first turn on, unless broken. When hand_to returns
-                or raises, the owner has what it needs and the other side has given it away; or the lease is
-                broken, and the error and the event say what was left.
+    Life: idle -> handover -> generating or training -> handover -> the other one -> ... A handover that fails
+        is undone, and the lease is where it was; if an undo fails too it is broken, for good.
+    Waits: hand_to waits for the calls of a phase, timeout_s at most each; all engines at once. An undo is
+        bounded the same, and not cut short by a cancellation: that passes once what had begun is undone.
+    Invariant: at most one owner, and exactly one from the first turn on, unless broken. When hand_to returns
+        or raises, the owner has what it needs and the other side has given it away; or the lease is broken,
+        and the error and the event say what was left.
     """
 
     def __init__(

@@ -80,11 +80,11 @@ class ForeignProcess:
 class ChildProcess:
     """A server of the run in a process of its own. Knows how to start, watch and end it, and no message.
 
-    Life:   created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed()
-            makes its successor, which writes on in the same log.
-    Its standard input is a pipe that only we hold: its first line has the secrets, which no other process can
-    read; if we die, however, the child reads its end and exits. It leads a process group, which ends with it:
-    a member that is to clear up (the guard of a vLLM server) has GROUP_TIMEOUT_S for that.
+    Life: created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed()
+        makes its successor, which writes on in the same log. Its standard input is a pipe that only we hold:
+        its first line has the secrets, which no other process can read; if we die, however, the child reads
+        its end and exits. It leads a process group, which ends with it: a member that is to clear up (the
+        guard of a vLLM server) has GROUP_TIMEOUT_S for that.
 
     `secret` opens its own server, `secrets` are others that it has by name. `python`: the one that it runs
     under (None: ours); another finds our packages through PYTHONPATH in `env` (choices.import_folder).

@@ -23,8 +23,8 @@ class Schedule:
     """Which published versions are evaluated: the first one at or after each multiple of `every`, and the
     last version.
 
-    Life:   is_due_nowait(v) is asked once for each published version, in order. Versions that a push skipped
-            over cost nothing: what comes next stands for them, once.
+    Life: is_due_nowait(v) is asked once for each published version, in order. Versions that a push skipped
+        over cost nothing: what comes next stands for them, once.
     """
 
     def __init__(self, *, every: int, last: int, at_start: bool, evaluated: int | None = None) -> None:
@@ -62,14 +62,14 @@ class EvaluationStats:
 class Evaluation:
     """Evaluates published versions on one eval engine, beside training.
 
-    Life:       idle -> a version that is due is published: its weights are kept -> loading (prepare, commit)
-                -> sampling -> idle. Off for good once the eval engine is gone: the run goes on without.
-    Waits:      run sleeps until a version is due, then at most timeout_s from loading to the last reward; the
-                run's end sleeps in wait_last. published_nowait and give_up return at once: neither weight
-                sync nor trainer ever waits here.
-    Invariant:  all tokens of one evaluation are of one version: weights are swapped in run alone, between two
-                evaluations. A version that is due while one runs is skipped and counted, the last one aside,
-                which waits.
+    Life: idle -> a version that is due is published: its weights are kept -> loading (prepare, commit) ->
+        sampling -> idle. Off for good once the eval engine is gone: the run goes on without.
+    Waits: run sleeps until a version is due, then at most timeout_s from loading to the last reward; the
+        run's end sleeps in wait_last. published_nowait and give_up return at once: neither weight sync nor
+        trainer ever waits here.
+    Invariant: all tokens of one evaluation are of one version: weights are swapped in run alone, between two
+        evaluations. A version that is due while one runs is skipped and counted, the last one aside, which
+        waits.
 
     An exported file is kept by a second name (hard link) in `folder`, on the same file system: the trainer
     deletes its own old exports by their names, the bytes stay as long as any name is left.
@@ -100,7 +100,7 @@ class Evaluation:
         return self._stats
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py; those of eval.jsonl come with each result."""
+        """Its numbers, by the names of observe/metrics.py; those of eval.jsonl come with each result."""
         stats = self._stats
         return {
             "evaluation/version": stats.version,

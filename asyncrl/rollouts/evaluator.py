@@ -78,9 +78,9 @@ class EvalResult:
 class Evaluator:
     """`samples` rollouts of each prompt, at most `slots` of them sampled at once, without retries.
 
-    Waits:      evaluate sleeps in the generator; a rollout takes at most timeout_s (None: no limit).
-    Invariant:  every token of a result was sampled at its version: any other raises. Seeds depend on prompt
-                and sample alone, so that two evaluations differ by the weights and by nothing else.
+    Waits: evaluate sleeps in the generator; a rollout takes at most timeout_s (None: no limit).
+    Invariant: every token of a result was sampled at its version: any other raises. Seeds depend on prompt
+        and sample alone, so that two evaluations differ by the weights and by nothing else.
     """
 
     def __init__(

@@ -153,9 +153,9 @@ RECORDED_VERSION = 0
 class Replay:
     """Recorded rollouts where the staleness bound allows it; another generator samples the others.
 
-    Invariant:  no token is older than its group's start_version: a recorded rollout is taken only in a group
-                that was admitted while the recorded version was served, so that the staleness rule holds for
-                it as for any other.
+    Invariant: no token is older than its group's start_version: a recorded rollout is taken only in a group
+        that was admitted while the recorded version was served, so that the staleness rule holds for it as
+        for any other.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ Spawn = Callable[..., asyncio.Task[None]]
 class RunningGroup:
     """One admitted group while its rollouts run.
 
-    Life:       made with its ticket, or with what a killed run knew of it -> one add() a rollout, in any
-                order -> nothing is to_run -> group(), or None if too few rollouts are usable. Or cancel(),
-                when the buffer takes the admission back.
-    Invariant:  a failed rollout costs its own place alone: its siblings stay.
+    Life: made with its ticket, or with what a killed run knew of it -> one add() a rollout, in any order ->
+        nothing is to_run -> group(), or None if too few rollouts are usable. Or cancel(), when the buffer
+        takes the admission back.
+    Invariant: a failed rollout costs its own place alone: its siblings stay.
     """
 
     def __init__(self, before: UnfinishedGroup, group_size: int) -> None:
@@ -88,21 +88,20 @@ class RunningGroup:
 class Producers:
     """Groups from admission to the buffer.
 
-    Life:       a group is admitted -> its rollouts run -> finish_nowait to the buffer, or fail_nowait when
-                fewer than two are usable; or the buffer hands it back first and its rollouts are cancelled.
-    Prompts:    one whose group was handed back goes to the front of the source at once. One whose group
-                failed, when another group has not failed (while all fail it is no fault of the prompts, and
-                trying them again would use up their tries) and a later version is served (so that at
-                max_staleness 0 the prompts of a batch do not depend on when a group fails). max_hand_backs
-                times, then it is given up, as one that can never be sampled is at once. A finished group
-                that the buffer filters is no failure: its admission comes again, for the next prompt.
-    Waits:      run sleeps for a free slot, woken by a rollout that stops sampling, then for leave of the
-                buffer; a ticket is asked for when both are there, so that it is stamped with the version
-                served when its first tokens can start. A rollout sleeps for a slot before each attempt. Free
-                slots go to the rollouts of admitted groups, earliest deadline first, before they let a new
-                group in.
-    Invariant:  every ticket is answered once: finished, failed or handed back. No more than `capacity`
-                rollouts sample, ever: Slots guarantees it.
+    Life: a group is admitted -> its rollouts run -> finish_nowait to the buffer, or fail_nowait when fewer
+        than two are usable; or the buffer hands it back first and its rollouts are cancelled. Prompts:    one
+        whose group was handed back goes to the front of the source at once. One whose group failed, when
+        another group has not failed (while all fail it is no fault of the prompts, and trying them again
+        would use up their tries) and a later version is served (so that at max_staleness 0 the prompts of a
+        batch do not depend on when a group fails). max_hand_backs times, then it is given up, as one that can
+        never be sampled is at once. A finished group that the buffer filters is no failure: its admission
+        comes again, for the next prompt.
+    Waits: run sleeps for a free slot, woken by a rollout that stops sampling, then for leave of the buffer; a
+        ticket is asked for when both are there, so that it is stamped with the version served when its first
+        tokens can start. A rollout sleeps for a slot before each attempt. Free slots go to the rollouts of
+        admitted groups, earliest deadline first, before they let a new group in.
+    Invariant: every ticket is answered once: finished, failed or handed back. No more than `capacity`
+        rollouts sample, ever: Slots guarantees it.
     """
 
     name = "producers"
@@ -136,8 +135,8 @@ class Producers:
         self.last_failure = ""
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py. dropped: groups taken back by the buffer; given_up:
-        prompts whose groups failed or were taken back once too often, or that can never be sampled.
+        """Its numbers, by the names of observe/metrics.py. dropped: groups that the buffer took back.
+        given_up: prompts whose groups failed or were taken back once too often, or that can never be sampled.
         """
         counted = ("finished", "failed", "dropped", "failed_groups", "given_up")
         return {

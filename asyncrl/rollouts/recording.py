@@ -89,8 +89,8 @@ class _RolloutLine(Message):
 class RecordFile:
     """A file to which rollouts are appended, one line each.
 
-    Life:   opened: new, or with its lines checked and the same header -> append -> close. A line is written
-            at once, so that a process that is killed leaves whole lines, the last one aside.
+    Life: opened: new, or with its lines checked and the same header -> append -> close. A line is written at
+        once, so that a process that is killed leaves whole lines, the last one aside.
     """
 
     def __init__(self, path: Path, sampled_by: SampledBy, *, must_be_new: bool = False) -> None:
@@ -233,7 +233,7 @@ class RolloutRecorder:
     """The writer of `--record`. Without a file it records nothing.
 
     Life: opened with its file -> record, once a rollout -> close. What cannot be written ends the command: it
-    was asked for.
+        was asked for.
     """
 
     def __init__(

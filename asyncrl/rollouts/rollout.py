@@ -37,12 +37,12 @@ def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attem
 class Slots:
     """`capacity` places for rollouts that sample.
 
-    Life:       of a rollout: ask_nowait -> holds a place at once, or waits for one -> give_back_nowait, in
-                either case.
-    Waits:      wait sleeps until the rollout holds its place; wait_spare until a place is free. Both are
-                woken by give_back_nowait.
-    Invariant:  no more than `capacity` hold a place, and none waits while one is free: the next one goes to
-                the smallest `order`.
+    Life: of a rollout: ask_nowait -> holds a place at once, or waits for one -> give_back_nowait, in either
+        case.
+    Waits: wait sleeps until the rollout holds its place; wait_spare until a place is free. Both are woken by
+        give_back_nowait.
+    Invariant: no more than `capacity` hold a place, and none waits while one is free: the next one goes to
+        the smallest `order`.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -100,9 +100,9 @@ class Slots:
 class RolloutClock:
     """The one budget of seconds that a rollout has for all its attempts, None for no limit.
 
-    Life:   for each attempt: start() and entering what it returns -> hold() and resume() any number of times
-            -> end(). Outside of an attempt, and once the time is up, hold and resume change nothing.
-    Waits:  while it is held, nothing here ends the wait: the watchdog reports a run in which nothing moves.
+    Life: for each attempt: start() and entering what it returns -> hold() and resume() any number of times ->
+        end(). Outside of an attempt, and once the time is up, hold and resume change nothing.
+    Waits: while it is held, nothing here ends the wait: the watchdog reports a run in which nothing moves.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
@@ -187,10 +187,9 @@ class FailedRollout:
 class RolloutRunner:
     """Runs rollouts within rollout.timeout_s each, and tries failed ones again in what is left of it.
 
-    Waits:      run sleeps for its slot before each attempt, then in the generator, at most timeout_s for all
-                attempts together (None = no limit); while the generator holds the clock, without a limit.
-    Invariant:  run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone
-                pass.
+    Waits: run sleeps for its slot before each attempt, then in the generator, at most timeout_s for all
+        attempts together (None = no limit); while the generator holds the clock, without a limit.
+    Invariant: run returns data for whatever goes wrong in a rollout; RoomError and CancelledError alone pass.
     """
 
     def __init__(self, generator: Generator, *, timeout_s: float | None, retries: int) -> None:

@@ -96,7 +96,7 @@ class Harnessing:
     """The gateway, the queue of work, and the run's own `workers` (none with generator.remote).
 
     Life: made, with the port taken and nothing started; RUN_DIR/gateway.json says where it is, and to workers
-    elsewhere their key -> start -> aclose.
+        elsewhere their key -> start -> aclose.
     """
 
     def __init__(

@@ -90,16 +90,16 @@ class SideBySide:
 class TakingTurns:
     """Trainer and engines share devices: one side works, then the other. The methods are those of SideBySide.
 
-    Life:       start() -> to_trainer() and to_engines() in turn, from the train loop. After the last step the
-                trainer keeps the devices, for what is to be saved. A process that died starts again only in a
-                turn of its own side: an engine between two handovers (an empty turn then brings all engines
-                the weights that are served), the trainer once the engines sleep.
-    Waits:      to_trainer, to_engines and room_for_engine sleep for each other; to_trainer for a trainer that
-                starts again, as long as that takes; wait_room_for_trainer and room_for_engine for the other
-                side's turn to end.
-    Invariant:  a version is announced only after the handover to the engines that brought it. Between two
-                handovers the side that has the lease has all it needs on the devices, and the other has
-                nothing there. An engine that is down takes no part.
+    Life: start() -> to_trainer() and to_engines() in turn, from the train loop. After the last step the
+        trainer keeps the devices, for what is to be saved. A process that died starts again only in a turn of
+        its own side: an engine between two handovers (an empty turn then brings all engines the weights that
+        are served), the trainer once the engines sleep.
+    Waits: to_trainer, to_engines and room_for_engine sleep for each other; to_trainer for a trainer that
+        starts again, as long as that takes; wait_room_for_trainer and room_for_engine for the other side's
+        turn to end.
+    Invariant: a version is announced only after the handover to the engines that brought it. Between two
+        handovers the side that has the lease has all it needs on the devices, and the other has nothing
+        there. An engine that is down takes no part.
     """
 
     def __init__(

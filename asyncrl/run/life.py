@@ -61,12 +61,11 @@ class Life(ABC):
     """Everything between the first process that a command starts and the last one ended. Owns the one
     TaskGroup.
 
-    Life:       run() calls live(), which starts what it needs, and closes it at the end in the opposite
-                order.
-    Waits:      as long as live() does. A task that raises ends it, and so does a part that told on_broken.
-    Invariant:  when run() returns or raises, no process that was started is left. The first SIGINT or SIGTERM
-                sets `stop` while `can_stop`, so that live() ends by itself, and cancels it else; the second
-                one kills all processes and ends at once.
+    Life: run() calls live(), which starts what it needs, and closes it at the end in the opposite order.
+    Waits: as long as live() does. A task that raises ends it, and so does a part that told on_broken.
+    Invariant: when run() returns or raises, no process that was started is left. The first SIGINT or SIGTERM
+        sets `stop` while `can_stop`, so that live() ends by itself, and cancels it else; the second one kills
+        all processes and ends at once.
     """
 
     ending = "ending"

@@ -51,11 +51,10 @@ class UserKey:
     """The keys of a user who tries an agent by hand: calls with one, an outcome with the other, then calls
     again.
 
-    Life:       open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and
-                is recorded -> a new session -> ... -> close: what has no outcome yet is recorded without a
-                reward.
-    Invariant:  a completion is in one rollout: the calls that are in hand when an outcome comes are answered
-                410 and are in none.
+    Life: open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and is
+        recorded -> a new session -> ... -> close: what has no outcome yet is recorded without a reward.
+    Invariant: a completion is in one rollout: the calls that are in hand when an outcome comes are answered
+        410 and are in none.
     """
 
     def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:

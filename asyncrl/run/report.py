@@ -19,7 +19,7 @@ from asyncrl.files import LOST, write_whole
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.console import Console
-from asyncrl.observe.gauges import TOTALS, Totals, batch_metrics, gauge_of
+from asyncrl.observe.metrics import TOTALS, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, write_reward_plot
 from asyncrl.observe.run_files import lines_of, read_evaluations, read_steps, steps_are_missing
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
@@ -29,7 +29,7 @@ from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.build import Parts
 from asyncrl.run.life import Voice, refused_by_system, run_again
 from asyncrl.run.watch import gauges
-from asyncrl.trainer.step_metrics import GAP_WARNING
+from asyncrl.trainer.policy_metrics import GAP_WARNING
 
 logger = logging.getLogger("asyncrl.run.report")
 

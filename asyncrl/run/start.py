@@ -1,7 +1,7 @@
 """The servers of a run as child processes: what makes them, and how they are brought up.
 
 Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer; one that dies first ends
-the start with its own last words.
+    the start with its own last words.
 """
 
 from __future__ import annotations

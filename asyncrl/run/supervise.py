@@ -57,10 +57,10 @@ class Supervision:
 class Restarts:
     """How often a part was started again, and whether it may be once more.
 
-    Life:       works_nowait() when it works -> again_nowait() when it is lost, and for each start that fails.
-    Invariant:  a restart counts until the part has worked for restart_window_s after it: one that dies once a
-                day never uses up max_restarts, one that does not come up, or dies after each long recovery,
-                always does.
+    Life: works_nowait() when it works -> again_nowait() when it is lost, and for each start that fails.
+    Invariant: a restart counts until the part has worked for restart_window_s after it: one that dies once a
+        day never uses up max_restarts, one that does not come up, or dies after each long recovery, always
+        does.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
@@ -101,14 +101,13 @@ class Restarts:
 class Supervisor:
     """Watches over processes that live and die together, and starts all of them again when one is lost.
 
-    Life:       up -> lost: a process died, gave no answer for heartbeat_s, or broke a call (reported) ->
-                down: all of them are killed -> backoff -> room on devices that are shared -> new ones answer
-                -> they are brought to where the old ones were -> up. A loss on the way counts like the first
-                one.
-    Waits:      run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for
-                room, for the start, and for bring_back, in which it still watches.
-    Invariant:  more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the
-                first loss does.
+    Life: up -> lost: a process died, gave no answer for heartbeat_s, or broke a call (reported) -> down: all
+        of them are killed -> backoff -> room on devices that are shared -> new ones answer -> they are
+        brought to where the old ones were -> up. A loss on the way counts like the first one.
+    Waits: run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for room,
+        for the start, and for bring_back, in which it still watches.
+    Invariant: more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the
+        first loss does.
     """
 
     kind = ""
@@ -240,7 +239,7 @@ class EngineSupervisor(Supervisor):
     """Keeps one engine server going: while it is down its calls are cut, and neither pool nor pushes wait for
     it.
 
-    Invariant:  the pool has work for it only while its process serves the announced version, or a newer one.
+    Invariant: the pool has work for it only while its process serves the announced version, or a newer one.
     """
 
     kind = "engine"

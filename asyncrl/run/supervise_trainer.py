@@ -34,12 +34,12 @@ logger = logging.getLogger("asyncrl.run.supervise_trainer")
 class SupervisedTrainer(Supervisor):
     """One trainer, of one process a rank, that survives them.
 
-    Life:       as a Supervisor's; new ranks load the newest checkpoint, train again on the batches since, and
-                are off the devices where the old ones were. Calls that were lost are made again.
-    Waits:      calls sleep while the trainer is not up, at most as long as restarts take: once run has given
-                up, they raise what it raised.
-    Invariant:  a batch is trained once on the way to each version: what was trained and lost with its process
-                is trained again by `recover`, and a call goes on from the version that was answered last.
+    Life: as a Supervisor's; new ranks load the newest checkpoint, train again on the batches since, and are
+        off the devices where the old ones were. Calls that were lost are made again.
+    Waits: calls sleep while the trainer is not up, at most as long as restarts take: once run has given up,
+        they raise what it raised.
+    Invariant: a batch is trained once on the way to each version: what was trained and lost with its process
+        is trained again by `recover`, and a call goes on from the version that was answered last.
     """
 
     kind = "trainer"
@@ -73,7 +73,7 @@ class SupervisedTrainer(Supervisor):
         return self.client.policy_version
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
+        """Its numbers, by the names of observe/metrics.py."""
         return {
             "policy_version": self.policy_version,
             "trainer/restarts": self.num_restarts,
@@ -255,13 +255,12 @@ async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterat
 class Checkpointer:
     """Makes checkpoints beside the training.
 
-    Life:       after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
-                journaled -> idle.
-    Waits:      the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps
-                until the state is written, then while a trainer that was started again goes back to an older
-                one.
-    Invariant:  one at a time: what is due while one is being written is left out and told. What cannot be
-                written is told, each time, and neither touches older checkpoints nor the run.
+    Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
+        journaled -> idle.
+    Waits: the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps until
+        the state is written, then while a trainer that was started again goes back to an older one.
+    Invariant: one at a time: what is due while one is being written is left out and told. What cannot be
+        written is told, each time, and neither touches older checkpoints nor the run.
     """
 
     def __init__(self, parts: Parts, job: Life) -> None:
@@ -271,7 +270,7 @@ class Checkpointer:
         self.num_made = self.num_failed = 0
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
+        """Its numbers, by the names of observe/metrics.py."""
         return {"checkpoint/made": self.num_made, "checkpoint/failed": self.num_failed}
 
     async def after_step(self, version: int) -> None:

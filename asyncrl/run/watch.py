@@ -17,7 +17,7 @@ from asyncrl.http import CallLost, CallRefused
 from asyncrl.messages.engine_calls import EngineHealth
 from asyncrl.messages.trainer_calls import TrainerHealth
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.observe.gauges import GAUGES
+from asyncrl.observe.metrics import GAUGES
 from asyncrl.observe.watchdog import ChildState, Reported, Watchdog
 from asyncrl.run.build import Parts
 from asyncrl.run.life import run_again

@@ -47,16 +47,16 @@ class _Round:
 class Broadcasts:
     """Where engines meet for the weights of a version.
 
-    Life:       of a version: expected, engine by engine, as they prepare -> each waits in receive(), or
-                leaves -> once all that are left wait they get seats, and the trainer sends -> each has it, or
-                the round failed. The group is kept for the next version as long as the same processes take
-                part and none failed; else a new one is formed.
-    Waits:      receive sleeps until all others wait too, then until its workers have the weights. An engine
-                that is lost leaves, which wakes the others; a limit is the caller's (weight_sync.timeout_s),
-                and a seat's in the processes themselves.
-    Invariant:  a round begins only with every engine that is expected, and none joins it later: trainer and
-                workers, so many as the seats say, make the same calls. An engine that fails in it never has
-                part of a version that it does not know of: it raises.
+    Life: of a version: expected, engine by engine, as they prepare -> each waits in receive(), or leaves ->
+        once all that are left wait they get seats, and the trainer sends -> each has it, or the round failed.
+        The group is kept for the next version as long as the same processes take part and none failed; else a
+        new one is formed.
+    Waits: receive sleeps until all others wait too, then until its workers have the weights. An engine that
+        is lost leaves, which wakes the others; a limit is the caller's (weight_sync.timeout_s), and a seat's
+        in the processes themselves.
+    Invariant: a round begins only with every engine that is expected, and none joins it later: trainer and
+        workers, so many as the seats say, make the same calls. An engine that fails in it never has part of a
+        version that it does not know of: it raises.
     """
 
     def __init__(self, sender: WeightTrainer, folder: Path, *, timeout_s: float) -> None:

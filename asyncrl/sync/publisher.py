@@ -34,20 +34,19 @@ class PublisherStats(PushReport):
 class Publisher:
     """Pushes the newest weights to all engines, one push after the other.
 
-    Life:       beside generation, run(): idle -> a new version: exporting (the trainer copies between two
-                steps) -> pushing (prepare on all live engines, then commit on all, at once or in turn) ->
-                announced by on_served, then by on_published -> idle. In turns, called by a handover: push()
-                -> all live engines have the version, in chunks -> announce(). An engine is live, or down from
-                down_nowait until bring_up has given its new process the announced weights (in turns: until
-                up_nowait, before the next push).
-    Waits:      run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at
-                most timeout_s; the train loop sleeps in wait_exported_or_busy, woken by the end of an export.
-                bring_up and pushes sleep in `_turn` for each other, so that no returning engine misses a
-                version in between. push sleeps in a Push.
-    Invariant:  on_served(v) is called only after every live engine has said that it serves v, with the digest
-                that the trainer sent: Push guarantees it. With none live nothing holds an older version: the
-                version is announced, and an engine that returns gets it first. Versions are announced in
-                order; beside generation the trainer never waits for a push.
+    Life: beside generation, run(): idle -> a new version: exporting (the trainer copies between two steps) ->
+        pushing (prepare on all live engines, then commit on all, at once or in turn) -> announced by
+        on_served, then by on_published -> idle. In turns, called by a handover: push() -> all live engines
+        have the version, in chunks -> announce(). An engine is live, or down from down_nowait until bring_up
+        has given its new process the announced weights (in turns: until up_nowait, before the next push).
+    Waits: run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at most
+        timeout_s; the train loop sleeps in wait_exported_or_busy, woken by the end of an export. bring_up and
+        pushes sleep in `_turn` for each other, so that no returning engine misses a version in between. push
+        sleeps in a Push.
+    Invariant: on_served(v) is called only after every live engine has said that it serves v, with the digest
+        that the trainer sent: Push guarantees it. With none live nothing holds an older version: the version
+        is announced, and an engine that returns gets it first. Versions are announced in order; beside
+        generation the trainer never waits for a push.
 
     The trainer keeps its newest two exports, and makes one only after the last one is announced (run does one
     thing at a time): the announced one, which bring_up pushes, is always among them. If it keeps one
@@ -96,7 +95,7 @@ class Publisher:
         return self._stats
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
+        """Its numbers, by the names of observe/metrics.py."""
         stats = self._stats
         return {
             "publish/version": stats.version,

@@ -65,15 +65,15 @@ class Push:
     """One version on its way to the engines in `live`: whole, as one export beside generation, or chunk by
     chunk, into weights that are awake and empty.
 
-    Life:       made, with the version that all engines serve -> whole() or chunks(), once. An engine that is
-                lost on the way is told to `on_lost` and left behind; `live` holds the others. Without
-                `on_lost` it is an error like any other.
-    Waits:      for all engines at once, at most timeout_s a phase; `is_rolling`: in commit for one after the
-                other. For a chunk without a limit: a handover, which has one, goes on around it.
-    Invariant:  both return only if every engine in `live` serves the version with the digest that the trainer
-                sent. No engine swaps before each has the right bytes: what fails while a whole export is
-                prepared leaves all on the old version. A chunk is asked for only when every engine has loaded
-                the one before; after an error in a push of chunks no engine can serve, until the next push.
+    Life: made, with the version that all engines serve -> whole() or chunks(), once. An engine that is lost
+        on the way is told to `on_lost` and left behind; `live` holds the others. Without `on_lost` it is an
+        error like any other.
+    Waits: for all engines at once, at most timeout_s a phase; `is_rolling`: in commit for one after the
+        other. For a chunk without a limit: a handover, which has one, goes on around it.
+    Invariant: both return only if every engine in `live` serves the version with the digest that the trainer
+        sent. No engine swaps before each has the right bytes: what fails while a whole export is prepared
+        leaves all on the old version. A chunk is asked for only when every engine has loaded the one before;
+        after an error in a push of chunks no engine can serve, until the next push.
 
     `is_down` is asked right before an engine's commit: one that went down while others had theirs may be
     another process by then, with nothing staged, and is brought up by a push of its own.

@@ -60,7 +60,7 @@ class TaskScorer:
         return self._calls.num_abandoned
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
+        """Its numbers, by the names of observe/metrics.py."""
         return {"rollout/abandoned": self.num_abandoned}
 
     async def score(self, prompt: Prompt, completion: str) -> float:
@@ -109,9 +109,9 @@ class ThreadPool:
 
     Call:       waits for a worker, runs, is answered or given up after timeout_s. A call that was given up
                 keeps its worker until its thread returns.
-    Waits:      callers wait for a worker, woken by a thread that returns, or by an alarm.
-    Invariant:  no wait is endless. Once every worker has been in one call for twice the limit, the pool is
-                stuck, and every caller, waiting or to come, gets a TaskError.
+    Waits: callers wait for a worker, woken by a thread that returns, or by an alarm.
+    Invariant: no wait is endless. Once every worker has been in one call for twice the limit, the pool is
+        stuck, and every caller, waiting or to come, gets a TaskError.
     """
 
     def __init__(self, score: Score, config: TaskConfig) -> None:
@@ -173,10 +173,9 @@ START_LIMIT_S = 120.0
 class ProcessPool:
     """At most reward_workers calls at once, each in a process that is ended when the call takes too long.
 
-    Life:   processes start with the first call and live until aclose(); one that is ended or dies is
-            replaced.
-    Waits:  callers wait for a worker, woken by one whose call is over. No call outlives limit plus
-            START_LIMIT_S.
+    Life: processes start with the first call and live until aclose(); one that is ended or dies is replaced.
+    Waits: callers wait for a worker, woken by one whose call is over. No call outlives limit plus
+        START_LIMIT_S.
     """
 
     def __init__(self, config: TaskConfig, seed: int) -> None:

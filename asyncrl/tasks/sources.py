@@ -176,10 +176,8 @@ class GymTask:
 # decides.)
 #
 # https://github.com/huggingface/Math-Verify. Its own time limits are signals, which work in the main thread
-# alone, so they are
-# off and the scorer's limit counts. A model may write 9^(9^9), whose evaluation would hold the interpreter
-# for hours: that is
-# why `math` runs in processes unless task.reward_pool says otherwise.
+# alone, so they are off and the scorer's limit counts. A model may write 9^(9^9), whose evaluation would hold
+# the interpreter for hours: that is why `math` runs in processes unless task.reward_pool says otherwise.
 
 
 DELIMITERS = ("$", "\\boxed", "\\[", "\\(")

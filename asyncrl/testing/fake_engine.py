@@ -82,8 +82,8 @@ class FakeRun:
 class FakeParts:
     """The parts of a fake engine's memory, asleep or awake, 1000 bytes each.
 
-    Life:       awake -> sleep() -> asleep -> wake() -> awake, weights without content until restored, or
-                until take_push() has found a whole push.
+    Life: awake -> sleep() -> asleep -> wake() -> awake, weights without content until restored, or until
+        take_push() has found a whole push.
     """
 
     def __init__(self, server: FakeServer) -> None:
@@ -140,12 +140,11 @@ class FakeParts:
 class FakeEngineServer(FakeServer):
     """An engine server with slots, latency and versions, reached as if over HTTP.
 
-    Life:       a request queues -> holds one of `slots` -> draws a token every `decode_s` -> END_TOKEN,
-                max_tokens or abort. A commit closes the gate, ends or keeps what runs, swaps for `swap_s`,
-                opens the gate. It may sleep part by part; what comes meanwhile queues until it can serve
-                again.
-    Knobs:      `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer),
-                `mangle_chunk`, `chunk_tokens` (a streamed chunk has so many), `parts` (its memory).
+    Life: a request queues -> holds one of `slots` -> draws a token every `decode_s` -> END_TOKEN, max_tokens
+        or abort. A commit closes the gate, ends or keeps what runs, swaps for `swap_s`, opens the gate. It
+        may sleep part by part; what comes meanwhile queues until it can serve again.
+    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer), `mangle_chunk`,
+        `chunk_tokens` (a streamed chunk has so many), `parts` (its memory).
     """
 
     def __init__(

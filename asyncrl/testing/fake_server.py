@@ -100,9 +100,8 @@ class FakeServer(Caller):
 class FakeProcess:
     """A Restartable over a fake server; a new process answers `start_s` seconds after it was started.
 
-    Knobs:      `fails_to_start` (so many of the next processes end instead of coming up), `reap_s` (the
-                kernel tells of a death so long after the connections broke), `end_s` (a SIGKILL takes so
-                long).
+    Knobs: `fails_to_start` (so many of the next processes end instead of coming up), `reap_s` (the kernel
+        tells of a death so long after the connections broke), `end_s` (a SIGKILL takes so long).
     """
 
     health: type[BaseModel]

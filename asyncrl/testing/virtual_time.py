@@ -100,11 +100,10 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     """The loop behind run_virtual. It is its own selector: where another loop sleeps, this one sets its
     clock.
 
-    Waits:      tasks sleep in futures and timers as ever. select(), called whenever the loop has run its
-                ready callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises
-                DeadlockError.
-    Invariant:  the clock moves only while nothing is ready, and only to the time of the next timer;
-                stand_still() aside.
+    Waits: tasks sleep in futures and timers as ever. select(), called whenever the loop has run its ready
+        callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises DeadlockError.
+    Invariant: the clock moves only while nothing is ready, and only to the time of the next timer;
+        stand_still() aside.
     """
 
     def __init__(self, start_s: float, max_rounds: int) -> None:

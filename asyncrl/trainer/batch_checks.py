@@ -1,8 +1,8 @@
 """Checks a batch before anything is computed from it. Knows arrays and ages; knows no torch and no weights.
 
 Invariant: no token sampled before header.min_version carries loss. loss_tokens guarantees it here, whatever
-the buffer did before: such a token gets weight 0 where the batch allows it (mask_older), or the batch is
-refused.
+    the buffer did before: such a token gets weight 0 where the batch allows it (mask_older), or the batch is
+    refused.
 """
 
 from __future__ import annotations

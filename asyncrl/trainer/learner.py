@@ -27,10 +27,7 @@ from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_
 from asyncrl.trainer.model.parts import TrainedModel, make_optimizer, reshard
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
-from asyncrl.trainer.ranks import ALONE, Ranks
-from asyncrl.trainer.record import append_line, note_restored, trained_line
-from asyncrl.trainer.spec import TrainerSpec
-from asyncrl.trainer.step_metrics import (
+from asyncrl.trainer.policy_metrics import (
     GAP_ADVICE,
     GAP_WARNING,
     gap_fault,
@@ -39,6 +36,9 @@ from asyncrl.trainer.step_metrics import (
     measure_gaps,
     policy_metrics,
 )
+from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.record import append_line, note_restored, trained_line
+from asyncrl.trainer.spec import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -88,10 +88,9 @@ class BatchTotals:
 class Learner:
     """Weights, optimizer and the number of steps taken. Not thread-safe: one thread owns it.
 
-    Life:       policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch leaves policy_version as it
-                was.
-    Invariant:  each batch is trained on once, by the policy_version that it is for. On the CPU the same
-                batches with the same number of threads give the same bits.
+    Life: policy_version 0 -> train -> 1 -> train -> 2 ...; a refused batch leaves policy_version as it was.
+    Invariant: each batch is trained on once, by the policy_version that it is for. On the CPU the same
+        batches with the same number of threads give the same bits.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:

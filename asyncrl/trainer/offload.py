@@ -36,9 +36,9 @@ class Offload:
     """What of a trainer's state is away from its device. Made on all ranks; offload and onload are called on
     all of them at once.
 
-    Life:       here -> offload(parts) -> away -> onload(parts) -> here ...
-    Invariant:  a part is here on all ranks or away on all of them: a move that fails on one rank is taken
-                back on the others.
+    Life: here -> offload(parts) -> away -> onload(parts) -> here ...
+    Invariant: a part is here on all ranks or away on all of them: a move that fails on one rank is taken back
+        on the others.
     """
 
     def __init__(

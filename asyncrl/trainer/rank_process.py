@@ -1,16 +1,15 @@
 """The trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. The endpoints over one
 TrainStep; what a step is, it leaves to step.py.
 
-Life:       one thread loads the model and owns torch; all requests but /health run on it in the order in
-            which they arrive. /health is answered by the event loop, during a step too. The process makes the
-            staging directory with mode 0700, and removes it if the parent is gone. Any other end leaves it to
-            the parent: engines may still read the last export.
-Waits:      a request waits for those before it; the client waits for its answer.
-Ranks:      every rank is such a process and answers /health. Rank 0 alone takes requests, and sends each as a
-            command to the torch threads of the others, which call the same method of their TrainStep. A
-            refusal that all ranks come to alike is rank 0's to answer. Any other error ends the process of
-            its rank, with the reason as its last word, and so the run: the group cannot go on without one of
-            its ranks.
+Life: one thread loads the model and owns torch; all requests but /health run on it in the order in which they
+    arrive. /health is answered by the event loop, during a step too. The process makes the staging directory
+    with mode 0700, and removes it if the parent is gone. Any other end leaves it to the parent: engines may
+    still read the last export.
+Waits: a request waits for those before it; the client waits for its answer.
+Ranks: every rank is such a process and answers /health. Rank 0 alone takes requests, and sends each as a
+    command to the torch threads of the others, which call the same method of their TrainStep. A refusal that
+    all ranks come to alike is rank 0's to answer. Any other error ends the process of its rank, with the
+    reason as its last word, and so the run: the group cannot go on without one of its ranks.
 """
 
 from __future__ import annotations

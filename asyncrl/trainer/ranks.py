@@ -46,11 +46,11 @@ class Command:
 class Ranks:
     """The place of this process in the group. `mesh` is None where nothing is sharded.
 
-    Life:       join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
-    Waits:      wait_command waits without limit; every other call, and every collective of FSDP,
-                trainer.timeout_s at most.
-    Invariant:  all ranks make the same collective calls in the same order, so what decides about one is the
-                same on all.
+    Life: join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
+    Waits: wait_command waits without limit; every other call, and every collective of FSDP, trainer.timeout_s
+        at most.
+    Invariant: all ranks make the same collective calls in the same order, so what decides about one is the
+        same on all.
     """
 
     def __init__(

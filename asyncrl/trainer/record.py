@@ -2,8 +2,8 @@
 torch.
 
 A line holds `version` (the batch turned it into version + 1), `min_version`, `loss` (null where all of its
-steps were skipped), `num_loss_tokens`, and for each
-trajectory (a branch of a rollout) its ids, the rollout's reward, `num_tokens`, `num_loss_tokens`,
+steps were skipped), `num_loss_tokens`, and for each trajectory (a branch of a rollout) its ids, the rollout's
+reward, `num_tokens`, `num_loss_tokens`,
 `tokens_sha` (first 16 hex digits of the sha256 of its int32 token ids) and `spans`: [start, end, version] of
 the tokens that carried loss, positions counted from the first prompt token.
 

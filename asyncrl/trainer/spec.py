@@ -11,6 +11,7 @@ from pydantic import Field
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.sections import Device, DType, FrozenConfig
+from asyncrl.messages.base import TransportName
 
 
 class TrainerSpec(FrozenConfig):
@@ -38,7 +39,7 @@ class TrainerSpec(FrozenConfig):
     """Sampling temperature: logprobs are those of logits / temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """rollout.max_tokens: the longest completion."""
-    transport: Literal["shm", "disk", "lora", "ipc", "nccl"] = "shm"
+    transport: TransportName = "shm"
     """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast
     instead.
     """

@@ -88,9 +88,9 @@ class TrainerState:
     """Saves and loads the weights and the optimizer that it is given. Made on all ranks at once, and called
     on all of them.
 
-    Life:       begin_save -> the Future ends -> begin_save ...: one at a time, since its copy lies in buffers
-                that are used again.
-    Invariant:  a load that is refused because of what the folder is or holds has changed nothing.
+    Life: begin_save -> the Future ends -> begin_save ...: one at a time, since its copy lies in buffers that
+        are used again.
+    Invariant: a load that is refused because of what the folder is or holds has changed nothing.
     """
 
     def __init__(

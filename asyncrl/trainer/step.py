@@ -60,7 +60,7 @@ class TrainStep(Learner):
     """Life: as Learner's; between any two calls offload and onload, of any parts. What needs a part that is
     away is refused.
 
-    Invariant:  a checkpoint is never refused: what is away is saved from where it lies, and stays there.
+    Invariant: a checkpoint is never refused: what is away is saved from where it lies, and stays there.
     """
 
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:

@@ -41,12 +41,11 @@ RECOVERED_TIMEOUT_S = 60.0
 class TrainerClient:
     """Calls one trainer worker, and knows its policy_version.
 
-    Life:       open until aclose(). `policy_version` follows the answers to train().
-    Waits:      calls wait for the worker, `timeout_s` at most (None: until it answers or its connection
-                breaks; the watch over health() ends the worker). wait_version_above sleeps until train() sets
-                the event.
-    Invariant:  policy_version never goes back.
-    Raises:     every call TrainerLost if the worker is gone, TrainerError if it refuses or breaks.
+    Life: open until aclose(). `policy_version` follows the answers to train().
+    Waits: calls wait for the worker, `timeout_s` at most (None: until it answers or its connection breaks;
+        the watch over health() ends the worker). wait_version_above sleeps until train() sets the event.
+    Invariant: policy_version never goes back. Raises:     every call TrainerLost if the worker is gone,
+        TrainerError if it refuses or breaks.
     """
 
     def __init__(self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None) -> None:

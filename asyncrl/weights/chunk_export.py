@@ -57,8 +57,8 @@ class ChunkFile:
 class Chunks:
     """The chunks of one trainer's weights, version after version.
 
-    Life:       for each version: chunk after chunk; with the last one the digest of all, for which each
-                tensor's is kept.
+    Life: for each version: chunk after chunk; with the last one the digest of all, for which each tensor's is
+        kept.
     """
 
     def __init__(self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype) -> None:

@@ -43,12 +43,12 @@ _LOOK_S = 0.0005
 class BroadcastTransport(Transport):
     """The trainer's end: the copy of one version, and its way to the engines.
 
-    Life:       empty -> export(): rank 0 holds a version -> send() it, any number of times -> export() the
-                next, over it.
-    Waits:      export for a send that is under way, and the other way round; send for every member of its
-                group, as long as a seat says.
-    Invariant:  what is sent is what was held, whole: they exclude each other. A group that broke is never
-                used again.
+    Life: empty -> export(): rank 0 holds a version -> send() it, any number of times -> export() the next,
+        over it.
+    Waits: export for a send that is under way, and the other way round; send for every member of its group,
+        as long as a seat says.
+    Invariant: what is sent is what was held, whole: they exclude each other. A group that broke is never used
+        again.
     """
 
     def __init__(self, end: TrainerEnd) -> None:
@@ -124,10 +124,10 @@ class GroupBroken(Exception):  # noqa: N818  what it is, not what went wrong
 class WeightGroup:
     """One member of a group: this process.
 
-    Life:       joined, once all are there -> send, or receive, any number of times -> closed, by the first
-                failure too.
-    Waits:      every call for the others, timeout_s at most; then the group is broken.
-    Invariant:  all members make the same calls in the same order: what is sent says its own shape first.
+    Life: joined, once all are there -> send, or receive, any number of times -> closed, by the first failure
+        too.
+    Waits: every call for the others, timeout_s at most; then the group is broken.
+    Invariant: all members make the same calls in the same order: what is sent says its own shape first.
     """
 
     def __init__(self, seat: GroupSeat, device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.http import Refused
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, TransportName
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.weights.export import LazyWeights, export_weights, gather_along
 
@@ -81,10 +81,16 @@ class Transport:
         raise Refused(409, what, rule="weight_sync.transport=nccl holds them")
 
 
-def make_transport(name: str, end: TrainerEnd) -> Transport:
+def make_transport(name: TransportName, end: TrainerEnd) -> Transport:
     """The one that weight_sync.transport names."""
     from asyncrl.weights.adapters import AdapterTransport
     from asyncrl.weights.nccl import BroadcastTransport
 
-    others = {"lora": AdapterTransport, "nccl": BroadcastTransport}
-    return others.get(name, Transport)(end)
+    ways: dict[TransportName, type[Transport]] = {
+        "shm": Transport,
+        "disk": Transport,
+        "ipc": Transport,
+        "lora": AdapterTransport,
+        "nccl": BroadcastTransport,
+    }
+    return ways[name](end)

@@ -44,10 +44,10 @@ Told: TypeAlias = "tuple[int, float, int]"
 class TokenStream:
     """Tokens of one request between the engine that samples them and the answer that sends them.
 
-    Life:       made in the event loop of the connection, which alone calls it; other threads use hand_over.
-    Waits:      wait_changed sleeps until there are tokens to take, or close_nowait was called.
-    Invariant:  what was put is taken once, in order: at most the request's max_tokens. The token that ends
-                the answer is never put.
+    Life: made in the event loop of the connection, which alone calls it; other threads use hand_over.
+    Waits: wait_changed sleeps until there are tokens to take, or close_nowait was called.
+    Invariant: what was put is taken once, in order: at most the request's max_tokens. The token that ends the
+        answer is never put.
     """
 
     def __init__(self) -> None:

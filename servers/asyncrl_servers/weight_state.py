@@ -38,9 +38,9 @@ def check_arrived(
 class ChunkedPush:
     """The chunks of the newest push, as far as they are loaded.
 
-    Life:       nothing -> chunk 0, 1, ... of one version -> whole -> taken. Chunk 0 begins anew at any time;
-                a chunk that is not what was sent, and a take() that is refused, end it: nothing.
-    Invariant:  `digests` has each tensor that was loaded once, under its name.
+    Life: nothing -> chunk 0, 1, ... of one version -> whole -> taken. Chunk 0 begins anew at any time; a
+        chunk that is not what was sent, and a take() that is refused, end it: nothing.
+    Invariant: `digests` has each tensor that was loaded once, under its name.
     """
 
     def __init__(self) -> None:
@@ -117,10 +117,10 @@ class Staged:
 class WeightState:
     """The serving weights, at most one staged set, and what sleeps.
 
-    Life:       serving -> asleep -> awake without content -> serving, once staged weights or a whole push are
-                committed, or what served is restored.
-    Invariant:  can_serve is true only while every part has memory and the weights are those of a version
-                whose digest was compared.
+    Life: serving -> asleep -> awake without content -> serving, once staged weights or a whole push are
+        committed, or what served is restored.
+    Invariant: can_serve is true only while every part has memory and the weights are those of a version whose
+        digest was compared.
     """
 
     def __init__(self, version: int, names: Collection[str] = ()) -> None:

@@ -38,9 +38,9 @@ class AnswerText:
     `keep_special`, cut before the first stop string: the one that is complete first, and of those the
     longest.
 
-    Life:       feed() for each new tokens, finish() once after the last.
-    Invariant:  however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
-                at most CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
+    Life: feed() for each new tokens, finish() once after the last.
+    Invariant: however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded
+        at most CONTEXT_TOKENS + 1 times, or with its run of byte tokens.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class AnswerText:
 class Answer:
     """One completion of a call.
 
-    Life:       feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the
-                rest by take().
-    Invariant:  all that take() ever returned, joined, is `content`; nothing of a tool call is ever shown as
-                text before it is known not to be one.
+    Life: feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the rest by
+        take().
+    Invariant: all that take() ever returned, joined, is `content`; nothing of a tool call is ever shown as
+        text before it is known not to be one.
     """
 
     def __init__(

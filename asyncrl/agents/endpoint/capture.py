@@ -73,13 +73,12 @@ class Planned:
 class Capture:
     """Which ids were sent, which were sampled, and what a call goes on from.
 
-    Life:       draft -> plan -> the engine samples -> record once for each choice that the harness got, or
-                never -> ... -> rollout. Any number of calls may be planned before one of them is recorded.
-    Memory:     a node holds what its call added and sampled, 4 bytes an id and a logprob; what came before is
-                its parents'.
-    Invariant:  a planned prompt that reuses a node's ids begins with exactly what that node's call sent and
-                sampled (plan), so a branch of the rollout is at each sampled token what the engine had before
-                it (make_rollout).
+    Life: draft -> plan -> the engine samples -> record once for each choice that the harness got, or never ->
+        ... -> rollout. Any number of calls may be planned before one of them is recorded. Memory:     a node
+        holds what its call added and sampled, 4 bytes an id and a logprob; what came before is its parents'.
+    Invariant: a planned prompt that reuses a node's ids begins with exactly what that node's call sent and
+        sampled (plan), so a branch of the rollout is at each sampled token what the engine had before it
+        (make_rollout).
     """
 
     def __init__(self, renderer: ChatRenderer, counts: GatewayStats) -> None:

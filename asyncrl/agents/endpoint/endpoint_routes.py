@@ -42,11 +42,11 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: c
 class EndpointRoutes:
     """The endpoint of all sessions as an aiohttp app.
 
-    Life:       a request is refused, or finds its session -> its call is sampled, or is one that was sampled
-                before -> answered.
-    Waits:      handlers sleep in the client's body, the engine, and the client's reading, all bounded by
-                read_timeout_s or the session.
-    Invariant:  whatever a client sends is answered in OpenAI's form; `refused` counts the errors by status.
+    Life: a request is refused, or finds its session -> its call is sampled, or is one that was sampled before
+        -> answered.
+    Waits: handlers sleep in the client's body, the engine, and the client's reading, all bounded by
+        read_timeout_s or the session.
+    Invariant: whatever a client sends is answered in OpenAI's form; `refused` counts the errors by status.
     """
 
     def __init__(self, sessions: Sessions, *, model: str) -> None:

@@ -42,13 +42,12 @@ SeedOf = Callable[[str, int, int, int], int]
 class EngineRoute:
     """The SessionHost of one engine: plans its sessions' calls and has them sampled.
 
-    Life:       read() and begin() check and plan a call, sample() asks the engine; then the call holds its
-                answers, or its error.
-    Waits:      begin sleeps in a thread, sample in the engine, both within the session's in_hand().
-    Invariant:  what reaches the engine is ids, numbers in bounds and stop texts, all checked by RequestReader
-                and begin(). An engine that is broken is given to `on_broken` and answered with 503; one that
-                refuses a request, with 400. A tool-call format of the user's that goes wrong fails the
-                rollout.
+    Life: read() and begin() check and plan a call, sample() asks the engine; then the call holds its answers,
+        or its error.
+    Waits: begin sleeps in a thread, sample in the engine, both within the session's in_hand().
+    Invariant: what reaches the engine is ids, numbers in bounds and stop texts, all checked by RequestReader
+        and begin(). An engine that is broken is given to `on_broken` and answered with 503; one that refuses
+        a request, with 400. A tool-call format of the user's that goes wrong fails the rollout.
     """
 
     def __init__(

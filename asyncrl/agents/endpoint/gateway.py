@@ -34,10 +34,10 @@ _LINGERING_S = 5.0
 class Gateway:
     """The SessionHost of a run's engines, and the endpoint that its sessions' keys open.
 
-    Life:       made -> bind() takes the port, so that its address is known -> start() -> aclose() ends every
-                session and connection.
-    Invariant:  nothing that a client sends reaches an engine unchecked, and no call is answered after its
-                session.
+    Life: made -> bind() takes the port, so that its address is known -> start() -> aclose() ends every
+        session and connection.
+    Invariant: nothing that a client sends reaches an engine unchecked, and no call is answered after its
+        session.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Gateway:
         )
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
+        """Its numbers, by the names of observe/metrics.py."""
         counts, refused = self._route.counts, sum(self._routes.refused.values())
         names = ("calls", "extended", "realigned", "forked")
         return {f"gateway/{name}": getattr(counts, name) for name in names} | {"gateway/refused": refused}

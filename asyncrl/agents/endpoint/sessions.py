@@ -40,12 +40,11 @@ REFUSALS_PER_CALL = 10
 class GatewayCall:
     """One sampling, and all clients that want its answer.
 
-    Life:       sampled by the request that made it -> done, with answers or an error -> delivered, to the
-                clients that are there by then. What was sampled is kept until it is delivered, and recorded
-                then, once.
-    Waits:      wait_done, and wait_news for a stream; both are woken by the sampling.
-    Invariant:  a completion is in the capture if and only if it was written to a client that was there:
-                GatewaySession.deliver_nowait alone records.
+    Life: sampled by the request that made it -> done, with answers or an error -> delivered, to the clients
+        that are there by then. What was sampled is kept until it is delivered, and recorded then, once.
+    Waits: wait_done, and wait_news for a stream; both are woken by the sampling.
+    Invariant: a completion is in the capture if and only if it was written to a client that was there:
+        GatewaySession.deliver_nowait alone records.
     """
 
     def __init__(
@@ -117,12 +116,12 @@ class GatewayCall:
 class GatewaySession:
     """One attempt of a rollout: its key, what was sampled under it, and its calls in hand.
 
-    Life:       open -> ended, with a reason. Then the gateway forgets it but for the reason; its owner may
-                still ask for the rollout, and what was sampled dies with the owner's reference. One that the
-                gateway has ended for what its harness did (fail_nowait) has no rollout.
-    Waits:      none; its calls sleep in the engine, within in_hand(), and its owner in while_open().
-    Invariant:  no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
-                410. What is in `capture` was given to a client: deliver_nowait alone records.
+    Life: open -> ended, with a reason. Then the gateway forgets it but for the reason; its owner may still
+        ask for the rollout, and what was sampled dies with the owner's reference. One that the gateway has
+        ended for what its harness did (fail_nowait) has no rollout.
+    Waits: none; its calls sleep in the engine, within in_hand(), and its owner in while_open().
+    Invariant: no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
+        410. What is in `capture` was given to a client: deliver_nowait alone records.
     """
 
     def __init__(
@@ -303,7 +302,7 @@ class GatewaySession:
 class Sessions:
     """All open sessions by key, and why the expired ones ended.
 
-    Invariant:  a session that has ended is in no table; there are never more than MAX_EXPIRED reasons.
+    Invariant: a session that has ended is in no table; there are never more than MAX_EXPIRED reasons.
     """
 
     def __init__(self, limits: GatewayConfig) -> None:

@@ -62,10 +62,10 @@ class WorkerRecord:
 class WorkItems:
     """Work items between run() and their end.
 
-    Life:       add -> queued -> take -> held -> ended, by a result, by silence of its worker, or withdrawn.
-                An item that never reached its worker goes back to the queue's front.
-    Invariant:  every item ends once, in _end; a held one is in `held` of one worker, a queued one in none.
-                Rewards come from where `outcomes` says and from nowhere else (_counted).
+    Life: add -> queued -> take -> held -> ended, by a result, by silence of its worker, or withdrawn. An item
+        that never reached its worker goes back to the queue's front.
+    Invariant: every item ends once, in _end; a held one is in `held` of one worker, a queued one in none.
+        Rewards come from where `outcomes` says and from nowhere else (_counted).
     """
 
     def __init__(self, outcomes: Outcomes) -> None:

@@ -52,12 +52,12 @@ _TAKEN_BACK = (
 class RolloutQueue:
     """The WorkQueue that harness workers empty, on the gateway's own port.
 
-    Life:       made inside the loop -> routes() mounted -> aclose().
-    Waits:      run sleeps until its work has ended: until a result, or until its worker has been silent for
-                lease_timeout_s in which our own loop ran. A poll of /work/take sleeps until there is work,
-                MAX_WAIT_S at most.
-    Invariant:  each run() ends once, by its worker's one accepted result or by a RolloutFailure; see
-                WorkItems.
+    Life: made inside the loop -> routes() mounted -> aclose().
+    Waits: run sleeps until its work has ended: until a result, or until its worker has been silent for
+        lease_timeout_s in which our own loop ran. A poll of /work/take sleeps until there is work, MAX_WAIT_S
+        at most.
+    Invariant: each run() ends once, by its worker's one accepted result or by a RolloutFailure; see
+        WorkItems.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RolloutQueue:
         self._num_given = self._num_lost = 0
 
     def gauges(self) -> dict[str, float]:
-        """Its numbers, by the names of observe/gauges.py."""
+        """Its numbers, by the names of observe/metrics.py."""
         workers = self._items.workers.values()
         return {
             "harness/queued": self._items.num_queued,

@@ -27,7 +27,7 @@ class Segment:
     """One segment from its arrival to its answer.
 
     Life: made -> at the gate -> sent, under a version and its label -> answered, however the call ended.
-    `num_loads`: how often weights had been loaded when it was sent.
+        `num_loads`: how often weights had been loaded when it was sent.
     """
 
     request: GenerateRequest
@@ -44,12 +44,12 @@ class Segment:
 class VllmProcess(Routes):
     """One vLLM process behind a server's name.
 
-    Life:       open, or closed while weights change or parts of it sleep -> cut, as any Lifeline. It is
-                broken when what it holds is no version.
-    Waits:      a segment sleeps in wait_open until it may be sent, and in wait_settled with an answer that
-                came after a load began, until it is clear what the weights were. change_nowait wakes them.
-    Invariant:  a segment is sent only while the weights are those of `version`, under `label`. No token
-                leaves under a label that is distrusted: version_of has no version for it.
+    Life: open, or closed while weights change or parts of it sleep -> cut, as any Lifeline. It is broken when
+        what it holds is no version.
+    Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled with an answer that came
+        after a load began, until it is clear what the weights were. change_nowait wakes them.
+    Invariant: a segment is sent only while the weights are those of `version`, under `label`. No token leaves
+        under a label that is distrusted: version_of has no version for it.
     """
 
     def __init__(self, caller: Caller, version: int, mark: str = "") -> None:

@@ -45,15 +45,15 @@ _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}
 class VllmServer:
     """An EngineClient of a vLLM server.
 
-    Life:       made -> ready() -> given up by cut_nowait(), or broken by a commit that failed ->
-                renew_nowait(): a new process stands behind the same name, to be made ready like the first.
-                Lives as long as its `caller`, which the maker closes.
-    Waits:      generate_segment sleeps while a commit is under way or parts sleep, then until vLLM answers;
-                prepare and commit until vLLM has done it. Their limit is the caller's: rollout.timeout_s,
-                weight_sync.timeout_s, and the run's heartbeat under both.
-    Invariant:  what EngineServer promises. The versions of tokens are those of vLLM's own spans; tokens told
-                before their end are told while no weights had been loaded since they were asked for.
-                VllmProcess and Commit say the rest.
+    Life: made -> ready() -> given up by cut_nowait(), or broken by a commit that failed -> renew_nowait(): a
+        new process stands behind the same name, to be made ready like the first. Lives as long as its
+        `caller`, which the maker closes.
+    Waits: generate_segment sleeps while a commit is under way or parts sleep, then until vLLM answers;
+        prepare and commit until vLLM has done it. Their limit is the caller's: rollout.timeout_s,
+        weight_sync.timeout_s, and the run's heartbeat under both.
+    Invariant: what EngineServer promises. The versions of tokens are those of vLLM's own spans; tokens told
+        before their end are told while no weights had been loaded since they were asked for. VllmProcess and
+        Commit say the rest.
 
     `canary_limit` in nats; `retries` of a load whose canary fails; `decode` for stop strings that lie over
     the joint of two segments. `mark` tells labels and caches of this run from those of another one that
@@ -209,8 +209,8 @@ class VllmServer:
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
-        """All of vLLM sleeps together: what is to stay is woken again. The weights are
-        kept on the host, so that they can be woken as they were. vLLM does not say how many bytes move.
+        """All of vLLM sleeps together: what is to stay is woken again. The weights are kept on the host, so
+        that they can be woken as they were. vLLM does not say how many bytes move.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1

@@ -222,13 +222,13 @@ class CommitRules(NamedTuple):
 class Commit:
     """Makes one Load the serving weights of a process.
 
-    Life:       run() once; for an engine that sleeps, check() once it is awake. An attempt whose canary fails
-                is followed by another, under a label of its own.
-    Waits:      for vLLM: as long as its caller lets it, but for resume, which has RESUME_LIMIT_S and is not
-                cut short by a cancellation.
-    Invariant:  a paused engine is resumed, whatever happens, unless its process was given up. From the first
-                byte that is loaded to the canary's answer no token leaves; if that answer never comes, or is
-                no, the process is broken: what it holds is no version.
+    Life: run() once; for an engine that sleeps, check() once it is awake. An attempt whose canary fails is
+        followed by another, under a label of its own.
+    Waits: for vLLM: as long as its caller lets it, but for resume, which has RESUME_LIMIT_S and is not cut
+        short by a cancellation.
+    Invariant: a paused engine is resumed, whatever happens, unless its process was given up. From the first
+        byte that is loaded to the canary's answer no token leaves; if that answer never comes, or is no, the
+        process is broken: what it holds is no version.
     """
 
     def __init__(self, process: VllmProcess, load: Load, rules: CommitRules) -> None:

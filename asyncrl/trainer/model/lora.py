@@ -118,10 +118,9 @@ the digest covers it.
 class Adapters:
     """The adapters of one model.
 
-    Life:       made once, before the policy and the optimizer; the model then trains its adapters and nothing
-                else.
-    Invariant:  the base weights stay as they were loaded, rounded to the dtype of the run, and require no
-                gradient.
+    Life: made once, before the policy and the optimizer; the model then trains its adapters and nothing else.
+    Invariant: the base weights stay as they were loaded, rounded to the dtype of the run, and require no
+        gradient.
     """
 
     def __init__(self, model: Any, config: LoraConfig, dtype: torch.dtype) -> None:

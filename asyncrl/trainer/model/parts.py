@@ -38,8 +38,8 @@ class MasterWeights:
     """Named float32 weights that an optimizer steps on, under a model that computes in bfloat16: its
     micro-batches' gradients are added up in float32. In float32 the parameters are their own masters.
 
-    Life:       made once; after each optimizer step write_back().
-    Invariant:  outside of a step the model's weights are the masters, rounded to its dtype.
+    Life: made once; after each optimizer step write_back().
+    Invariant: outside of a step the model's weights are the masters, rounded to its dtype.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:

@@ -47,12 +47,12 @@ TELL_S = 0.005
 class Engine:
     """Continuous batching over slots. Row i of `_running` stands in slot i of the KV cache.
 
-    Life:       start() -> serving -> stop(). An exception in the loop is given to `on_crash`, which ends the
-                process: no request is answered after it.
-    Waits:      the loop sleeps in its inbox when nothing runs and nothing that is queued may run (nothing is,
-                or parts are asleep); every call wakes it. Callers sleep in the futures they got.
-    Invariant:  every sampled token is stamped with the version of the weights that computed it: weights and
-                version change together in _finish_commit, between two decode steps, and nowhere else.
+    Life: start() -> serving -> stop(). An exception in the loop is given to `on_crash`, which ends the
+        process: no request is answered after it.
+    Waits: the loop sleeps in its inbox when nothing runs and nothing that is queued may run (nothing is, or
+        parts are asleep); every call wakes it. Callers sleep in the futures they got.
+    Invariant: every sampled token is stamped with the version of the weights that computed it: weights and
+        version change together in _finish_commit, between two decode steps, and nowhere else.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ from asyncrl_servers.weight_state import Staged, WeightState, check_arrived
 class Weights(WeightState):
     """The serving weights of a model, or their memory without content, or neither.
 
-    Waits:      nobody. stage() and load_chunk() run in any thread, all else in the thread that runs the
-                model; what takes, fills or frees memory holds `_lock`.
-    Invariant:  until other weights are swapped in whole, `_base` holds those of the start, and nothing writes
-                to them.
+    Waits: nobody. stage() and load_chunk() run in any thread, all else in the thread that runs the model;
+        what takes, fills or frees memory holds `_lock`.
+    Invariant: until other weights are swapped in whole, `_base` holds those of the start, and nothing writes
+        to them.
     """
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:

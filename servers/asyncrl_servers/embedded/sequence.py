@@ -50,7 +50,7 @@ class RunningSequence:
     """A request from its arrival to its answer.
 
     Life: queued -> running in a slot -> answered, or queued -> answered (aborted). `answer` is set exactly
-          once.
+        once.
     """
 
     __slots__ = (

@@ -41,11 +41,11 @@ class SimulatedEngine:
     clock reaches its start plus its length; version changes are places on the clock. Tokens are drawn at the
     end, or when a stream is told of them, once a step.
 
-    Life:       a request is queued -> running -> answered, or queued -> answered (aborted).
-    Waits:      one timer, for the next end (with a stream running, for the next step); every change of what
-                runs sets it anew. A commit with interrupt=wait waits for the last running request, whose end
-                or abort answers it.
-    Invariant:  the clock never runs back, and answers never hold a token that the clock has not passed.
+    Life: a request is queued -> running -> answered, or queued -> answered (aborted).
+    Waits: one timer, for the next end (with a stream running, for the next step); every change of what runs
+        sets it anew. A commit with interrupt=wait waits for the last running request, whose end or abort
+        answers it.
+    Invariant: the clock never runs back, and answers never hold a token that the clock has not passed.
     """
 
     def __init__(self, spec: SimulatedSpec) -> None:

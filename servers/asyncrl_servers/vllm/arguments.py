@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from asyncrl.http import Refused
+from asyncrl.messages.base import TransportName
 
 WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 
@@ -50,7 +51,7 @@ class VllmSpec(BaseModel):
     """Largest rank of an adapter."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices that share one model."""
-    transport: Literal["shm", "disk", "lora", "nccl", "ipc"] = "shm"
+    transport: TransportName = "shm"
     """How weights come: through the worker extension (shm, disk), as adapters (lora), or from the trainer's
     device: chunks (ipc), through the extension too, or a broadcast (nccl), through vLLM's own transfer."""
     args: dict[str, Any] = {}

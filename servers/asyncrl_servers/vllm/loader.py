@@ -37,12 +37,12 @@ BROKEN = (
 class Loader:
     """The weights of one worker. Knows files and vLLM's model; knows no route and no other worker.
 
-    Life:       idle -> staging -> staged -> load -> idle;  or  idle -> open (one chunk after the other) ->
-                finished -> idle. A load that fails after it has begun leaves the weights `broken`, until one
-                succeeds: it replaces them all.
-    Waits:      nowhere but for a digest that is asked to be loaded while it is still computed.
-    Invariant:  a load answers without error only if every parameter of the model got its elements from it.
-                Staged tensors lie in the file that was mapped: replacing the file changes nothing here.
+    Life: idle -> staging -> staged -> load -> idle;  or  idle -> open (one chunk after the other) -> finished
+        -> idle. A load that fails after it has begun leaves the weights `broken`, until one succeeds: it
+        replaces them all.
+    Waits: nowhere but for a digest that is asked to be loaded while it is still computed.
+    Invariant: a load answers without error only if every parameter of the model got its elements from it.
+        Staged tensors lie in the file that was mapped: replacing the file changes nothing here.
     """
 
     def __init__(self, worker: Any) -> None:

@@ -19,7 +19,7 @@ from stuck_runs import play
 from asyncrl.config import load_config
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.trainer_calls import TrainResponse
-from asyncrl.observe.gauges import GAUGES, Totals, batch_metrics, gauge_of
+from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.report import Reporter
 from asyncrl.run.watch import gauges
