@@ -249,7 +249,7 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 def _exit(exit_code: int) -> None:
     if exit_code > 128:  # interrupted: a thread that a library left in a download must not hold the end up
         for file in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # the reader has gone
                 file.flush()
         os._exit(exit_code)
     raise typer.Exit(exit_code)

@@ -2,7 +2,7 @@
 
 AsyncrlError                what failed with its values, the rule, the way out
 ├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
-├── RoomError               a part of the run is broken; ends the run, names the room (exit code 1)
+├── RoomError               a part of the run is broken; ends the run, names the part (exit code 1)
 │   ├── EngineError         an engine server died, answers nonsense or refuses
 │   │   └── EngineLost      it gives no answer at all: its supervisor starts it again
 │   ├── TrainerError        the trainer worker refused a batch
@@ -68,8 +68,8 @@ class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoi
 
 
 class RoomError(AsyncrlError):
-    """A part of the run is broken: nobody catches this, the run ends and names `room`. `fault` is what failed
-    without that name.
+    """A part of the run is broken: the error is not caught, the run ends and names the part, `room`. `fault`
+    is the message without that name.
     """
 
     def __init__(self, room: str, what: str, *, rule: str = "", way_out: str = "") -> None:
@@ -81,7 +81,7 @@ class EngineError(RoomError):
     """An engine server died, stopped answering, or answered something that cannot be."""
 
 
-class EngineLost(EngineError):  # noqa: N818  a state of the server, which a supervisor may mend
+class EngineLost(EngineError):  # noqa: N818  a state of the server; its supervisor starts a new one
     """An engine server gives no answer: it died, hangs, or was given up. Another server may be asked the
     same.
 
@@ -99,7 +99,7 @@ class TrainerError(RoomError):
     """The trainer worker died, stopped answering, or refused a batch."""
 
 
-class TrainerLost(TrainerError):  # noqa: N818  a state of the trainer, which its supervisor may mend
+class TrainerLost(TrainerError):  # noqa: N818  a state of the trainer; its supervisor starts a new one
     """The trainer gives no answer: one of its processes died, or hangs."""
 
 
@@ -108,8 +108,8 @@ class PublishError(RoomError):
 
 
 class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine
-    """No descriptor, port or memory is left here, for a connection to `server` say: whether that is well
-    cannot be known from it.
+    """No descriptor, port or memory is left on this machine, for example for a connection to `server`. It
+    says nothing about the state of that server.
     """
 
     def __init__(self, server: str, what: str, *, rule: str = "", way_out: str = "") -> None:
@@ -118,8 +118,8 @@ class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine
 
 
 class JournalError(RoomError):
-    """What happened cannot be written down, or read again: damaged, foreign, in use, or it would be told
-    twice.
+    """The journal cannot be written or read: it is damaged, in use, or of another run, or an event would be
+    written twice.
     """
 
     def __init__(self, what: str, *, rule: str = "", way_out: str = "") -> None:
@@ -141,8 +141,8 @@ class RolloutTimeout(RolloutFailure):
 
 
 class PromptUnusable(RolloutFailure):
-    """The prompt is too long, or cannot be handed to whom it is for: no try of it could end otherwise, so
-    none is made.
+    """The prompt is too long, or cannot be sent to a worker. Every attempt would fail the same way, so none
+    is made.
     """
 
 

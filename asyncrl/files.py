@@ -96,11 +96,11 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A path to make a folder at, which gets its name at the end of the block, or is removed if that raises.
-    Raises OSError.
+    """A path for a new folder. At the end of the block the folder gets its final name; if the block raises,
+    it is removed. Raises OSError.
 
-    What had the name before goes last of all: killed at any moment, one of the two is there as a whole
-    (settle_folder).
+    An older folder of that name is removed last: after a kill at any moment one of the two is there as a
+    whole (settle_folder).
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.with_name(f".{folder.name}.new")
@@ -142,8 +142,8 @@ def _old(folder: Path) -> Path:
 TRIES, PAUSE_S = 3, 0.02
 """`asyncrl status` has the lock for an instant when it looks whether a run lives."""
 _held: set[Path] = set()
-"""Files locked by this process. Over NFS the lock is the process's: it would be given a second one here, and
-lose it with either.
+"""Files locked by this process. Over NFS a lock belongs to the process: a second lock of the same file would
+succeed, and releasing either one would release both.
 """
 
 
@@ -209,8 +209,8 @@ class RunLock:
         return JournalError(
             f"{self.path} cannot be locked: {error.strerror}",
             rule="one process at a time writes into a run directory",
-            way_out="see that the run directory exists, can be written, and lies on a file system with room "
-            "and with locks.",
+            way_out="see that the run directory exists, can be written, and lies on a file system with free "
+            "space and support for locks.",
         )
 
     def _refused(self, holder: object) -> JournalError:

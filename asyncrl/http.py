@@ -2,10 +2,10 @@
 it with the run's secret.
 
 A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the
-parent has bound and listens on already, so that no port is raced for. Standard input is a pipe that the
-parent holds open. Its first line has the secrets (another process of the same user can read the environment
-of a process); its end means that the parent is gone, however it went, and the child exits. A child without
-such a line has SECRET_ENV in its environment.
+parent has already bound and listens on, so that no other program can take the port. Standard input is a pipe
+that the parent holds open. Its first line has the secrets (the environment of a process can be read by other
+processes of the same user). When the pipe ends the parent has ended, in whatever way, and the child exits. A
+child without such a line has SECRET_ENV in its environment.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def secret_of(name: str) -> str:
     is none.
     """
     secret = _secrets_from_parent().get(name) or os.environ.get(name)
-    return secret or fail(f"no {name} is given; its parent gives it", way_out="start it through asyncrl.")
+    return secret or fail(f"its parent has not passed {name}", way_out="start it through asyncrl.")
 
 
 @functools.lru_cache(maxsize=1)
@@ -160,7 +160,7 @@ log = logging.getLogger("asyncrl.http")
 OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 """Errors of this machine, which say nothing of the server that was to be called."""
 SHORT_S, RETRY_S = 60.0, 0.5
-"""For how long, and how often, a call tries again to open a connection after one of them."""
+"""For how long, and how often, a call retries to open a connection after such an error."""
 Answer = TypeVar("Answer", bound=BaseModel)
 Part = TypeVar("Part", bound=BaseModel)
 
@@ -192,7 +192,9 @@ class CallGarbled(CallLost):
 
 
 def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
-    """What could not be done, and what this process has run out of; reads them without a descriptor."""
+    """The error for what failed, with the resource that ran out. It opens no descriptor to find the
+    limits.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     rule, way_out = {
         errno.EMFILE: (

@@ -125,15 +125,15 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 GRACE_S = 5.0
-"""What a call that is cancelled has to clean up."""
+"""Seconds that a cancelled call has to clean up."""
 MAX_ABANDONED = 64
-"""Calls of one function that were given up and still run: with so many no other one is made."""
+"""Most abandoned calls of one function that still run; beyond that it is not called again."""
 
 WAY_OUT = "write `except Exception:`, not `except:` or `except BaseException:`; limit what is awaited."
 
 _abandoned: set[asyncio.Task[Any]] = set()
-"""In the whole process. Referred to here until they end: one that nobody refers to is destroyed, and its
-coroutine runs for that too.
+"""Abandoned tasks of the whole process, referenced here until they end: a task without a reference is
+destroyed, which would run its coroutine once more.
 """
 
 
@@ -142,7 +142,7 @@ class UserCalls:
     not end.
 
     Life of a call: started -> done, and answered; or its caller is cancelled -> it is cancelled -> it ends
-        within grace_s, or is abandoned: it runs on, and nobody waits for it.
+        within grace_s, or is abandoned: it runs on without a waiter.
     Waits: run sleeps until the call is done. Its caller sets the limit, by cancelling it.
     Invariant: run is left grace_s after it was cancelled at the latest, and at once if it is cancelled again.
         Once MAX_ABANDONED calls that were given up are alive, no further one passes check.
@@ -219,7 +219,7 @@ class UserCalls:
 
 
 async def _wait_within(timeout_s: float, tasks: set[asyncio.Task[Any]]) -> None:
-    """Until all of them are done, or the loop has run for so long."""
+    """Return when all of them are done, or the loop has run for this many seconds."""
     with contextlib.suppress(TimeoutError):
         async with TimeLimit(timeout_s):
             await asyncio.wait(tasks)
@@ -234,9 +234,7 @@ async def _carry(call: Awaitable[Result]) -> tuple[Result | None, BaseException 
 
 
 def abandon(task: asyncio.Task[Any]) -> None:
-    """Leave a task to itself: asyncio.run, which cancels all that is left and waits for it, knows it no
-    more.
-    """
+    """Unregister a task from asyncio, so that asyncio.run neither cancels it at the end nor waits for it."""
     _abandoned.add(task)
     task.add_done_callback(_abandoned.discard)
     asyncio.tasks._unregister_task(task)
@@ -295,8 +293,8 @@ async def end_what_is_left(main: Awaitable[Result]) -> Result:
 
 @atexit.register
 def _outlive_python() -> None:
-    """At its end Python destroys every object, which runs a coroutine on: these are given a reference more,
-    that nobody takes back.
+    """Python destroys every object at its end, which would run these coroutines once more: each gets an extra
+    reference that is never released.
     """
     if _abandoned:
         import ctypes

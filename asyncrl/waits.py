@@ -21,20 +21,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TICK_S = 1.0
-"""How finely it is seen whether a loop runs."""
+"""Seconds between two checks whether the loop runs."""
 LATE_S = 0.1
-"""An alarm that comes so late was due while the loop stood still."""
+"""Seconds: an alarm that is later than this was due while the loop stood still."""
 GRACE_S = 1.0
 """After that: time to read what came meanwhile."""
 ROUNDING_S = 1e-6
-"""An alarm comes no earlier than so long before its time."""
+"""Seconds: an alarm may come at most this much too early."""
 
 
 class LoopClock:
     """Seconds in which an event loop has run: its own time, less what it stood still.
 
-    Life: of(loop), one for each loop -> hold_nowait() and release_nowait() in pairs: it ticks while somebody
-        holds it, and what is missed while nobody does counts as run.
+    Life: of(loop), one for each loop -> hold_nowait() and release_nowait() in pairs: it ticks while it is
+        held; time in which it is not held counts as run.
     Invariant: never goes back, and gets on by TICK_S with each tick: a loop that is always late delays a
         limit, and never for ever.
     """
@@ -59,13 +59,13 @@ class LoopClock:
         return (now_s if self._tick is None else min(now_s, self._tick.when())) - self._missed_s
 
     def hold_nowait(self) -> None:
-        """See from here on whether the loop runs."""
+        """Begin to observe whether the loop runs."""
         self._num_holders += 1
         if self._tick is None:
             self._tick = self._loop.call_later(TICK_S, self._on_tick)
 
     def release_nowait(self) -> None:
-        """What follows need not be seen."""
+        """End one observation."""
         self._num_holders -= 1
         if self._num_holders == 0 and self._tick is not None:
             self._count_missed(self._tick)

@@ -1,5 +1,5 @@
-"""What runs a rollout that talks to the model itself, in a worker's process. Knows the gateway's address; no
-token, no group, no run.
+"""What runs a rollout that talks to the model itself, in a worker's process. It knows the gateway's address;
+it never sees token ids, groups or the run.
 """
 
 from asyncrl.agents.harness import Harness, Session, Task

@@ -2,9 +2,9 @@
 
 It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
 OPENAI_MODEL, beside PATH, HOME, LANG, TMPDIR and generator.env. What it starts inherits the environment and
-finds no answer and no outcome key there: those come with the task, through a pipe that is read once. That
-keeps rollouts apart from each other and from the run's settings; it is no sandbox: a command may read and
-write what the worker's user may.
+does not find the answer or the outcome key there: those come with the task, through a pipe that is read once.
+This keeps rollouts apart from each other and from the run's settings. It is not a sandbox: a command may read
+and write everything that the worker's user may.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 KEPT_ENV = ("PATH", "HOME", "LANG")
 ROLLOUT_ENV = ("TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
 OWN_PREFIX = "ASYNCRL_"
-"""Variables of asyncrl's own begin so: MARK_ENV, and keys and secrets, which no command gets."""
+"""Prefix of asyncrl's own variables: MARK_ENV, keys and secrets. A command gets none of them."""
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL; less than the worker itself is given."""
 STDERR_TAIL_BYTES = 2000
@@ -72,9 +72,9 @@ class CommandHarness:
         is_worker: bool = False,
     ) -> None:
         """`pass_env`: names of variables of this process that the command gets, too. `is_worker`: this
-        process has no children but commands; it adopts what they leave behind, and what is left of them
-        is killed if this process itself is killed. Arguments that name files of the working directory are
-        given as absolute paths: the command runs in another one.
+        process has no children but commands: it adopts the processes that a command leaves behind, and if
+        this process itself is killed they are killed too. Arguments that name files of the working directory
+        are given as absolute paths: the command runs in another one.
 
         Raises ConfigError if there is no such program, `env` sets what is not its own, or a variable of
         `pass_env` is not set.
@@ -91,7 +91,7 @@ class CommandHarness:
             )
         self.max_output_bytes = max_output_bytes
         self.token = secrets.token_hex(8)
-        """The marks of all commands of this harness begin so."""
+        """Prefix of the marks of all commands of this harness."""
         self._numbers = itertools.count()
         self._own_children: set[int] = set()
         self._num_starting = 0
@@ -102,8 +102,8 @@ class CommandHarness:
             adopt_orphans()
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """What its last line says; nothing, where it posts. Raises RolloutFailure for any exit code but 0,
-        too much output, or a last line that is no outcome.
+        """The outcome on the command's last line (empty where outcomes are posted). Raises RolloutFailure for
+        any exit code but 0, too much output, or a last line that is not an outcome.
         """
         mark = f"{self.token}.{next(self._numbers)}."
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
@@ -208,8 +208,8 @@ class CommandHarness:
 
 
 def passed_env(names: Sequence[str]) -> dict[str, str]:
-    """These variables of this process. Raises ConfigError for one that is not set, or no command's to
-    have.
+    """The values of these variables in this process. Raises ConfigError for one that is not set, or that no
+    command may have.
     """
     _refuse_own("generator.pass_env", names)
     if missing := [name for name in names if name not in os.environ]:
@@ -225,14 +225,14 @@ def _refuse_own(setting: str, names: Iterable[str]) -> None:
     if taken := sorted(name for name in names if name in ROLLOUT_ENV or name.startswith(OWN_PREFIX)):
         raise ConfigError(
             f"{setting} has {', '.join(taken)}",
-            rule=f"{', '.join(ROLLOUT_ENV)} differ by rollout; {OWN_PREFIX}... are asyncrl's own",
+            rule=f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are asyncrl's own",
             way_out="leave them out, or give the command that value under another name.",
         )
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
-    """The task, and what its outcome is posted with: here and nowhere else, so that what the program starts
-    does not inherit it.
+    """The task as JSON, with the outcome key. The key is here alone: in the environment every child process
+    of the command would inherit it.
     """
     values = asdict(task)
     if session.outcome_key is not None:
@@ -258,8 +258,8 @@ def last_line_outcome(text: str) -> Outcome:
 
 
 class OutputPipe:
-    """A pipe whose reading end is ours, read without waiting for its end: another holder of the pipe cannot
-    hold us.
+    """A pipe whose reading end is ours. We do not wait for its end: a process that keeps the writing end open
+    cannot block us.
 
     Life: both ends open -> given to a process, close_writing_end() -> read() -> drain() once the process has
         exited: the rest of what it wrote -> close().

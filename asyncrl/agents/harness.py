@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 GRACE_S = 30.0
-"""What a harness that is cancelled has to clean up, before its rollout's slot is given to the next one."""
+"""Seconds that a cancelled harness has to clean up before its slot is given to the next rollout."""
 MAX_RETRIES = 4
-"""Of the client: the gateway samples a call once, however often it is asked for."""
+"""Retries of the client: the gateway samples a call once, however often the client repeats it."""
 OUTCOME = TypeAdapter(Outcome)
 
 
 class MissingAnswerError(ConfigError, AttributeError):
-    """A harness reads the answer of a task that has none. As an AttributeError it leaves hasattr and
-    getattr's default what they are.
+    """A harness reads the answer of a task that has none. It is an AttributeError, so hasattr and getattr's
+    default work as usual.
     """
 
 
@@ -52,8 +52,8 @@ class AnyTask:
     attempt: int = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Raises MissingAnswerError for the answer of one that stays with the run (generator.give_answer is
-        false): reading it says so, and gives no None.
+        """Raises MissingAnswerError for `answer` if generator.give_answer is false: a harness that reads it
+        gets this error and not None.
         """
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
@@ -208,8 +208,8 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 def as_outcome(value: object, spec: str) -> Outcome:
-    """None, a finite number (of numpy and torch too), or an Outcome of such numbers. Raises RolloutFailure
-    for all else.
+    """An Outcome from None, a finite number (of numpy and torch too), or an Outcome of such numbers. Raises
+    RolloutFailure for all else.
     """
     try:
         if isinstance(value, (str, bytes)):

@@ -1,12 +1,12 @@
 """Ends a command with all that it started.
 
-What belongs to a command: its process group, and every process with its mark in the environment, which
-children inherit: so one that took a session of its own (setsid, a daemon) is found too. Not found is a
-process that did both, take a session of its own and start without the mark (`setsid env -i ...`), and one of
-another user.
+The processes of a command are its process group, and every process with the command's mark in its
+environment. Children inherit the mark, so a process with a session of its own (setsid, a daemon) is found
+too. Two kinds are not found: a process that has its own session and was started without the mark (`setsid env
+-i ...`), and one of another user.
 
-Run as a program it outlives a worker by a moment: it waits until the worker is gone, however it went, and
-kills what is left of its commands.
+Run as a program it waits until its worker has ended, in whatever way, and kills what is left of the worker's
+commands.
 """
 
 from __future__ import annotations
@@ -45,14 +45,13 @@ def hide_memory() -> None:
     is of the same user, and a worker and a run's controller have the worker key, and the answers of their
     rollouts.
 
-    It lasts until an exec, so that children are as readable as ever. Linux alone; root reads them all the
-    same.
+    An exec ends it, so child processes are not hidden. Linux only; root can still read everything.
     """
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def find_group(mark: str, group: int | None = None) -> list[int]:
-    """Processes that live and are of the group, or have a mark that begins so; never this process itself."""
+    """Live processes of the group, or with a mark that has this prefix; never this process itself."""
     wanted = b"\0" + f"{MARK_ENV}={mark}".encode()
     found = []
     for pid in psutil.pids():
@@ -101,7 +100,7 @@ def kill_when_gone(mark: str, folder: Path) -> subprocess.Popen[bytes]:
 
 
 def reap_orphans(but: set[int]) -> None:
-    """Reap the dead that this process has adopted; `but` are its own children, which asyncio reaps itself."""
+    """Reap adopted processes that have ended; `but` are this process's own children, which asyncio reaps."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:

@@ -1,4 +1,4 @@
-"""A worker's life: takes work items from a gateway, runs them, posts what came of them."""
+"""Takes work items from a gateway, runs them, and posts their results."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 CALL_TIMEOUT_S = 15.0
 MAX_SIGN_PERIOD_S = 5.0
-"""Between two signs of life; a quarter of lease_timeout_s if that is less. What was taken back is given up so
-much later at most.
+"""Seconds between two signs of life; a quarter of lease_timeout_s if that is less. A worker learns of a
+rollout that was taken back at most this much later.
 """
 MAX_BACKOFF_S = 30.0
 TICK_S = 1.0
@@ -85,7 +85,7 @@ class Worker:
         return list(self._running)
 
     def health(self, now_s: float) -> WorkerHealth:
-        """How it stands; may be asked from another thread, which a blocked event loop does not hold up.
+        """State of the worker; another thread may ask, so a blocked event loop does not delay the answer.
         `now_s`: of the loop's clock.
         """
         lost_s = self._lost_since_s

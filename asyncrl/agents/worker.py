@@ -53,7 +53,7 @@ def work(
     code_of: Callable[[int], int] = lambda number: 128 + number,
 ) -> NoReturn:
     """Work until SIGTERM or SIGINT comes, and end the process with code_of its number; the second one ends it
-    at once. `say` prints a ConfigError that Worker.run raises, and gives its exit code.
+    at once. `say` prints a ConfigError that Worker.run raises, and returns the exit code.
     """
 
     async def live() -> int:

@@ -1,5 +1,5 @@
 """What the functions of tokens share: checks, ratios, sums over a sequence, and the weights by which the
-losses of tokens become one number. Knows no loss.
+losses of tokens become one number.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The built-in functions as `module:function`, and the recipes made of them. Knows no torch: they are
-imported where they run.
+"""The built-in functions as `module:function`, and the recipes made of them. They are imported where they
+run, so torch is not imported here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from asyncrl.waits import waiting
 
 
 class WaitMeter:
-    """Seconds of one wait so far, by cause. It is given the time and reads no clock.
+    """Seconds of one wait so far, by cause. The caller gives the time; it reads no clock.
 
     Life: opened with the time and the cause at the start of a wait; each change closes a stretch of one
         cause; None is no wait.
@@ -47,8 +47,8 @@ class Buffer:
         `on_handed_back`, and the place is free.
     Waits: producers sleep in wait_open, woken when a version is served, look_ahead grows, or a group fails,
         is filtered or handed back; the trainer sleeps in wait_batch, woken by the finish_nowait that
-        completes a batch. Both may be cancelled: what is given is given in one step without a sleep, so
-        nothing is lost. After the last batch wait_open sleeps until cancelled.
+        completes a batch. Both may be cancelled: a group or batch is handed over in one step without a sleep,
+        so none is lost. After the last batch wait_open sleeps until cancelled.
     Invariant: no token with a loss weight in a taken batch is older than max_staleness.
         StalenessRule.take_nowait guarantees it (`mask`: it guarantees the batch's min_version and mask_older,
         which the trainer honours).

@@ -1,4 +1,4 @@
-"""buffer.filter: which finished groups teach nothing and give their place to another.
+"""buffer.filter: which finished groups have no gradient and are replaced by another.
 
 Dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2): where every rollout of a prompt
 earns the same, each advantage against the group's mean is 0, and a batch of such groups has no gradient. They

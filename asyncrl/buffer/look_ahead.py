@@ -14,8 +14,8 @@ FIRST_WINDOW, WINDOW, PROBE_WINDOW, MEMORY = 5, 12, 24, 48
 judge a setting.
 """
 MIN_LACK_FRACTION = 0.05
-"""Share of the time lost to missing groups below which nothing is done: more look-ahead could win no more
-than this.
+"""Fraction of the time that the trainer may lack groups before anything is done: a larger look-ahead could
+gain no more than this.
 """
 FIRST_HOLD = 96
 """Batches until a refuted change is tried again; doubled each time."""
@@ -44,11 +44,11 @@ class LookAhead:
     were started, or the engines make no more. By Little's law time for a batch ~ 1 / (look_ahead + 1) as long
     as it is the first. So:
 
-    - lack: raise to where it would be gone; look at how much faster batches come; keep what that gain needs
-      by the same law, and believe for a while that more is of no use. The first time, what falls into the
-      noise is given to the higher look-ahead.
-    - spare: nearly always a whole batch more was ready than was asked for: lower by one, and go back up if
-      the trainer lacks groups then.
+    - lack: raise the look-ahead until this law predicts no lack; measure how much faster batches come; keep
+      as much look-ahead as that gain needs by the same law, and try no more for a while. In the first trial a
+      difference within the noise counts for the higher look-ahead.
+    - spare: one batch more than the requested one was nearly always ready: lower by one, and go back up if
+      the trainer then lacks groups.
 
     Straggler waits (on_overdue=wait) need no rule of their own: in simulation the time for a batch falls with
     the look-ahead and stays, it does not rise again, because what a long group holds up is the batch of its

@@ -1,9 +1,9 @@
-"""Turns on all devices against devices split between the sides, played in virtual time: which one makes more
-batches, and from where.
+"""Compares, in virtual time, trainer and engines that take turns on all devices with devices split between
+them: which makes more batches, and from which bound on.
 
-Knows the staleness rule that runs use, and a workload in four numbers; knows no model and no machine. What it
-takes for granted: a slot decodes at the same speed however many are busy, training on k devices takes 1 / k
-of the time, and lengths are lognormal.
+It plays the staleness rule that runs use on a workload of four numbers, without a model or a machine. It
+assumes: a slot decodes at the same speed however many are busy, training on k devices takes 1 / k of the
+time, and lengths are lognormal.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The fastest split at one bound. `gain`: its batches a second over those of turns. `break_even_s`: turns
-    are as fast as this once their handovers take so long; below 0 the split wins even against handovers that
-    take no time.
+    """The fastest split at one bound. `gain`: its batches a second over those of turns. `break_even_s`: with
+    handovers of this length turns are as fast; below 0 the split wins even against handovers that take no
+    time.
     """
 
     max_staleness: int
@@ -55,7 +55,7 @@ class Split:
 
 
 def apart(case: Case, max_staleness: int, num_trainer: int) -> SimulationResult:
-    """So many devices train, the others generate, at the same time as far as the bound lets them."""
+    """`num_trainer` devices train and the others generate, at the same time as far as the bound allows."""
     return _play(case, max_staleness, case.num_devices - num_trainer, num_trainer, 0.0)
 
 

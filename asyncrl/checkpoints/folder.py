@@ -26,7 +26,9 @@ again.
 
 
 def sync_records(run_dir: Path) -> None:
-    """Or a machine that stops would lose lines of steps which are never taken again. Raises OSError."""
+    """Sync these files: a machine that stops would lose lines of steps that are not repeated. Raises
+    OSError.
+    """
     for name in RECORDS:
         with contextlib.suppress(FileNotFoundError):
             sync(run_dir / name)
@@ -68,10 +70,10 @@ class Damaged:
 
 
 def set_aside(passed_over: Iterable[Damaged]) -> list[str]:
-    """Rename them to damaged_step_N: they count no more for what stays, and are made again. Returns what
-    became of each, in words.
+    """Rename them to damaged_step_N: they no longer count as checkpoints, and are made again. Returns a
+    sentence on each.
 
-    To be done once a run goes on from an older one, so that a start that is refused changes nothing.
+    Call it once the run has resumed from an older one, so that a start that is refused changes nothing.
     """
     told = []
     for found in passed_over:
@@ -161,8 +163,8 @@ class Checkpoints:
         return None, passed_over
 
     def _settled(self, keep_unfinished: bool) -> list[int]:
-        """Versions, once nothing is half done. Unlike a glob it does not take a folder that may not be read
-        for an empty one.
+        """Versions, after unfinished work was removed. Unlike a glob it raises for a folder that cannot be
+        read.
         """
         try:
             for left in () if keep_unfinished else [*self.root.glob(".step_*")]:
@@ -171,7 +173,7 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         except OSError as error:
-            way_out = "see to its disk, its rights and the limit of open files, and start again."
+            way_out = "check its disk, its permissions and the limit of open files, then start again."
             raise CheckpointError(
                 f"{self.root} cannot be read: {error.strerror or error}", way_out=way_out
             ) from error

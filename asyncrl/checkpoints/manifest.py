@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: the size and sha256 of every file, so that half a checkpoint is never taken
 for a whole one.
 
-Knows files alone. Everything here blocks: call it in a thread.
+Everything here blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
         return damaged(folder, f"{name} cannot be read: {error.strerror}")
     return CheckpointError(
         f"checkpoint {folder} cannot be read: {name}: {error.strerror or error}",
-        rule="only what was read and is wrong counts as damaged",
-        way_out="see to its disk, its rights and the limit of open files, and start again; if it is lost, "
+        rule="a checkpoint counts as damaged only if a file was read and is wrong",
+        way_out="check its disk, its rights and the limit of open files, then start again; if it is lost, "
         f"rename it to damaged_{folder.name}: an older one is taken if there is one.",
     )
 

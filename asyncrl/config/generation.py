@@ -54,8 +54,9 @@ class RolloutConfig(FrozenConfig):
     vllm_python: str = "auto"
     """Python that has vLLM (auto = this one, else .venv-vllm/bin/python beside the checkout)."""
     urls: list[str] | None = None
-    """vLLM servers that somebody else started, one for each of num_engines; their key is in the environment
-    variable ASYNCRL_VLLM_KEY (none = the run starts its own)."""
+    """vLLM servers that the run does not start, one for each of num_engines; their key is in the environment
+    variable ASYNCRL_VLLM_KEY (none = the run starts its own).
+    """
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices that one vLLM engine is split over."""
     slots: int = Field(default=64, ge=1)
@@ -241,7 +242,8 @@ class ObserveConfig(FrozenConfig):
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain. Lines for
-    which a pipe has no room, because nobody reads it, are left out; the run goes on."""
+    which a pipe has no room, because it is not read, are left out; the run goes on.
+    """
     tensorboard: bool = True
     """Write TensorBoard events to RUN_DIR/tensorboard."""
     readable_by: Literal["owner", "group", "all"] = "owner"

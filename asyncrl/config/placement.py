@@ -1,6 +1,4 @@
-"""Section `placement`: which device each side uses, as it is written. Knows no machine: how many devices
-there are is asked later.
-"""
+"""Section `placement`: which device each side uses, as it is written. The number of devices is read later."""
 
 from __future__ import annotations
 
@@ -37,8 +35,8 @@ class PlacementConfig(FrozenConfig):
     in turns. auto and cuda = those that the trainer leaves; where it leaves none, the same in turns at
     buffer.max_staleness=0, else refused."""
     eval: Literal["auto", "cpu"] | NonNegativeInt = "auto"
-    """Device of the eval engine: cpu or the number of one CUDA device (auto = one that nobody else uses, else
-    with the engines).
+    """Device of the eval engine: cpu or the number of one CUDA device (auto = one that no other part uses,
+    else with the engines).
     """
 
     @field_validator("trainer", "rollout", "eval", mode="before")

@@ -1,5 +1,4 @@
-"""What each weight_sync.transport needs of engine, placement and settings, and its words in a plan. Knows no
-machine.
+"""What each weight_sync.transport needs of engine, placement and settings, and its words in a plan.
 
 The implementation of each is a file of asyncrl/weights/: a new transport is a class here, a class there, and
 a line in both tables.
@@ -126,8 +125,8 @@ class Lora(Placed):
             return None
         return (
             "weight_sync.transport=lora, and trainer and engines take turns on the same devices",
-            "an engine that sleeps has given its weights away, so there is nothing that adapters alone could "
-            "be added to",
+            "an engine that sleeps has freed its weights, so adapters have no base weights "
+            "that they could be added to",
             "set weight_sync.transport=shm: the weights with the adapters merged into them, chunk by chunk",
         )
 

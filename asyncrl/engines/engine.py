@@ -1,5 +1,5 @@
 """What all clients of engine servers share: their methods, calls that end with their process, and the check
-of a segment. Knows no route.
+of a segment.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class EngineClient(Protocol):
 
     cut_nowait gives the process up: calls that wait for it, and all to come, raise EngineLost. renew_nowait:
     another process has taken its place, with the weights of the start. Both are idempotent. generate_segment
-    samples until the end, the budget or an interruption; with `on_chunk`, which is told of tokens as they
-    come, the answer has the tokens after those. abort ends these requests (None: all) with what they have,
-    and returns those that were there. prepare loads weights beside the serving ones, and load_chunk a chunk
-    into woken weights: both return the digest of what was loaded. commit swaps to it. sleep aborts what runs
-    and frees these parts, wake takes memory for them again (`restore`: with the weights that served before);
-    both are idempotent, and requests that come meanwhile wait until all parts are awake.
+    samples until the end, the budget or an interruption; with `on_chunk`, which gets tokens as they come, the
+    answer has only the tokens after those. abort ends these requests (None: all) with what they have, and
+    returns those that were there. prepare loads weights beside the serving ones, and load_chunk a chunk into
+    woken weights: both return the digest of what was loaded. commit swaps to it. sleep aborts what runs and
+    frees these parts, wake takes memory for them again (`restore`: with the weights that served before); both
+    are idempotent, and requests that come meanwhile wait until all parts are awake.
     """
 
     name: str
@@ -66,7 +66,7 @@ class EngineClient(Protocol):
 
 
 class Lifeline:
-    """What all calls to one process hang on; the next process behind the same name gets a line of its own.
+    """Ends all calls to one process when it is lost; the next process of the same name gets a new Lifeline.
 
     Life: whole -> cut, for good: given up by the supervisor (cut_nowait), or found broken (break_nowait).
     Waits: calls() sleeps in its block. A cut ends all of them at once: a frozen process keeps its
@@ -81,7 +81,7 @@ class Lifeline:
 
     @asynccontextmanager
     async def calls(self) -> AsyncIterator[None]:
-        """In this block EngineLost is raised once the line is cut, and a failed call is an EngineError."""
+        """A block that raises EngineLost once the process is given up, and EngineError for a failed call."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
@@ -105,7 +105,7 @@ class Lifeline:
         self._end_calls()
 
     def break_nowait(self, what: str, *, rule: str) -> None:
-        """It is of no use any more; its supervisor learns of it from the calls. Idempotent."""
+        """Mark the process as broken; its supervisor learns of it from the calls. Idempotent."""
         if not self.is_cut:
             self._why_cut, self._rule = what, rule
             self._way_out = "read its log for why, then start it again."

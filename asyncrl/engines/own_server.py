@@ -1,6 +1,4 @@
-"""The client of one engine server of ours: its messages as calls, its failures as ours. Knows no other
-server, no routing.
-"""
+"""The client of one engine server of ours: its messages as calls, its failures as ours."""
 
 from __future__ import annotations
 

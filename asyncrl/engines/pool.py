@@ -1,6 +1,4 @@
-"""All engine servers as one: routing, abort and resume, failover. Knows no prompt's meaning, no reward, no
-staleness rule.
-"""
+"""All engine servers as one: routing, abort and resume, failover."""
 
 from __future__ import annotations
 
@@ -50,8 +48,8 @@ class EnginePool:
         weights did not change, because SegmentJoin keeps seed and positions. A server that interrupts for no
         publish and gives nothing is left after MAX_EMPTY_SEGMENTS segments, with an EngineError.
 
-    `on_lost` is told of every EngineLost, and must see to it that the server is down (down_nowait, and its
-    calls cut) when it returns. Without it the error goes to the caller.
+    `on_lost` is called with every EngineLost. When it returns, the server must be down (down_nowait, and its
+    calls cut). Without it the error goes to the caller.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class EnginePool:
         self._changed = asyncio.Event()
 
     async def balance(self) -> None:
-        """Have what only queues go on at servers with free slots; to be called after up_nowait.
+        """Move queued requests to servers with free slots; to be called after up_nowait.
 
         The newest ones of each queue: they would wait longest. Nothing that runs is ended.
         """
@@ -132,8 +130,7 @@ class EnginePool:
         """Sample one completion; survives publishes, aborts and dead servers. Raises RequestRefused (data) or
         EngineError.
 
-        `on_tokens` is told of the tokens of `partial` first: all that it is told, joined, are the
-        completion's token_ids.
+        `on_tokens` gets the tokens of `partial` first: all its calls, joined, are the completion's token_ids.
         """
         join = SegmentJoin(request, partial, on_segment)
         if on_tokens is not None and join.token_ids:
@@ -176,7 +173,7 @@ class EnginePool:
                 )
 
     async def _segment(self, index: int, join: SegmentJoin, on_tokens: OnTokens | None) -> None:
-        """One segment, into `join` as it comes; a token is in there before on_tokens is told of it."""
+        """One segment, appended to `join` as it comes; a token is in `join` before on_tokens gets it."""
         server, request = self.servers[index], join.next_request()
 
         def on_chunk(chunk: GenerateChunk) -> None:
@@ -255,7 +252,9 @@ class Router:
                     self._keys[route_key] = last, num_taken - 1
 
     def has_to_move(self, index: int) -> bool:
-        """Whether a request of this server, that has lost its cache there, would be better off taken anew."""
+        """Whether an interrupted request of this server, whose cache is lost anyway, should be routed
+        again.
+        """
         if index not in self.up:
             return True
         return self.load[index] > self.slots and any(self.load[other] < self.slots for other in self.up)
@@ -266,7 +265,7 @@ class SegmentJoin:
 
     Life: empty, or `partial` (what an earlier process had sampled) -> segments, with next_request() before
         each -> is_finished, completion(). A segment is any number of add_chunk(), and add() for the rest of
-        it, or cut() if the rest never came. `on_segment` is told all there is after each interruption.
+        it, or cut() if the rest never came. `on_segment` gets all tokens so far after each interruption.
     Invariant: the spans cover every token once, and all segments together have at most request.max_tokens, if
         `partial` has not more: a killed run may have had a larger limit.
     """

@@ -1,7 +1,7 @@
 """What each decision does to the tables. Runs in the writer's thread, inside its transaction.
 
 Each function is one decision: it is refused (JournalError, sqlite3.IntegrityError) as a whole, or done as a
-whole. What comes late for a group that was handed back meanwhile means nothing any more, and changes nothing.
+whole. A decision about a group that was handed back meanwhile is late and changes nothing.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> 
 def began_at(
     connection: sqlite3.Connection, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
 ) -> None:
-    """A new journal of an old run, which goes on from a checkpoint alone; no group is admitted yet.
+    """A new journal for a run that resumes from a checkpoint without its old journal; it has no group yet.
 
-    `num_drawn` prompts were drawn by then; those in `out` are to come again, with that num_handed_back, all
-    others are consumed.
+    `num_drawn` prompts had been drawn at that checkpoint. Those in `out` are sampled again, with that
+    num_handed_back; all others are consumed.
     """
     before = {"version": version, "num_drawn": num_drawn, "out": out, "next_group_id": next_group_id}
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('began_at', ?)", (json.dumps(before),))
@@ -200,7 +200,7 @@ def published(connection: sqlite3.Connection, version: int, digest: str) -> None
 def checkpointed(
     connection: sqlite3.Connection, version: int, path: Path | str, beside: Sequence[int] = ()
 ) -> None:
-    """It is whole on disk, and of the others those in `beside` are still there."""
+    """The checkpoint is whole on disk; of the others only those in `beside` still exist."""
     connection.execute(
         "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), time.time())
     )
@@ -218,8 +218,8 @@ def restored(connection: sqlite3.Connection, version: int) -> None:
 def event(
     connection: sqlite3.Connection, what: str, detail: Mapping[str, Any], *, keep: int | None = None
 ) -> None:
-    """Something that `inspect` should show: a restart, a resume, what the watchdog saw. `keep`: of what
-    happens in every step, only the newest so many of that name stay.
+    """Something that `inspect` shows: a restart, a resume, a report of the watchdog. `keep`: of a frequent
+    event, only this many of the newest ones stay.
     """
     connection.execute(
         "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",

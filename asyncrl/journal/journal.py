@@ -1,6 +1,4 @@
-"""The journal of a run: writes down what happens before it has consequences. Knows groups and versions; knows
-no torch, no HTTP, no staleness rule.
-"""
+"""The journal of a run: writes down what happens before it has consequences. Imports no torch."""
 
 from __future__ import annotations
 
@@ -94,7 +92,7 @@ class Journal:
         raise await asyncio.shield(asyncio.wrap_future(self._writer.failed))
 
     async def read_resume(self, checkpoint_version: int) -> ResumeState:
-        """What a run has to know that goes on from a checkpoint at that version (0: the initial weights)."""
+        """What a run needs to resume from the checkpoint of that version (0: the initial weights)."""
         await self.flush()
         with waiting("what the journal says of the run", on="the journal's file"):
             return await asyncio.to_thread(read_resume, self.path, checkpoint_version)

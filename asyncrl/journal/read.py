@@ -1,4 +1,4 @@
-"""What a run that goes on has to know, out of the journal. Reads alone, so that it works beside a writer too.
+"""Reads from the journal what a resumed run needs. It never writes, so it works beside a running writer.
 
 Everything here blocks: call it in a thread.
 """

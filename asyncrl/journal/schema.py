@@ -1,6 +1,6 @@
 """The tables of journal.sqlite, and how the file is made, opened and checked.
 
-Times are seconds since 1970, for people alone: the order of things is the order of ids and rows, so a clock
+Times are seconds since 1970, only for people to read. The order of events is that of ids and rows, so a clock
 may jump.
 """
 
@@ -19,7 +19,7 @@ from asyncrl.journal.wal import commits_in, lost_commits
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 4
 BUSY_S = 10.0
-"""So long a write waits for another program that holds the file, before it is an error."""
+"""Time that a write waits for another program that holds the file, before it is an error."""
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)
 """What reading and writing raise: the last one if a flipped byte in a name makes SQLite's message no text."""
 MOVE_ASIDE = (
@@ -92,7 +92,7 @@ def cannot_use(path: Path, error: Exception) -> JournalError:
     name = getattr(error, "sqlite_errorname", "")
     if isinstance(error, UnicodeDecodeError) or name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
         return damaged(path, str(error))
-    way_out = "see to its disk and its rights"
+    way_out = "check its disk and its permissions"
     if name in ("SQLITE_FULL", "SQLITE_IOERR_WRITE"):
         way_out = "free space on the disk of the run directory"
     elif name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):

@@ -1,4 +1,4 @@
-"""What a person asks of a journal: a group's story, a step's batch, what was wasted, what went wrong.
+"""Queries for people: the history of a group, the batch of a step, wasted tokens, events of the run.
 
 Everything here blocks, works beside a run that writes, and raises JournalError.
 """
@@ -189,7 +189,9 @@ def totals(path: Path) -> JournalTotals:
 
 
 def events(path: Path, *, newest: int = MAX_EVENTS) -> tuple[Event, ...]:
-    """Restarts, resumes and the like, in the order in which they happened: the newest so many."""
+    """Restarts, resumes and the like, in the order in which they happened; only the newest ones, this
+    many.
+    """
     with reading(path) as connection:
         rows = connection.execute(
             "SELECT s, what, detail FROM events ORDER BY id DESC LIMIT ?", (newest,)

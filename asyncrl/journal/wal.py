@@ -44,11 +44,11 @@ def _is_whole(header: bytes) -> bool:
 
 
 def lost_commits(connection: sqlite3.Connection, commits: list[int]) -> str:
-    """What SQLite did not take of the log, of the `commits_in` it before the file was opened, in words; ''
-    for nothing.
+    """A sentence on the commits of the log that SQLite did not take, out of the `commits_in` it before the
+    file was opened; '' if it took all.
 
-    The last commit may be: a power cut tears the one that was being written, of which no answer was given
-    yet, and no check can tell that from damage to it.
+    The last commit may be missing: a power cut tears the one that was being written. No caller had an answer
+    for it yet, and no check can tell such a tear from later damage.
     """
     num_whole = max(0, connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1])
     lost = [number for number in commits if number > num_whole]

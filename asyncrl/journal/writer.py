@@ -97,7 +97,7 @@ class Writer:
         self._connection.close()
 
     def _take(self) -> tuple[list[_Job], bool]:
-        """(all that waits, at least one; whether the stop is among it)."""
+        """(all queued decisions, at least one; whether the stop is among them)."""
         jobs: list[_Job] = []
         job = self._queue.get()
         while job is not None:

@@ -1,1 +1,1 @@
-"""Every record that crosses a part or a process, once. Knows no torch."""
+"""The records that parts and processes exchange, each defined once. Imports no torch."""

@@ -54,7 +54,7 @@ def fatal_line(error: ErrorBody) -> str:
 
 
 def find_fatal(log: str) -> ErrorBody | None:
-    """The last such line of a log, if there is one."""
+    """The error in the last such line of a log, if there is one."""
     for line in reversed(log.splitlines()):
         if line.startswith(FATAL_PREFIX):
             try:
@@ -175,14 +175,16 @@ class GroupSeat(Message):
 
 
 class BroadcastRequest(Message):
-    """Send the weights of `version` to everybody in the group."""
+    """Send the weights of `version` to every member of the group."""
 
     version: int = Field(ge=0)
     seat: GroupSeat
 
 
 class BroadcastResponse(Message):
-    """They were sent. Whether they arrived whole, each receiver says: `digest` is of what was held."""
+    """The weights were sent; `digest` is of the trainer's copy. Each receiver says whether they arrived
+    whole.
+    """
 
     version: int
     digest: str

@@ -1,4 +1,4 @@
-"""What a part needs of a part above it, or of one that has several implementations."""
+"""Interfaces: of a part on a higher floor, or of one with several implementations."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class SamplingEngine(Protocol):
         """Sample; survives publishes and the death of a server. Raises RequestRefused (data) or EngineError
         (ends the run).
 
-        `partial`: what an earlier process had sampled of this very request, to be gone on from. `on_segment`
-        is told, after each interruption, all that has been sampled so far. `on_tokens` is told each sampled
-        token once and in order, a few at a time, as they come; what it was told is in the completion,
-        whatever happens to servers.
+        `partial`: the tokens that an earlier process had sampled for this request; sampling continues after
+        them. `on_segment` is called after each interruption with all tokens so far. `on_tokens` gets each
+        sampled token once and in order, a few at a time; the completion contains all tokens that it got, even
+        if a server dies.
         """
         ...
 
 
 class RolloutJournal(Protocol):
-    """What producers need of the journal. None of these sleeps; what is told first is durable first."""
+    """What producers need of the journal. None of these sleeps; calls become durable in their order."""
 
     def admitted_nowait(self, ticket: Ticket, prompt: Prompt) -> None:
         """The group starts."""
@@ -53,7 +53,7 @@ class RolloutJournal(Protocol):
     def segment_nowait(
         self, group_id: GroupId, sample_index: int, attempt: int, turn: int, partial: PartialCompletion
     ) -> None:
-        """So much of the completion is there; replaces what was told of the same rollout before."""
+        """The completion so far; it replaces earlier calls for the same rollout."""
         ...
 
     def rollout_finished_nowait(self, group_id: GroupId, rollout: Rollout) -> None:
@@ -124,8 +124,8 @@ class Scorer(Protocol):
 
 
 class RolloutSession(Protocol):
-    """One attempt of a rollout, as its harness sees it: a key that opens /v1/chat/completions, and what was
-    sampled under it.
+    """One attempt of a rollout, as its harness sees it: a key for /v1/chat/completions, and the tokens that
+    were sampled with it.
     """
 
     key: str
@@ -138,8 +138,8 @@ class RolloutSession(Protocol):
         ...
 
     def while_open(self) -> AbstractAsyncContextManager[None]:
-        """A block that is left with RolloutFailure if somebody else than its owner ends the session: its
-        harness works for nothing.
+        """A block that raises RolloutFailure if the session is ended by another part than its owner: the work
+        of its harness would be lost.
         """
         ...
 
@@ -160,20 +160,19 @@ class SessionHost(Protocol):
     def open_nowait(
         self, rollout_id: str, *, prompt_id: str, sample_index: int, attempt: int, route_key: str
     ) -> RolloutSession:
-        """A new session, to be ended by whoever opened it. Seeds derive from `prompt_id` (Prompt.seed_id),
-        sample, attempt and call.
+        """A new session; the caller has to end it. Seeds derive from `prompt_id` (Prompt.seed_id), sample,
+        attempt and call.
         """
         ...
 
 
 class WorkQueue(Protocol):
-    """What producers need of whoever hands work to harnesses."""
+    """What producers need of the queue that gives work to harnesses."""
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Have it run by some worker; `started` is called once one has taken it. Raises RolloutFailure
-        (data).
+        """Let a worker run it; `started` is called once a worker has taken it. Raises RolloutFailure (data).
 
-        Whoever cancels this takes the work back: the worker is told at its next sign of life.
+        Cancelling this call takes the work back: the worker learns of it at its next sign of life.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Records that rooms share.
+"""Records that several parts of asyncrl share.
 
 Positions: every index into a trajectory counts from its first prompt token; every index into a completion
 counts from its first sampled token.
@@ -17,10 +17,10 @@ from pydantic import ConfigDict, Field
 from asyncrl.messages.trainer_calls import Credit
 
 LARGEST_NUMBER = 1e18
-"""Of rewards and metrics: the mean, the square and the sum of many such are finite in float32."""
+"""Largest absolute value of rewards and metrics: means, squares and sums of many stay finite in float32."""
 MAX_METRICS = 256
-"""Of one rollout. Each name is a curve of the run: names that say something else each time are many
-thousands.
+"""Most metrics of one rollout. Each name becomes a curve of the run; names that contain a number or an id
+would make thousands of curves.
 """
 Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf_nan=False)]
 
@@ -29,8 +29,9 @@ GroupId = NewType("GroupId", int)
 
 
 Finished = Literal["ready", "filtered", "handed_back"]
-"""What became of a finished group: it is ready; it teaches nothing and gave its place away (buffer.filter);
-it had been dropped before; or nothing of it is young enough and its prompt went back to the queue."""
+"""What became of a finished group: it is ready; buffer.filter replaced it, for it has no gradient; it had
+been dropped before; or all its tokens are too old and its prompt went back to the queue.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class Prompt:
 
     @property
     def seed_id(self) -> str:
-        """Stands for the prompt where seeds are derived: another one after each hand-back, or what was too
-        long would be as long again.
+        """The prompt's part of each seed. It changes with each hand-back, or a completion that was too long
+        would be sampled again just as it was.
         """
         return (
             f"{self.prompt_id} handed back {self.num_handed_back}" if self.num_handed_back else self.prompt_id

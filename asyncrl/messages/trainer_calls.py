@@ -24,8 +24,8 @@ class OffloadRequest(Message):
 
 
 class Canary(Message):
-    """What the trainer says of a fixed short text with the weights it exports: whoever loads them must find
-    the same.
+    """Logprobs of a fixed short text, computed by the trainer with the weights that it exports. An engine
+    that has loaded them must compute the same.
 
     `logprobs` are those of token_ids[1:], each after all ids before it, and `next_logprob` is that of the
     most likely id after the last one: float32 values in nats at temperature 1.

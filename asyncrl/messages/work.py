@@ -23,7 +23,7 @@ from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome
 
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
-"""Environment variable with the worker key; command lines are read by everybody on the machine."""
+"""Environment variable with the worker key; every user of the machine can read command lines."""
 
 MAX_WAIT_S = 20.0
 """Longest that /work/take sleeps."""
@@ -32,8 +32,8 @@ MAX_OUTCOME_BYTES = 2**18
 """Largest Outcome that is posted or returned; its metrics are kept with every branch of the rollout."""
 
 MAX_MESSAGE_BYTES = 2**22
-"""Largest message of a worker, whatever gateway.max_body_bytes says of calls: an outcome, a failure's words,
-all items that it holds.
+"""Largest message of a worker: an outcome, the sentences of a failure, the ids of all its items.
+gateway.max_body_bytes limits calls and not these messages.
 """
 
 
@@ -78,10 +78,10 @@ class WorkerMessage(Message):
 
 
 class TakeRequest(WorkerMessage):
-    """Give me work, `max_items` at most. `holding`: every item that this worker has and has not given back.
+    """A worker asks for work, `max_items` at most. `holding`: all items that it has and has not given back.
 
-    A worker asks once at a time, with a `number` that grows: what it was given and does not hold was lost on
-    its way and is given out again, which a request that comes late must not cause.
+    A worker has one such request at a time, with a growing `number`. An item that it was given and does not
+    hold was lost on its way and is given out again; a late request, with an old number, must not cause that.
     """
 
     number: int = Field(ge=0)
@@ -102,7 +102,7 @@ class TakeAnswer(Message):
 
 
 class AliveRequest(WorkerMessage):
-    """I live and hold these items. `is_leaving`: the process ends, what it holds will not be finished."""
+    """A worker's sign of life, with the items that it holds. `is_leaving`: it ends without finishing them."""
 
     holding: list[str]
     is_leaving: bool = False
@@ -129,8 +129,8 @@ class Accepted(Message):
 
 
 class WorkerHealth(Message):
-    """Answer of GET /health. `loop_lag_s`: so long its event loop, on which harnesses run, has stood still by
-    now.
+    """Answer of GET /health. `loop_lag_s`: for how long its event loop, on which harnesses run, has been
+    blocked.
 
     `gateway_lost_s`: seconds since the gateway last answered, if its last call failed. `num_abandoned`: calls
     of its harness that were given up because they did not end when they were cancelled.

@@ -196,7 +196,8 @@ def _outliving(file: TextIO) -> _Outliving:
 
 def outliving(file: TextIO | None = None) -> TextIO:
     """`file` (default: standard output), to write to as long as that works; then to nowhere, without an
-    error. What a pipe or terminal has no room for, because it is not read, is left out. Both are logged once.
+    error. Text that a pipe or terminal does not take, because it is not read, is left out. Both are logged
+    once.
     """
     return cast("TextIO", _outliving(file or sys.stdout or io.StringIO()))
 
@@ -212,7 +213,7 @@ class _Outliving:
     def __init__(self, file: TextIO) -> None:
         self._file, self._is_lost, self._is_behind, self._is_told = file, False, False, False
         self._poll: select.poll | None = None
-        with contextlib.suppress(OSError):  # what is in memory has no descriptor, and always room
+        with contextlib.suppress(OSError):  # a file in memory has no descriptor and never blocks
             descriptor = file.fileno()
             self._poll = select.poll()
             self._poll.register(descriptor, select.POLLOUT)
@@ -231,19 +232,21 @@ class _Outliving:
         return len(text)
 
     def flush(self) -> None:
-        """Each piece is flushed already: what Python holds back would hold the process when it ends."""
+        """Nothing to do: each piece is flushed when written, so that no buffer can block the end of the
+        process.
+        """
 
     def _has_room(self) -> bool:
         if self._poll is not None and not self._poll.poll(0 if self._is_behind else PATIENCE_S * 1000):
             if not self._is_told:
-                logger.warning("standard output is not read: what finds no room there is not shown")
+                logger.warning("standard output is not read: lines that it does not take are left out")
             self._is_behind = self._is_told = True
             return False
         self._is_behind = False
         return True
 
     def _lose(self, error: OSError) -> None:
-        """The file itself leads nowhere from here on: a flush at the end of the process cannot fail."""
+        """Point the file's descriptor at /dev/null: a flush at the end of the process cannot fail."""
         self._is_lost = True
         logger.warning("nothing is shown from here on, standard output cannot be written: %s", error)
         with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123

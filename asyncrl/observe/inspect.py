@@ -32,7 +32,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 JOURNAL_FILE = "journal.sqlite"
 Decode = Callable[[Sequence[int]], str]
 SHOWN_STEPS = 1000
-"""So many steps, the newest, are listed one by one; a terminal gets the last hundred of them."""
+"""Number of newest steps that are listed one by one; a terminal gets the last hundred of them."""
 
 
 def render_inspect(

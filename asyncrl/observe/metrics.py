@@ -156,8 +156,7 @@ TOTALS = frozenset(name for name, gauge in GAUGES.items() if gauge.kind == "tota
 class Totals:
     """Counters of the whole run by metric name; they outlive the processes that count them.
 
-    Life: begins at 0, or where starts_from says; then add() is told what each source has counted since it
-        began.
+    Life: begins at 0, or where starts_from says; then add() gets what each source has counted since it began.
     Invariant: a total never falls. A source that says less than before began anew: all that it says was
         counted since.
     """

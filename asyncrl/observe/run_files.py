@@ -1,8 +1,8 @@
-"""Reads a run directory, live or afterwards, and believes nothing in it.
+"""Reads a run directory, of a live or an ended run, and checks everything in it.
 
 Files that grow with every step are read line by line: no more is held of a step than some numbers. What
-cannot be read is left out and told. A run that says "running" while no process holds its lock has crashed,
-and is called so where that can be seen: on its own machine.
+cannot be read is left out and reported. A run that says "running" while no process holds its lock has
+crashed, and is called so where that can be seen: on its own machine.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
 
 
 def _metrics_of(path: Path, problems: list[str], needed: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Lines that have the `needed` numbers. Metrics that are no numbers are left out, which is told."""
+    """Lines that have the `needed` numbers. Metrics that are not numbers are left out and reported."""
     for number, (_, line) in enumerate(lines_of(path, problems), start=1):
         if LOST_KEY in line:
             tell(problems, f"steps {line[LOST_KEY]} are missing in {path.name} ({line.get('why')})")

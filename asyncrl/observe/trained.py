@@ -1,4 +1,4 @@
-"""What was trained on, from the trainer's own record, and whether it kept the bound. Trusts no other counter.
+"""What was trained on, and whether it kept the staleness bound: from the trainer's record alone.
 
 Step v is the one whose batch turned policy_version v into v + 1: the same number as `step` in metrics.jsonl.
 """
@@ -67,7 +67,7 @@ class TrainedRecord:
     asked.
 
     A later line of a version that was restored counts, and what was done there before is only compared with
-    it. No line is kept: what is shown is read again.
+    it. Lines are not kept in memory: those to be shown are read again.
     """
 
     def __init__(self, path: Path, max_staleness: int) -> None:

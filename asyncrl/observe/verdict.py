@@ -16,7 +16,7 @@ from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, durati
 Bottleneck = Literal["training", "generation", "stragglers", "publishing", "turns", "other", "balanced"]
 
 NUM_NAMED = 5
-"""So many batches are named of those with a skipped step."""
+"""Number of batches with a skipped step that are named."""
 FILTERED_SHARE, HOPELESS_SHARE = 0.03, 0.5
 """Shares of filtered groups: from the first on it is said what the filter cost, from the second on to change
 the prompts."""

@@ -1,6 +1,4 @@
-"""Notices that a run has stopped moving, says who waits for whom, and acts. Knows counters, open waits and a
-clock.
-"""
+"""Notices that a run has stopped moving, says who waits for whom, and acts."""
 
 from __future__ import annotations
 
@@ -107,7 +105,7 @@ class StuckClock:
         self._moved_s, self._factor = now_s, 1
 
     def forgive(self, seconds: float) -> None:
-        """So long this very process did not run (Ctrl-Z, SIGSTOP): no part is to blame for it."""
+        """Leave out this many seconds, in which this process itself was stopped (Ctrl-Z, SIGSTOP)."""
         self._moved_s += seconds
 
     def quiet_s(self, now_s: float) -> float:
@@ -124,14 +122,14 @@ class StuckClock:
 
 
 class Watchdog:
-    """Looks at a run, and speaks up once nothing has moved for watchdog_s.
+    """Observes a run, and reports once nothing has moved for watchdog_s.
 
     Life: made with how to ask the run -> run() beside everything else, until cancelled.
     Waits: run sleeps until the moment at which a report would be due, no shorter. Progress is noticed by
-        look(), which the status calls each second: a report comes a second late at most. Acts:       the
-        report goes to `tell`, to the log together with all stacks, and to `note`; then on_stuck: warn again
-        after twice as long, restart the engines and count from there, or end the run with a RoomError that
-        names who is stuck.
+        look(), which the status calls each second: a report comes a second late at most.
+    Acts: the report goes to `tell`, to the log together with all stacks, and to `note`; then on_stuck: warn
+        again after twice as long, restart the engines and count from there, or end the run with a RoomError
+        that names who is stuck.
 
     The loop itself may be blocked: then a timer of faulthandler's own writes all threads into `log_path`.
     """
@@ -150,7 +148,7 @@ class Watchdog:
         restart: Callable[[], Awaitable[None]],
         note: Callable[[str, Mapping[str, Any]], None] = lambda what, detail: None,
     ) -> None:
-        """`ask_children` has each child process dump its stacks into its log, and says how each one does."""
+        """`ask_children` makes each child process dump its stacks into its log, and returns their states."""
         self._settings, self._report, self._log_path = settings, report, log_path
         self._tell, self._way_out, self._note = tell, way_out, note
         self._ask_children, self._restart = ask_children, restart

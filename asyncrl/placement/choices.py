@@ -1,5 +1,5 @@
-"""What a run settles before it starts: the type of its weights, the Python of vLLM's servers, and where
-chunks of weights lie.
+"""Choices made before a run starts: the type of its weights, the Python of vLLM's servers, and where chunks
+of weights lie.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from asyncrl.placement.devices import Placement, find_cuda_devices, place
 
 
 def chunk_device(config: RunConfig, placement: Placement) -> str | None:
-    """Whose memory has the chunks of weights that trainer and engines open both; None: they go as files."""
+    """The device whose memory holds the chunks that trainer and engines both open; None: chunks are files."""
     is_shared = config.rollout.engine == "embedded" or config.weight_sync.way.shares_device
     if placement.mode == "apart" or not is_shared:
         return None
@@ -35,7 +35,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16; one that does not say has none."""
+    """Whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
     if not CPUINFO.is_file():
         return False
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -46,7 +46,7 @@ def cpu_has_bfloat16() -> bool:
 def settle_dtype(config: RunConfig, *, begun: str | None = None) -> tuple[RunConfig, str]:
     """The config with a type in place of `model.dtype: auto`, and what to tell people ("" = nothing).
 
-    `begun`: that of the run that is gone on with, which auto then is. Raises ConfigError for a placement that
+    `begun`: the type of the resumed run, which auto then stands for. Raises ConfigError for a placement that
     cannot be.
     """
     placement = place(config, len(find_cuda_devices()))

@@ -1,5 +1,5 @@
 """Which device each trainer rank and each engine gets, and whether the two sides take turns; and which CUDA
-devices this machine has. Knows no torch.
+devices this machine has. Imports no torch.
 
 How `placement` is read, where a machine has N CUDA devices:
 
@@ -189,7 +189,7 @@ def _check_vllm(config: RunConfig, engines: Sequence[str], *, is_turns: bool) ->
     if is_turns:
         raise ConfigError(
             f"placement.rollout={config.placement.rollout} has a vLLM on the CPU take turns with the trainer",
-            rule="turns need an engine that gives its memory away, and vLLM on the CPU does not",
+            rule="in turns an engine frees its memory while it sleeps, and vLLM on the CPU cannot",
             way_out="set placement.rollout=cpu (side by side), or rollout.engine=embedded.",
         )
     if config.rollout.tensor_parallel > 1 and config.rollout.urls is None:

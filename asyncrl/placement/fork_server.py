@@ -98,8 +98,8 @@ class ForkServer:
     """
 
     def __init__(self, env: Mapping[str, str] | None = None, modules: Sequence[str] = PRELOADED) -> None:
-        """`env`: its environment (None: ours); what counts there is what libraries read when they are loaded.
-        A process that has imported all of `modules` forks it from itself.
+        """`env`: the environment of the server (None: ours), for variables that libraries read when they are
+        loaded. If this process has imported all of `modules`, the server is forked from it.
         """
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)

@@ -1,5 +1,5 @@
-"""Whose turn it is on devices that trainer and engines share, and how they are handed over. Knows no device:
-the calls are made by a function that it is given.
+"""Decides whose turn it is on devices that trainer and engines share, and hands them over. It touches no
+device: a function that it is given makes the calls.
 
 A turn goes  generating -> handover -> training -> handover -> generating. What a handover does, and what
 undoes it, is data here:
@@ -65,8 +65,9 @@ OFFLOAD_WEIGHTS = Call("trainer", "offload", ("weights",))
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
 PUSH = Call("publisher", "push")
 BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
-"""An engine cannot read again what came to it chunk by chunk: the trainer, which still has that version,
-brings it once more, into engines that all sleep first."""
+"""An engine cannot reload weights that came chunk by chunk. The trainer still has that version: all engines
+sleep first, then it pushes the version again.
+"""
 
 TURNS: dict[Side, tuple[Phase, ...]] = {
     "trainer": (
@@ -215,8 +216,8 @@ class Lease:
         return failed
 
     async def _undo_calls(self, begun: Sequence[Phase], why: str) -> None:
-        """Make the calls, one after the other. The first that fails breaks the lease, and is the last: what
-        is still to be woken might have no room.
+        """Make the calls, one after the other. The first one that fails breaks the lease, and the rest are
+        not made: the memory for them may not be free.
         """
         for phase in reversed(begun):
             for call in phase.undo:

@@ -33,8 +33,8 @@ VLLM_CPU_BLOCK_TOKENS, VLLM_CPU_MIN_KV_BYTES = 128, 2**26
 Phase = Literal["generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Side = Literal["controller", "trainer", "engine", "eval", "staging", "host"]
-"""Whose memory it is. staging: weights on their way, in memory that both sides open; host: what the trainer
-moved off a CUDA device.
+"""Owner of the memory. staging: weights between trainer and engines, in memory that both open; host: state
+that the trainer moved off a CUDA device.
 """
 
 

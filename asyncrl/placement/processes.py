@@ -33,8 +33,8 @@ KILL_TIMEOUT_S = 5.0
 
 
 class ForeignProcess:
-    """Stands where a ChildProcess would, for a server that the run did not start: nothing but an address.
-    Whether it answers is for its heartbeat to say; its end cannot be seen.
+    """In place of a ChildProcess, for a server that the run did not start: an address and nothing else. Its
+    heartbeat says whether it answers; its end cannot be observed.
     """
 
     pid: int | None = None
@@ -50,7 +50,7 @@ class ForeignProcess:
         """It runs already."""
 
     def renewed(self) -> ForeignProcess:
-        """What answers at the same address later."""
+        """The server that answers at the same address later."""
         return self
 
     async def wait(self) -> None:
@@ -70,10 +70,10 @@ class ForeignProcess:
         return f"    (in {self.log_path})"
 
     async def aclose(self) -> None:
-        """It goes on, with the weights that it has."""
+        """Does nothing: the server runs on with its present weights."""
 
     def kill_nowait(self) -> None:
-        """It is not ours to end."""
+        """Does nothing: the run did not start this server, so it does not end it."""
 
 
 @dataclass(eq=False, slots=True, repr=False)

@@ -1,9 +1,9 @@
 """The run's folder in shared memory, or on a disk: held by a lock of its owner, so that a later run can clear
 what a killed one left.
 
-The kernel gives the lock back when its owner ends, and knows it from any container, where a pid means
-nothing. A folder without a lock file is left alone; one that is made may be lost before it is locked, and is
-made again. On a disk the name begins with the host's: machines need not know of each other's locks.
+The kernel releases the lock when its owner ends. The lock is seen from every container, where a pid means
+nothing. A folder without a lock file is left alone. A new folder that is removed before it is locked is made
+again. On a disk the name begins with the host's, because machines may not see each other's locks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
 
 
 def clear_own_staging() -> None:
-    """Remove this process's own folders: for an end so abrupt that nothing else gets to it."""
+    """Remove this process's own folders; for an end so abrupt that no other cleanup runs."""
     for folder in list(_held):
         remove_staging_dir(folder)
 

@@ -35,7 +35,7 @@ class Schedule:
         self._next = every if evaluated is None else (evaluated // every + 1) * every
 
     def is_next(self, version: int) -> bool:
-        """What is_due_nowait would say of this version; nothing changes."""
+        """Whether this version is due, without any change of state."""
         return not self.is_over and version >= min(self._next, self.last)
 
     def is_due_nowait(self, version: int) -> bool:
@@ -113,7 +113,7 @@ class Evaluation:
         return self._stats.state == "off"
 
     def wants(self, version: int) -> bool:
-        """Whether published_nowait would have a use for this version; nothing changes."""
+        """Whether published_nowait would keep this version, without any change of state."""
         return not self.is_off and self._schedule.is_next(version)
 
     def published_nowait(self, manifest: ExportResponse) -> None:
@@ -208,7 +208,7 @@ class Evaluation:
         except TimeoutError:
             if not limit.expired():
                 raise
-        except ConnectionShortage as error:  # for this once: the engine may be well
+        except ConnectionShortage as error:  # only this evaluation is lost: the engine may be well
             why = str(error)
         except RoomError as error:  # the one place where a broken part does not end the run
             self._limit = None

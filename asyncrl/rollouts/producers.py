@@ -19,7 +19,7 @@ from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
 log = logging.getLogger(__name__)
 
 NUM_OLDEST = 8
-"""So many of the oldest rollouts are named by oldest()."""
+"""Number of rollouts that oldest() names."""
 
 UnusedState = Literal["failed", "handed_back"]
 Spawn = Callable[..., asyncio.Task[None]]
@@ -69,8 +69,8 @@ class RunningGroup:
         return Group(self.ticket.group_id, self.prompt, branches)
 
     def why_failed(self) -> tuple[str, bool]:
-        """Why group() is None, with the last failure, and whether other tries of its prompt may end
-        otherwise.
+        """Why group() is None, with the last failure, and whether another attempt at its prompt may
+        succeed.
         """
         last = list(self._failures.values())[-1]
         why = (
@@ -89,13 +89,13 @@ class Producers:
     """Groups from admission to the buffer.
 
     Life: a group is admitted -> its rollouts run -> finish_nowait to the buffer, or fail_nowait when fewer
-        than two are usable; or the buffer hands it back first and its rollouts are cancelled. Prompts:    one
-        whose group was handed back goes to the front of the source at once. One whose group failed, when
-        another group has not failed (while all fail it is no fault of the prompts, and trying them again
-        would use up their tries) and a later version is served (so that at max_staleness 0 the prompts of a
-        batch do not depend on when a group fails). max_hand_backs times, then it is given up, as one that can
-        never be sampled is at once. A finished group that the buffer filters is no failure: its admission
-        comes again, for the next prompt.
+        than two are usable; or the buffer hands it back first and its rollouts are cancelled.
+    Prompts: the prompt of a group that was handed back goes to the front of the source at once. That of a
+        failed group follows once another group has not failed (while all groups fail the prompts are not the
+        cause, and would use up their attempts) and a later version is served (so that at max_staleness 0 the
+        prompts of a batch do not depend on when a group fails). After max_hand_backs times a prompt is given
+        up; one that can never be sampled is given up at once. A finished group that the buffer filters is no
+        failure: its admission goes to the next prompt.
     Waits: run sleeps for a free slot, woken by a rollout that stops sampling, then for leave of the buffer; a
         ticket is asked for when both are there, so that it is stamped with the version served when its first
         tokens can start. A rollout sleeps for a slot before each attempt. Free slots go to the rollouts of

@@ -232,8 +232,8 @@ def _bad(path: Path, number: int, what: str) -> ConfigError:
 class RolloutRecorder:
     """The writer of `--record`. Without a file it records nothing.
 
-    Life: opened with its file -> record, once a rollout -> close. What cannot be written ends the command: it
-        was asked for.
+    Life: opened with its file -> record, once a rollout -> close. A write that fails ends the command:
+        --record was asked for.
     """
 
     def __init__(

@@ -23,9 +23,9 @@ def derive_seed(run_seed: int, seed_id: str, sample_index: int, turn: int, attem
     """Seed in [0, 2**63) of one request, the same in every run with the same arguments.
 
     `seed_id` names the prompt and how often it was handed back (Prompt.seed_id), `attempt` counts the retries
-    of a rollout: with the same seed it would sample the same tokens, and what failed for what it said, or was
-    too long, would do so again. The first of each leaves no trace in the hash, so that a plain loop without
-    retries needs to know nothing of them.
+    of a rollout: with the same seed it would sample the same tokens, and a rollout that failed because of its
+    tokens would fail again. The first attempt and the first admission add nothing to the hash, so a plain
+    loop without retries derives the same seeds.
     """
     parts = [str(run_seed), seed_id, str(sample_index), str(turn)]
     if attempt:

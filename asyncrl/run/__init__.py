@@ -1,3 +1,3 @@
-"""What stands between the rooms and job.py: processes brought up and kept up, rooms wired, a run resumed,
-watched and told.
+"""Runs the parts together: starts and supervises processes, connects the parts, resumes, watches and reports
+a run.
 """

@@ -1,5 +1,5 @@
-"""What makes rollouts: a harness (the gateway, the queue of work, the worker processes) or a single turn; and
-the evaluation of a run over its eval engine.
+"""Builds what runs rollouts: a harness (gateway, work queue, worker processes) or a single turn; and the
+evaluation on the eval engine.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from asyncrl.run.supervise import Supervision, WorkerSupervisor
 from asyncrl.tasks.scorer import TaskScorer
 
 NO_WORKER_S = 30.0
-"""So long a run may be without a worker before it says so."""
+"""Seconds without a worker after which the run reports it."""
 TASK_SEED_TURN = -1
-"""Stands where the number of a turn stands, in the seed that a harness is given for its own draws."""
+"""Takes the place of the turn number in the seed that a harness gets for its own draws."""
 
 
 def model_name(config: RunConfig) -> str:
@@ -125,8 +125,8 @@ class Harnessing:
         )
 
     def _own_workers(self, config: RunConfig, run_dir: Path) -> tuple[Server, ...]:
-        """Each has a secret of its own: the run's opens engines and trainer, and what a harness runs is not
-        to find it.
+        """Each worker has a secret of its own: the run's secret opens engines and trainer, and programs that
+        a harness runs must not find it.
         """
         generator, num_slots = config.generator, num_rollouts(config)
         if config.eval is not None and config.evaluates_agent:
@@ -168,7 +168,9 @@ class Harnessing:
             job.say_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
-        """What to do if rollouts wait and no worker runs them; None while one does, or did a moment ago."""
+        """A sentence for the log if rollouts wait and no worker runs them; None while a worker is there, or
+        was a moment ago.
+        """
         work = self.queue.gauges()
         if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None
@@ -189,8 +191,8 @@ class Harnessing:
 
 
 def _kept_worker_key(run_dir: Path) -> str:
-    """From the environment, else the run's own: it stays when the run is gone on with, so that workers
-    elsewhere find it again.
+    """The worker key from the environment, else the run's own. A resumed run keeps it, so that workers on
+    other machines can connect again.
     """
     path = run_dir / "gateway.json"
     written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

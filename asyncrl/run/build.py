@@ -49,12 +49,14 @@ logger = logging.getLogger("asyncrl.run.build")
 KEPT_TURNS = 100
 """Events of each kind that the journal keeps of handovers."""
 RENDEZVOUS = "rendezvous"
-"""In the staging folder: where the ranks of a trainer find each other. New ranks need a new one."""
+"""File in the staging folder through which the ranks of a trainer find each other. New ranks need a new
+file.
+"""
 
 
 class Parts:
-    """Everything that lives as long as the run, made by the methods in their order. Where an early part has
-    to tell a later one something, it is given a method of this class.
+    """All parts of a run; the methods make them in their order. An early part that has to call a later one is
+    given a method of this class.
     """
 
     def __init__(self, job: Life, placement: Placement) -> None:
@@ -193,8 +195,8 @@ class Parts:
         )
 
     def make_evaluation(self, held_out: EvalTask, on_result: Callable[[EvalResult], None]) -> None:
-        """Single completions, or rollouts of the run's own agent. It knows what was evaluated before the run
-        was gone on with; checkpoints hear of each result, too.
+        """Single completions, or rollouts of the run's own agent. A resumed run does not repeat evaluations;
+        checkpoints get each result, too.
         """
         config, settings, job = self._config, self._config.eval, self._job
         assert settings is not None, "made where the config has the section"
@@ -293,11 +295,11 @@ class Parts:
         return self._engine_lost if self._config.supervision.max_restarts else None
 
     def _engine_lost(self, error: EngineLost) -> None:
-        """Pool or publisher got no answer of this engine."""
+        """Called when pool or publisher got no answer from this engine."""
         next(one for one in self.supervisors if one.name == error.room).lost_nowait(error)
 
     def _before_trainer_starts(self) -> None:
-        """New ranks find each other anew."""
+        """Give new ranks a new rendezvous file."""
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
         if self.meeting is not None:
             self.meeting.sender_gone_nowait()
@@ -333,7 +335,7 @@ async def open_parts(
 ) -> Parts:
     """Start the processes and make the parts; `job` closes them.
 
-    `evaluated` is told of each evaluation. `may_change_model`: the model need not be the one that the run
+    `evaluated` is called with each evaluation. `may_change_model`: the model need not be the one that the run
     began with. Raises AsyncrlError with nothing left behind once `job` is closed.
     """
     parts = Parts(job, placement)
@@ -364,9 +366,7 @@ async def find_task(job: Life, *, is_needed: bool = True) -> Found:
 
 
 async def end_server(server: Server, warn: Callable[[str], None]) -> None:
-    """At the run's end. A process that does not die holds memory, and perhaps a GPU: the person who started
-    the run has to know.
-    """
+    """Report, at the run's end, processes that did not die: they hold memory, and perhaps a GPU."""
     await server.aclose()
     if server.child.left:
         warn(server.child.left)

@@ -1,5 +1,4 @@
-"""What can be known of a config before a process of the run starts: everything that can be loaded without a
-model's weights.
+"""Checks a config before any process of the run starts: loads everything that needs no model weights.
 
 `asyncrl check` prints what is found, and a run looks first thing. Each check calls what the run itself calls.
 Torch, and code of the user's that the controller does not run (losses, advantages, agents), are left to a
@@ -46,7 +45,7 @@ from asyncrl.trainer.model_folder import check_model_type, find_on_disk
 from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
-"""So many prompts are tokenized, the first ones."""
+"""Number of prompts that are tokenized, from the first on."""
 SIMULATED = (
     "rollout.engine=simulated: tokens are drawn at random, so the rewards and the trained weights mean "
     "nothing, and there is no logprob gap to measure"
@@ -54,13 +53,13 @@ SIMULATED = (
 CONFIG = "config"
 """What the config is called in the first line of the child's standard input."""
 FINE = 64
-"""Exit code of a child that has loaded everything; no module ends a process with it by accident."""
+"""Exit code of a child that has loaded everything; unlikely to be the exit code of the user's own code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """`lines`: what was looked at, for people. `notes`: what the person who starts a run has to know. `task`
-    and `eval_task` are handed on to the run, None where only its start may read them.
+    """`lines`: what was looked at, for people. `notes`: warnings for the user who starts a run. `task` and
+    `eval_task` are handed on to the run, None where only its start may read them.
     """
 
     lines: tuple[str, ...]

@@ -1,8 +1,7 @@
-"""Who works when: trainer and engines side by side, or in turns on the devices that they share. Knows no
-batch and no rollout.
+"""Trainer and engines side by side, or in turns on the devices that they share.
 
-The train loop says when it needs the trainer and when a new version is there; what that means follows from
-the placement.
+The train loop announces when it needs the trainer and when there is a new version; the classes here do what
+the placement requires then.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ class SideBySide:
             await self._publisher.wait_exported_or_busy(version)
 
     def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
-        """While a new process of this engine starts and is brought up, its device is the engines'."""
+        """A block in which a new process of this engine starts and gets its weights."""
         return contextlib.nullcontext()
 
     async def bring_up(self, name: str) -> None:
-        """In that room: give an engine whose process is new the announced weights."""
+        """Inside room_for_engine: give a new engine process the announced weights."""
         with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
             await self._publisher.bring_up(name)
 
@@ -90,10 +89,10 @@ class SideBySide:
 class TakingTurns:
     """Trainer and engines share devices: one side works, then the other. The methods are those of SideBySide.
 
-    Life: start() -> to_trainer() and to_engines() in turn, from the train loop. After the last step the
-        trainer keeps the devices, for what is to be saved. A process that died starts again only in a turn of
-        its own side: an engine between two handovers (an empty turn then brings all engines the weights that
-        are served), the trainer once the engines sleep.
+    Life: start() -> to_trainer() and to_engines() alternate, called by the train loop. After the last step
+        the trainer keeps the devices to save its weights. An engine that died is started again in the
+        engines' turn; then all engines sleep, and the trainer pushes the served weights to all of them once
+        more. A trainer that died is started again once the engines sleep.
     Waits: to_trainer, to_engines and room_for_engine sleep for each other; to_trainer for a trainer that
         starts again, as long as that takes; wait_room_for_trainer and room_for_engine for the other side's
         turn to end.
@@ -113,7 +112,9 @@ class TakingTurns:
         on_event: Callable[[str, Mapping[str, Any]], None],
         on_lost: Callable[[EngineLost], None] | None,
     ) -> None:
-        """`on_lost`: told of an engine that is lost, which the handover then leaves out; None: it fails."""
+        """`on_lost` is called with a lost engine, which the handover then leaves out; None: the handover
+        fails.
+        """
         self._engines, self._trainer, self._publisher = tuple(engines), trainer, publisher
         self._num_steps, self._on_event, self._on_lost = num_steps, on_event, on_lost
         self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._heard)
@@ -144,8 +145,8 @@ class TakingTurns:
         }
 
     async def start(self, version: int) -> None:
-        """The first turn: the engines' with the weights of their start, or after a push if the trainer has
-        made others.
+        """Begin the first turn, which is the engines'. If the trainer has newer weights than those of the
+        engines' start, they are pushed first.
         """
         async with self._one_at_a_time:
             await self.lease.hand_to("engines" if version == 0 else "trainer")
@@ -153,7 +154,9 @@ class TakingTurns:
             await self.to_engines(version)
 
     async def to_trainer(self) -> None:
-        """Hand over to the trainer, unless it has its turn. Raises RoomError, with the phase that failed."""
+        """Hand the devices to the trainer, unless it has them. Raises RoomError, with the phase that
+        failed.
+        """
         with waiting("the trainer's turn", on="trainer and engines"):
             async with self._one_at_a_time:
                 if self.lease.owner != "trainer":
@@ -173,8 +176,8 @@ class TakingTurns:
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
-        """The engines' turn, which does not end meanwhile. Raises RoomError if there will be none any
-        more.
+        """A block inside the engines' turn, which lasts until the block ends. Raises RoomError if there can
+        be no such turn any more.
         """
         while True:
             async with self._one_at_a_time:
@@ -229,7 +232,7 @@ class TakingTurns:
         return {"trainer": self._needing(ask(call.parts))}
 
     async def _ask(self, engine: EngineClient, call: Call) -> Moved:
-        """An engine that is down has nothing on the device, and one that is lost is soon down."""
+        """Leave a lost engine out of the handover: once it is down it has nothing on the device."""
         if not self._publisher.is_down(engine.name):
             try:
                 if call.verb == "sleep":

@@ -35,7 +35,7 @@ in bfloat16.
 CANARY_TOKENS = 160
 """Longer than vLLM's block on the CPU, so that its prefix cache takes part."""
 IMPORTS = "imports"
-"""In the specs of a run: links to our packages, for the Python of a server that is not ours."""
+"""Folder in the specs of a run, with links to our packages, for a server with another Python."""
 
 
 class Embedded:
@@ -108,7 +108,7 @@ class Vllm(Embedded):
     protocol = "vLLM's routes, all behind the key"
 
     def canary_tokens(self) -> int:
-        """As long as the engines have room for, and one more."""
+        """As many tokens as the engines leave space for, and one more."""
         if self.config.weight_sync.canary_limit is None:
             return 0
         return max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))

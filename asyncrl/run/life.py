@@ -35,7 +35,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Voice:
-    """What a command says to the person who started it."""
+    """The messages of a command to its user."""
 
     def say(self, text: str) -> None:
         """One line that stays, on the console and in the log."""
@@ -50,11 +50,13 @@ class Voice:
         self.say(f"{text} ...")
 
     def warn(self, text: str) -> None:
-        """Something went wrong that ends nothing."""
+        """A warning: something failed, and the command goes on."""
         self.say(f"WARNING: {text}")
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
-        """How it ended: done, interrupted or failed. Not `can_go_on`: the same command would end so again."""
+        """How it ended: done, interrupted or failed. Without `can_go_on` the same command would fail
+        again.
+        """
 
 
 class Life(ABC):
@@ -78,8 +80,9 @@ class Life(ABC):
         self.say, self.say_secret = self.voice.say, self.voice.say_secret
         self.tell, self.warn = self.voice.tell, self.voice.warn
         self.servers: Sequence[Server] = ()
-        """Without one of them there is no going on: that it died is named before the call that broke because
-        of it."""
+        """The command needs all of these. If one has died, its death is reported, and not the call that
+        failed because of it.
+        """
         self.servers_beside: Sequence[Server] = ()
         self.stack = AsyncExitStack()
         self.stop, self.can_stop = asyncio.Event(), False
@@ -116,7 +119,7 @@ class Life(ABC):
             return 128 + self._signal
         except BaseExceptionGroup as errors:
             raise self._fail(first_cause(errors)) from errors
-        except Exception as error:  # the outermost border: what is foreign is named here too
+        except Exception as error:  # the outermost frame: foreign exceptions become an error of ours
             raise self._fail(error) from error
         finally:
             for number in SIGNALS:
@@ -154,14 +157,14 @@ class Life(ABC):
         self.stack.push_async_callback(close_within, CLOSE_TIMEOUT_S, name, close)
 
     def on_broken(self, error: RoomError) -> None:
-        """A part is broken that answers clients, who cannot end the run (the gateway): wait_broken raises
-        it.
+        """Called by a part that answers clients (the gateway) when it is broken; wait_broken raises the
+        error.
         """
         if not self._broken.done():
             self._broken.set_exception(error)
 
     async def wait_broken(self) -> None:
-        """Raise what on_broken is told."""
+        """Wait for an error given to on_broken, and raise it."""
         await asyncio.wrap_future(self._broken)
 
     def _fail(self, error: BaseException) -> AsyncrlError:
@@ -195,8 +198,8 @@ class Life(ABC):
 
 
 def say(text: str) -> None:
-    """A line on the console and in the log. That nothing reads it any more (`| head`, a closed terminal) ends
-    nothing.
+    """A line on the console and in the log. A console that is not read any more (`| head`, a closed terminal)
+    is no error.
     """
     logger.info("%s", text)
     say_secret(text)
@@ -229,7 +232,7 @@ def make_run_dir(folder: Path, mode: int) -> None:
     """Make the directory, or find it there, with these permissions. Raises ConfigError if it cannot be
     written.
 
-    One that holds what is not ours keeps its own: it is about to be refused.
+    A directory with foreign files keeps its permissions: the caller refuses it next.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ def run_job(
 ) -> int:
     """Train as `config` says, from start to end or from where a killed run stood, and return the exit code.
 
-    0 done; 130 or 143 interrupted by SIGINT or SIGTERM, to be gone on with. Raises AsyncrlError when a part
+    0 done; 130 or 143 interrupted by SIGINT or SIGTERM, and can be resumed. Raises AsyncrlError when a part
     of the run failed; by then everything is closed: no child process and no shared memory is left.
     """
     if config.generator.is_harness:
@@ -109,7 +109,7 @@ class Job(Life):
         placement: Placement,
         note: str = "",
     ) -> None:
-        """`note`: what the person who starts the run has to know."""
+        """`note`: a warning for the user who starts the run."""
         self.reporter = Reporter(config, run_dir, name, goes_on=point is not None)
         super().__init__(config, run_dir, self.reporter)
         self._point, self._placement, self._note = point, placement, note
@@ -140,9 +140,7 @@ class Job(Life):
         return 0 if self._signal is None else 128 + self._signal
 
     def _start_guards(self, parts: Parts) -> None:
-        """The tasks that see to it that the run lives: from before the first batch until the weights are
-        saved.
-        """
+        """Start the tasks that supervise the run: from before the first batch until the weights are saved."""
         watchdog = make_watchdog(self.config, self.run_dir, parts, tell=self.warn)
         self.spawn(watchdog.run(), name="watchdog")
         self.spawn(self._report_status(parts, watchdog), name="status")
@@ -155,7 +153,7 @@ class Job(Life):
             self.spawn(self.wait_broken(), name="watch gateway")
 
     async def _catch_up(self, parts: Parts) -> Sequence[UnfinishedGroup]:
-        """A run that was killed goes to where it stood; what is returned runs again once the engines have the
+        """Bring a killed run to where it stood; the returned groups continue once the engines have the
         weights.
         """
         point = self._point

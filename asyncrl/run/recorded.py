@@ -1,5 +1,5 @@
-"""Rollouts that are recorded, and that a run begins with: `asyncrl serve gateway` makes them, of a person who
-tries an agent by hand and of the config's own generator; a run takes those that are data of its own policy.
+"""Recorded rollouts. `asyncrl serve gateway` records them, from an agent that a user tries by hand or from
+the config's own generator; a run begins with those that its own initial policy has sampled.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from asyncrl.run.life import Life
 from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files
 
 RUN_COPY = "replay.jsonl"
-"""In the run directory: what the run began with, whatever becomes of the file that it was given."""
+"""Copy in the run directory of the recording that the run began with."""
 
 
 class UserKey:
@@ -156,11 +156,11 @@ async def try_rollouts(
     say: Callable[[str], None],
     spawn: Spawn,
 ) -> list[Tried]:
-    """`rollout.group_size` rollouts of each prompt; `say` is told of each as it ends. A RoomError ends
+    """`rollout.group_size` rollouts of each prompt; `say` gets a line for each as it ends. A RoomError ends
     `spawn`'s group.
 
-    They are recorded in the order of prompts and samples, each as soon as all before it are done: in the
-    order of their ends a recording would begin with what is short.
+    They are recorded in the order of prompts and samples, each as soon as all before it are done. In the
+    order in which they end, a recording would begin with the short ones.
     """
     rollout, slots = config.rollout, Slots(num_rollouts(config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
@@ -278,8 +278,9 @@ def open_replay(config: RunConfig, run_dir: Path | None) -> Replayed | None:
 
 
 def settle_copy(config: RunConfig, run_dir: Path, *, is_new: bool) -> None:
-    """Before a run opens its recording: remove what a start that failed has left. Raises ConfigError if one
-    that goes on had none, or had one and is told to do without: the order of its prompts would be another.
+    """Before a run opens its recording: remove what a failed start has left. Raises ConfigError if a resumed
+    run began with a recording and now has none, or the other way round: its prompts would come in another
+    order.
     """
     copy = run_dir / RUN_COPY
     if is_new:

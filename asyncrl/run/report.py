@@ -34,7 +34,7 @@ from asyncrl.trainer.policy_metrics import GAP_WARNING
 logger = logging.getLogger("asyncrl.run.report")
 
 MOST_WARNINGS = 100
-"""That status.json and the summary name; logs/controller.log has all."""
+"""Most warnings in status.json and the summary; logs/controller.log has all."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
@@ -173,7 +173,7 @@ class Reporter(Voice):
             )
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
-        """What a step shows that goes wrong: told once a run; each skipped step is in the log."""
+        """Warnings about a step, each kind once a run; the log has each skipped step."""
         gap, logs = metrics.get("policy/logprob_gap_mean", 0.0), self.run_dir / "logs" / "trainer-0.log"
         if gap > GAP_WARNING:
             text = f"engines and trainer disagree by {gap:.3g} nats on average on fresh tokens of step "
@@ -279,9 +279,7 @@ class Reporter(Voice):
         self._console.close()
 
     def _count_on(self) -> None:
-        """time_s goes on from the last step: a resumed run's time does not go back, and set-up is no part of
-        it.
-        """
+        """time_s continues from the last step: it never decreases in a resumed run, and leaves set-up out."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
     def _step_metrics(

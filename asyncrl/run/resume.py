@@ -2,9 +2,9 @@
 and how the parts of the run are brought there. Generates nothing.
 
 The checkpoint says what the weights were, the journal everything since: its batches are trained on again as
-they are, its ready groups are ready again, what ran goes on from its partial turns, what had been handed back
-comes first (what failed at the version that goes on comes after it, as it would have). So does, if settings
-were changed (--allow-change), what is too old for them.
+they are, its ready groups are ready again, running groups continue from their partial turns, and prompts that
+had been handed back come first (those whose group failed at the version of the resume come after it, as in
+the old run). If settings were changed (--allow-change), groups that are too old for them are handed back too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger("asyncrl.run.resume")
 ResumeMode = Literal["auto", "never", "must"]
 
 FREE_SECTIONS = ("observe", "checkpoint", "journal", "supervision")
-"""Sections that say how a run is watched and kept, and change nothing that it computes."""
+"""Sections that change how a run is shown and stored, and not what it computes."""
 FREE_KEYS = {
     "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "
     "logprob_gap_limit max_skipped_steps",
@@ -97,8 +97,8 @@ def begun_dtype(run_dir: Path | None) -> str | None:
 
 
 def settle_saved(folder: Path) -> bool:
-    """Put back or clear up what a run was saving when it was killed. Returns whether the directory is a
-    run's: else nothing is ours.
+    """Restore or remove folders that a run was saving when it was killed. Returns whether the directory is a
+    run's; in any other nothing is touched.
     """
     is_ours = (folder / "run.id").exists()
     for saved in (*SAVED, "model") if is_ours else ():
@@ -222,10 +222,10 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
 async def restore(
     parts: Parts, reporter: Reporter, point: ResumePoint, state: ResumeState
 ) -> tuple[UnfinishedGroup, ...]:
-    """Everything but the engines; returns what goes on once they have the current weights.
+    """Restore all parts but the engines; returns the groups that continue once the engines have the weights.
 
-    What can refuse goes first: data, buffer, and the trainer that loads the state. Then reporter and journal
-    are told, and nothing but a broken part can end it. Raises what the parts raise.
+    Steps that may refuse come first: data, buffer, and the trainer's state. Reporter and journal follow; from
+    then on only a broken part can end the resume. Raises what the parts raise.
     """
     feed, journal = parts.feed, parts.journal
     if state.order is not None:
@@ -260,7 +260,7 @@ async def restore(
     restored()
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)
-    for group_id, (prompt, why) in ended.items():  # no fault of their own: the same seeds
+    for group_id, (prompt, why) in ended.items():  # their group did not fail: the same seeds
         journal.group_ended_nowait(group_id, "handed_back", why, requeued=prompt.num_handed_back)
     return unfinished
 

@@ -1,4 +1,4 @@
-"""The servers of a run as child processes: what makes them, and how they are brought up.
+"""Makes the servers of a run as child processes, and starts them.
 
 Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer; one that dies first ends
     the start with its own last words.
@@ -61,7 +61,7 @@ class Server:
         return self.child.name
 
     async def ask(self, timeout_s: float) -> Health:
-        """How it does. Raises CallLost, CallRefused or EngineError."""
+        """Its answer to /health. Raises CallLost, CallRefused or EngineError."""
         if self.vllm is not None:
             return await self.vllm.health(timeout_s=timeout_s)
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
@@ -188,9 +188,7 @@ async def start_all(servers: Sequence[Server]) -> None:
 
 
 async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
-    """Have each of them note that its process has died, if it has; waits up to `timeout_s` for the first that
-    does.
-    """
+    """Note in each of them whether its process has died; waits up to `timeout_s` for the first death."""
     running = [server.child for server in servers if server.child.pid and server.child.returncode is None]
     waits = [asyncio.ensure_future(child.wait()) for child in running] if timeout_s else []
     if waits:
@@ -230,7 +228,7 @@ class Launcher:
         return servers
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
-        """What a rank is told. It sees the devices of all ranks and no others."""
+        """The spec of a rank. It sees the devices of all ranks and no others."""
         config, kind = self.config, engine_kind(self.config)
         return TrainerSpec(
             model_path=str(self.model_path),
@@ -315,7 +313,7 @@ class Launcher:
         env: Mapping[str, str] | None = None,
         **more: Any,
     ) -> ChildProcess:
-        """It sees these devices and no others."""
+        """The environment in which a process sees these devices and no others."""
         env = {"OMP_NUM_THREADS": str(threads), **child_environ(devices, find_cuda_devices()), **(env or {})}
         return ChildProcess(
             name, module, spec, run_dir=self.run_dir, secret=self.secret, port=port, env=env, **more

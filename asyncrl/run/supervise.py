@@ -37,16 +37,19 @@ logger = logging.getLogger("asyncrl.run.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0
-"""A call that broke may mean that the process just died: so long the kernel has to say so, because that is
-the cause to name."""
+"""Seconds to wait, after a call broke, for the kernel to report that the process has died: the death is the
+cause to name.
+"""
 MAX_BACKOFF_S = 30.0
 NO_LOSS = (PublishError, ConnectionShortage, JournalError, TrainerError)
-"""Errors on the way back to work that a new process would not cure. TrainerLost, a TrainerError, would."""
+"""Errors during a restart that another new process would not fix; it would fix TrainerLost, also a
+TrainerError.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Supervision:
-    """What all supervisors of a run have: their limits, and who hears of losses."""
+    """What all supervisors of a run share: their limits, and the callbacks for losses."""
 
     config: SupervisionConfig
     heartbeat_s: float
@@ -91,7 +94,7 @@ class Restarts:
         if len(self._counting) >= most:
             within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
             limit = f"supervision.max_restarts={most} is used up{within}"
-            way_out = lost.way_out or f"read the log of {lost.room}; started again, the run goes on."
+            way_out = lost.way_out or f"read the log of {lost.room}, then start the run again: it goes on."
             raise RoomError(lost.room, lost.fault, rule=f"{lost.rule}; {limit}".lstrip("; "), way_out=way_out)
         self.num += 1
         self._counting.append(self._worked_s)
@@ -102,10 +105,10 @@ class Supervisor:
     """Watches over processes that live and die together, and starts all of them again when one is lost.
 
     Life: up -> lost: a process died, gave no answer for heartbeat_s, or broke a call (reported) -> down: all
-        of them are killed -> backoff -> room on devices that are shared -> new ones answer -> they are
-        brought to where the old ones were -> up. A loss on the way counts like the first one.
-    Waits: run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for room,
-        for the start, and for bring_back, in which it still watches.
+        of them are killed -> backoff -> free memory on shared devices -> new ones answer -> they are brought
+        to the state of the old ones -> up. A loss on the way counts like the first one.
+    Waits: run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for free
+        devices, for the start, and for bring_back, in which it still watches.
     Invariant: more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the
         first loss does.
     """
@@ -119,8 +122,9 @@ class Supervisor:
         self._on_event, self._restarts = supervision.on_event, Restarts(supervision.config)
         self.is_up = True
         self.is_starting = False
-        """The old processes are ended, or new ones on their way, which has limits of its own. Not while they
-        wait for room, for weights, or train again: there the progress shows."""
+        """The old processes are being ended or new ones are starting, both with limits of their own. False
+        while they wait for devices or weights, or train again: that progress is visible.
+        """
         self._report: RoomError | None = None
         self._reported = asyncio.Event()
 
@@ -153,7 +157,7 @@ class Supervisor:
         try:
             number = self._restarts.again_nowait(lost)
         except RoomError:
-            if self.config.max_restarts:  # this error is told, and not the plain death of the process
+            if self.config.max_restarts:  # report this error, and not the plain death of the process
                 for process in self._processes:
                     await process.end()
             raise
@@ -299,7 +303,7 @@ class WorkerSupervisor(Supervisor):
         lease_timeout_s: float,
         gone: Callable[[str, str], None],
     ) -> None:
-        """`gone`: told (name, why), so that its rollouts fail now."""
+        """`gone` is called with (name, why), so that its rollouts fail now."""
         super().__init__([process], supervision)
         self._gone, self._lease_timeout_s = gone, lease_timeout_s
 
@@ -330,8 +334,8 @@ class WorkerSupervisor(Supervisor):
 async def until_lost(
     processes: Sequence[Server], heartbeat_s: float, *work: Coroutine[Any, Any, None]
 ) -> RoomError | None:
-    """Watch over processes until one of `work` is done (None), or one of them is lost (why): a death before a
-    call that broke because of it, and that before a heartbeat that was cut. Raises what else `work` raises.
+    """Watch processes until one of `work` is done (None) or a process is lost (why). Of several reasons a
+    death comes before a broken call, and that before a missed heartbeat. Raises other errors of `work`.
     """
     watching = [asyncio.ensure_future(process.watch()) for process in processes]
     working = [asyncio.ensure_future(coro) for coro in work]
@@ -360,7 +364,8 @@ async def heartbeat(process: Server, limit_s: float) -> None:
     """Ask a process for its health now and then, for ever. Raises RoomError once it does not answer within
     `limit_s`.
 
-    Where it cannot be asked, nothing is known; calls that cannot be made end the run by themselves.
+    A ConnectionShortage of this machine says nothing about the process, so it is ignored here; the calls of
+    the run raise it too, and end the run.
     """
     while True:
         with contextlib.suppress(ConnectionShortage):

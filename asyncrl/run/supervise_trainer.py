@@ -1,5 +1,5 @@
-"""The trainer as the run sees it: when one of its processes dies, all are started again and brought to where
-they were, and the calls that were lost are made again. And the checkpoints that this needs.
+"""The trainer under supervision: when one of its processes dies, all are started again and restored, and lost
+calls are repeated. Also makes the checkpoints that this needs.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class SupervisedTrainer(Supervisor):
         batches: Callable[[], AsyncIterator[Batch]],
         on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
-        """For a run that goes on: load a state, train on `batches()`. If it dies meanwhile, all over again;
-        each is told once.
+        """For a resumed run: load a state, then train on `batches()`. If the trainer dies meanwhile, start
+        over; each batch is reported once.
         """
         told = -1
 
@@ -126,8 +126,8 @@ class SupervisedTrainer(Supervisor):
         return await self._when_up(lambda: self.client.export_chunk(version, index))
 
     async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Not tried again: the engines that were to receive have failed too, and new processes hold what is
-        asked of them anew.
+        """Not repeated: the receiving engines have failed too, and new trainer processes copy the weights
+        again when they are asked for.
         """
         self._check_up()
         return await self.client.broadcast(request)
@@ -179,12 +179,12 @@ class SupervisedTrainer(Supervisor):
                 lost = error if isinstance(error, TrainerLost) else await self._loss_behind(error)
                 if lost is None or not self.config.max_restarts:
                     raise
-                if self.num_restarts == number:  # else a late word of processes that are gone
+                if self.num_restarts == number:  # else it is a late answer of processes that have ended
                     self._lost_by(lost)
 
     async def _loss_behind(self, error: TrainerError) -> TrainerLost | None:
-        """The first rank refuses what it cannot do without another one that has died: the kernel says so in a
-        moment.
+        """The first rank refuses a call if another rank has died; the kernel reports that death a moment
+        later.
         """
         if len(self._processes) == 1 or not await until_lost(
             self._processes, self.heartbeat_s, asyncio.sleep(GRACE_S)
@@ -195,7 +195,7 @@ class SupervisedTrainer(Supervisor):
     def _check_up(self) -> None:
         """New processes, on their way to where the old ones were, must not be taken for them."""
         if not self.is_up:
-            raise TrainerLost("trainer", "is being started again", rule="a checkpoint is of an answered step")
+            raise TrainerLost("trainer", "is being started again", rule="a checkpoint is of a finished step")
 
     @contextlib.asynccontextmanager
     async def _room(self) -> AsyncIterator[None]:
@@ -259,8 +259,8 @@ class Checkpointer:
         journaled -> idle.
     Waits: the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps until
         the state is written, then while a trainer that was started again goes back to an older one.
-    Invariant: one at a time: what is due while one is being written is left out and told. What cannot be
-        written is told, each time, and neither touches older checkpoints nor the run.
+    Invariant: one at a time: one that is due while another is being written is left out, with a warning. A
+        failed write is a warning each time; older checkpoints and the run are not affected.
     """
 
     def __init__(self, parts: Parts, job: Life) -> None:
@@ -299,7 +299,9 @@ class Checkpointer:
             await self._finish(*begun, self._parts.controller_state())
 
     async def _begin(self) -> tuple[Pending, int] | None:
-        """(what the trainer is writing into, the version that it is of); None if it cannot, which is told."""
+        """(what the trainer is writing into, the version that it is of); None, after a warning, if it
+        cannot.
+        """
         pending = None
         try:
             pending = await asyncio.to_thread(self._checkpoints.begin)

@@ -1,4 +1,4 @@
-"""Asks a run for its numbers and how its child processes do, for metrics, status and watchdog."""
+"""Collects the numbers of a run and the states of its child processes, for metrics, status and watchdog."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def _ask_children(parts: Parts) -> tuple[ChildState, ...]:
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether that process handles the signal, and would not be ended by it, as a new one would."""
+    """Whether that process has a handler for the signal; a new process has none and would be ended by it."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:

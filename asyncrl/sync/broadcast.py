@@ -1,5 +1,5 @@
-"""transport: nccl, the controller's end. Has the trainer send a version once, when every engine that is to
-receive it waits for it. Knows no route and no tensor.
+"""transport: nccl, the controller's end. The trainer sends a version once, when every engine that expects it
+is waiting.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from asyncrl.messages.base import BroadcastRequest, GroupSeat
 from asyncrl.sync.push import WeightTrainer
 
 STEP_S = 60.0
-"""Most that a group may take to form, and for each buffer: everybody is there when it begins."""
+"""Limit, in seconds, for forming a group and for each buffer: all members are ready when it begins."""
 
 
 @dataclass
 class _Round:
     """One broadcast: a seat for each engine, by name; the first of `members` asks the trainer to send.
 
-    `failure`: why the others need not go on; set only while not all is sent, for an engine that has all of it
-    can finish alone. Its group can be used again if all had the weights and it is not broken.
+    `failure`: why the other members stop. It is set only before everything is sent; afterwards each engine
+    can finish alone. The group is used again if every member got the weights and it is not broken.
     """
 
     version: int
@@ -47,16 +47,16 @@ class _Round:
 class Broadcasts:
     """Where engines meet for the weights of a version.
 
-    Life: of a version: expected, engine by engine, as they prepare -> each waits in receive(), or leaves ->
-        once all that are left wait they get seats, and the trainer sends -> each has it, or the round failed.
-        The group is kept for the next version as long as the same processes take part and none failed; else a
-        new one is formed.
+    Life: of a version: engines are expected as they prepare -> each one waits in receive(), or leaves -> when
+        all expected engines wait, they get seats and the trainer sends -> all have the version, or the round
+        failed. The group is kept for the next version as long as the same processes take part and none
+        failed; else a new one is formed.
     Waits: receive sleeps until all others wait too, then until its workers have the weights. An engine that
         is lost leaves, which wakes the others; a limit is the caller's (weight_sync.timeout_s), and a seat's
         in the processes themselves.
     Invariant: a round begins only with every engine that is expected, and none joins it later: trainer and
-        workers, so many as the seats say, make the same calls. An engine that fails in it never has part of a
-        version that it does not know of: it raises.
+        workers, so many as the seats say, make the same calls. An engine that fails in a round raises: it
+        never keeps a part of a version unnoticed.
     """
 
     def __init__(self, sender: WeightTrainer, folder: Path, *, timeout_s: float) -> None:
@@ -68,18 +68,18 @@ class Broadcasts:
         self._last: _Round | None = None
 
     def expect_nowait(self, name: str, version: int, num_workers: int) -> None:
-        """The engine, with so many workers, will receive the version: nothing is sent without it."""
+        """Expect this engine, with this many workers: nothing is sent before it waits."""
         if version != self._version:
             self._version, self._expected, self._here = version, {}, {}  # of a push that was given up
         self._expected[name] = num_workers
 
     def leave_nowait(self, name: str) -> None:
-        """It will not, or is another process from now on. Idempotent."""
+        """Stop expecting this engine: it is lost, or a new process. Idempotent."""
         self._expected.pop(name, None)
         turn = self._here.pop(name, None)
         if turn is not None and not turn.done():
             what = f"left before policy_version {self._version} was sent"
-            turn.set_exception(EngineError(name, what, rule="an engine that left is not sent to"))
+            turn.set_exception(EngineError(name, what, rule="weights go only to engines that take part"))
         if self._last is not None and name in self._last.seats:
             self._last.is_broken = True
         self._begin_nowait()
@@ -97,7 +97,7 @@ class Broadcasts:
         """
         if version != self._version or name not in self._expected:
             what = f"is to receive policy_version {version}, and it did not prepare it"
-            raise EngineError(name, what, rule="prepare comes first")
+            raise EngineError(name, what, rule="an engine prepares a version before it receives it")
         turn = self._here[name] = asyncio.get_running_loop().create_future()
         self._begin_nowait()
         is_done = False
@@ -108,7 +108,7 @@ class Broadcasts:
             if turn.cancelled():
                 self.leave_nowait(name)
             elif not is_done and turn.exception() is None:
-                turn.result().fail_nowait(RoomError(name, "is gone", rule="a group is of live processes"))
+                turn.result().fail_nowait(RoomError(name, "is gone", rule="all of a group must live"))
 
     def _begin_nowait(self) -> None:
         """Start the round if all are here."""
@@ -132,7 +132,7 @@ class Broadcasts:
     async def _take_part(
         self, begun: _Round, name: str, take: Callable[[GroupSeat], Awaitable[None]]
     ) -> None:
-        """The first part to end with an error ends the other: a broken group is not waited for."""
+        """An error of either side ends the other one: there is no wait for a broken group."""
         works: list[Awaitable[None]] = [take(begun.seats[name])]
         if name == begun.members[0][0]:
             works.append(self._send(begun))

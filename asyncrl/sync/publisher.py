@@ -1,5 +1,5 @@
-"""Brings each policy_version to every engine: beside generation, or in turns on shared devices. Knows no
-batch, no rollout, and never opens the weights.
+"""Brings each policy_version to every engine: beside generation, or in turns on shared devices. It never
+opens the weights.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""One push of one version to all engines, in two phases: bring the weights and compare digests, then commit.
-Knows no route and no other push.
+"""One push of one version to all engines, in two phases: bring the weights and compare digests, then
+commit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _ANNOUNCED = "a version is announced only when every engine serves it, with the 
 
 
 class WeightTrainer(Protocol):
-    """What weight sync needs of the trainer, which may be down for a while: run.supervise_trainer has it.
+    """What weight sync needs of the trainer, which may be down for a while; run.supervise_trainer implements
+    it.
 
     `is_up` is false while its processes are started again, `num_restarts` how often they were; wait_up
     returns once it can answer. export copies the newest weights into staging, between two optimizer steps;
@@ -65,9 +66,9 @@ class Push:
     """One version on its way to the engines in `live`: whole, as one export beside generation, or chunk by
     chunk, into weights that are awake and empty.
 
-    Life: made, with the version that all engines serve -> whole() or chunks(), once. An engine that is lost
-        on the way is told to `on_lost` and left behind; `live` holds the others. Without `on_lost` it is an
-        error like any other.
+    Life: made, with the version that all engines serve -> whole() or chunks(), once. `on_lost` is called with
+        an engine that is lost on the way; `live` holds the others. Without `on_lost` it is an error like any
+        other.
     Waits: for all engines at once, at most timeout_s a phase; `is_rolling`: in commit for one after the
         other. For a chunk without a limit: a handover, which has one, goes on around it.
     Invariant: both return only if every engine in `live` serves the version with the digest that the trainer

@@ -20,8 +20,8 @@ class Feed:
     """The PromptSource of a run.
 
     The first draws are the prompts of `first`, if there are any. Draw number k after them, of a task with n
-    prompts, is place k mod n of epoch k div n. Life of a prompt: drawn, then consumed (the feed hears nothing
-    of it) or handed back, and drawn again before any new one, in the old order, with the num_handed_back that
+    prompts, is place k mod n of epoch k div n. Life of a prompt: drawn, then consumed (without a call of the
+    feed) or handed back, and drawn again before any new one, in the old order, with the num_handed_back that
     it came back with. Invariant: state() and the config say all there is; a feed that has loaded it goes on
     with the same prompts.
     """
@@ -85,14 +85,14 @@ class Feed:
     def _hand_back(self, prompt_id: str, num_handed_back: int) -> None:
         draw = self._draw_of(prompt_id)
         if draw >= self.num_drawn or draw in self._counts:
-            raise ValueError(f"prompt {prompt_id} is not out: it cannot be handed back")
+            raise ValueError(f"prompt {prompt_id} is not in use, so it cannot be handed back")
         heapq.heappush(self._handed_back, draw)
         self._counts[draw] = num_handed_back
 
     @property
     def order(self) -> dict[str, Any]:
-        """What the order of prompts follows from, fit for JSON: a position means something under the same one
-        alone.
+        """All that determines the order of prompts, for JSON. A saved position is valid only with the same
+        values.
         """
         order = {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle}
         return {**order, "num_first": len(self._first)}
@@ -104,7 +104,7 @@ class Feed:
                 raise TaskError(
                     "tasks",
                     f"the saved position has {key}={saved.get(key)}, this run has {value}",
-                    rule="a position means something in the same task, seed and order alone",
+                    rule="a position is valid only for the same task, seed and order",
                     way_out="resume with the data and config of the saved run, or start a new one.",
                 )
 

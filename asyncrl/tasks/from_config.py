@@ -1,6 +1,4 @@
-"""Makes the task of a config. Knows every kind of task; in the processes of the reward pool it makes the
-score function alone.
-"""
+"""Makes the task of a config. In the processes of the reward pool it makes only the score function."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def look_at_task(
 
 
 def task_name(config: TaskConfig) -> str | None:
-    """What errors call a task of the user's, by its setting; None for the others, which tell what they
-    are.
-    """
+    """Name of a user's task in errors, by its setting; None for other tasks, whose errors name them."""
     return f"task.python={config.python}" if config.python is not None else None
 
 

@@ -123,7 +123,7 @@ class ThreadPool:
         """Raises TaskError if no worker will be free any more."""
         await self._free.acquire()
         if len(self._overdue) == self._workers:
-            self._free.release()  # for the next one who waits
+            self._free.release()  # for the next waiting call
             raise TaskError(
                 "tasks",
                 f"all {self._workers} reward threads have been in one call each for more than "
@@ -223,7 +223,7 @@ class ProcessPool:
         return answer
 
     def _broken(self, what: str) -> TaskError:
-        way_out = "make the task's module importable in a new process, quickly and without the state of this."
+        way_out = "make the task's module importable, fast, in a new process that has no state of this one."
         return TaskError("tasks", f"the reward processes {what}", way_out=way_out)
 
 

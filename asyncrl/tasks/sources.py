@@ -18,7 +18,7 @@ from asyncrl.messages.records import Prompt
 from asyncrl.tasks.task import Item
 
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
-"""Rows, and what errors call the row at an index."""
+"""Rows, and the name of the row at an index in errors."""
 
 
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:

@@ -1,4 +1,4 @@
-"""What a task is, tasks out of rows, and one call of a score function: a number, or words for what failed."""
+"""The Task protocol, tasks made of rows, and one call of a score function: a number, or a failure."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ class RowTask:
 
 
 LARGEST_REWARD = 1e18
-"""The mean, the square and the sum of many such are finite in float32. The gateway asks the same of what
-harnesses say.
+"""Largest absolute value: means, squares and sums of many rewards stay finite in float32. The gateway has the
+same limit for the outcomes of harnesses.
 """
 
 
@@ -153,9 +153,9 @@ class caught:  # noqa: N801  reads like contextlib.suppress
     """Keeps an exception of the user's code in `failure`, in words, and goes on. Cancellation of the caller
     and Ctrl-C pass.
 
-    This is the rollout boundary of rewards: what the user's code raises is data about one rollout. So is the
-    CancelledError of something that it awaited and that was cancelled elsewhere: a task that ends with that
-    one is forgotten in silence.
+    This is the rollout boundary of rewards: what the user's code raises is data about one rollout. So is a
+    CancelledError of something that it awaited and that was cancelled elsewhere: asyncio would silently drop
+    a task that ends with it.
     """
 
     failure = ""

@@ -1,5 +1,5 @@
-"""The tasks of a verifiers environment as prompts. Knows what a task of that library looks like; does not
-load one, runs and scores none.
+"""The tasks of a verifiers environment as prompts. It neither loads environments nor runs or scores their
+tasks.
 
 https://github.com/PrimeIntellect-ai/verifiers
 """
@@ -22,7 +22,7 @@ class VerifiersTask:
     """The tasks of `taskset` in its own order; of one without an end the first `size`.
 
     All are read when this is built, so that a bad one ends the run before it has started. The messages of a
-    prompt are for those who look at it: the environment makes its own from the same data.
+    prompt are only shown to people: the environment makes its own from the same data.
     """
 
     def __init__(self, taskset: Any, *, size: int) -> None:
@@ -32,7 +32,7 @@ class VerifiersTask:
         self._name = type(taskset).__name__
         fields = type(taskset).task_type().data_type().model_fields
         if hidden := [name for name, field in fields.items() if field.exclude]:
-            raise self._unfit(f"its data leave out {', '.join(hidden)} when they are written down")
+            raise self._unfit(f"its data leave out {', '.join(hidden)} when they are written as JSON")
         self._items: list[Item] = []
         with caught() as boundary:
             for task in itertools.islice(taskset, None if taskset.bounded else size):
@@ -64,7 +64,7 @@ class VerifiersTask:
         try:
             json.dumps(row, allow_nan=False)
         except ValueError as error:
-            raise self._unfit(f"task {index} holds what is no JSON ({error})") from error
+            raise self._unfit(f"task {index} has a value that is not JSON ({error})") from error
         messages = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
         if isinstance(data.prompt, str):
             messages.append({"role": "user", "content": data.prompt})

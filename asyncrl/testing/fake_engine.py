@@ -144,7 +144,7 @@ class FakeEngineServer(FakeServer):
         or abort. A commit closes the gate, ends or keeps what runs, swaps for `swap_s`, opens the gate. It
         may sleep part by part; what comes meanwhile queues until it can serve again.
     Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer), `mangle_chunk`,
-        `chunk_tokens` (a streamed chunk has so many), `parts` (its memory).
+        `chunk_tokens` (tokens of a streamed chunk), `parts` (its memory).
     """
 
     def __init__(

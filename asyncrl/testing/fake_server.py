@@ -1,6 +1,4 @@
-"""Fake server processes, for the virtual clock: they stand at the far end of the HTTP calls, under the real
-client code.
-"""
+"""Fake server processes, for the virtual clock: the real client code calls them in place of HTTP servers."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ Work = Callable[[], Awaitable[Any]]
 
 
 class FakeServer(Caller):
-    """A server that dies (its connections break at once, and those to come), freezes (it answers nothing any
-    more, and keeps every connection) and is started again, with the state of the start.
+    """A server that can die (its connections break, new ones too), freeze (it keeps connections and stops
+    answering) and be started again, with its initial state.
     """
 
     def __init__(self, name: str) -> None:
@@ -100,8 +98,8 @@ class FakeServer(Caller):
 class FakeProcess:
     """A Restartable over a fake server; a new process answers `start_s` seconds after it was started.
 
-    Knobs: `fails_to_start` (so many of the next processes end instead of coming up), `reap_s` (the kernel
-        tells of a death so long after the connections broke), `end_s` (a SIGKILL takes so long).
+    Knobs: `fails_to_start` (number of next processes that end instead of starting), `reap_s` (seconds from
+        broken connections to the death that the kernel reports), `end_s` (seconds that a SIGKILL takes).
     """
 
     health: type[BaseModel]

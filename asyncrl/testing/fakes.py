@@ -1,5 +1,5 @@
-"""A fake for every Protocol of types, with behaviour, for the virtual clock. Knows no room and runs no
-process.
+"""A fake, with behaviour, for every Protocol in messages/protocols.py, for the virtual clock. No process is
+started.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FakeEngine:
         on_tokens: Callable[[Sequence[int]], None] | None = None,
     ) -> Completion:
         """Sleep, then answer. `partial` is noted in `resumed`; nothing interrupts, so `on_segment` is never
-        told.
+        called.
         """
         self.requests.append(request)
         if partial is not None:

@@ -1,9 +1,8 @@
-"""The plain synchronous RL loop: sample, score, train, load the new weights, again. Knows no buffer, no
-servers, no HTTP.
+"""The plain synchronous RL loop: sample, score, train, load the new weights, again. No buffer, no servers, no
+HTTP.
 
-It is what a run with max_staleness=0 must equal bit for bit, so it shares no code with the rooms it is
-compared to: every part is handed in, and everything happens one after the other in the order in which it is
-written here.
+A run with max_staleness=0 must equal it bit for bit. So it shares no code with the parts that it is compared
+with: the caller passes in every function, and they are called one after the other in the order written here.
 """
 
 from __future__ import annotations

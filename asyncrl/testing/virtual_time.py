@@ -55,7 +55,7 @@ def run_virtual(
 
     Tasks that are left over are cancelled, and the loop is closed. Raises DeadlockError when nothing can
     happen any more, BusyLoopError after `max_rounds` rounds of the loop at one instant, and the error of a
-    callback or of a task that nobody awaited, which asyncio would only log.
+    callback or of a task that was never awaited, which asyncio would only log.
     """
     loop = VirtualTimeLoop(start_s, max_rounds)
     runner = asyncio.Runner(loop_factory=lambda: loop)
@@ -83,8 +83,8 @@ async def all_blocked() -> None:
 
 
 def stand_still(seconds: float) -> None:
-    """Let virtual time pass in which nobody runs, not even who has a timer. Raises RuntimeError outside
-    run_virtual.
+    """Let virtual time pass in which no task runs, not even one whose timer is due. Raises RuntimeError
+    outside run_virtual.
     """
     _virtual_loop("stand_still").stand_still(seconds)
 
@@ -100,7 +100,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     """The loop behind run_virtual. It is its own selector: where another loop sleeps, this one sets its
     clock.
 
-    Waits: tasks sleep in futures and timers as ever. select(), called whenever the loop has run its ready
+    Waits: tasks sleep in futures and timers as usual. select(), called whenever the loop has run its ready
         callbacks, wakes those in all_blocked first, else jumps to the next timer, else raises DeadlockError.
     Invariant: the clock moves only while nothing is ready, and only to the time of the next timer;
         stand_still() aside.
@@ -147,7 +147,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return []
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
-        """Refused: a thread knows nothing of the virtual clock."""
+        """Refused: a thread does not run on the virtual clock."""
         name = getattr(func, "__qualname__", func)
         raise RuntimeError(f"{name} would run in a thread, which knows no virtual clock; use a fake")
 

@@ -1,4 +1,4 @@
-"""Checks a batch before anything is computed from it. Knows arrays and ages; knows no torch and no weights.
+"""Checks a batch before anything is computed from it. Imports no torch.
 
 Invariant: no token sampled before header.min_version carries loss. loss_tokens guarantees it here, whatever
     the buffer did before: such a token gets weight 0 where the batch allows it (mask_older), or the batch is

@@ -1,5 +1,4 @@
-"""The optimizer steps on one batch, on this rank's part of it. Knows tensors; knows no HTTP and no file but
-the record, and which loss only by name.
+"""The optimizer steps on one batch, on this rank's part of it. No HTTP; the trained record is its only file.
 
 A batch is good for epochs * mini_batches optimizer steps and makes one policy_version. Master weights,
 gradients and optimizer state are float32; with dtype bfloat16 the forward pass and the exported weights are
@@ -54,8 +53,8 @@ class StepSums:
         self.stats = Counter[str]()
 
     def add_up(self, ranks: Ranks) -> None:
-        """Become the sums of all ranks, on all of them alike: what follows from them each decides by
-        itself.
+        """Replace these numbers by their sums over all ranks, so that each rank then makes the same
+        decisions.
         """
         ranks.add_up(self.logprobs_N, self.entropies_N)
         parts = ranks.gather([self.loss, self.stats])
@@ -115,8 +114,8 @@ class Learner:
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
         """Take the optimizer steps of one batch; returns its metrics by full name. Raises Refused.
 
-        What a skipped step has spoilt is NaN: the loss and the gradient norm of a batch all of whose steps
-        were skipped, say.
+        Metrics that a skipped step makes meaningless are NaN, like loss and gradient norm if all steps of the
+        batch were skipped.
         """
         started = time.perf_counter()
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings

@@ -1,5 +1,5 @@
 """The Hugging Face folder that trainer and engines start from: made from scratch, given, or fetched from the
-hub; and that a run which goes on starts from the same one. Loads no model.
+hub. Checks that a resumed run starts from the same one. Loads no model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOKENIZER = (
     *("special_tokens_map.json", "chat_template.*"),
 )
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
-"""What weights, architecture and tokenizer are read from."""
+"""Patterns of the files with weights, architecture and tokenizer."""
 _CHUNK_BYTES = 8 * 2**20
 
 
@@ -172,8 +172,8 @@ class PinnedModel(BaseModel, frozen=True, extra="forbid"):
 
 
 class ModelPin:
-    """The model that a run began with, by the content of its files: with trainer.lora a checkpoint holds the
-    adapters alone, so nothing else would notice another one. Blocks on the disk: call it in a thread.
+    """The model that a run began with, by the digests of its files. With trainer.lora a checkpoint holds only
+    the adapters, so no other check would notice a changed model. Blocks on the disk: call it in a thread.
 
     Life: made (reads what the first start has written) -> read() -> write() once nothing can refuse.
     """

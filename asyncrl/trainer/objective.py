@@ -1,5 +1,4 @@
 """Turns logprobs into the loss of one optimizer step: advantages, surrogate, correction, KL, aggregation.
-Knows no model.
 
 Loss and advantage may be the user's: what they return is checked. The sum of what micro_loss returns over all
 micro-batches of an optimizer step is its loss, so their cut never changes the result.
@@ -76,8 +75,8 @@ class Objective:
 
     @property
     def needs_proximal(self) -> bool:
-        """A forward pass over the batch before its first step: where the logprobs of that step's own forward
-        come too late.
+        """Whether a forward pass over the batch is needed before its first step, because the logprobs of that
+        step's own forward pass come too late.
         """
         is_used = self._recipe.ratio == "proximal" or self._correction is not None
         is_recomputed = is_used and self.spec.steps_per_batch > 1 and self.settings.proximal == "recompute"

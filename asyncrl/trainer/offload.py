@@ -1,5 +1,4 @@
-"""Moves the memory of a trainer's tensors off its device and back. Knows tensors and ranks; what a part is
-for, it does not know.
+"""Moves the memory of a trainer's tensors off its device and back.
 
 What moves is the memory under the tensors and not the tensors: the bytes of a storage are copied, and the
 storage is set to size 0. Whatever points at it (a parameter and its tied twin, a view, FSDP's flat shard and
@@ -33,8 +32,8 @@ Copies = list[tuple[torch.UntypedStorage, Tensor]]
 
 
 class Offload:
-    """What of a trainer's state is away from its device. Made on all ranks; offload and onload are called on
-    all of them at once.
+    """Tracks which parts of a trainer's state are off its device. Made on all ranks; offload and onload are
+    called on all of them at once.
 
     Life: here -> offload(parts) -> away -> onload(parts) -> here ...
     Invariant: a part is here on all ranks or away on all of them: a move that fails on one rank is taken back
@@ -168,7 +167,7 @@ class Offload:
             raise Refused(
                 507,
                 f"cannot {what} on rank {self._ranks.rank}: {type(error).__name__}: {str(error)[:500]}",
-                rule="what cannot be moved on one rank stays where it was on all",
+                rule="if a part cannot be moved on one rank, it stays where it was on all ranks",
                 way_out=way_out,
             ) from error
 

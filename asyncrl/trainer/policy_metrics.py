@@ -1,5 +1,5 @@
 """Numbers of a step: how far engines and trainer are apart on tokens that both have from the same weights,
-engine by engine; distances between policies; the learning rate. Knows arrays, no torch.
+engine by engine; distances between policies; the learning rate. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The trainer process: `python -m asyncrl.trainer.rank_process --spec FILE --fd N`. The endpoints over one
-TrainStep; what a step is, it leaves to step.py.
+TrainStep of step.py.
 
 Life: one thread loads the model and owns torch; all requests but /health run on it in the order in which they
     arrive. /health is answered by the event loop, during a step too. The process makes the staging directory
@@ -7,9 +7,9 @@ Life: one thread loads the model and owns torch; all requests but /health run on
     still read the last export.
 Waits: a request waits for those before it; the client waits for its answer.
 Ranks: every rank is such a process and answers /health. Rank 0 alone takes requests, and sends each as a
-    command to the torch threads of the others, which call the same method of their TrainStep. A refusal that
-    all ranks come to alike is rank 0's to answer. Any other error ends the process of its rank, with the
-    reason as its last word, and so the run: the group cannot go on without one of its ranks.
+    command to the torch threads of the others, which call the same method of their TrainStep. If all ranks
+    refuse alike, rank 0 answers with that refusal. Any other error ends the process of its rank, with the
+    reason as the last line of its log, and with it the run: the group needs all of its ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ KEPT_EXPORTS = 2
 """Engines may still read the export before the newest."""
 MEMORY = "free or enlarge shared memory (df -h /dev/shm), or lower weight_sync.chunk_bytes."
 GRACE_S = 10.0
-"""How long a rank that has lost another one waits to be ended, so that the other is named and not itself."""
+"""How long a rank waits to be ended after another one was lost, so that the run's error names the other."""
 
 
 class TrainerService:
@@ -174,7 +174,7 @@ class TrainerService:
 
     async def save(self, message: SaveRequest) -> TrainerHealth:
         """Write a Hugging Face folder, or the adapters alone."""
-        with _written(message.path, "see to the room and the rights on its disk, and start the run again."):
+        with _written(message.path, "free space or correct the rights on its disk, then start again."):
             await self.call("save", path=message.path, merged=message.merged)
         return await self.health()
 
@@ -214,7 +214,7 @@ class TrainerService:
                 except Refused as refused:
                     log.warning("%s was refused: %s", command.name, refused)
                 self.num_waiting = 0
-        except Exception as error:  # the outermost border of this thread: told, and the end
+        except Exception as error:  # the outermost frame of this thread: log the error and end the process
             log.exception("rank %d cannot go on", self.step.ranks.rank)
             if is_loss_of_a_rank(error):
                 threading.Event().wait(GRACE_S)

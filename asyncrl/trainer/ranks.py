@@ -1,5 +1,4 @@
-"""The trainer's processes as one group: commands of rank 0, sums and agreements. Knows JSON, bytes and
-numbers; knows no model.
+"""The trainer's processes as one group: commands of rank 0, sums and agreements.
 
 All ranks are processes of this machine and meet in a file of the staging folder. Nothing is pickled.
 """
@@ -27,11 +26,11 @@ from asyncrl.trainer.spec import TrainerSpec
 
 T = TypeVar("T")
 NEVER = timedelta(days=365)
-"""How long the other ranks wait for the next command: as long as it takes."""
+"""Limit of the other ranks' wait for the next command: practically none."""
 START = timedelta(seconds=300)
 """How long a rank waits for the others to be there."""
 LOST = ("gloo", "nccl", "connection")
-"""Words in what a collective raises when another rank is gone or does not come."""
+"""Parts of the messages that a collective raises when another rank has ended or is late."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Ranks:
         ]
 
     def agree(self, work: Callable[[], T]) -> T:
-        """What `work` returns on this rank. Raises Refused on all ranks if it does on one."""
+        """Run `work` on this rank and return its result. Raises Refused on all ranks if it does on one."""
         answer, failure = list[T](), None
         try:
             answer = [work()]
@@ -100,7 +99,7 @@ class Ranks:
             dist.all_reduce(torch.from_numpy(array))
 
     def send(self, command: Command) -> None:
-        """On rank 0: hand the command to all others, which are in wait_command or will be."""
+        """On rank 0: send the command to all others, which wait in wait_command or soon will."""
         if self.size > 1:
             head = json.dumps({"name": command.name, "arguments": command.arguments}).encode()
             dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self._commands)
@@ -154,7 +153,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
 
 
 def is_loss_of_a_rank(error: BaseException) -> bool:
-    """Whether this comes from another rank's end rather than from this one's own work."""
+    """Whether this error was caused by the end of another rank and not by this rank's own work."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
     )

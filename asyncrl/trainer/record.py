@@ -73,8 +73,8 @@ def loss_spans(has_loss: npt.NDArray[np.bool_], versions: npt.NDArray[np.int32])
 
 
 def hold_record(path: Path, timeout_s: float = 60.0) -> int:
-    """Take the record for this process until it ends; waits for one that is being killed. Returns the
-    descriptor to keep open.
+    """Lock the record for this process until it ends; waits for an older process that is being killed.
+    Returns the descriptor to keep open.
 
     Without it the trainer of a killed run could write one more line after that of the resumed one. Raises
     TimeoutError.
@@ -96,8 +96,8 @@ def note_restored(path: Path, version: int) -> None:
     """Say that the batches from `version` on are about to be trained again, and which of those before are
     missing.
 
-    A line that a kill has torn is cut off first. What a machine loses that stops is the end of a file: its
-    last lines are read, no more.
+    An incomplete last line is cut off first. A machine that stops can lose only the end of a file, so only
+    the last lines are read.
     """
     reached = -1
     if path.is_file():

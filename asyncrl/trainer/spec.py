@@ -1,5 +1,5 @@
-"""What a trainer worker is told at its start. Knows no torch: the controller writes it, the worker reads
-it.
+"""The spec of a trainer worker: the controller writes it, the worker reads it at its start. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class TrainerSpec(FrozenConfig):
     instead.
     """
     is_file_wanted: bool = False
-    """With transport=nccl: write the file too, for whoever evaluates."""
+    """With transport=nccl: write the file too, for the eval engine."""
     chunk_bytes: int = Field(default=2**28, ge=1)
     """weight_sync.chunk_bytes: what /export_chunk writes at once."""
     chunks: Literal["file", "memory"] = "file"
     """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too
     (asyncrl/weights/ipc.py), on the device of rank 0: embedded engines do, and vLLM with transport=ipc."""
     canary_tokens: int = Field(default=0, ge=0)
-    """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines must have room
-    for one more.
+    """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines need space for
+    one more.
     """
     measures_gap: bool = True
     """Compare the engines' logprobs of fresh tokens with the trainer's; false where the engines have no

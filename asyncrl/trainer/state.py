@@ -1,5 +1,4 @@
-"""What a trainer needs to go on as if it had never stopped: saved beside training, loaded exactly. Knows no
-batch.
+"""What a trainer needs to go on as if it had never stopped: saved beside training, loaded exactly.
 
 That is the float32 master weights and AdamW's moments by parameter name, the counts that stand in Progress,
 and each rank's random generators of torch. The learning rate is a function of these counts, the initial
@@ -236,7 +235,7 @@ class TrainerState:
             difference = f"is of another model: {len(differing)} weights differ, e.g. {name} is {shapes}"
         if difference:
             way_out = f"start with the configuration of the run that wrote it (model {manifest.model_path})."
-            raise Refused(422, f"{path} {difference}", rule="what is trained stays the same", way_out=way_out)
+            raise Refused(422, f"{path} {difference}", rule="a run trains the same weights", way_out=way_out)
         return manifest
 
 

@@ -1,6 +1,6 @@
 """A Learner whose weights leave it for the engines, are saved, and can be moved off the device. Every method
 is called on all ranks at once, which gather what is sharded; rank 0 alone writes, and its answer alone means
-something. Knows no HTTP.
+something.
 
 With each export goes a canary: the logprobs of a fixed short text. An engine that has loaded the export
 computes the same text and compares: other weights, in any layer, give other logprobs. The forward pass is the
@@ -57,8 +57,8 @@ CHUNK_FILE = "chunk.safetensors"
 
 
 class TrainStep(Learner):
-    """Life: as Learner's; between any two calls offload and onload, of any parts. What needs a part that is
-    away is refused.
+    """Life: as Learner's; offload and onload of any parts may come between any two calls. A call that needs a
+    part that is offloaded is refused.
 
     Invariant: a checkpoint is never refused: what is away is saved from where it lies, and stays there.
     """

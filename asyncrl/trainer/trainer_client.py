@@ -44,8 +44,8 @@ class TrainerClient:
     Life: open until aclose(). `policy_version` follows the answers to train().
     Waits: calls wait for the worker, `timeout_s` at most (None: until it answers or its connection breaks;
         the watch over health() ends the worker). wait_version_above sleeps until train() sets the event.
-    Invariant: policy_version never goes back. Raises:     every call TrainerLost if the worker is gone,
-        TrainerError if it refuses or breaks.
+    Invariant: policy_version never goes back.
+    Raises: every call TrainerLost if the worker is gone, TrainerError if it refuses or breaks.
     """
 
     def __init__(self, caller: Caller, *, policy_version: int = 0, timeout_s: float | None = None) -> None:
@@ -134,8 +134,8 @@ class TrainerClient:
         on_step: Callable[[Batch, TrainResponse], None],
     ) -> None:
         """Go on from the state of a whole checkpoint (None: from the start), and train on these batches
-        again; on_step is told of each. policy_version follows only where it is above what it was: a version
-        that was announced stays announced.
+        again; on_step is called for each. policy_version follows only where it is above what it was: a
+        version that was announced stays announced.
         """
         with waiting("the journaled batches to be trained on again", on=self._caller.name, who="catching up"):
             if state is not None:

@@ -1,9 +1,9 @@
-"""Exports weights chunk by chunk into one place that is written over again and again. Knows no engine.
+"""Exports weights chunk by chunk into one place that is written over again and again.
 
-A chunk is as many tensors, in the order of an export, as fit into chunk_bytes, or one that does not. Whoever
-asks for the next chunk has loaded the one before: it is overwritten. Any chunk may be asked for at any time:
-a trainer that was started again goes on where the lost one was. Each tensor is gathered, written and
-forgotten: beside the place, which holds one chunk, that is the memory it takes.
+A chunk is as many tensors, in the order of an export, as fit into chunk_bytes, or one that does not. A
+request for the next chunk means that the one before is loaded: it is overwritten. Any chunk may be asked for
+at any time: a trainer that was started again goes on where the lost one was. Each tensor is gathered, written
+and forgotten: beside the place, which holds one chunk, that is the memory it takes.
 """
 
 from __future__ import annotations

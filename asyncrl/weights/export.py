@@ -1,5 +1,4 @@
-"""The trainer's weights as they leave it: named, gathered, in the engines' dtype. Knows files and digests;
-knows no batch.
+"""The trainer's weights as they leave it: named, gathered, in the engines' dtype.
 
 Sharded weights are gathered one tensor at a time; the ranks that write nothing go through the same pass
 (gather_along).
@@ -24,8 +23,8 @@ from asyncrl.weights.tensor_files import digest_of_tensor, dtype_name, write_ten
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights of which some are computed each time they are asked for. `like` has the shape and dtype of
-    each, for nothing.
+    """Weights of which some are computed at each access. `like` has shape and dtype of each, without
+    computing it.
     """
 
     def __init__(
@@ -125,7 +124,7 @@ def export_weights(
 def manifest_of(
     weights: LazyWeights, dtype: torch.dtype | None, version: int, digests: Mapping[str, bytes], path: str
 ) -> ExportResponse:
-    """What is said of an export; without a file ('') it is held."""
+    """The answer about an export; without a file ('') the trainer holds it."""
     return ExportResponse(
         version=version,
         path=path,

@@ -12,8 +12,8 @@ allocator, which then never goes back to the device; its counter of readers is a
 killed process leaves; and one handle is good for one reader. The driver's calls are public and have none of
 it. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html has them.
 
-CUDA copies are only begun when a call returns: call settle() before saying that bytes are there, or have
-been read.
+When a call returns, CUDA copies have begun and may not have ended: call settle() before reporting that bytes
+are written or read.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class TrainerMemory:
                     f"{error}",
                     rule="trainer and engine take turns on one device, and share a piece of its memory",
                     way_out="give them the same device (placement), or devices of their own; in containers, "
-                    "one that holds both.",
+                    "run both in the same one.",
                 ) from error
         memory = self._memory
         try:

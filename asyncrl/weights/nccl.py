@@ -6,9 +6,9 @@ goes on with the originals. When every engine waits for it (asyncrl/sync/broadca
 buffers (send), and each vLLM worker loads one after the other and compares the digest of what came
 (servers/asyncrl_servers/vllm/worker_extension.py).
 
-On CUDA devices the group of processes is NCCL's, on the CPU gloo's; they differ in _connect, _wait and
-close. Why not vLLM's own helpers (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in
-a TCP store that whoever reaches the port may write to, and unpickle what they find there; the trainer would
+On CUDA devices the group of processes is NCCL's, on the CPU gloo's; they differ in _connect, _wait and close.
+Why not vLLM's own helpers (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in a TCP
+store to which any program that reaches the port may write, and they unpickle its content; the trainer would
 have to import vLLM; and nothing in them ends a wait for a process that has died. Here they meet in a file of
 a folder that is ours alone, nothing is pickled, and every wait has an end.
 """

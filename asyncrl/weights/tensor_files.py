@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, and their digests. Knows no model and no version.
+"""Tensors in safetensors files, and their digests.
 
 The format: 8 bytes with the length of a JSON head, the head, the data
 (https://github.com/huggingface/safetensors#format). torch is imported where tensors are made or hashed on a
@@ -39,7 +39,7 @@ _FILE_NAMES = {name: code for code, (name, _) in DTYPES.items()}
 _ITEM_BYTES = dict(DTYPES.values())
 _PIECE_WORDS = 2**20
 """Words that a device mixes at once: what the temporaries of a checksum take."""
-RESEND = "export and prepare again; if it repeats, look for what else writes the staging file."
+RESEND = "export and prepare again; if it repeats, find the other program that writes the staging file."
 
 
 @dataclass(frozen=True, slots=True)

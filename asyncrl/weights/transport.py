@@ -3,7 +3,7 @@ the table of all.
 
 shm and disk: the trainer writes all weights as one safetensors file into its staging folder, in shared memory
 or in weight_sync.disk_dir, which other machines can read. Engines read, copy and hash it beside generation
-(prepare) and swap to the copy (commit). In turns an engine that slept has room for one set of weights: they
+(prepare) and swap to the copy (commit). In turns an engine that slept has memory for one set of weights: they
 go chunk by chunk (chunk_export.py), with ipc through memory that both sides open (ipc.py). The other ways are
 in adapters.py (lora) and nccl.py. What a transport needs of engine, placement and config is in
 asyncrl/config/transports.py, which needs no torch; how vLLM takes what comes, in
@@ -27,7 +27,7 @@ from asyncrl.weights.export import LazyWeights, export_weights, gather_along
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """What a transport must know of the trainer. `is_file_wanted`: evaluation reads each export as a file."""
+    """What a transport needs of the trainer. `is_file_wanted`: evaluation reads each export as a file."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Transport:
     sends_chunks = True
     """Whether weights can go this way chunk by chunk."""
     version = -1
-    """Of the copy that is held to be sent; -1: none."""
+    """Version of the copy that is held to be sent; -1: none."""
 
     def __init__(self, end: TrainerEnd) -> None:
         self.end = end

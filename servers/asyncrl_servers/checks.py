@@ -1,6 +1,4 @@
-"""What every engine server does in the same words: reads its spec, checks a request, writes version spans,
-draws random numbers. Knows messages alone.
-"""
+"""What all engine servers share: reading the spec, checking requests, version spans, random numbers."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ def check_queue(request_id: str, *here: Collection[str], max_queued: int) -> Non
 
 
 def refusal_of(error: BaseException) -> Refused:
-    """The answer that tells of `error`: itself if it is a refusal, else a crash (500)."""
+    """The answer for `error`: the error itself if it is a refusal, else a crash (500)."""
     if isinstance(error, Refused):
         return error
     return Refused(500, f"{type(error).__name__}: {error}", way_out="see this server's log.")

@@ -93,9 +93,10 @@ def hand_over(told: list[tuple[TokenStream, Told]]) -> None:
 
 
 class ServedEngine(Protocol):
-    """What the endpoints ask for. A future carries Refused, or any other error, which is answered as 500.
+    """What the endpoints need of an engine. A future carries Refused, or any other error, which is answered
+    as 500.
 
-    prepare and load_chunk block their thread. `stream` is told of tokens; the answer has all of them.
+    prepare and load_chunk block their thread. `stream` gets tokens as they come; the answer has all of them.
     """
 
     def health(self) -> EngineHealth: ...

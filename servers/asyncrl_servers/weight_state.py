@@ -1,5 +1,5 @@
-"""Which weights an engine serves, what has come of a push, and which parts of its memory sleep. Knows
-messages and digests; knows no tensor.
+"""Which weights an engine serves, which chunks of a push have come, and which parts of its memory sleep. It
+works with messages and digests, without tensors.
 """
 
 from __future__ import annotations
@@ -150,18 +150,18 @@ class WeightState:
         return self.has_content and not self._asleep
 
     def set_asleep(self, part: EnginePart) -> None:
-        """It has no memory any more."""
+        """The part has given its memory back."""
         self._asleep.add(part)
         if part == "weights":
             self.has_content, self.staged = False, None
             self.push.clear()
 
     def set_awake(self, part: EnginePart) -> None:
-        """It has memory. Weights have no content until they are restored or committed."""
+        """The part has memory again. Weights have no content until they are restored or committed."""
         self._asleep.discard(part)
 
     def settle(self, version: int, digest: str, source: str | None) -> None:
-        """What lies in the weights serves from here on."""
+        """The loaded weights serve from here on."""
         self.push.clear()
         self.version, self._digest, self.source = version, digest, source
         self.has_content, self.staged = True, None
@@ -190,7 +190,7 @@ class WeightState:
         if self.source is None:
             raise Refused(
                 409,
-                f"policy_version {self.version} cannot be restored: it came chunk by chunk and lies nowhere",
+                f"policy_version {self.version} cannot be restored: it came in chunks and lies in no file",
                 rule="what is restored is read again from the file or folder that it came from",
                 way_out=f"wake without restore, and {PUSH_AGAIN}",
             )

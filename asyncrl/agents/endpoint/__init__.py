@@ -1,3 +1,3 @@
-"""The OpenAI-compatible endpoint over a SamplingEngine, and what was sampled through it. Knows no reward, no
-group, no staleness.
+"""The OpenAI-compatible endpoint over a SamplingEngine, and the record of what it sampled. It knows nothing
+of rewards, groups or staleness.
 """

@@ -1,7 +1,7 @@
 """Sampled tokens of one completion -> what a client gets: text as it gets final, tool calls, logprobs.
 
-A token need not be whole characters, and a stop string may begin in one token and end in a later one. So some
-text has to wait until more tokens have come: what is handed out never changes any more.
+A token may hold a part of a character, and a stop string may begin in one token and end in a later one. So
+some text is held back until more tokens have come. Text that was handed out never changes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion
 
 REPLACEMENT = "\ufffd"
-"""What decoding puts for bytes that are no character: maybe one that is not whole yet."""
+"""What decoding writes for bytes that are not a character, for instance an incomplete one."""
 
 CONTEXT_TOKENS = 4
 """Tokens decoded again before new ones. A character that is not whole yet has at most three bytes, and a
@@ -35,8 +35,8 @@ class AnswerText:
     """Visible text of an answer, in the pieces in which it gets final.
 
     All pieces together are the decoded text, without end-of-turn and special tokens but those named in
-    `keep_special`, cut before the first stop string: the one that is complete first, and of those the
-    longest.
+    `keep_special`, cut before the first stop string: the one that is complete first; if two end together, the
+    longer one.
 
     Life: feed() for each new tokens, finish() once after the last.
     Invariant: however the tokens are cut into feeds, the pieces add up to the same text. A token is decoded

@@ -1,4 +1,4 @@
-"""Recorded completions -> the branches of a rollout, with the reward that each token answers for."""
+"""Turns recorded completions into the branches of a rollout, with the reward of each token."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Path = list["Node"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """One completion, after what its parent holds: `ids` are the A that were put behind the parent's, then
-    the N that were sampled.
+    """One completion. `ids` follow those of its parent: first the A ids that its prompt added, then the N
+    sampled ones.
 
     ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `order`
     is (number of the call, choice). `asked` is the text that the prompt's ids spell, None where the template
@@ -53,8 +53,8 @@ class Node:
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
-        """All that this node has but its name, its parent and its engines: what orders completions, whichever
-        call came first. Which engine samples is a matter of its load, and must order nothing.
+        """Sort key of a completion: all of this node but its name, its parent and its engines. The order must
+        depend neither on which call came first nor on which engine sampled it.
         """
         spans = tuple((span.start, span.end, span.version) for span in self.version_spans)
         ids = self.ids.astype(">i4").tobytes()  # so that bytes are in the order of ids
@@ -113,8 +113,8 @@ def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, rew
 
 
 def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
-    """By the contents from the root on. Of two that are equal in everything, the one that was gone on from is
-    the later one.
+    """Sort key: the contents from the root on. Of two equal completions, the one that a later call continues
+    comes second.
     """
     parents = {node.parent for node in nodes}
     reward = {**outcome.branch_rewards, **outcome.turn_rewards}
@@ -126,8 +126,8 @@ def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
 
 
 def _paths(nodes: Sequence[Node]) -> list[Path]:
-    """To each node that none of the others goes on from. Without those that sampled nothing, no path is a
-    part of another.
+    """The paths to the nodes that no other node continues. Nodes that sampled nothing are left out, so no
+    path is a part of another.
     """
     inner: set[Node] = set()
     for node in nodes:

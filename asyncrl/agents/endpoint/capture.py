@@ -19,10 +19,12 @@ from asyncrl.messages.records import Completion, Outcome, Rollout
 Messages = Sequence[Mapping[str, Any]]
 
 How = Literal["new", "extended", "realigned", "forked"]
-"""What a call's prompt is. new: the session's first. extended: recorded ids and what is new, and their text
-is what the template writes for the whole chat. realigned: the same, but the template writes the history
-otherwise (reasoning stripped, white space merged, tool calls rendered its own way). forked: written anew,
-because the history is not a recorded one, or was edited."""
+"""How the prompt of a call was made. new: the session's first prompt. extended: recorded ids and then new
+ones; their text is what the template writes for the whole chat. realigned: also recorded ids and then new
+ones, but the template would write the history differently (reasoning stripped, white space merged, tool calls
+rendered its own way). forked: the whole chat rendered again, because its history was not recorded, or was
+edited.
+"""
 
 
 @dataclass(slots=True)
@@ -71,11 +73,12 @@ class Planned:
 
 
 class Capture:
-    """Which ids were sent, which were sampled, and what a call goes on from.
+    """Records the ids that were sent and sampled, and finds the completion that a new call continues.
 
     Life: draft -> plan -> the engine samples -> record once for each choice that the harness got, or never ->
-        ... -> rollout. Any number of calls may be planned before one of them is recorded. Memory:     a node
-        holds what its call added and sampled, 4 bytes an id and a logprob; what came before is its parents'.
+        ... -> rollout. Any number of calls may be planned before one of them is recorded.
+    Memory: a node holds what its call added and sampled, 4 bytes an id and a logprob; what came before is its
+        parents'.
     Invariant: a planned prompt that reuses a node's ids begins with exactly what that node's call sent and
         sampled (plan), so a branch of the rollout is at each sampled token what the engine had before it
         (make_rollout).
@@ -225,7 +228,7 @@ class Capture:
         """What follows the recorded answer `messages[answer_index]`, generation prompt and prefill included;
         None: there is no place to cut.
 
-        A parent without `asked` is not what the template writes, and never will be: a render is saved.
+        If the parent has no `asked`, its text never is what the template writes, so one render is saved.
         """
         renderer, asked, sampled_ids = self._renderer, parent.asked, parent.sampled_ids.tolist()
         if asked is not None:
@@ -247,7 +250,9 @@ class Capture:
 
 
 SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Stands in for an answer: letters and digits that no template gives a meaning, and no harness can guess."""
+"""Replaces an answer in a trial render: letters and digits that no template treats specially and no harness
+can guess.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The routes: who calls, what is asked, how it is answered, whole or as a stream. Knows HTTP, no template."""
+"""The HTTP routes: checks the key, reads the call, writes the answer, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ async def read_body(request: web.Request) -> bytes:
         async with asyncio.timeout(slow_s):
             return await request.read()
     except TimeoutError:
-        raise ApiError(408, f"The body of this request was not there after {slow_s} s.") from None
+        raise ApiError(408, f"The body of this request did not arrive within {slow_s} s.") from None
 
 
 class Connection(web.RequestHandler):
@@ -255,4 +255,6 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Called by aiohttp for bytes that are no HTTP, which are the client's affair."""
+        """Called by aiohttp for bytes that are not HTTP. They are a mistake of the client and are not
+        logged.
+        """

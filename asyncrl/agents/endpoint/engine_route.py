@@ -30,11 +30,9 @@ ms.
 LONG_TEXT = 2**14
 """Characters from which on a text is tokenised in a thread: some 15 ms."""
 NUM_ENCODING = 4
-"""Texts that are tokenised at once: each has a core of its own meanwhile, and memory of many times its
-length.
-"""
+"""Texts that are tokenised at once. Each of them occupies a core, and memory of many times its length."""
 MAX_CHARACTERS = 64
-"""Of a text, for each token of the longest prompt. One with more does not fit, and is not tokenised."""
+"""Most characters of a text for each token of the longest prompt. A longer text is refused untokenised."""
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
 
@@ -71,8 +69,8 @@ class EngineRoute:
     async def begin(
         self, session: GatewaySession, form: ChatForm, body: bytes, digest: bytes, *, is_retry: bool
     ) -> tuple[GatewayCall, CallRequest, bool]:
-        """The call that this body asks for, what it asks for, and whether it is new: else it is one that was
-        asked before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
+        """(the call of this body, its parsed request, whether it is new). A call that is not new was sent
+        before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
 
         From its return on the choices of a new call count as sampling, until sample() has ended.
         """
@@ -128,8 +126,8 @@ class EngineRoute:
         return GatewayCall(form, digest, planned, choices, requests)
 
     async def sample(self, session: GatewaySession, call: GatewayCall, *, is_streamed: bool) -> None:
-        """Have it sampled; the call's choices, or its error, say what came of it. Only cancellation, and a
-        mistake of our own, are raised.
+        """Sample the call; the result is in its choices, or in its error. Only cancellation, and a mistake of
+        our own, are raised.
         """
         self.counts.in_flight += 1
         try:
@@ -177,7 +175,7 @@ class EngineRoute:
         answer.finish(completion)
 
     def _prefill(self, asked: CallRequest) -> str:
-        """Beginning of the answer that makes it a tool call, where the call wants one. Raises ApiError."""
+        """Beginning of the answer that forces a tool call, where the call asks for one. Raises ApiError."""
         if asked.tool_choice in ("none", "auto"):
             return ""
         required = asked.tool_choice == "required"
@@ -226,10 +224,10 @@ class EngineRoute:
         return min(asked.max_tokens or rules.max_tokens, rules.max_tokens, rules.max_length - length)
 
     def _keys(self, session: GatewaySession, planned: Planned, asked: CallRequest) -> list[int]:
-        """One for each choice, which its seed is made of: of what is asked, and how many calls asked the same
-        before; never of when.
+        """One key for each choice; its seed is made of it. The key depends on the content of the call and on
+        how many equal calls came before, never on the time.
 
-        Equal calls that run at once may so swap their answers: for their harness they are one and the same.
+        Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
         """
         digest = blake2b(np.array(planned.prompt_ids, dtype="<i4").tobytes(), digest_size=16).digest()
         number = f"seed {asked.seed}"
@@ -244,8 +242,8 @@ class EngineRoute:
 
 
 async def _beside(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:
-    """What a long function returns, in a thread. Reading and rendering go on one at a time, so that the
-    loop keeps half of the interpreter's time; tokenising releases the interpreter.
+    """Run a long function in a thread and return its result. Reading and rendering go on one at a time, so
+    that the loop keeps half of the interpreter's time; tokenising releases the interpreter.
     """
     async with limit:
         return await asyncio.to_thread(function)

@@ -25,14 +25,14 @@ from asyncrl.messages.protocols import SamplingEngine
 
 _BACKLOG = 1024
 _CLOSE_S = 2.0
-"""What calls that are being answered have to leave when the gateway closes."""
+"""Seconds that calls in hand have to end when the gateway closes."""
 _LINGERING_S = 5.0
 """How long the rest of a body is read and dropped after the answer, so that the client can read the refusal.
 """
 
 
 class Gateway:
-    """The SessionHost of a run's engines, and the endpoint that its sessions' keys open.
+    """The SessionHost of a run's engines, and the HTTP endpoint that clients call with its sessions' keys.
 
     Life: made -> bind() takes the port, so that its address is known -> start() -> aclose() ends every
         session and connection.
@@ -71,7 +71,7 @@ class Gateway:
         seed_of: SeedOf,
         on_broken: Callable[[RoomError], None],
     ) -> EngineRoute:
-        """The host of sessions of another engine, which are none of stats(). A call that asks for another
+        """The host of another engine's sessions, which stats() does not count. A call that asks for another
         temperature gets this one.
         """
         rules = replace(self._rules, temperature=temperature, on_sampling_override="use_config")
@@ -155,8 +155,8 @@ few calls in flight have.
 
 
 def collect_less() -> None:
-    """Never look again for cycles in what is there by now, and less often in what comes. Call it when all is
-    imported and built.
+    """Exclude all present objects from garbage collection, and collect new ones less often. Call it when all
+    is imported and built.
 
     A collection of everything stands still for all calls at once: some 80 ms with what the imports of a run
     leave (110,000 objects). Almost nothing here is in a cycle.

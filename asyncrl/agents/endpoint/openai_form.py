@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 NO_RETRY = {"x-should-retry": "false"}
-"""Tells an OpenAI client that asking again is of no use."""
+"""Tells an OpenAI client not to retry."""
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 _LONGEST_SHOWN = 80

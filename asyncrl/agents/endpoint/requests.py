@@ -50,8 +50,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "function_call": ((), "it is deprecated; use tool_choice"),
     "audio": ((), _TEXT_ONLY),
     "suffix": ((), "this model completes, it does not fill in"),
-    "reasoning_effort": ((), "how long this model thinks is its own doing"),
-    "verbosity": ((), "how much this model writes is its own doing"),
+    "reasoning_effort": ((), "the engines cannot control how long this model thinks"),
+    "verbosity": ((), "the engines cannot control how much this model writes"),
     "web_search_options": ((), "there is no web search here"),
 }
 """Parameters, the values of them that mean "off", and why others are refused."""

@@ -1,4 +1,4 @@
-"""Who may call, until when, and the calls themselves. Knows no HTTP and no engine."""
+"""Sessions: their keys, their limits and their calls. It knows neither HTTP nor engines."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 MAX_EXPIRED = 10_000
 """Sessions whose end can still be explained to a call that comes too late."""
 USER_SHARE = 16
-"""A user's key may make so many times the calls of a rollout, and hold so many times its tokens, until an
-outcome is posted.
+"""A user's key may make this many times the calls of one rollout, and hold this many times its tokens, until
+an outcome is posted.
 """
 REFUSALS_PER_CALL = 10
 """Calls of one rollout that may be refused, for each that it may make."""
@@ -136,8 +136,8 @@ class GatewaySession:
         route_key: str,
         user_key: str | None = None,
     ) -> None:
-        """Open from now on. `route`: where its calls are sampled. `user_key`: a user tries an agent with it,
-        and may open one session after another.
+        """Open from now on. `route`: where its calls are sampled. `user_key`: the key is a user's (`asyncrl
+        serve gateway`), who may open one session after another.
         """
         self.key, self.is_users = user_key or secrets.token_urlsafe(24), user_key is not None
         self.rollout_id, self.prompt_id, self.sample_index = rollout_id, prompt_id, sample_index
@@ -152,9 +152,9 @@ class GatewaySession:
         self.num_calls = self.num_refused = self.num_sampling = 0
         """Sampling: choices, each of which is a request to the engine."""
         self.reading = asyncio.Semaphore(self.limits.max_concurrent_calls)
-        """Held while a call is being sent: so many bodies are in memory."""
+        """Held while a call is being sent; bounds the bodies in memory."""
         self.beginning = asyncio.Lock()
-        """Held from the look for a call that is asked again until a new one is in `calls`."""
+        """Held from the search for an equal call until a new one is in `calls`."""
         self.calls: dict[bytes, list[GatewayCall | None]] = {}
         """By what was asked. None: a call that was refused for now, and will be asked again."""
         self.times_asked: dict[bytes, int] = {}
@@ -192,8 +192,8 @@ class GatewaySession:
             self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
     def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
-        """The call that this one repeats: by its client's word, or because it is the same and no client got
-        the answer.
+        """The call that this one repeats: the client says so, or it is equal and its answer reached no
+        client.
         """
         same = self.calls.get(digest, [])
         abandoned = next((call for call in same if call is not None and call.is_abandoned), None)

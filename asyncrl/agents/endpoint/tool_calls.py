@@ -16,7 +16,7 @@ from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.user_code import load_function
 
 THINKING_END = "</think>"
-"""What a model writes after its reasoning; a call that it only thinks about is none."""
+"""What a model writes after its reasoning. A call inside the reasoning does not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,13 @@ class ToolFormat:
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that `marker` begins with, but not the whole of it."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     longest = min(len(text), len(marker) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
 
 
 def _hold_marker(text: str, marker: str, start: int) -> int:
-    """hold_from() of a marker: where it is, or where its beginning stands at the end of the text."""
+    """hold_from() for one marker: where it stands, or where a beginning of it ends the text."""
     at = text.find(marker, start)
     if at < 0:
         at = max(start, len(text) - overlap(text, marker))

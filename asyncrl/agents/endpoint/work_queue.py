@@ -1,4 +1,4 @@
-"""Which work items are queued, and which worker holds which. Pure: knows no HTTP and no clock of its own."""
+"""Which work items are queued, and which worker holds which. Pure: no HTTP, no clock of its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Work
 
 WorkerId = tuple[str, str]
-"""Name, and what its process has drawn: two processes of one name are two workers."""
+"""The worker's name, and a random text of its process: two processes of one name are two workers."""
 
 MAX_REMEMBERED = 10_000
 """Ended items whose end can still be explained to a worker or harness that comes too late."""
 MAX_BYTES = 2**22
-"""Of items that are given out at once, the last one aside."""
+"""Most bytes of the items of one answer, the last item not counted."""
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
@@ -132,8 +132,8 @@ class WorkItems:
         return {item_id: self._why(item_id) for item_id in holding if item_id not in held}
 
     def result(self, worker_id: WorkerId, item_id: str, result: Outcome | RolloutFailure) -> str | None:
-        """What a worker says of an item; of an outcome, what counts. Returns why it is not taken, if the item
-        is not this worker's.
+        """Take a worker's result of an item; of an outcome, only the parts that `outcomes` allows. Returns
+        why it is refused, if the item is not this worker's.
         """
         item = self._items.get(item_id)
         if item is None or item.worker != worker_id:
@@ -199,4 +199,4 @@ class WorkItems:
     def _why(self, item_id: str) -> str:
         if item_id in self._items:
             return "it was given to another worker"
-        return self._ended.get(item_id, "this run has not given it out, or it ended long ago")
+        return self._ended.get(item_id, "this run has not given it to a worker, or it ended long ago")

@@ -1,7 +1,7 @@
 """Hands work items to harness workers over HTTP and takes their results.
 
-Workers long-poll; each of their messages is a sign of life for all that they hold. A worker whose event loop
-is blocked gives none.
+Workers long-poll. Each message of a worker is a sign of life for all its items; a worker whose event loop is
+blocked sends none.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class RolloutQueue:
         return f"harnesses ({queued} wait for a worker, {held} run on {workers} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
-        """Have it run by some worker. `started` is called again if it was lost on its way."""
+        """Let a worker run it. `started` is called again if the item never reached the first worker."""
         item_id = f"{self._run_id}-{next(self._numbers)}"
         outcome_key = secrets.token_urlsafe(24) if self._items.outcomes == "posted" else None
         body = self._body(item_id, work, outcome_key)
@@ -188,8 +188,8 @@ class RolloutQueue:
     async def _wait_items(
         self, request: web.Request, message: TakeRequest, worker_id: WorkerId
     ) -> list[QueuedItem]:
-        """Work as soon as there is any; none once the time is over, or if this worker has asked anew, or is
-        gone.
+        """Work as soon as there is any; nothing after the time limit, or if this worker has asked again or
+        has left.
         """
         worker = self._items.workers[worker_id]
         wait_s = min(message.wait_s, MAX_WAIT_S, self.lease_timeout_s / 2)

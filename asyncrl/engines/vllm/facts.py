@@ -1,6 +1,4 @@
-"""What a vLLM server must be for this run, and the wait until one is. Knows routes and settings; starts
-nothing.
-"""
+"""What a vLLM server must be for this run, and the wait until one is. Starts nothing."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _LOGPROBS = "processed_logprobs"
 _KEEP_ALIVE, _LORA_UPDATING = "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _RULE = (
-    "the run counts on its model and dtype, on room for its requests, on logprobs of what was sampled, on "
-    "connections that rest, and with transport=lora on adapters that come while it serves"
+    "the run needs its model and dtype, slots for its requests, logprobs of sampled tokens, idle "
+    "connections that stay open, and with transport=lora adapters that can be loaded while it serves"
 )
 _ASK_AGAIN_S = 0.2
 _MIN_KEEP_ALIVE_S = 60
@@ -34,8 +32,7 @@ class VllmFacts:
 
     `end_ids`: tokens that end a completion; vLLM is told to heed no others. `special_ids`: tokens that have
     no text, by their name: a stop string that is such a name stops at that token. `starts_fresh`: it has the
-    weights of the start; False: it is somebody else's, and its weights are replaced before anything is
-    sampled.
+    initial weights; False: the run did not start it, and its weights are replaced before anything is sampled.
     """
 
     model_path: str
@@ -85,12 +82,12 @@ async def make_ready(process: VllmProcess, facts: VllmFacts, *, is_first: bool) 
     """Returns once it serves as it must; its limit is the caller's. Raises ConfigError, CallRefused or
     CallLost.
 
-    `is_first`: nobody of this run has pushed weights there, so what it has must be what it was started with.
+    `is_first`: this run has not pushed weights there yet, so it must have the weights of its start.
     """
     there = f"{process.name}: the vLLM server there"
     with _refusal_means(
         f"{there} does not take the key",
-        "a server of somebody else has a key of its own",
+        "a server that the run did not start has a key of its own",
         "put that key into the environment variable ASYNCRL_VLLM_KEY.",
         401,
     ):
@@ -113,7 +110,7 @@ async def make_ready(process: VllmProcess, facts: VllmFacts, *, is_first: bool) 
             rule=f"a run begins with the weights of model.path, as policy_version {process.version}",
             way_out="start that server again.",
         )
-    await process.tell("/resume")  # whoever paused it last may have been killed
+    await process.tell("/resume")  # the run that paused it last may have been killed
     await process.set_label(ours)
     process.label = ours
     rule = "tokens go in and come out as ids"
@@ -133,7 +130,7 @@ def _refusal_means(what: str, rule: str, way_out: str, *statuses: int) -> Iterat
 
 
 async def _until_up(process: VllmProcess) -> None:
-    """A server that we started has a socket from the first moment; one of somebody else's may refuse
+    """A server that we started has a socket from the first moment; one that the run did not start may refuse
     connections for a while.
     """
     while True:

@@ -1,6 +1,4 @@
-"""One segment sampled by a vLLM process: the request in vLLM's terms, and the answer in ours. Knows one
-process and no commit's order.
-"""
+"""One segment sampled by a vLLM process: the request in vLLM's terms, and the answer in ours."""
 
 from __future__ import annotations
 
@@ -31,8 +29,8 @@ ones).
 
 
 def check_request(name: str, request: GenerateRequest, facts: VllmFacts, vocab_size: int | None) -> None:
-    """Raise RequestRefused for what vLLM would do otherwise than asked: it cuts what is too long, and warms
-    what is too cold. An id far outside of the vocabulary ends its engine, and with it all requests.
+    """Raise RequestRefused for a request that vLLM would change: it cuts one that is too long, and raises a
+    temperature that is too low. An id far outside of the vocabulary would end its engine.
     """
     num_prompt, num_ids = len(request.prompt_ids), math.inf if vocab_size is None else vocab_size
     num_tokens = num_prompt + request.max_tokens
@@ -120,8 +118,8 @@ def segment_seed(seed: int, num_prompt: int) -> int:
 
 @dataclass
 class Sampled:
-    """What vLLM has answered so far, of which on_chunk knows `num_told` tokens. `labels` come with the end
-    and cover all tokens.
+    """The answer of vLLM so far; on_chunk has got `num_told` of its tokens. `labels` come with the end and
+    cover all tokens.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -184,7 +182,7 @@ async def _stream(
 
 
 async def _refused(process: VllmProcess, request: GenerateRequest, refusal: CallRefused) -> Exception:
-    """An error status is of this one request, unless the engine is dead, or nobody may ask it."""
+    """An error status concerns this one request, unless the engine is dead, or the key is refused."""
     error = await process.error_of(refusal)
     if isinstance(error, EngineLost) or refusal.status in (401, 403, 404):
         return error

@@ -1,4 +1,4 @@
-"""What its client knows of one vLLM process: which weights it serves, who may be sent to it, what is in
+"""The client's state of one vLLM process: which weights it serves, which requests may be sent, which are in
 flight, whether it lives.
 """
 
@@ -16,7 +16,7 @@ from asyncrl.messages.base import EnginePart
 from asyncrl.messages.engine_calls import GenerateRequest
 
 START_LABEL = "default"
-"""What vLLM calls the weights that it started with, until it is told otherwise."""
+"""vLLM's label for the weights that it started with."""
 _ASK_AGAIN_S = 0.1
 """An abort that overtook its request finds nothing: it is sent again until the request has ended."""
 _HEALTH_LIMIT_S = 5.0
@@ -53,8 +53,8 @@ class VllmProcess(Routes):
     """
 
     def __init__(self, caller: Caller, version: int, mark: str = "") -> None:
-        """`mark` stands in every label of ours: another run that pushes to the same server has another
-        one.
+        """`mark` is in every label of this run: another run that pushes to the same server has another
+        mark.
         """
         super().__init__(caller)
         self._mark = f"~{mark}" if mark else ""  # vLLM takes no @ in a salt
@@ -81,7 +81,7 @@ class VllmProcess(Routes):
 
     @property
     def sent(self) -> list[Segment]:
-        """Segments that vLLM has, as far as one can know."""
+        """Segments that were sent to vLLM and not answered."""
         return [one for one in self._segments.values() if one.is_sent and not one.answered.is_set()]
 
     @property
@@ -111,12 +111,12 @@ class VllmProcess(Routes):
         return int(text) if text.isdecimal() and label.endswith(self._mark) else -1
 
     def change_nowait(self) -> None:
-        """Wake who waits."""
+        """Wake all waiters."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def begin_load_nowait(self, version: int, *, keeps_kv: bool = False) -> None:
-        """From here until confirm_nowait nobody knows what the weights are."""
+        """From here until confirm_nowait it is unknown which weights the process has."""
         self._num_loads += 1
         self.is_settled = False
         self.offered_version = max(self.offered_version, version)
@@ -124,12 +124,12 @@ class VllmProcess(Routes):
             self._last_kept_kv = self._num_loads
 
     def confirm_nowait(self) -> None:
-        """The weights are those of `label`: it was checked."""
+        """The weights are those of `label`, as a check has confirmed."""
         self.is_settled = self.has_content = True
         self.change_nowait()
 
     def is_certain(self, segment: Segment) -> bool:
-        """Whether what comes of it now was sampled under the version that it was sent under."""
+        """Whether its tokens are sampled under the version with which it was sent."""
         return segment.num_loads == self._num_loads
 
     def is_stale(self, segment: Segment) -> bool:
@@ -146,7 +146,7 @@ class VllmProcess(Routes):
         segment.is_sent = not segment.is_aborted
 
     async def wait_settled(self, segment: Segment) -> None:
-        """Return once it is known what the weights were under which the rest of it was sampled."""
+        """Return once it is known under which weights the rest of it was sampled."""
         while not self.is_certain(segment) and not self.is_settled:
             await self._changed.wait()
 

@@ -1,6 +1,4 @@
-"""Calls of vLLM's own HTTP routes, and what they answer as far as we read it (vLLM 0.32). Knows no version of
-ours and no commit.
-"""
+"""Calls of vLLM's own HTTP routes, and what they answer as far as we read it (vLLM 0.32)."""
 
 from __future__ import annotations
 
@@ -19,7 +17,9 @@ from asyncrl.messages.base import ErrorBody
 Finish = Literal["stop", "length", "abort"]
 GENERATE = "/inference/v1/generate"
 _WIRE_ID = "generate-tokens-{}"
-"""What vLLM makes of a request_id; /abort_requests knows no other, and answers "aborted" to any."""
+"""The id that vLLM makes of our request_id. /abort_requests needs this one, and answers "aborted" to any
+id.
+"""
 _COUNTS = {
     "num_running": ("num_requests_running",),
     "num_queued": ("num_requests_waiting",),
@@ -32,7 +32,7 @@ Sent = RootModel[dict[str, Any]]
 
 
 class Read(BaseModel):
-    """Base of what we read: what vLLM says beyond it is its own affair."""
+    """Base of the answers that we read; further fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -118,7 +118,7 @@ def vllm_request(
     token_ids: list[int], request_id: str, label: str, model: str | None, **sampling: Any
 ) -> dict[str, Any]:
     """Body of GENERATE, with the logprobs of sampled tokens; no end token but stop_token_ids is heeded. The
-    salt is the label's: a prefix cache never outlives its weights, whether or not somebody clears it.
+    salt is the label's: a prefix cache never outlives its weights, even if it is not cleared.
     """
     return {
         "token_ids": token_ids,

@@ -1,6 +1,4 @@
-"""The client of one vLLM server: our messages as vLLM's own routes, its failures as ours. Knows no other
-server, no routing.
-"""
+"""The client of one vLLM server: our messages as vLLM's own routes, its failures as ours."""
 
 from __future__ import annotations
 
@@ -56,8 +54,8 @@ class VllmServer:
         Commit say the rest.
 
     `canary_limit` in nats; `retries` of a load whose canary fails; `decode` for stop strings that lie over
-    the joint of two segments. `mark` tells labels and caches of this run from those of another one that
-    pushes to the same server: its tokens are an EngineError.
+    the joint of two segments. `mark` is in all labels of this run: tokens with the label of another run,
+    which pushes to the same server, raise EngineError.
     """
 
     def __init__(
@@ -209,8 +207,8 @@ class VllmServer:
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
-        """All of vLLM sleeps together: what is to stay is woken again. The weights are kept on the host, so
-        that they can be woken as they were. vLLM does not say how many bytes move.
+        """All parts of vLLM sleep together, so those that are to stay awake are woken again. vLLM keeps a
+        copy of the weights on the host, from which they are restored. It does not say how many bytes move.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1
@@ -226,8 +224,8 @@ class VllmServer:
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        """Weights wake with what they were. Without `restore` they are not served all the same, until a
-        push is committed.
+        """The weights wake with their old content. Without `restore` they are not served until a push is
+        committed.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         if restore and "weights" in parts and not process.has_content:
@@ -305,7 +303,7 @@ class VllmServer:
 
     def _check_weights_awake(self, what: str) -> None:
         if "weights" in self._process.asleep:
-            rule = "their memory is not theirs meanwhile"
+            rule = "the memory of sleeping weights is in use by the trainer"
             raise EngineError(
                 self.name, f"{what}: the weights are asleep", rule=rule, way_out="wake them first."
             )

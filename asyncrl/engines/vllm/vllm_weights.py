@@ -1,6 +1,6 @@
-"""New weights for one vLLM process: how what the trainer has exported gets in (a file through our worker
-extension, chunks, an adapter, a broadcast), and its commit: pause, load, label, resume, and the canary that
-says whether it is true.
+"""New weights for one vLLM process: the ways in which exported weights get in (a file through our worker
+extension, chunks, an adapter, a broadcast), and their commit: pause, load, label, resume, and the canary that
+checks what was loaded.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class BroadcastLoad(Load):
         self._meeting = meeting
 
     async def stage(self, routes: Routes) -> str:
-        """Nothing is brought yet: this engine, with its workers, will take part. They compare the digest as
-        they load.
+        """Announce that this engine and its workers take part; no weights come yet. The workers compare the
+        digest as they load.
         """
         workers = await routes.rpc("asyncrl_facts", {})
         self._meeting.expect_nowait(self.name, self.version, len(workers))
@@ -211,7 +211,7 @@ def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
 
 
 class CommitRules(NamedTuple):
-    """`limit` of the canary, in nats; `retries` of a load whose canary fails, of which `warn` is told."""
+    """`limit` of the canary, in nats; `retries` of a load whose canary fails, each with a call of `warn`."""
 
     slots: int
     limit: float
@@ -313,7 +313,7 @@ class Commit:
         await process.set_label(self._label)
 
     async def _resume(self) -> None:
-        """Also after a pause of which nobody knows whether it came: a resume too many does nothing."""
+        """Called even if it is unknown whether the pause arrived: a resume too many does nothing."""
         process = self._process
         try:
             async with process.calls():
@@ -347,7 +347,7 @@ class Commit:
             process.name,
             f"{what} ({attempt} of {self._num_attempts} attempts)",
             rule=f"the canary must agree to weight_sync.canary_limit={self._rules.limit} nats",
-            way_out=f"if that is rounding of model.dtype, set weight_sync.canary_limit above it; else start "
+            way_out=f"if model.dtype rounds so much, set weight_sync.canary_limit above it; else start "
             f"{process.name} again, and the run with its --run-dir.",
         )
 
@@ -369,7 +369,7 @@ class Commit:
 
 
 async def canary_fault(routes: Routes, canary: Canary, *, label: str, model: str | None, limit: float) -> str:
-    """What vLLM says of the canary that the trainer does not, in words; '' if they agree.
+    """A sentence on how vLLM and the trainer differ about the canary; '' if they agree.
 
     The first probe goes the way of every request, through the prefix cache; the second computes the prompt
     anew. One after the other: the second would fill the cache for the first.

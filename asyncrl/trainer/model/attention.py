@@ -1,5 +1,4 @@
-"""Attention over packed tokens: no padding, and a prefix that sequences share is there once. Knows layouts;
-knows no model.
+"""Attention over packed tokens: no padding, and a prefix that sequences share is there once.
 
 Own tokens of a family attend to two sets of keys: causally to those of their own sequence, and to all of the
 prefix. The two results are merged by their log-sum-exps, which is exact. In the backward pass each part's

@@ -1,5 +1,4 @@
-"""Low-rank adapters in a Hugging Face model: put in, merged, exported, saved. Knows modules; knows no batch
-and no optimizer.
+"""Low-rank adapters in a Hugging Face model: put in, merged, exported, saved.
 
 A layer with an adapter computes with W + scale * B A, scale = alpha / rank (MergedLinear); the base model
 knows this weight by its own name. A starts random and B at zero, so that a new adapter changes nothing

@@ -1,5 +1,4 @@
-"""Cuts a batch into optimizer steps, shares of ranks, and micro-batches without padding. Knows token ids and
-groups; knows no model and no loss.
+"""Cuts a batch into optimizer steps, shares of ranks, and micro-batches without padding.
 
 The N tokens of a micro-batch lie flat, in segments that attend causally to themselves:
 

@@ -1,4 +1,4 @@
-"""Turns a TrainerSpec into a model, an optimizer and functions. Knows the spec; knows no batch.
+"""Turns a TrainerSpec into a model, an optimizer and functions.
 
 Every failure here is a ConfigError with the way out: it happens before the first step.
 """

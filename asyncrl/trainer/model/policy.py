@@ -1,5 +1,4 @@
-"""The language model as the trainer sees it: packed tokens in, logprobs out. Knows transformers; knows no
-loss.
+"""The language model as the trainer sees it: packed tokens in, logprobs out.
 
 Two plans, chosen at the start by comparing both with one plain forward pass a sequence (find_plan):
 

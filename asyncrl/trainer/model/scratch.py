@@ -1,5 +1,4 @@
-"""Makes a Hugging Face folder from model.scratch: random weights and a character-level tokenizer. Knows no
-run.
+"""Makes a Hugging Face folder from model.scratch: random weights and a character-level tokenizer.
 
 `python -m asyncrl.trainer.model.scratch --spec FILE`, so that the controller need not import torch. The same
 spec gives the same bytes. Importing this imports no torch: the controller asks for the tokenizer before

@@ -1,5 +1,5 @@
-"""Puts an engine together from its spec, and checks on the loaded model and the machine at hand what it
-promises. Ends the process if one part cannot work.
+"""Builds an engine from its spec, and checks its guarantees on the loaded model and this machine. Ends the
+process if one of them fails.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The engine loop: one thread that owns the model and decides what happens between two decode steps. Knows no
-HTTP.
-"""
+"""The engine loop: one thread that owns the model and decides what happens between two decode steps."""
 
 from __future__ import annotations
 
@@ -41,7 +39,9 @@ from asyncrl_servers.weight_state import Staged, commit_waits
 
 Answer = TypeVar("Answer")
 TELL_S = 0.005
-"""Streams are told at most so often: every decode step of a model of some size, every few of a tiny one."""
+"""Least seconds between two updates of a stream: about a decode step of a usual model, several of a tiny
+one.
+"""
 
 
 class Engine:
@@ -102,7 +102,7 @@ class Engine:
 
     def submit(self, request: GenerateRequest, stream: TokenStream | None = None) -> Future[GenerateResponse]:
         """Queue a request. Raises Refused (400) if it can never run; the future may carry Refused (409, 503).
-        `stream` is told of all tokens but the last one, as they are sampled.
+        `stream` gets all tokens but the last one, as they are sampled.
         """
         check_request(request, self.spec.max_length, self.runner.loaded.vocab_size)
         tokenizer, stop_watch = self.runner.loaded.tokenizer, None
@@ -147,9 +147,7 @@ class Engine:
         return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
 
     def _ask(self, action: Callable[[], Answer]) -> Future[Answer]:
-        """Have `action` done in the loop's thread; the future has what it returns, or the refusal that it
-        raises.
-        """
+        """Run `action` in the loop's thread; the future has its result, or the refusal that it raises."""
         answer: Future[Answer] = Future()
         answer.set_running_or_notify_cancel()
 
@@ -365,6 +363,6 @@ class Engine:
 
 
 def _no_memory(what: str) -> Refused:
-    rule = "an engine that sleeps has given its memory away, and takes it again once others have freed it"
+    rule = "an engine frees its memory to sleep, and needs as much free memory to wake"
     way_out = "have the trainer offload first, lower rollout.slots, or use a smaller model."
     return Refused(507, what, rule=rule, way_out=way_out)

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face causal model and finds out what the slot cache needs of it. Knows no request."""
+"""Loads a Hugging Face causal model and finds out what the slot cache needs of it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def read_parameters(path: Path, dtype: torch.dtype, device: torch.device) -> dic
 
 
 def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShape:
-    """Switch the model to our attention and see what each layer asks for."""
+    """Switch the model to our attention and record what each layer needs."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise UnsupportedAttentionError("its forward takes no logits_to_keep")
     model.set_attn_implementation(NAME)

@@ -1,5 +1,4 @@
-"""Attention over the slot cache, called from inside any Hugging Face model. Knows tensors; knows no request,
-no HTTP.
+"""Attention over the slot cache, called from inside any Hugging Face model.
 
 A call of the model has one row a token, whatever sequence the token belongs to. Everything but attention
 works on rows alone; attention finds out from the `Pass` of the call which slot a row belongs to. A model that

@@ -1,6 +1,4 @@
-"""What an embedded engine server is started with, and whether it fits into memory. Knows sizes; runs
-nothing.
-"""
+"""What an embedded engine server is started with, and whether it fits into memory."""
 
 from __future__ import annotations
 
@@ -80,7 +78,7 @@ def check_memory(
         f"{spec.name}: {spec.slots} slots of {spec.max_length} tokens need {_show(needed)} beside the "
         f"weights ({_show(slot_bytes)} a slot, {_show(staged_bytes)} for staged weights), {_show(free)} are "
         f"free",
-        rule="memory is set aside at start, and never run out of later",
+        rule="all memory is reserved at start, so that it cannot run out later",
         way_out=f"set rollout.slots={fitting} or less, or {way_out}" if fitting >= 1 else way_out,
     )
 

@@ -1,5 +1,5 @@
 """The weights of an embedded engine: staged beside the serving ones, or loaded into their memory chunk by
-chunk; verified, served, put to sleep and read again. Knows tensors and digests; knows no request.
+chunk; verified, served, put to sleep and read again.
 
 The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once.
 Adapters (asyncrl/weights/adapters.py) change some of the weights that the server started with, which are kept
@@ -29,8 +29,8 @@ from asyncrl_servers.weight_state import Staged, WeightState, check_arrived
 class Weights(WeightState):
     """The serving weights of a model, or their memory without content, or neither.
 
-    Waits: nobody. stage() and load_chunk() run in any thread, all else in the thread that runs the model;
-        what takes, fills or frees memory holds `_lock`.
+    Waits: none. stage() and load_chunk() run in any thread, all else in the thread that runs the model; what
+        takes, fills or frees memory holds `_lock`.
     Invariant: until other weights are swapped in whole, `_base` holds those of the start, and nothing writes
         to them.
     """
@@ -101,7 +101,7 @@ class Weights(WeightState):
         return nullcontext({name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()})
 
     def check_may_sleep(self) -> None:
-        """Raise Refused (409) if nothing could bring these weights back."""
+        """Raise Refused (409) if these weights could not be restored after a sleep."""
         if self._has_adapters:
             raise Refused(
                 409,
@@ -111,7 +111,7 @@ class Weights(WeightState):
             )
 
     def free(self) -> int:
-        """Let go of all weights, the staged ones included; returns their bytes."""
+        """Free all weights, the staged ones included; returns their bytes."""
         with self._lock:
             _ = self.digest  # to compare with once they are restored
             held = [*self._parameters.values(), *(self._base or {}).values()]

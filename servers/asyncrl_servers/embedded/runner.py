@@ -1,4 +1,4 @@
-"""Forward passes of the model over slots: prefill and decode. Knows no request, no sampling."""
+"""Forward passes of the model over slots: prefill and decode."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Ints = npt.NDArray[np.int64]
 class Runner:
     """Runs the model over a slot cache. One thread owns it.
 
-    Sequences stand in slots 0..n-1 without a gap (the caller sees to it), so that decoding reads a plain
+    Sequences stand in slots 0..n-1 without a gap (the caller guarantees it), so that decoding reads a plain
     view.
     """
 

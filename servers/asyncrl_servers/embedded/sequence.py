@@ -1,6 +1,4 @@
-"""One request on its way through the engine, and how its tokens are drawn. Knows ids and logits; knows no
-model.
-"""
+"""One request on its way through the engine, and how its tokens are drawn."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A latency model behind the endpoints of an engine server. Knows asyncio's clock and numbers; knows no
-model, no torch, no HTTP.
-"""
+"""A latency model behind the endpoints of an engine server. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,10 +34,10 @@ Answer = TypeVar("Answer")
 class SimulatedEngine:
     """Holds any number of requests at the cost of a heap entry each, whatever the number of their tokens.
 
-    All running requests get a token a step, so one clock of steps tells how far each is: it runs at
-    1 / (decode_step_s + n * per_row_s) and stands still during prefill and swaps. A request ends when the
-    clock reaches its start plus its length; version changes are places on the clock. Tokens are drawn at the
-    end, or when a stream is told of them, once a step.
+    All running requests get a token a step, so one clock of steps tells how far each is: it runs at 1 /
+    (decode_step_s + n * per_row_s) and stands still during prefill and swaps. A request ends when the clock
+    reaches its start plus its length; version changes are places on the clock. Tokens are drawn at the end,
+    or once a step if they are streamed.
 
     Life: a request is queued -> running -> answered, or queued -> answered (aborted).
     Waits: one timer, for the next end (with a stream running, for the next step); every change of what runs

@@ -1,4 +1,4 @@
-"""What a simulated engine server is started with, and one request at it. Knows no clock but steps."""
+"""The spec of a simulated engine server, and one request at it. Its only clock is the number of steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class SimulatedRequest:
         return max(0, min(int(steps - self.start + 1e-9), self.length - 1))
 
     def tell(self, end: int, spec: SimulatedSpec, changes: Sequence[tuple[float, int]]) -> None:
-        """Tell the stream of the tokens up to number `end`."""
+        """Put the tokens up to number `end` into the stream."""
         if self.stream is None or end <= self.num_told:
             return
         new = self.sampled(self.num_told, end, spec, changes, "length")

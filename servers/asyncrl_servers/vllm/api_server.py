@@ -22,8 +22,8 @@ from asyncrl_servers.vllm.environment import failure, is_cpu_build
 
 
 class BearerOnly:
-    """The lock on every route, given to vLLM by name (--middleware). vLLM's own --api-key leaves /pause,
-    /collective_rpc and others open, and lies in argv.
+    """Checks the bearer token on every route; given to vLLM by name (--middleware). vLLM's own --api-key
+    leaves /pause, /collective_rpc and others open, and lies in argv.
     """
 
     expected = b""

@@ -1,5 +1,5 @@
-"""The spec as vLLM's own argument list: what is always so, what belongs to another config key, what the user
-adds. Imports no vLLM.
+"""The spec as vLLM's own argument list: fixed arguments, those of other config keys, and those of the user.
+Imports no vLLM.
 """
 
 from __future__ import annotations

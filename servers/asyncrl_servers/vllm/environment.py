@@ -1,5 +1,5 @@
-"""The environment that vLLM reads, set before it is imported, and what its log says of its end. Knows no
-argument of vLLM.
+"""Sets the environment variables that vLLM reads, before it is imported, and finds in its log why it
+ended.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_cpu_build() -> bool:
 
 
 def set_environment(spec: VllmSpec, scratch: Path) -> None:
-    """Set what vLLM is to find, for this process and its children. `scratch` takes their sockets and
+    """Set the variables for vLLM, for this process and its children. `scratch` takes their sockets and
     temporary files.
     """
     # In a scratch folder each start would compile torch's kernels anew.
@@ -89,7 +89,7 @@ def failure(what: str, said: str) -> Refused:
     last error in this server's log.
     """
     if not said or any(pointer in said for pointer in _POINTERS):
-        said = last_error(_own_log()) or said or "SIGKILL perhaps, often the kernel's, out of memory"
+        said = last_error(_own_log()) or said or "SIGKILL perhaps, often by the kernel when memory runs out"
     way_out = "read this server's log, correct the cause, and start the run again."
     if "memory" in said.lower():
         way_out = "lower rollout.slots or rollout.vllm.kv_cache_memory_bytes, or free memory."

@@ -1,5 +1,5 @@
-"""Brings weights into the model of one vLLM worker, whole or chunk by chunk, and says when they are not all
-there. Knows vLLM's reload.
+"""Loads weights into the model of one vLLM worker, whole or chunk by chunk, and refuses incomplete ones. It
+uses vLLM's layerwise reload.
 
 Plain `model.load_weights` is wrong after the start: layers have their weights packed for the kernels by then
 (on CPU every linear layer is, and its parameter is empty). vLLM's layerwise reload gives the layers their
@@ -130,8 +130,8 @@ class Loader:
         return {"digest": digest}
 
     def drop(self) -> None:
-        """Forget what is staged. An update that is open cannot be undone: its weights are partly the new
-        ones.
+        """Drop the staged file. An open update cannot be undone: a part of its weights is already
+        replaced.
         """
         self.staged = None
         if self.open_version is not None:

@@ -42,7 +42,7 @@ class WeightLoader:
     asyncrl_loader_class = Loader
 
     def asyncrl_facts(self, _: str = "{}") -> dict[str, Any]:
-        """What this worker is; `broken`: why its weights are those of no version, if so."""
+        """Facts about this worker; `broken`: why its weights are of no version, if so."""
         worker: Any = self
 
         def facts() -> dict[str, Any]:
