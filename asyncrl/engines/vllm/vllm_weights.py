@@ -25,7 +25,7 @@ from asyncrl.messages.trainer_calls import Canary, ExportResponse
 from asyncrl.waits import uncut
 from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, safetensors_head
 
-RESUME_LIMIT_S = 10.0
+RESUME_LIMIT_S, RESUME_TRIES = 10.0, 2
 ADAPTER = "policy-adapter"
 SCALE = "scale"
 _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
@@ -313,14 +313,20 @@ class Commit:
         await process.set_label(self._label)
 
     async def _resume(self) -> None:
-        """Called even if it is unknown whether the pause arrived: a resume too many does nothing."""
-        process = self._process
-        try:
-            async with process.calls():
-                await process.tell("/resume", timeout_s=RESUME_LIMIT_S)
-        except EngineError as error:  # a process that was given up is broken already
-            what = f"was paused and could not be resumed: {error.fault}"
-            process.break_nowait(what, rule="a pause ends with its commit")
+        """Called even if it is unknown whether the pause arrived: a resume too many does nothing. So it is
+        asked again if its connection broke: vLLM closes those that were idle for 5 s.
+        """
+        process, fault = self._process, ""
+        for _ in range(RESUME_TRIES):
+            try:
+                async with process.calls():
+                    await process.tell("/resume", timeout_s=RESUME_LIMIT_S)
+                    return
+            except EngineError as error:  # a process that was given up is broken already
+                fault = error.fault
+        process.break_nowait(
+            f"was paused and could not be resumed: {fault}", rule="a pause ends with its commit"
+        )
 
     async def _is_true(self, attempt: int) -> bool:
         """Whether the canary agrees. Raises EngineError if it does not, and this was the last attempt."""
