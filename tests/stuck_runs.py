@@ -8,18 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from buffer_groups import make_buffer
 from pydantic import BaseModel
+from rollout_cases import make_producers, single_turn
 
-from asyncrl.buffer.buffer import Buffer
-from asyncrl.config import BufferConfig, SupervisionConfig, TaskConfig
+from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Answer
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
-from asyncrl.rollouts.generators import SingleTurn
-from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.run.watch import reported
@@ -27,12 +25,9 @@ from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
-from asyncrl.testing.fakes import FakeSource, FakeTokenizer
-from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
-NUM_GROUPS = 2
 WATCHDOG_S = 60.0
 
 
@@ -52,9 +47,7 @@ class Worker(FakeTrainerServer):
     the same.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.export_s, self.hangs_at = 0.0, 10**9
+    hangs_at = 10**9
 
     async def _work(self, path: str, body: Any) -> BaseModel:
         if path == "/train" and self.policy_version >= self.hangs_at:
@@ -75,27 +68,14 @@ class House:
         self.num_steps = num_steps
         self.batches: list[Batch] = []
         self.worker, self.servers = Worker(), [Engine(f"engine-{index}", decode_s=0.1) for index in range(2)]
+        self.worker.export_s = 0.0
         targets = [EngineServer(server) for server in self.servers]
         pool = EnginePool(targets, slots=4)
-        config = BufferConfig(max_staleness=1, look_ahead=1)
-        buffer = Buffer(config, num_groups=NUM_GROUPS, num_batches=num_steps, on_handed_back=lambda *_: None)
+        buffer = make_buffer(num_batches=num_steps)
         task = TaskConfig(python="a:B", reward_pool="inline", reward_timeout_s=1e9)
         scorer = TaskScorer(SimpleNamespace(score=self._score), task, seed=0)
-        generator = SingleTurn(
-            pool, FakeTokenizer(), scorer, run_seed=0, max_tokens=8, max_prompt_tokens=16, temperature=1.0
-        )
-        runner = RolloutRunner(generator, timeout_s=None, retries=0)
-        producers = Producers(
-            buffer,
-            FakeSource(),
-            runner,
-            spawn=tasks.create_task,
-            group_size=2,
-            capacity=8,
-            max_failed_groups=3,
-            max_hand_backs=3,
-            journal=MemoryJournal(),
-        )
+        generator = single_turn(pool, scorer, max_tokens=8)
+        producers = make_producers(buffer, tasks.create_task, generator, timeout_s=None)
         self.trainer_process = FakeTrainerProcess(self.worker)
         trainer = SupervisedTrainer(
             TrainerClient(self.worker),
@@ -107,10 +87,10 @@ class House:
         publisher = Publisher(
             trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait
         )
+        absent = dict.fromkeys(["eval_server", "evaluation", "harnessing"])
         self.rooms: Any = SimpleNamespace(
             servers=(),
-            eval_server=None,
-            evaluation=None,
+            supervisors=(),
             buffer=buffer,
             producers=producers,
             engines=pool,
@@ -118,9 +98,8 @@ class House:
             publisher=publisher,
             turns=SimpleNamespace(gauges=dict),
             scorer=scorer,
-            supervisors=(),
-            harnessing=None,
             checkpointer=SimpleNamespace(gauges=dict),
+            **absent,
         )
         self.watchdog = Watchdog(
             SupervisionConfig.model_validate({"watchdog_s": WATCHDOG_S, "on_stuck": on_stuck}),
@@ -133,14 +112,15 @@ class House:
             note=lambda what, detail: self.notes.append((what, detail)),
         )
         self.children: tuple[ChildState, ...] = ()
-        self._tasks = [
-            tasks.create_task(producers.run(), name="producers"),
-            tasks.create_task(publisher.run(), name="publisher"),
-            tasks.create_task(trainer.run(), name="watch trainer"),
-            tasks.create_task(self._train(), name="train loop"),
-            tasks.create_task(self._status(), name="status"),
-            tasks.create_task(self.watchdog.run(), name="watchdog"),
-        ]
+        running = {
+            "producers": producers.run(),
+            "publisher": publisher.run(),
+            "watch trainer": trainer.run(),
+            "train loop": self._train(),
+            "status": self._status(),
+            "watchdog": self.watchdog.run(),
+        }
+        self._tasks = [tasks.create_task(coro, name=name) for name, coro in running.items()]
 
     async def end(self) -> None:
         for task in self._tasks:

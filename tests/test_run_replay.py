@@ -16,7 +16,8 @@ from buffer_groups import make_buffer
 from hypothesis import given
 from hypothesis import strategies as st
 from job_runs import write_config
-from recorded_cases import SAMPLED_BY, make_branch, make_prompt, make_record, rollouts_equal
+from recorded_cases import SAMPLED_BY, make_branch, make_prompt, make_record, rollouts_equal, write
+from rollout_cases import make_producers
 from test_tasks_feed import Numbers
 
 from asyncrl.config import RunConfig, load_config
@@ -24,12 +25,10 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.records import Group, Prompt, Rollout
 from asyncrl.placement.devices import Placement
 from asyncrl.rollouts.generators import Replay
-from asyncrl.rollouts.producers import Producers
-from asyncrl.rollouts.recording import RecordedRollout, RecordFile, Recording
-from asyncrl.rollouts.rollout import RolloutAttempt, RolloutRunner
+from asyncrl.rollouts.recording import Recording
+from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.run.recorded import RUN_COPY, choose, open_replay, sampled_by, settle_copy
 from asyncrl.tasks import Feed
-from asyncrl.testing.memory_journal import MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
 REPLAY = [Prompt(f"replay/{number}", ({"role": "user", "content": f"r{number}"},)) for number in range(20)]
@@ -39,60 +38,41 @@ def make_config(folder: Path, **sections: Any) -> RunConfig:
     return load_config(write_config(folder, **sections))
 
 
-def recording(*records: RecordedRollout) -> Recording:
-    return Recording(SAMPLED_BY, records)
-
-
-def write(path: Path, record: RecordedRollout) -> Path:
-    file = RecordFile(path, SAMPLED_BY)
-    file.append(record, ["said"])
-    file.close()
-    return path
-
-
 def test_what_cannot_be_taken_is_left_out_and_told(tmp_path: Path) -> None:
     config = make_config(tmp_path, rollout={"group_size": 2, "max_prompt_tokens": 8, "max_tokens": 8})
     records = [make_record(4, index) for index in range(3)]
     records += [make_record(1, 0, reward=None), make_record(1, 3)]
     records += [make_record(2, 0, version=1), make_record(3, 0, num_tokens=17)]
-    found = choose(recording(*records), config, Path("f"))
-    assert [prompt.prompt_id for prompt in found.prompts] == ["replay/0", "replay/1"], (
-        "of 2 and 3 none is left"
-    )
-    assert [prompt.messages for prompt in found.prompts] == [make_prompt(4).messages, make_prompt(1).messages]
+    found = choose(Recording(SAMPLED_BY, tuple(records)), config, Path("f"))
+    prompts = [("replay/0", make_prompt(4).messages), ("replay/1", make_prompt(1).messages)]
+    assert [(prompt.prompt_id, prompt.messages) for prompt in found.prompts] == prompts, "none of 2 and 3"
     numbers = [[one[0].sample_index for one in found.rollouts[f"replay/{number}"]] for number in (0, 1)]
     assert numbers == [[0, 1], [0]]
     assert rollouts_equal(found.rollouts["replay/0"][1], records[1].rollout)
-    assert found.text(config).endswith(
-        "; left out: 1 beyond rollout.group_size, 1 without a reward, 1 with tokens of another "
-        "policy_version "
-        "than 0, 1 longer than max_prompt_tokens + max_tokens = 16"
-    )
+    said = "1 beyond rollout.group_size, 1 without a reward, 1 with tokens of another policy_version than 0"
+    assert f"; left out: {said}, 1 longer than max_prompt_tokens + max_tokens = 16" in found.text(config)
 
 
 @pytest.mark.parametrize(
-    ("buffer", "most"),
-    [
-        ({"max_staleness": 0}, 8),
-        ({"max_staleness": 2}, 24),
-        ({"max_staleness": 4, "look_ahead": 1}, 16),
-        ({"max_staleness": 0, "filter": "equal_rewards"}, 40),
-    ],
+    ("max_staleness", "buffer", "most"),
+    [(0, {}, 8), (2, {}, 24), (4, {"look_ahead": 1}, 16), (0, {"filter": "equal_rewards"}, 40)],
 )
 def test_how_many_can_be_taken_at_most_follows_from_the_staleness_bound(
-    tmp_path: Path, buffer: dict[str, Any], most: int
+    tmp_path: Path, max_staleness: int, buffer: dict[str, Any], most: int
 ) -> None:
-    config = make_config(tmp_path, rollout={"group_size": 2}, trainer={"num_groups": 4}, buffer=buffer)
+    sections = {"rollout": {"group_size": 2}, "trainer": {"num_groups": 4}}
+    config = make_config(tmp_path, **sections, buffer={"max_staleness": max_staleness, **buffer})
     records = (make_record(number, index) for number in range(20) for index in range(2))
-    text = choose(recording(*records), config, Path("f")).text(config)
+    text = choose(Recording(SAMPLED_BY, tuple(records)), config, Path("f")).text(config)
     assert f"40 recorded rollouts of 20 prompts, of which at most {most} can be taken" in text
 
 
 def test_another_temperature_and_a_file_without_rewards_are_refused(tmp_path: Path) -> None:
+    colder = make_config(tmp_path, rollout={"temperature": 0.7})
     with pytest.raises(ConfigError, match=r"temperature: 1\.0 then, 0\.7 now"):
-        choose(recording(make_record()), make_config(tmp_path, rollout={"temperature": 0.7}), Path("f"))
+        choose(Recording(SAMPLED_BY, (make_record(),)), colder, Path("f"))
     with pytest.raises(ConfigError, match=r"no rollout to train on \(1 rollouts; 1 without a reward\)"):
-        choose(recording(make_record(reward=None)), make_config(tmp_path), Path("f"))
+        choose(Recording(SAMPLED_BY, (make_record(reward=None),)), make_config(tmp_path), Path("f"))
 
 
 def test_a_run_that_goes_on_reads_the_copy_that_it_began_with(tmp_path: Path) -> None:
@@ -130,12 +110,7 @@ def test_the_digests_are_of_weights_and_tokenizer_and_of_nothing_else(tmp_path: 
     assert digests("model.safetensors", "others")[0] != first[0]
 
 
-@given(
-    size=st.integers(1, 5),
-    num_first=st.integers(0, 5),
-    moves=st.lists(st.integers(-3, 3), max_size=30),
-    data=st.data(),
-)
+@given(st.integers(1, 5), st.integers(0, 5), st.lists(st.integers(-3, 3), max_size=30), st.data())
 def test_recorded_prompts_come_first_and_no_kill_loses_or_repeats_one(
     size: int, num_first: int, moves: list[int], data: Any
 ) -> None:
@@ -184,31 +159,18 @@ def test_recorded_rollouts_are_taken_while_their_version_is_served_and_the_bound
     recorded = {prompt.prompt_id: branches for prompt in REPLAY}
 
     async def story() -> None:
-        buffer = make_buffer(
-            num_groups=num_groups,
-            num_batches=num_batches,
-            max_staleness=max_staleness,
-            look_ahead=max_staleness,
-        )
+        buffer = make_buffer(num_groups=num_groups, num_batches=num_batches, max_staleness=max_staleness)
         async with asyncio.TaskGroup() as tasks:
             replay = Replay(sampling, recorded, start_version=lambda group: producers.start_version(group))
-            producers = Producers(
-                buffer,
-                Feed(Numbers(9), seed=0, shuffle=True, first=REPLAY),
-                RolloutRunner(replay, timeout_s=99.0, retries=0),
-                spawn=tasks.create_task,
-                group_size=3,
-                capacity=6,
-                max_failed_groups=1,
-                max_hand_backs=3,
-                journal=MemoryJournal(),
-            )
+            source = Feed(Numbers(9), seed=0, shuffle=True, first=REPLAY)
+            values = {"source": source, "group_size": 3, "capacity": 6, "max_failed_groups": 1}
+            producers = make_producers(buffer, tasks.create_task, replay, **values)
             running = tasks.create_task(producers.run(), name="producers")
             for version in range(num_batches):
                 batch = await buffer.wait_batch()
                 groups.extend(batch.groups)
                 assert all(group.oldest_version >= version - max_staleness for group in batch.groups)
-                await asyncio.sleep(60.0)  # the step: meanwhile all starts that may start at the old version
+                await asyncio.sleep(60.0)  # meanwhile all starts that may start at the old version
                 sampling.version = version + 1
                 buffer.set_served_nowait(version + 1)
             running.cancel()

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from buffer_groups import make_buffer
 from journal_cases import make_batch, make_group, make_partial, make_rollout, open_journal, same_group
 
-from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints, Whole
-from asyncrl.config import BufferConfig, CheckpointConfig, SupervisionConfig
+from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError
 from asyncrl.journal.story import events
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
@@ -22,7 +24,7 @@ from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer, recover_trainer
-from asyncrl.tasks import Feed, Item
+from asyncrl.tasks import Feed
 from asyncrl.testing.fake_trainer import FakeTrainerServer
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -33,24 +35,12 @@ class Questions:
     def __len__(self) -> int:
         return 100
 
-    def prompt(self, index: int) -> Item:
-        return Item(f"Question {index}")
-
-    def score(self, prompt: Any, completion: str) -> float:
-        return 0.0
-
-
-async def never(version: int) -> None:
-    raise AssertionError(f"the worker of this test does not die, so nothing goes back to {version}")
+    def prompt(self, index: int) -> str:
+        return f"Question {index}"
 
 
 def make_feed(seed: int = 0) -> Feed:
-    return Feed(Questions(), seed=seed, shuffle=False)
-
-
-def make_buffer(max_staleness: int = 1) -> Buffer:
-    config = BufferConfig(max_staleness=max_staleness, look_ahead=max_staleness)
-    return Buffer(config, num_groups=2, num_batches=20, on_handed_back=lambda *_: None)
+    return Feed(Questions(), seed=seed, shuffle=False)  # type: ignore[arg-type]
 
 
 class Life:
@@ -59,14 +49,12 @@ class Life:
     """
 
     def __init__(self, path: Path) -> None:
-        self.journal, self.buffer, self.feed = open_journal(path), make_buffer(), make_feed()
+        self.journal, self.buffer, self.feed = open_journal(path), make_buffer(num_batches=20), make_feed()
         self.worker = FakeTrainerServer(train_s=0.0)
         self.worker.export_s = self.worker.load_s = self.worker.save_s = self.worker.write_s = 0.0
         self.client = TrainerClient(self.worker)
-        supervision = Supervision(SupervisionConfig(), 1.0, print, print)
-        self.trainer = SupervisedTrainer(
-            self.client, [], supervision, before_start=lambda: None, recover=never
-        )
+        supervision, never = Supervision(SupervisionConfig(), 1.0, print, print), AsyncMock()
+        self.trainer = SupervisedTrainer(self.client, [], supervision, before_start=never, recover=never)
         self.producers = self
         self.steps: list[tuple[Batch, TrainResponse]] = []
         self.returned: list[tuple[int, str, int]] = []
@@ -84,6 +72,10 @@ class Life:
                 self.journal.rollout_finished_nowait(ticket.group_id, (trajectory,))
             assert self.buffer.finish_nowait(group) == "ready"
             self.journal.group_ended_nowait(ticket.group_id, "ready", "")
+
+    def numbers(self) -> tuple[int, int, int]:
+        """(next batch, ready groups, running groups)."""
+        return self.buffer.rule.next_batch, self.buffer.rule.num_ready, self.buffer.rule.num_running
 
     async def take_step(self, *, is_trained: bool = True) -> None:
         batch = self.buffer.take_nowait()
@@ -131,10 +123,8 @@ def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
 
     async def play(story: Callable[[Life], Awaitable[None]]) -> None:
         life = Life(path)
-        try:
+        async with aclosing(life.journal):
             await story(life)
-        finally:
-            await life.journal.aclose()
 
     for story in stories:
         asyncio.run(play(story))
@@ -177,9 +167,7 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
         assert (nine.ticket.group_id, nine.prompt.prompt_id) == (9, "0/9")
         assert {index: len(rollout) for index, rollout in nine.rollouts.items()} == {1: 2}
         assert (nine.failures, nine.partials) == ({0: (3, "it timed out")}, {2: (1, make_partial(5))})
-        rule = life.buffer.rule
-        assert (rule.next_batch, rule.num_ready, rule.num_running, rule.served) == (4, 1, 1, 4)
-        assert life.buffer.next_group_id == 13
+        assert (*life.numbers(), life.buffer.rule.served, life.buffer.next_group_id) == (4, 1, 1, 4, 13)
         assert life.next_prompts(3) == [("0/10", 1), ("0/11", 2), ("0/13", 0)]
         assert life.returned == [(4, "0/12", 2)], "it failed at version 4, which goes on"
         assert life.buffer.finish_nowait(make_group(9, version=3)) == "ready"
@@ -208,15 +196,13 @@ def test_a_prompt_that_the_task_makes_otherwise_now_starts_anew_and_comes_first(
     lives(tmp_path / "journal.sqlite", first, second, third)
 
 
-def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_prompts_come_first(
-    tmp_path: Path,
-) -> None:
+def test_groups_too_old_for_changed_settings_are_given_up_their_prompts_come_first(tmp_path: Path) -> None:
     """Batches 0 and 1 were taken with max_staleness 2; then g4 is ready and g5 runs, of version 0, and g6 is
     ready, of version 2.
     """
 
     async def first(life: Life) -> None:
-        life.buffer = make_buffer(2)
+        life.buffer = make_buffer(num_batches=20, max_staleness=2)
         tickets = [life.admit() for _ in range(6)]
         life.finish(*tickets[:5])
         await life.take_step()
@@ -225,29 +211,23 @@ def test_groups_that_are_too_old_for_changed_settings_are_given_up_and_their_pro
         life.journal.rollout_finished_nowait(GroupId(5), make_rollout(5, 1, version=0))
 
     async def second(life: Life) -> None:
-        life.buffer = make_buffer(0)
+        life.buffer = make_buffer(num_batches=20, max_staleness=0)
         assert await life.restore() == ()
-        rule = life.buffer.rule
-        assert (rule.next_batch, rule.num_ready, rule.num_running) == (2, 1, 0)
+        assert life.numbers() == (2, 1, 0)
         assert life.admit().group_id == 7
         assert life.next_prompts(2) == [("0/5", 0), ("0/7", 0)], "g7 has the prompt of g4"
         life.finish(Ticket(GroupId(7), 2))
         await life.take_step()
 
     async def third(life: Life) -> None:
-        life.buffer = make_buffer(0)
+        life.buffer = make_buffer(num_batches=20, max_staleness=0)
         assert await life.restore() == ()
         assert life.client.policy_version == 3, "what was given up stands in nobody's way"
-        counted = (await life.journal.read_resume(0)).counted
-        assert counted["rollout/dropped"] == 0, "no batch left them too old"
+        state = await life.journal.read_resume(0)
+        assert state.counted["rollout/dropped"] == 0, "no batch left them too old"
         assert life.next_prompts(2) == [("0/5", 0), ("0/7", 0)]
 
     lives(tmp_path / "journal.sqlite", first, second, third)
-
-
-class RefusesState:
-    async def recover(self, *_: object) -> None:
-        raise TrainerError("trainer-0", "the state is of another model")
 
 
 @pytest.mark.parametrize("refusal", ["order", "task", "state", "tokens"])
@@ -270,12 +250,13 @@ def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_
         elif refusal == "task":
             life.feed._num_prompts, life.feed._epoch = 100, lambda _: ([0], [0])
         elif refusal == "state":
-            life.trainer = RefusesState()  # type: ignore[assignment]
+            error = TrainerError("trainer-0", "the state is of another model")
+            life.trainer.recover = AsyncMock(side_effect=error)  # type: ignore[method-assign]
         with pytest.raises((TaskError, TrainerError, JournalError)):
             await life.restore(whole)
         assert (life.restored, life.steps, life.worker.calls) == (0, [], [])
         await life.journal.flush()
-        assert [event for event in events(life.journal.path) if event.what == "restored"] == []
+        assert "restored" not in {event.what for event in events(life.journal.path)}
 
     async def resumed(life: Life) -> None:
         unfinished = await life.restore(whole)
@@ -306,8 +287,7 @@ def test_from_a_checkpoint_alone_what_was_out_comes_first_and_nothing_comes_twic
     async def second(life: Life) -> None:
         assert await life.restore(whole) == ()
         assert (life.worker.weights, life.client.policy_version) == (weights_of(3), 3)
-        rule = life.buffer.rule
-        assert (rule.next_batch, rule.num_ready, rule.num_running) == (3, 0, 0)
+        assert life.numbers() == (3, 0, 0)
         assert [life.admit().group_id for _ in range(4)] == [8, 9, 10, 11]
 
     async def third(life: Life) -> None:

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
+from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.own_server import EngineServer
@@ -25,7 +27,6 @@ from asyncrl.run.start import Launcher, Server
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer
-from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 from asyncrl_servers.vllm.arguments import VllmSpec
@@ -52,7 +53,7 @@ def launcher(folder: Path, *overrides: str, num_cuda: int = 0) -> Launcher:
 )
 def test_every_kind_of_server_takes_the_spec_that_it_is_given(tmp_path: Path, kind: str, spec: Any) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "vocab_size": 31}')
-    of_kind = ["rollout.simulated.swap_s=0.5"] if kind == "simulated" else []
+    of_kind = ["rollout.simulated.swap_s=0.5"] * (kind == "simulated")
     made = engine_kind(load(f"rollout.engine={kind}", "rollout.slots=3", *of_kind)).spec(tmp_path, "engine-0")
     told = spec.model_validate(made)
     assert (told.name, told.slots, told.max_length) == ("engine-0", 3, 56)
@@ -82,18 +83,18 @@ def test_a_vllm_is_told_of_adapters_turns_and_its_part_of_the_devices() -> None:
 @pytest.mark.parametrize(
     ("overrides", "num"),
     [
-        ([VLLM], 55),
-        ([VLLM, "rollout.max_tokens=400"], 160),
-        ([VLLM, "weight_sync.canary_limit=none"], 0),
-        ([], 0),
-        ([VLLM, "rollout.max_tokens=1", "rollout.max_prompt_tokens=1"], 2),
+        (VLLM, 55),
+        (f"{VLLM} rollout.max_tokens=400", 160),
+        (f"{VLLM} weight_sync.canary_limit=none", 0),
+        ("", 0),
+        (f"{VLLM} rollout.max_tokens=1 rollout.max_prompt_tokens=1", 2),
     ],
 )
 def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_it_is_compared(
-    tmp_path: Path, overrides: list[str], num: int
+    tmp_path: Path, overrides: str, num: int
 ) -> None:
     disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path}", "model.chat_template=own.jinja"]
-    told = launcher(tmp_path, *overrides, *disk).trainer_spec(0, tmp_path / "asyncrl-1")
+    told = launcher(tmp_path, *overrides.split(), *disk).trainer_spec(0, tmp_path / "asyncrl-1")
     assert (told.canary_tokens, told.transport) == (num, "disk")
     assert (told.staging_dir, told.chat_template) == (tmp_path / "asyncrl-1", Path("own.jinja"))
 
@@ -102,16 +103,12 @@ def test_vllm_runs_under_its_own_python_and_sees_our_two_packages_alone(tmp_path
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 0\n")
     python.chmod(0o755)
-    for engine in launcher(
-        tmp_path, VLLM, f"rollout.vllm_python={python}", "rollout.num_engines=2"
-    ).engines():
+    own = [VLLM, f"rollout.vllm_python={python}", "rollout.num_engines=2"]
+    for engine in launcher(tmp_path, *own).engines():
         child = engine.child
         assert isinstance(child, ChildProcess)
-        assert (child.module, child.python, child.renewed().python) == (
-            "asyncrl_servers.vllm",
-            python,
-            python,
-        )
+        assert child.module == "asyncrl_servers.vllm"
+        assert child.python == child.renewed().python == python
         folder = Path(child.env["PYTHONPATH"])
         assert sorted(path.name for path in folder.iterdir()) == ["asyncrl", "asyncrl_servers"]
         assert json.loads(child.spec)["name"] == child.name
@@ -138,14 +135,9 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
 def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
     """A vLLM that answers after 30 s, and dies after so long."""
 
-    async def health(timeout_s: float) -> Any:
-        if error is not None:
-            raise error
-        return HEALTH
-
     async def ready(timeout_s: float) -> Any:
         await asyncio.sleep(30.0)
-        return await health(timeout_s)
+        return await client.health(timeout_s)
 
     async def watch() -> None:
         await asyncio.sleep(dies_s)
@@ -153,53 +145,41 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
 
     child: Any = ForeignProcess("engine-0", "http://127.0.0.1:1")
     child.watch, child.death = watch, lambda: RoomError("engine-0", "killed by SIGKILL")
-    client: Any = SimpleNamespace(health=health, ready=ready)
+    client: Any = SimpleNamespace(health=AsyncMock(side_effect=error, return_value=HEALTH), ready=ready)
     return Server(child, Caller("engine-0", "", ""), EngineHealth, vllm=client)
 
 
-def test_it_is_ready_when_its_client_says_so_and_its_heartbeat_goes_through_it() -> None:
-    async def story() -> None:
-        well = server()
-        await well.wait_ready()
-        assert (well.health, asyncio.get_running_loop().time()) == (HEALTH, 30.0)
-        await well.check_alive(3.0)
-        said = (
-            r"the server at http://127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0 is the "
-            r"limit"
-        )
-        with pytest.raises(RoomError, match=said):
-            await server(EngineLost("engine-0", "hangs")).check_alive(3.0)
-
-    run_virtual(story())
+@virtual
+async def test_it_is_ready_when_its_client_says_so_and_its_heartbeat_goes_through_it() -> None:
+    well = server()
+    await well.wait_ready()
+    assert (well.health, asyncio.get_running_loop().time()) == (HEALTH, 30.0)
+    await well.check_alive(3.0)
+    with pytest.raises(RoomError, match="127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0"):
+        await server(EngineLost("engine-0", "hangs")).check_alive(3.0)
 
 
 @pytest.mark.parametrize(
     ("error", "dies_s", "kind", "says"),
     [
         (EngineLost("engine-0", "no answer"), 31.0, RoomError, "engine-0: killed by SIGKILL"),
-        (
-            EngineError("engine-0", "not ready"),
-            99.0,
-            RoomError,
-            "did not come up: not ready; the end of its log",
-        ),
+        (EngineError("engine-0", "not ready"), 99.0, RoomError, "not come up: not ready; the end of its log"),
         (ConfigError("engine-0 lacks --logprobs-mode"), 99.0, ConfigError, "lacks --logprobs-mode"),
     ],
 )
-def test_one_that_never_gets_ready_is_named_with_its_death_its_log_or_what_it_lacks(
+@virtual
+async def test_one_that_never_gets_ready_is_named_with_its_death_its_log_or_what_it_lacks(
     error: Exception, dies_s: float, kind: type[Exception], says: str
 ) -> None:
-    async def story() -> None:
-        with pytest.raises(kind, match=says):
-            await server(error, dies_s).wait_ready()
-
-    run_virtual(story())
+    with pytest.raises(kind, match=says):
+        await server(error, dies_s).wait_ready()
 
 
 # ---- servers that the run has not started
 
 
-def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_process(
+@virtual
+async def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(KEY_ENV, "their key")
@@ -207,33 +187,27 @@ def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_process(
     (engine,) = launcher(tmp_path, VLLM, *urls).engines()
     assert isinstance(engine.child, ForeignProcess)
     assert engine.caller._secret == "their key"
-
-    async def story() -> None:
-        await engine.start()
-        await engine.end()
-        await engine.start()
-        assert engine.caller.url == "http://127.0.0.1:8000"
-
-    run_virtual(story())
+    await engine.start()
+    await engine.end()
+    await engine.start()
+    assert engine.caller.url == "http://127.0.0.1:8000"
 
 
 @pytest.mark.parametrize("are_engines_ours", [True, False])
-def test_weights_that_are_not_known_are_replaced_before_anything_is_sampled(are_engines_ours: bool) -> None:
-    async def story() -> None:
-        fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
-        targets = [EngineServer(fake)]
-        publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
-        async with asyncio.TaskGroup() as tasks:
-            turns = SideBySide(
-                publisher, num_steps=3, spawn=tasks.create_task, are_engines_ours=are_engines_ours
-            )
-            await turns.start(0)
-            assert fake.weights == ("not known" if are_engines_ours else "w0")
-            assert served == ([] if are_engines_ours else [0])
-            trainer.step()
-            await asyncio.sleep(10.0)
-            assert served[-1] == 1
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
-
-    run_virtual(story())
+@virtual
+async def test_weights_that_are_not_known_are_replaced_before_anything_is_sampled(
+    are_engines_ours: bool,
+) -> None:
+    fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
+    targets = [EngineServer(fake)]
+    publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
+    async with asyncio.TaskGroup() as tasks:
+        values: Any = {"spawn": tasks.create_task, "are_engines_ours": are_engines_ours}
+        await SideBySide(publisher, num_steps=3, **values).start(0)
+        assert fake.weights == ("not known" if are_engines_ours else "w0")
+        assert served == ([] if are_engines_ours else [0])
+        trainer.step()
+        await asyncio.sleep(10.0)
+        assert served[-1] == 1
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_cases import virtual
 from turn_cases import DECODE_S, HEARTBEAT_S, START_S, EngineRooms, make_request, play, play_to_its_error
 
 from asyncrl.config import SupervisionConfig
@@ -24,7 +25,7 @@ from asyncrl.run.supervise import until_lost
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_trainer import FakeEngineProcess
 from asyncrl.testing.fakes import FakeTrainer
-from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
+from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 
 async def undisturbed(request: SamplingRequest) -> Completion:
@@ -41,37 +42,26 @@ class House(EngineRooms):
         tasks: asyncio.TaskGroup,
         num_engines: int = 2,
         *,
-        trainer: FakeTrainer | None = None,
+        is_frozen: bool = True,
         prepare_s: float = 0.0,
         swap_s: float = 0.0,
         timeout_s: float = 60.0,
         **supervision: Any,
     ) -> None:
+        times = {"decode_s": DECODE_S, "prepare_s": prepare_s, "swap_s": swap_s}
         super().__init__(
             tasks,
-            [
-                FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, prepare_s=prepare_s, swap_s=swap_s)
-                for index in range(num_engines)
-            ],
-            trainer or FakeTrainer(is_frozen=True),
+            [FakeEngineServer(f"engine-{index}", **times) for index in range(num_engines)],
+            FakeTrainer(is_frozen=is_frozen),
             SupervisionConfig(**{"max_restarts": 3, "backoff_s": 1.0, **supervision}),
             lambda: SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task),
             timeout_s=timeout_s,
         )
-        self.announced, self.announced_at = [0], [0.0]
+        self.announced = [0]
         self.running.append(tasks.create_task(self.publisher.run(), name="publisher"))
 
-    def on_served(self, version: int) -> None:
-        super().on_served(version)
-        self.announced_at.append(now_s())
 
-
-def live(story: Callable[[House], Any], **knobs: Any) -> House:
-    return play(House, story, **knobs)
-
-
-def fails(story: Callable[[House], Any], **knobs: Any) -> RoomError:
-    return play_to_its_error(House, story, **knobs)
+live, fails = partial(play, House), partial(play_to_its_error, House)
 
 
 def now_s() -> float:
@@ -86,26 +76,20 @@ def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_strea
     async def story(house: House) -> None:
         requests = [make_request(f"r{index}", max_tokens=3000, seed=index) for index in range(8)]
         told = (lambda _: None) if is_streamed else None
-        running = [
-            house.tasks.create_task(house.pool.generate(request, on_tokens=told)) for request in requests
-        ]
+        spawn = house.tasks.create_task
+        running = [spawn(house.pool.generate(request, on_tokens=told)) for request in requests]
         await asyncio.sleep(1.0)
         house.fakes[1].die()
         await asyncio.sleep(1.0 + START_S + 1.0)
-        assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}, "though nothing was published"
-        assert [fake.num_running for fake in house.fakes] == [4, 4]
-        for _ in range(3):
+        for _ in range(4):  # though nothing was published; and nothing moves that does not have to
+            assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}
+            assert [fake.num_running for fake in house.fakes] == [4, 4]
             house.trainer.step()
             await asyncio.sleep(1.0)
-            assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}, (
-                "and it stays so: nothing moves that does not have to"
-            )
-            assert [fake.num_running for fake in house.fakes] == [4, 4]
         for task in running:
-            completion = await task
-            assert len(completion.token_ids) == 3000
+            assert len((await task).token_ids) == 3000
 
-    live(story, trainer=FakeTrainer(is_frozen=False))
+    live(story, is_frozen=False)
 
 
 # ---- weights
@@ -168,9 +152,8 @@ def test_a_restart_counts_until_the_engine_has_worked_for_the_window_after_it() 
             house.fakes[1].die()
             await asyncio.sleep(45.0)
 
-    assert "max_restarts=2 is used up within supervision.restart_window_s=100" in str(
-        fails(story, max_restarts=2, restart_window_s=100.0)
-    )
+    said = "max_restarts=2 is used up within supervision.restart_window_s=100"
+    assert said in str(fails(story, max_restarts=2, restart_window_s=100.0))
 
 
 def test_starts_that_fail_use_the_restarts_up_however_long_each_of_them_takes() -> None:
@@ -179,9 +162,8 @@ def test_starts_that_fail_use_the_restarts_up_however_long_each_of_them_takes() 
         house.fakes[1].die()
         await asyncio.sleep(1e6)
 
-    assert "did not come up: no memory; supervision.max_restarts=3 is used up" in str(
-        fails(story, restart_window_s=100.0)
-    )
+    said = "did not come up: no memory; supervision.max_restarts=3 is used up"
+    assert said in str(fails(story, restart_window_s=100.0))
 
 
 def test_the_death_is_named_and_not_the_call_that_broke_because_of_it() -> None:
@@ -198,38 +180,29 @@ def test_the_death_is_named_and_not_the_call_that_broke_because_of_it() -> None:
     live(story)
 
 
-def test_what_broke_a_call_is_named_and_not_the_heartbeat_that_was_cut_because_of_it() -> None:
-    async def story() -> None:
-        is_cut = asyncio.Event()
+@virtual
+async def test_what_broke_a_call_is_named_and_not_the_heartbeat_that_was_cut_because_of_it() -> None:
+    is_cut = asyncio.Event()
 
-        class Cut(FakeEngineProcess):
-            async def check_alive(self, timeout_s: float) -> None:
-                await is_cut.wait()
-                raise RoomError(self.name, "does not answer: was given up before it answered /health")
+    async def breaks(error: RoomError) -> None:
+        await is_cut.wait()
+        raise error
 
-        async def report() -> None:
-            await is_cut.wait()
-            raise EngineLost("engine-0", "answered 500 to a request: its engine died")
-
-        process = Cut(FakeEngineServer("engine-0", slots=4, decode_s=DECODE_S))
-        waiting = asyncio.ensure_future(until_lost([process], HEARTBEAT_S, report()))
-        await all_blocked()
-        is_cut.set()
-        lost = await waiting
-        assert lost is not None
-        assert "its engine died" in str(lost)
-
-    run_virtual(story())
+    process = FakeEngineProcess(FakeEngineServer("engine-0", slots=4, decode_s=DECODE_S))
+    cut = RoomError("engine-0", "does not answer: was given up before it answered /health")
+    process.check_alive = lambda _: breaks(cut)  # type: ignore[method-assign, assignment]
+    broken = EngineLost("engine-0", "answered 500 to a request: its engine died")
+    waiting = asyncio.ensure_future(until_lost([process], HEARTBEAT_S, breaks(broken)))
+    await all_blocked()
+    is_cut.set()
+    assert "its engine died" in str(await waiting)
 
 
 @pytest.mark.parametrize("later", range(8))
 def test_a_loss_in_the_moment_of_coming_back_gives_it_no_work(later: int) -> None:
     async def story(house: House) -> None:
-        supervisor, bring_up, up_nowait = (
-            house.supervisors["engine-0"],
-            house.publisher.bring_up,
-            house.pool.up_nowait,
-        )
+        supervisor = house.supervisors["engine-0"]
+        bring_up, up_nowait = house.publisher.bring_up, house.pool.up_nowait
 
         def lose(rounds: int) -> None:
             if rounds:
@@ -259,36 +232,26 @@ def test_a_loss_in_the_moment_of_coming_back_gives_it_no_work(later: int) -> Non
 
 # ---- everything at once
 
-Move = tuple[float, str, int]
-MOVES = st.lists(
-    st.tuples(
-        st.floats(0.0, 4.0),
-        st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort"]),
-        st.integers(0, 2),
-    ),
-    max_size=25,
-)
+MOVE = st.sampled_from(["die", "freeze", "step", "ask", "ask", "abort"])
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    moves=MOVES,
+    moves=st.lists(st.tuples(st.floats(0.0, 4.0), MOVE, st.integers(0, 2)), max_size=25),
     prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
     swap_s=st.sampled_from([0.0, 0.3]),
     num_engines=st.integers(1, 3),
 )
 def test_whatever_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announced(
-    moves: list[Move], prepare_s: float, swap_s: float, num_engines: int
+    moves: list[tuple[float, str, int]], prepare_s: float, swap_s: float, num_engines: int
 ) -> None:
     async def story(house: House) -> None:
         asked: list[tuple[SamplingRequest, int, asyncio.Task[Completion]]] = []
         for number, (gap_s, what, where) in enumerate(moves):
             await asyncio.sleep(gap_s)
             fake = house.fakes[where % num_engines]
-            if what == "die":
-                fake.die()
-            elif what == "freeze":
-                fake.freeze()
+            if what in ("die", "freeze"):
+                getattr(fake, what)()
             elif what == "step":
                 house.trainer.step()
             elif what == "abort":
@@ -333,12 +296,13 @@ def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_pus
 # ---- a machine without descriptors
 
 
+async def short(*_: Any, **__: Any) -> Any:
+    await asyncio.sleep(HEARTBEAT_S)
+    raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
+
+
 def test_a_heartbeat_that_cannot_be_sent_says_nothing_of_the_server() -> None:
     async def story(house: House) -> None:
-        async def short(*_: Any, **__: Any) -> Any:
-            await asyncio.sleep(HEARTBEAT_S)
-            raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
-
         house.fakes[0].get = short  # type: ignore[method-assign]
         await asyncio.sleep(20 * HEARTBEAT_S)
         assert house.pool.stats().down == ()
@@ -351,9 +315,6 @@ def test_a_heartbeat_that_cannot_be_sent_says_nothing_of_the_server() -> None:
 
 def test_a_call_that_cannot_be_made_ends_the_run_with_what_is_missing_and_no_engine_is_given_up() -> None:
     async def story(house: House) -> None:
-        async def short(*_: Any, **__: Any) -> Any:
-            raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
-
         for fake in house.fakes:
             fake.post = short  # type: ignore[method-assign]
         await house.ask(make_request())

@@ -5,8 +5,9 @@ import socket
 import time
 
 import pytest
+from rollout_cases import virtual
 
-from asyncrl.testing.virtual_time import run_virtual, stand_still
+from asyncrl.testing.virtual_time import stand_still
 from asyncrl.waits import Alarm, LoopClock, TimeLimit, open_waits, task_stacks, waiting
 
 
@@ -20,104 +21,84 @@ async def until_over(timeout_s: float | None) -> float:
     return asyncio.get_running_loop().time()
 
 
-async def stand_still_at(at_s: float, seconds: float) -> None:
-    await asyncio.sleep(at_s)
-    stand_still(seconds)
+@virtual
+async def test_a_limit_is_over_to_the_second_while_the_loop_runs() -> None:
+    assert await until_over(600.0) == 600.0
 
 
-def test_a_limit_is_over_to_the_second_while_the_loop_runs() -> None:
-    assert run_virtual(until_over(600.0)) == 600.0
+@pytest.mark.parametrize(
+    ("limit_s", "at_s", "still_s", "earliest_s", "latest_s"),
+    [(600.0, 100.25, 3000.0, 3599.0, 3600.0), (1.0, 0.5, 0.7, 1.2, 2.2)],
+)
+@virtual
+async def test_a_limit_does_not_count_the_time_in_which_the_loop_stood_still(
+    limit_s: float, at_s: float, still_s: float, earliest_s: float, latest_s: float
+) -> None:
+    asyncio.get_running_loop().call_later(at_s, stand_still, still_s)
+    assert earliest_s <= await until_over(limit_s) <= latest_s, "to one tick, and then it ends"
 
 
-def test_a_limit_does_not_count_the_time_in_which_the_loop_stood_still() -> None:
-    async def story() -> float:
-        over, _ = await asyncio.gather(until_over(600.0), stand_still_at(100.25, 3000.0))
-        return over
-
-    assert 3599.0 <= run_virtual(story()) <= 3600.0, "to one tick"
-
-
-def test_a_limit_that_was_over_while_the_loop_stood_still_leaves_time_to_read_what_came_meanwhile() -> None:
-    async def story() -> str:
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(10.0, answer.set_result, "I am well")
-        asyncio.get_running_loop().call_later(0.5, stand_still, 1e6)
-        async with TimeLimit(1.0):
-            return await answer
-
-    async def late_by_itself() -> float:
-        over, _ = await asyncio.gather(until_over(1.0), stand_still_at(0.5, 0.7))
-        return over
-
-    assert run_virtual(story()) == "I am well"
-    assert 1.2 < run_virtual(late_by_itself()) <= 2.2, "and then it ends"
+@virtual
+async def test_a_limit_that_was_over_while_the_loop_stood_still_leaves_time_to_read_what_came() -> None:
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(10.0, answer.set_result, "I am well")
+    asyncio.get_running_loop().call_later(0.5, stand_still, 1e6)
+    async with TimeLimit(1.0):
+        assert await answer == "I am well"
 
 
-def test_a_limit_ends_on_a_loop_that_is_always_late() -> None:
+@virtual
+async def test_a_limit_ends_on_a_loop_that_is_always_late() -> None:
     async def stall() -> None:
         while True:
             await asyncio.sleep(0)
             stand_still(5.0)
 
-    async def story() -> float:
-        stalling = asyncio.ensure_future(stall())
-        over = await until_over(10.0)
-        stalling.cancel()
-        return over
-
-    assert run_virtual(story()) < 300.0, "twice its ten seconds, at a second in each two rounds"
+    stalling = asyncio.ensure_future(stall())
+    assert await until_over(10.0) < 300.0, "twice its ten seconds, at a second in each two rounds"
+    stalling.cancel()
 
 
-def test_a_limit_can_be_held_and_begun_again_and_ended_at_once() -> None:
-    async def ended_at_once() -> None:
-        async with TimeLimit(5.0) as limit:
-            limit.reschedule(asyncio.get_running_loop().time())
+@virtual
+async def test_a_limit_can_be_held_and_begun_again_and_ended_at_once() -> None:
+    now = asyncio.get_running_loop().time
+    async with TimeLimit(5.0) as limit:
+        limit.reschedule(None)
+        assert limit.when() is None
+        await asyncio.sleep(100.0)
+        limit.reschedule(now() + 5.0)
+        assert limit.when() == 105.0
+        await asyncio.sleep(4.0)
+    limit = TimeLimit(5.0)
+    asyncio.get_running_loop().call_soon(lambda: limit.reschedule(now()))
+    with pytest.raises(TimeoutError):
+        async with limit:
             await asyncio.sleep(1.0)
-
-    async def story() -> None:
-        now = asyncio.get_running_loop().time
-        async with TimeLimit(5.0) as limit:
-            limit.reschedule(None)
-            assert limit.when() is None
-            await asyncio.sleep(100.0)
-            limit.reschedule(now() + 5.0)
-            assert limit.when() == 105.0
-            await asyncio.sleep(4.0)
-        with pytest.raises(TimeoutError):
-            await ended_at_once()
-        assert now() == 104.0
-
-    run_virtual(story())
+    assert now() == 104.0
 
 
-def test_an_error_and_a_cancellation_pass_a_limit_as_they_are() -> None:
-    async def story() -> None:
-        with pytest.raises(KeyError):
-            async with TimeLimit(5.0):
-                raise KeyError
-        with pytest.raises(TimeoutError):
+@virtual
+async def test_an_error_and_a_cancellation_pass_a_limit_as_they_are() -> None:
+    for error in (KeyError, TimeoutError):
+        with pytest.raises(error):
             async with TimeLimit(5.0) as limit:
-                raise TimeoutError
+                raise error
         assert not limit.expired()
-        waiting = asyncio.ensure_future(until_over(5.0))
-        await asyncio.sleep(1.0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-
-    run_virtual(story())
+    over = asyncio.ensure_future(until_over(5.0))
+    await asyncio.sleep(1.0)
+    over.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await over
 
 
-def test_nothing_is_left_in_the_loop_once_the_limits_are_gone() -> None:
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
-        async with TimeLimit(5.0), TimeLimit(None), TimeLimit(7.0):
-            await asyncio.sleep(3.0)
-        Alarm(5.0, lambda: None).cancel()
-        assert all(timer.cancelled() for timer in loop._scheduled)  # type: ignore[attr-defined]
-        assert LoopClock.of(loop).time() == loop.time()
-
-    run_virtual(story())
+@virtual
+async def test_nothing_is_left_in_the_loop_once_the_limits_are_gone() -> None:
+    loop = asyncio.get_running_loop()
+    async with TimeLimit(5.0), TimeLimit(None), TimeLimit(7.0):
+        await asyncio.sleep(3.0)
+    Alarm(5.0, lambda: None).cancel()
+    assert all(timer.cancelled() for timer in loop._scheduled)  # type: ignore[attr-defined]
+    assert LoopClock.of(loop).time() == loop.time()
 
 
 @pytest.mark.asyncio
@@ -137,44 +118,33 @@ async def test_an_answer_that_came_while_the_loop_was_blocked_is_read_before_its
         assert await asking == b"alive"
 
 
-def test_a_wait_is_open_as_long_as_its_block_and_the_innermost_of_a_task_is_told() -> None:
-    def now() -> float:
-        return asyncio.get_running_loop().time()
-
+@virtual
+async def test_a_wait_is_open_as_long_as_its_block_and_the_innermost_of_a_task_is_told() -> None:
     async def outer() -> None:
+        now = asyncio.get_running_loop().time
         with waiting("the turn", on="both"):
             await asyncio.sleep(5.0)
             with waiting(lambda: f"memory at {now():.0f} s", on="engine-0", who="turns"):
                 await asyncio.sleep(100.0)
 
-    async def story() -> list[list[tuple[str, str, str, float]]]:
-        task, seen = asyncio.create_task(outer(), name="train loop"), []
-        for seconds in (1.0, 7.0):
-            await asyncio.sleep(seconds)
-            seen.append([(wait.who, str(wait), wait.on, wait.since_s) for wait in open_waits()])
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert open_waits() == []
-        return seen
-
-    assert run_virtual(story()) == [
-        [("train loop", "the turn", "both", 0.0)],
-        [("turns", "memory at 8 s", "engine-0", 5.0)],
-    ]
+    task = asyncio.create_task(outer(), name="train loop")
+    seen = [("train loop", "the turn", "both", 0.0)], [("turns", "memory at 8 s", "engine-0", 5.0)]
+    for seconds, expected in zip((1.0, 7.0), seen, strict=True):
+        await asyncio.sleep(seconds)
+        assert [(wait.who, str(wait), wait.on, wait.since_s) for wait in open_waits()] == expected
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert open_waits() == []
 
 
-def test_tasks_in_the_same_place_are_one_line_of_the_stacks() -> None:
-    async def story() -> str:
-        event = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            for index in range(9):
-                tasks.create_task(event.wait(), name=f"rollout g0/r{index}")
-            await asyncio.sleep(1)
-            text = task_stacks()
-            event.set()
-        return text
-
-    (line,) = [line for line in run_virtual(story()).splitlines() if "rollout" in line]
-    assert line.startswith(
-        "task rollout g0/r0, rollout g0/r1, rollout g0/r2, rollout g0/r3 and 5 more: Event.wait"
-    )
+@virtual
+async def test_tasks_in_the_same_place_are_one_line_of_the_stacks() -> None:
+    event = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        for index in range(9):
+            tasks.create_task(event.wait(), name=f"rollout g0/r{index}")
+        await asyncio.sleep(1)
+        (line,) = [line for line in task_stacks().splitlines() if "rollout" in line]
+        event.set()
+    names = ", ".join(f"rollout g0/r{index}" for index in range(4))
+    assert line.startswith(f"task {names} and 5 more: Event.wait")
