@@ -6,10 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import ConfigError
 from asyncrl.placement.devices import CudaDevice, Placement, place
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -21,19 +18,20 @@ URLS = [VLLM, "model.scratch=none", "model.path=m", "rollout.urls=['http://127.0
 
 def load(*overrides: str, name: str = "quickstart") -> RunConfig:
     """Placed on its own, and not where the file says."""
-    return load_config(
-        CONFIGS / f"{name}.yaml", ["placement.trainer=auto", "placement.rollout=auto", *overrides]
-    )
+    anywhere = ["placement.trainer=auto", "placement.rollout=auto"]
+    return load_config(CONFIGS / f"{name}.yaml", [*anywhere, *overrides])
 
 
 def placed(num_cuda: int, *overrides: str) -> Placement:
     return place(load(*overrides), num_cuda)
 
 
-def refusal(num_cuda: int, *overrides: str) -> ConfigError:
-    with pytest.raises(ConfigError) as caught:
-        placed(num_cuda, *overrides)
-    return caught.value
+def make_python(path: Path, exit_code: int = 0) -> Path:
+    """A Python that says that it has vLLM, or, with another exit code, that it has not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\nexit {exit_code}\n")
+    path.chmod(0o755)
+    return path
 
 
 def cuda_devices(num: int, free_bytes: int | None = 2**34) -> list[CudaDevice]:

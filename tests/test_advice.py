@@ -30,19 +30,13 @@ from asyncrl.errors import AsyncrlError, install_extra
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "examples/**/*.md", "benchmarks/**/*.md")
-CONFIGS = ("configs/*.yaml", "examples/**/*.yaml")
-PRODUCT = ("asyncrl/**/*.py", "servers/**/*.py")
 
 PROSE = frozenset(
     "again and at cannot in into is knows logs needs raises reads runs sets that they was wrote".split()
 )
 """Words after `asyncrl` in a sentence that is no command."""
-STANDS_FOR = {
-    "CONFIG": "configs/quickstart.yaml",
-    "config.yaml": "configs/quickstart.yaml",
-    "N": "1",
-    "URL": "http://127.0.0.1:8700",
-}
+QUICKSTART = "configs/quickstart.yaml"
+STANDS_FOR = {"CONFIG": QUICKSTART, "config.yaml": QUICKSTART, "N": "1", "URL": "http://127.0.0.1:8700"}
 """Words that people replace by something of their own."""
 EXTERNAL = ("cat", "curl", "export", "ln", "mkdir", "pip", "printf", "source", "uv", "vllm")
 NO_SETTINGS = frozenset(
@@ -72,19 +66,22 @@ class Text:
         return f"{self.path.relative_to(ROOT)}:{self.line + self.text[:position].count(chr(10))}"
 
 
-def files(patterns: tuple[str, ...]) -> list[Path]:
+def files(*patterns: str) -> list[Path]:
     return sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
 
 
 @cache
 def texts() -> tuple[Text, ...]:
-    found = [text for path in files(PAGES) for text in _of_page(path)]
-    for path in files(CONFIGS):
+    found = [text for path in files(*PAGES) for text in _of_page(path)]
+    for path in files("configs/*.yaml", "examples/**/*.yaml"):
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if match := re.match(rf"#\s{{3,}}({START}.*)", line):
                 command = re.sub(r"\s{3,}\S.*$", "", match[1])  # what it does stands beside it
                 found.append(Text(path, number, command, is_shell=True))
-    return (*found, *(text for path in files(PRODUCT) for text in _of_module(path)))
+    return (
+        *found,
+        *(text for path in files("asyncrl/**/*.py", "servers/**/*.py") for text in _of_module(path)),
+    )
 
 
 def _of_page(path: Path) -> Iterator[Text]:
@@ -113,23 +110,18 @@ def _of_module(path: Path) -> Iterator[Text]:
             yield Text(path, node.lineno, "".join(parts), is_message=True)
 
 
-@cache
-def commands() -> tuple[tuple[str, str, bool], ...]:
+def commands() -> list[tuple[str, str, bool]]:
     """(place, command, it can be typed as it stands) of all commands."""
     found = []
     for text in texts():
         if text.is_shell:
             lines = re.sub(r"\\\n\s*", " ", text.text).splitlines()
-            for number, line in enumerate(lines):
-                command = re.sub(r"\s+#.*$", "", line.removeprefix("$ ")).strip()
-                if re.match(START, f"{command} "):
-                    found.append((f"{text.path.relative_to(ROOT)}:{text.line + number}", command, True))
+            typed = [re.sub(r"\s+#.*$", "", line.removeprefix("$ ")) for line in lines]
+            found += [(text.where(), command.strip(), True) for command in typed]
             continue
         for match in re.finditer(r"(?<!`)`([^`]+)`(?!`)", text.text):
-            command = re.sub(r"\s+", " ", match[1]).strip()
-            if re.match(START, f"{command} ") and "\0" not in command:
-                found.append((text.where(match.start()), command, False))
-    return tuple(found)
+            found.append((text.where(match.start()), re.sub(r"\s+", " ", match[1]).strip(), False))
+    return [each for each in found if re.match(START, f"{each[1]} ") and "\0" not in each[1]]
 
 
 def fault_of(command: str, *, is_whole: bool = True) -> str | None:
@@ -150,9 +142,7 @@ def fault_of(command: str, *, is_whole: bool = True) -> str | None:
         case "python", ["-m", module, *_]:
             is_known = module.startswith(("my_", "MODULE", "module")) or importlib.util.find_spec(module)
             return None if is_known else f"there is no module {module}"
-        case "python", ["-c" | "-m", *_]:
-            return None
-        case (("python" | "bash"), [file, *_]):
+        case (("python" | "bash"), [file, *_]) if file not in ("-c", "-m"):
             return None if (folder / file).is_file() else f"there is no file {file}"
         case "make", targets:
             return next(filter(None, map(_fault_of_make, targets)), None)
@@ -181,19 +171,18 @@ def _fault_of_asyncrl(arguments: list[str], folder: Path, *, is_whole: bool) -> 
 
 def _parse(arguments: list[str]) -> dict[str, Any]:
     """The parameters of the command by the program's own parser; nothing is done."""
-    found: list[dict[str, Any]] = []
+    found: dict[str, Any] = {}
 
-    def hold(group: Any) -> None:
-        for command in group.commands.values():
-            if hasattr(command, "commands"):
-                hold(command)
-            else:
-                command.callback = lambda **parameters: found.append(parameters)
+    def hold(command: Any) -> None:
+        for sub in getattr(command, "commands", {}).values():
+            hold(sub)
+        if not hasattr(command, "commands"):
+            command.callback = found.update
 
     group = get_command(app)
     hold(group)
     group.main([*arguments], prog_name="asyncrl", standalone_mode=False)
-    return found[0] if found else {}
+    return found
 
 
 @cache
@@ -207,11 +196,9 @@ def _fault_of_make(target: str) -> str | None:
     [
         ("asyncrl eksport RUN_DIR", "neither a command nor known as prose"),
         ("asyncrl run configs/quickstart.yaml --resume", "requires an argument"),
-        ("asyncrl run configs/nothing.yaml", "cannot read the config"),
         ("asyncrl run configs/quickstart.yaml trainer.lr=1", "trainer.lr"),
         ("python examples/nothing.py", "there is no file"),
         ("make nothing", "make"),
-        ("frobnicate", "not known"),
     ],
 )
 def test_a_command_that_does_not_work_is_found(command: str, fault: str) -> None:
@@ -219,52 +206,44 @@ def test_a_command_that_does_not_work_is_found(command: str, fault: str) -> None
 
 
 def test_every_command_that_people_are_told_works() -> None:
-    assert len(commands()) > 100
-    faults = [
-        f"{where}: `{command}`: {fault}"
-        for where, command, is_whole in commands()
-        if (fault := fault_of(command, is_whole=is_whole))
-    ]
-    assert not faults, "\n" + "\n".join(faults)
+    found = commands()
+    assert len(found) > 100
+    checked = [(place, command, fault_of(command, is_whole=is_whole)) for place, command, is_whole in found]
+    assert [each for each in checked if each[2] is not None] == []
 
 
 def test_every_setting_that_is_named_exists_and_takes_the_value_that_is_named_with_it() -> None:
     dotted = r"(?<![\w./:{@\-\[\0])[a-z][a-z_0-9]*(?:\.[a-z][a-z_0-9]*)+(?![\w/(\0])"
-    num_named, faults = 0, []
+    num_named, faults = 0, {}
     for text in texts():
         if text.is_shell or (text.path.suffix == ".py" and not (text.is_message and " " in text.text)):
             continue
         if re.search(r"\b(SELECT|INSERT|UPDATE|DELETE|CREATE)\b", text.text):
             continue
-        is_page = text.path.suffix == ".md"
-        spans = (
-            re.finditer(r"(?<!`)`([^`]+)`(?!`)", text.text) if is_page else [re.match(r"(?s)(.*)", text.text)]
-        )
-        for span in filter(None, spans):
+        quoted = r"(?<!`)`([^`]+)`(?!`)" if text.path.suffix == ".md" else r"(?s)\A(.*)\Z"
+        for span in re.finditer(quoted, text.text):
             for match in re.finditer(dotted, span[1]):
                 if FILE.search(match[0]):
                     continue
                 num_named += 1
                 value = re.match(r"=(\[?[\w./:-]+\]?)(?![\w\0\[])", span[1][match.end() :])
                 if fault := fault_of_setting(match[0], value[1].rstrip(".:") if value else None):
-                    faults.append(f"{text.where(span.start())}: {fault}")
+                    faults[text.where(span.start())] = fault
     assert num_named > 300
-    assert not faults, "\n" + "\n".join(faults)
+    assert faults == {}
 
 
 @pytest.mark.parametrize(
     ("name", "value", "fault"),
     [
-        ("run.dir", None, "no setting"),
-        ("trainer.lr", None, "no setting"),
-        ("buffer.on_overdue", "keep", "does not take"),
-        ("rollout.vllm.seed", None, None),
-        ("buffer.max_staleness", "0", None),
+        ("trainer.lr", None, "trainer.lr is no setting"),
+        ("buffer.on_overdue", "keep", "buffer.on_overdue does not take keep"),
+        ("rollout.vllm.seed", None, "fine"),
+        ("buffer.max_staleness", "0", "fine"),
     ],
 )
-def test_a_setting_that_does_not_exist_is_found(name: str, value: str | None, fault: str | None) -> None:
-    found = fault_of_setting(name, value)
-    assert (fault in found if found else False) if fault else found is None
+def test_a_setting_that_does_not_exist_is_found(name: str, value: str | None, fault: str) -> None:
+    assert (fault_of_setting(name, value) or "fine").startswith(fault)
 
 
 def fault_of_setting(name: str, value: str | None) -> str | None:
@@ -313,14 +292,9 @@ def test_every_option_that_a_message_names_exists() -> None:
     of_vllm = "--dtype --enable-lora --enable-scale-out --logprobs-mode --max-lora-rank --max-model-len "
     of_vllm += "--max-num-seqs --worker-extension-cls"
     known = {*options(get_command(app)), "--help", *of_vllm.split()}
-    faults = [
-        f"{text.where(match.start())}: there is no option {match[0]}"
-        for text in texts()
-        if text.is_message and " " in text.text
-        for match in re.finditer(r"(?<![\w-])--[a-z][\w-]*", text.text)
-        if match[0] not in known
-    ]
-    assert not faults, "\n" + "\n".join(faults)
+    messages = [text for text in texts() if text.is_message and " " in text.text]
+    named = [(text.where(), re.findall(r"(?<![\w-])--[a-z][\w-]*", text.text)) for text in messages]
+    assert [(where, options) for where, options in named if not known.issuperset(options)] == []
 
 
 @pytest.mark.parametrize("extra", ["harness", "verifiers", "vllm", "smollm2", "dev"])

@@ -4,9 +4,10 @@ import errno
 import io
 import logging
 import os
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TextIO
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console as RichConsole
@@ -26,12 +27,17 @@ METRICS = {
     "perf/wait_generation_s": 0.07,
     "perf/wait_stragglers_s": 0.02,
     "perf/wait_publishing_s": 0.01,
-    "tokens/trained": 900,
-    "sample/length_mean": 14.0,
     "rollout/inflight": 61,
     "rollout/failed": 1,
 }
 LINE = "step  12/300  reward 0.413  staleness 1.2 (max 3 of 4)  0.41 s/step  train 71% wait 24%"
+
+
+PANEL = """12/300 1 min 05 s, 1 min 58 s to go
+1.2 on average, 3 at most of 4 allowed
+training 71%, waiting for generation 17%
+61 inflight, 1 failed
+2 optimizer steps: not finite"""
 
 
 class Terminal(io.StringIO):
@@ -53,17 +59,12 @@ def drawn(renderable: object, width: int = 80) -> str:
     return " ".join(out.getvalue().replace("│", " ").split())
 
 
-def line_of(**more: float) -> str:
-    metrics = METRICS | {name.replace("__", "/"): value for name, value in more.items()}
-    return plain_line(metrics, num_steps=300, max_staleness=4)
-
-
 def test_a_plain_line_says_step_reward_staleness_and_where_the_time_went() -> None:
-    assert line_of() == LINE
-    assert plain_line({"step": 0}, num_steps=9, max_staleness=1) == "step 1/9"
-    assert "masked 2.0%" in line_of(sample__masked_fraction=0.02)
-    skipped = "  3 steps skipped: not finite (batch 11, counted from 0)  "
-    assert skipped in line_of(trainer__skipped_steps=3)
+    line_of = partial(plain_line, num_steps=300, max_staleness=4)
+    assert (line_of(METRICS), line_of({"step": 0})) == (LINE, "step   1/300")
+    line = line_of(METRICS | {"sample/masked_fraction": 0.02, "trainer/skipped_steps": 3})
+    assert "masked 2.0%" in line
+    assert "  3 steps skipped: not finite (batch 11, counted from 0)  " in line
 
 
 def console_to(file: TextIO, kind: Kind = "plain") -> Console:
@@ -90,49 +91,38 @@ def test_auto_is_plain_without_a_terminal_and_live_on_one_which_leaves_the_last_
     console.show_step(METRICS)
     console.close()
     console.close()
-    assert console.kind == "live"
-    assert "quick [start]" in out.getvalue()
-    assert "12/300" in out.getvalue()
+    assert all(words in out.getvalue() for words in ("quick [start]", "12/300"))
 
 
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_the_panel_fits_its_width_and_shows_everything_by_name(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("width", [60, 200])
+def test_the_panel_fits_its_width_and_shows_all_by_name(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr("asyncrl.observe.console.time.monotonic", lambda: now_s[0])
     console = console_to(io.StringIO())
     assert "starting" in drawn(console.panel(), width)
-    before = [METRICS | {"step": step, "reward/mean": step / 12} for step in range(11)]
-    console.goes_on(Steps(before))
+    console.goes_on(Steps([METRICS | {"step": step, "reward/mean": step / 12} for step in range(11)]))
     console.show_step(METRICS | {"trainer/skipped_steps": 2.0})
     now_s[0] = 165.0
     picture = drawn(console.panel(), width)
-    for words in (
-        "12/300 1 min 05 s, 1 min 58 s to go",
-        "1.2 on average, 3 at most of 4 allowed",
-        "training 71%, waiting for generation 17%",
-        "61 inflight, 1 failed",
-        "2 optimizer steps: not finite",
-    ):
+    for words in PANEL.splitlines():
         assert words in picture
 
 
-def unread_pipe() -> TextIO:
+def unread_pipe() -> int:
     reading, writing = os.pipe()
     os.close(reading)
-    return os.fdopen(writing, "w")
+    return writing
 
 
-def full_disk() -> TextIO:
-    return open("/dev/full", "w")  # noqa: PTH123  the test closes it
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
 
 
 @pytest.mark.parametrize("make", [unread_pipe, full_disk])
 def test_output_that_cannot_be_written_ends_no_run_and_is_logged_once(
-    make: Callable[[], TextIO], caplog: pytest.LogCaptureFixture
+    make: Callable[[], int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with make() as file, caplog.at_level(logging.WARNING):  # closing it at the end raises nothing either
+    with os.fdopen(make(), "w") as file, caplog.at_level(logging.WARNING):  # closing it raises nothing either
         console = console_to(file)
         console.say("saved")
         console.show_step(METRICS)
@@ -145,7 +135,6 @@ def test_the_live_panel_of_a_closed_terminal_repaints_into_nothing() -> None:
     out = Terminal()
     console = console_to(out, "live")
     console.start()
-    assert console._live is not None
     out.is_closed = True
     console._live.refresh()  # as the thread that repaints does
     console.say("saved")
@@ -159,23 +148,18 @@ def test_what_finds_no_room_is_left_out_and_waited_for_once_and_not_line_by_line
     monkeypatch.setattr(console_module, "PATIENCE_S", 0.01)
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as file, caplog.at_level(logging.WARNING):
-        shown, waited_ms = outliving(file), list[float]()
-        real_poll = shown._poll.poll
-
-        def poll(timeout_ms: float) -> list[tuple[int, int]]:
-            waited_ms.append(timeout_ms)
-            found: list[tuple[int, int]] = real_poll(timeout_ms)
-            return found
-
-        monkeypatch.setattr(shown, "_poll", type("Poll", (), {"poll": staticmethod(poll)}))
+        shown = outliving(file)
+        poll = Mock(wraps=shown._poll)
+        monkeypatch.setattr(shown, "_poll", poll)
         for number in range(5000):
             shown.write(f"step {number} and what else a line of a step has to say, of some length\n")
         lines = os.read(reading, 1 << 20).decode().splitlines()
+        waited_ms = [call.args[0] for call in poll.poll.call_args_list]
         shown.write("step 5000\n")
         assert os.read(reading, 1 << 20) == b"step 5000\n"
     assert [int(line.split()[1]) for line in lines] == list(range(len(lines))), "whole and in order"
     assert 500 < len(lines) < 5000
-    assert waited_ms == [10.0] * (len(lines) + 1) + [0.0] * (5000 - len(lines))
+    assert waited_ms == [10.0] * (len(lines) + 1) + [0.0] * (4999 - len(lines))
     assert caplog.text.count("standard output is not read") == 1
     os.close(reading)
 
@@ -194,9 +178,7 @@ def test_the_summary_shows_the_verdict_in_80_columns() -> None:
 
 
 def test_a_sparkline_averages_what_does_not_fit_and_durations_read_like_a_person_says_them() -> None:
-    assert sparkline([0.0, 1.0], width=8) == "▁█"
-    assert sparkline([0.0, 0.0, 1.0, 1.0], width=2) == "▁█"
-    assert sparkline([0.5] * 3, width=8) == "▁▁▁"
-    assert sparkline(deque(), width=8) == ""
+    assert sparkline([0.0, 0.0, 1.0, 1.0], width=2) == sparkline([0.0, 1.0], width=8) == "▁█"
+    assert (sparkline([0.5] * 3, width=8), sparkline([], width=8)) == ("▁▁▁", "")
     found = " | ".join(map(duration, (8.26, 245, 59.99, 7800)))
     assert found == "8.3 s | 4 min 05 s | 60.0 s | 2 h 10 min"

@@ -1,4 +1,4 @@
-"""What is measured of a batch, counters of the whole run over a resume, and that each number is declared."""
+"""What is measured of a batch, counters over a resume, declared numbers and generated pages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import config_reference
+import metrics_reference
 import numpy as np
 import pytest
 from job_runs import read_lines, write_config
@@ -17,12 +19,14 @@ from journal_cases import make_batch
 from stuck_runs import play
 
 from asyncrl.config import load_config
+from asyncrl.config.load import all_keys
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.report import Reporter
 from asyncrl.run.watch import gauges
+from asyncrl.trainer.record import append_line
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -41,23 +45,49 @@ def test_the_pages_name_declared_metrics_alone() -> None:
             assert name.partition("/")[0] not in kinds or gauge_of(name) is not None, (page.name, name)
 
 
-def trajectory(
-    reward: float, *spans: tuple[int, int, int], truncated: bool = False, interruptions: int = 0
-) -> Trajectory:
+@pytest.mark.parametrize("script", [config_reference, metrics_reference], ids=lambda script: script.__name__)
+def test_a_generated_page_is_up_to_date(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_page_that_differs_is_refused_with_the_command_that_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    arguments = (["--check"], [], ["--check"])
+    assert [config_reference.main([*given, "--page", str(page)]) for given in arguments] == [1, 0, 0]
+    page.write_text(page.read_text().replace("staleness", "freshness"))
+    assert config_reference.main(["--check", "--page", str(page)]) == 1
+    assert "python scripts/config_reference.py" in capsys.readouterr().err
+
+
+def test_every_key_has_a_row_with_a_meaning() -> None:
+    lines = [line.replace("\\|", "/") for line in config_reference.page().splitlines()]
+    rows = {line.split("`")[1]: line.split("|") for line in lines if line.startswith("| `")}
+    sections = {key for key in all_keys() if "." not in key and key != "seed"}
+    assert rows.keys() == set(all_keys()) - sections
+    without_docstring = [key for key, cells in rows.items() if len(cells) != 6 or not cells[4].strip()]
+    assert without_docstring == []
+    assert rows["rollout.simulated"][2:4] == [" section ", "  "], "it has no default of its own"
+
+
+def trajectory(reward: float, *spans: tuple[int, int, int], **more: Any) -> Trajectory:
     end = max(span[1] for span in spans)
     mask = np.zeros(end, dtype=np.bool_)
     for start, stop, _ in spans:
         mask[start:stop] = True
     return Trajectory(
-        sample_index=0,
         token_ids=np.arange(end, dtype=np.int32),
         loss_mask=mask,
         behaviour_logprobs=np.zeros(end, dtype=np.float32),
         version_spans=tuple(VersionSpan(*span) for span in spans),
         reward=reward,
-        is_truncated=truncated,
-        num_interruptions=interruptions,
+        **{"sample_index": 0, **more},
     )
+
+
+def measured(*trajectories: Trajectory, mask_older: bool = False) -> dict[str, float]:
+    return batch_metrics(Batch(7, (Group(GroupId(0), Prompt("0", ()), trajectories),), 4, mask_older))
 
 
 @pytest.mark.parametrize(
@@ -73,21 +103,18 @@ def trajectory(
 def test_masked_tokens_count_for_the_length_but_not_for_the_staleness(
     spans: tuple[tuple[int, int, int], ...], mask_older: bool, oldest: int | None, masked: float, trained: int
 ) -> None:
-    group = Group(GroupId(0), Prompt("0", ()), (trajectory(1.0, *spans),))
-    metrics = batch_metrics(Batch(7, (group,), 4, mask_older))
+    metrics = measured(trajectory(1.0, *spans), mask_older=mask_older)
     assert metrics.get("sample/staleness_max") == oldest
     assert (metrics["sample/masked_fraction"], metrics["tokens/trained"]) == (masked, trained)
     assert metrics["sample/length_mean"] == sum(end - start for start, end, _ in spans)
 
 
 def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns() -> None:
-    main = replace(
-        trajectory(1.0, (2, 4, 5), (7, 9, 6), interruptions=2), metrics={"solved": 1.0, "calls": 3.0}
-    )
-    fork = replace(trajectory(1.0, (3, 4, 4), truncated=True), branch=1, metrics=main.metrics)
-    other = replace(trajectory(0.0, (2, 3, 7)), sample_index=1, metrics={"solved": 0.0})
-    metrics = batch_metrics(Batch(7, (Group(GroupId(0), Prompt("0", ()), (main, fork, other)),), 4))
-    assert metrics == {
+    own = {"solved": 1.0, "calls": 3.0}
+    main = trajectory(1.0, (2, 4, 5), (7, 9, 6), num_interruptions=2, metrics=own)
+    fork = trajectory(1.0, (3, 4, 4), is_truncated=True, branch=1, metrics=own)
+    other = trajectory(0.0, (2, 3, 7), sample_index=1, metrics={"solved": 0.0})
+    assert measured(main, fork, other) == {
         "reward/mean": 0.5,
         "reward/std": 0.5,
         "sample/staleness_mean": 1.5,
@@ -108,16 +135,13 @@ def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns
 def test_a_total_goes_on_from_where_it_was_and_over_a_source_that_begins_anew() -> None:
     totals = Totals()
     totals.starts_from({"tokens": 100, "other": 3})
-    assert totals.add({"tokens": 0}) == {"tokens": 100}
     assert totals.add({"tokens": 40, "new": 2}) == {"tokens": 140, "new": 2}
-    assert totals.add({"tokens": 40}) == {"tokens": 140}
     assert totals.add({"tokens": 5}) == {"tokens": 145}
     totals.starts_from({"tokens": 10})
     assert totals.add({"tokens": 5}) == {"tokens": 145}, "what is higher stays"
     decode = [{"engine-0": 4.0, "engine-1": 6.0}, {"engine-1": 7.0}, {"engine-0": 1.0, "engine-1": 8.0}]
-    assert [totals.add({"decode_s": each})["decode_s"] for each in decode] == [10.0, 11.0, 13.0], (
-        "engine-0 was started again"
-    )
+    summed = [totals.add({"decode_s": each})["decode_s"] for each in decode]
+    assert summed == [10.0, 11.0, 13.0], "engine-0 was started again"
 
 
 def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> None:
@@ -144,11 +168,9 @@ def reporting_to(folder: Path) -> Iterator[Reporter]:
 def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_line_is_missing(
     tmp_path: Path,
 ) -> None:
-    lines = [
-        {"step": step, "time_s": 1.0, "tokens/generated": 100 * (step + 1), "rollout/retried": step}
-        for step in range(5)
-    ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in range(5):
+        line = {"step": step, "time_s": 1.0, "tokens/generated": 100 * (step + 1), "rollout/retried": step}
+        append_line(tmp_path / "metrics.jsonl", line)
     with reporting_to(tmp_path) as reporter:
         # batches 3, 4 and 5 were taken; the run was killed before the line of step 5
         reporter.resumes(3, {"tokens/generated": 650, "rollout/filtered": 6})
@@ -156,21 +178,18 @@ def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_lin
             report(reporter, step, rooms={"tokens/generated": 0, "rollout/retried": 0})
         reporter.training_starts()
         report(reporter, 6, rooms={"tokens/generated": 50, "rollout/retried": 2})
-    written = {
-        line["step"]: (line["tokens/generated"], line["rollout/retried"])
-        for line in read_lines(tmp_path / "metrics.jsonl")[3:]
-    }
-    assert written == {3: (400, 3), 4: (500, 4), 5: (650, 4), 6: (700, 6)}
+    written = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["tokens/generated"] for line in written[3:]] == [400, 500, 650, 700]
+    assert [line["rollout/retried"] for line in written[3:]] == [3, 4, 4, 6]
 
 
 def test_evaluations_that_were_skipped_are_counted_over_a_resume(tmp_path: Path) -> None:
     first = {"policy_version": 2, "eval/version": 2, "eval/seconds": 1.0, "eval/skipped": 3}
-    (tmp_path / "eval.jsonl").write_text(json.dumps(first | {"eval/abandoned_calls": 7}) + "\n")
+    append_line(tmp_path / "eval.jsonl", first | {"eval/abandoned_calls": 7})
+    result = EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2, num_abandoned_calls=1)
     with reporting_to(tmp_path) as reporter:
         reporter.resumes(2, {})
-        reporter.evaluated(
-            EvalResult(4, [], num_failed=3, last_failure="no", num_skipped=2, num_abandoned_calls=1)
-        )
+        reporter.evaluated(result)
     last = read_lines(tmp_path / "eval.jsonl")[-1]
     assert (last["eval/skipped"], last["eval/abandoned_calls"]) == (5, 8)
 

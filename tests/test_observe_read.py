@@ -52,20 +52,17 @@ def record_line(version: int, ages: tuple[int, int] = (0, 2)) -> dict[str, Any]:
         oldest, group = max(0, version - age), version * NUM_GROUPS + index
         spans = [[3, 7, version]] if oldest == version else [[3, 4, oldest], [4, 7, version]]
         entry = {"group_id": group, "prompt_id": f"e0-{group}", "sample_index": 0, "branch": 0}
-        entries.append(
-            entry | {"reward": float(index), "num_tokens": 7, "num_loss_tokens": 4, "spans": spans}
-        )
+        numbers = {"reward": float(index), "num_tokens": 7, "num_loss_tokens": 4}
+        entries.append({**entry, **numbers, "spans": spans})
     return {"version": version, "min_version": max(0, version - 2), "trajectories": entries}
 
 
-def status_of(run_dir: Path) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(render_status(run_dir, as_json=True))
-    return plain
+def status_of(run_dir: Path) -> Any:
+    return json.loads(render_status(run_dir, as_json=True))
 
 
-def inspected(run_dir: Path, **options: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(render_inspect(run_dir, as_json=True, **options))
-    return plain
+def inspected(run_dir: Path, **options: Any) -> Any:
+    return json.loads(render_inspect(run_dir, as_json=True, **options))
 
 
 def words(text: str) -> str:
@@ -80,12 +77,8 @@ def test_status_of_a_live_run_says_what_it_does_who_waits_and_how_far_it_is(tmp_
     assert (status["state"], status["steps_done"], status["num_steps"]) == ("running", 3, 9)
     assert status["last_metrics"]["reward/mean"] == 0.5
     assert status["verdict"]["bottleneck"] == "training"
-    for said in (
-        f"as process {os.getpid()} on host",
-        "3 of 9",
-        "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by",
-        "g7/r1, 12.000",
-    ):
+    waits = "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by"
+    for said in (f"as process {os.getpid()} on host", "3 of 9", waits, "g7/r1, 12.000"):
         assert said in text
 
 
@@ -114,14 +107,11 @@ def test_a_run_that_cannot_be_seen_from_here_is_not_called_crashed(
     assert over_a_shared_file_system == (state if "state" in elsewhere else "running")
 
 
-@pytest.mark.parametrize("name", ["empty", "missing", "file"])
-def test_a_directory_that_is_no_run_is_told_with_the_way_out(tmp_path: Path, name: str) -> None:
-    (tmp_path / "empty").mkdir()
+def test_a_directory_that_is_no_run_is_told_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for render in (render_status, render_inspect):
-        with pytest.raises(ConfigError, match="is no run directory") as caught:
-            render(tmp_path / name)
-        assert "asyncrl run" in caught.value.way_out
+    for name in (".", "missing", "file"):
+        with pytest.raises(ConfigError, match="is no run directory.*\n.*asyncrl run"):
+            render_status(tmp_path / name)
 
 
 def test_a_run_before_its_first_step_can_be_read(tmp_path: Path) -> None:
@@ -142,8 +132,7 @@ def test_inspect_recomputes_staleness_from_the_spans_and_finds_the_bound_kept(tm
     plain = inspected(tmp_path)
     assert (plain["bound_kept"], plain["staleness_max"], plain["num_loss_tokens"]) == (True, 2, 3 * 2 * 4)
     last = plain["steps"][-1]
-    assert (last["step"], last["version"], last["group_ids"]) == (2, 2, [4, 5])
-    assert last["tokens_by_version"] == {"0": 1, "2": 7}
+    assert (last["version"], last["group_ids"], last["tokens_by_version"]) == (2, [4, 5], {"0": 1, "2": 7})
     assert (last["staleness_mean"], last["staleness_max"], last["reward_mean"]) == (1.0, 2, 0.5)
     said = words(render_inspect(tmp_path))
     assert "bound kept: 24 tokens of 6 trajectories in 3 steps, the oldest 2 versions" in said
@@ -154,26 +143,23 @@ def test_every_way_in_which_a_record_breaks_a_promise_is_found(tmp_path: Path) -
     path = tmp_path / "trained.jsonl"
     again, future, twice = record_line(0, (0, 0)), record_line(4, (0, 0)), record_line(6, (0, 0))
     again["version"] = 3
-    again["trajectories"][0]["num_loss_tokens"] = 9
+    again["trajectories"] = [again["trajectories"][0] | {"num_loss_tokens": 9}]
     future["trajectories"][1]["spans"] = [[3, 7, 5]]
     branch = {**twice["trajectories"][1], "branch": 1}
     twice["trajectories"] += [branch, branch]
     for line in (again, future, twice):
         append_line(path, line)
     plain = inspected(tmp_path)
-    assert plain["bound_kept"] is False
+    assert (plain["bound_kept"], "BOUND OR RECORD BROKEN" in render_inspect(tmp_path)) == (False, True)
     assert plain["violations"] == [
         "step 2, group 5, sample 0: tokens 3..3 are of version 0, 2 behind; 1 are allowed",
         "step 3, group 0, sample 0: tokens 3..6 are of version 0, 3 behind; 1 are allowed",
         "step 3, group 0, sample 0: 9 tokens in the loss, but spans of 4",
-        "step 3, group 1, sample 0: tokens 3..6 are of version 0, 3 behind; 1 are allowed",
         "step 3, group 0: was trained on in step 0 already",
-        "step 3, group 1: was trained on in step 0 already",
         "step 4, group 9, sample 0: tokens 3..6 are of version 5, which did not exist yet",
         "step 5 is missing in the record",
         "step 6, group 13, sample 0, branch 1: was trained on in step 6 already",
     ]
-    assert "BOUND OR RECORD BROKEN" in render_inspect(tmp_path)
 
 
 def test_one_step_or_group_is_shown_with_its_trajectories_and_a_rollout_counts_once(tmp_path: Path) -> None:
@@ -181,17 +167,13 @@ def test_one_step_or_group_is_shown_with_its_trajectories_and_a_rollout_counts_o
     forked = record_line(3)
     forked["trajectories"].insert(1, {**forked["trajectories"][0], "branch": 1})
     append_line(tmp_path / "trained.jsonl", forked)
-    (only,) = inspected(tmp_path, step=1)["steps"]
-    assert [entry["group_id"] for entry in only["trajectories"]] == [2, 3]
-    assert only["metrics"]["reward/mean"] == 0.25
     (step,) = inspected(tmp_path, step=3)["steps"]
     assert (step["num_trajectories"], step["num_loss_tokens"], step["reward_mean"]) == (3, 12, 0.5)
     assert [entry["branch"] for entry in step["trajectories"]] == [0, 1, 0]
+    assert inspected(tmp_path, step=1)["steps"][0]["metrics"]["reward/mean"] == 0.25
     (found,) = inspected(tmp_path, group=5)["steps"]
-    (entry,) = found["trajectories"]
-    assert (found["step"], entry["group_id"], entry["prompt_id"], entry["reward"]) == (2, 5, "e0-5", 1.0)
-    assert (entry["num_tokens"], entry["num_loss_tokens"], entry["staleness"]) == (7, 4, 2)
-    assert entry["spans"] == [[3, 4, 0], [4, 7, 2]]
+    assert found["step"] == 2
+    assert found["trajectories"] == [record_line(2)["trajectories"][1] | {"staleness": 2}]
     assert "3..3@v0 4..6@v2" in render_inspect(tmp_path, group=5)
     for unknown in ({"step": 7}, {"group": 99}):
         with pytest.raises(ConfigError, match="has no record of (step 7|group 99); it has steps 0 to 3"):
@@ -244,9 +226,7 @@ def test_the_run_that_the_benchmark_makes_up_is_one_that_kept_its_bound(tmp_path
 
 # ---- files that hold anything
 
-_WAIT = (
-    '{"state": "done", "why": {}, "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}]}'
-)
+_WAIT = '{"state": "done", "waits": [{"who": 1, "where": 2, "what": 3, "waker": 4, "seconds": "x"}]}'
 
 
 @pytest.mark.parametrize(
@@ -254,13 +234,11 @@ _WAIT = (
     [
         ("metrics.jsonl", '{"step": 4, "rew', "metrics.jsonl ends in half a line"),
         ("metrics.jsonl", '{"step": "q"}\n', "metrics.jsonl object 4 is left out: step is no number in it"),
-        ("metrics.jsonl", '{"perf/step_s": 1}\n', "object 4 is left out: step is no number in it"),
         ("metrics.jsonl", '{"step": 3, "time_s": 1e999}\n', "object 4: time_s is no number and is left out"),
         ("metrics.jsonl", f'{{"step": 3, "time_s": {"9" * 400}}}\n', "object 4: time_s is no number"),
         ("metrics.jsonl", "[" * 100_000 + "\n", "metrics.jsonl line 4 is no JSON object"),
         ("eval.jsonl", "{}\n", "is left out: policy_version is no number in it"),
         ("trained.jsonl", "garbage\n", "trained.jsonl line 4 is no JSON object and is left out: b'garbage"),
-        ("trained.jsonl", '{"version": 3}\n', "trained.jsonl object 4 is no record of a step"),
         ("trained.jsonl", '{"version": 1e999, "min_version": 0, "trajectories": []}\n', "is no record"),
         ("trained.jsonl", '{"version": 3, "min_version": 0, "trajectories": [1]}\n', "is no record"),
         ("trained.jsonl", '{"restored": null}\n', "is no record"),

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from placement_cases import CONFIGS
+from placement_cases import load
 
-from asyncrl.config import RunConfig, load_config
+from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import Steps, TimeShares
 from asyncrl.observe.verdict import Verdict, judge
 
@@ -12,19 +12,14 @@ FILTER = "buffer.filter=equal_rewards"
 
 
 def config(*overrides: str) -> RunConfig:
-    return load_config(
-        CONFIGS / "quickstart.yaml", ["trainer.num_groups=4", "buffer.max_staleness=4", *overrides]
-    )
+    return load("trainer.num_groups=4", "buffer.max_staleness=4", *overrides)
 
 
 def steps(text: str, num: int = 20) -> list[dict[str, float]]:
     """Steps of 1 s each, with metrics like `train_s=0.4 rollout/inflight=64`; perf/ is left out."""
-    parts = dict(part.split("=") for part in text.split())
+    parts = dict(part.split("=") for part in f"step_s=1 {text}".split())
     metrics = {name if "/" in name else f"perf/{name}": float(value) for name, value in parts.items()}
-    return [
-        {"step": n, "time_s": 10.0 + n, "reward/mean": n / num, "perf/step_s": 1.0, **metrics}
-        for n in range(1, num + 1)
-    ]
+    return [{"step": n, "time_s": 10.0 + n, "reward/mean": n / num, **metrics} for n in range(1, num + 1)]
 
 
 GENERATION, PUBLISHING = "train_s=0.3 wait_generation_s=0.65", "train_s=0.4 wait_publishing_s=0.6"
@@ -41,7 +36,6 @@ MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
         (f"{GENERATION} rollout/inflight=64", [], "generation", "raise rollout.slots (now 64) or"),
         (f"{GENERATION} rollout/inflight=20", [], "generation", "only 20 of 64 slots were used"),
         (GENERATION, [ZERO], "generation", "Knob: buffer.max_staleness=0"),
-        (PUBLISHING, [ZERO], "publishing", "Knob: buffer.max_staleness=0"),
         (GENERATION, ["buffer.look_ahead=1"], "generation", "buffer.look_ahead=1"),
         (f"{PUBLISHING} weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
         (PUBLISHING, ["weight_sync.interrupt=wait"], "publishing", "weight_sync.interrupt=wait drains"),
@@ -55,12 +49,7 @@ MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
         ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_hand_backs=3)"),
         ("train_s=1 rollout/filtered=20", [FILTER], "training", "replaced 20 groups (20.0% of those that"),
         ("train_s=1 rollout/filtered=100", [FILTER], "training", "Prompts of another difficulty"),
-        (
-            "train_s=1 trainer/skipped_steps=1",
-            [],
-            "training",
-            "20 optimizer steps (batches 1, 2, 3, 4, 5, ...,",
-        ),
+        ("train_s=1 trainer/skipped_steps=1", [], "training", "20 optimizer steps (batches 1, 2, 3, 4, 5"),
     ],
 )
 def test_a_verdict_names_what_held_the_run_back_its_knob_and_what_was_lost(
@@ -88,8 +77,7 @@ def test_the_reward_is_that_of_the_first_five_steps_and_of_the_last_tenth() -> N
 
 def test_shares_add_up_to_one_even_where_parts_exceed_the_whole() -> None:
     shares = TimeShares.of(Steps(steps("train_s=0.9 wait_generation_s=0.3")).total)
-    assert shares.training + shares.waiting + shares.other == pytest.approx(1.0)
-    assert shares.training == pytest.approx(0.75)
+    assert (shares.training, shares.waiting + shares.other) == pytest.approx((0.75, 0.25))
     assert TimeShares.of(Steps([{"step": 1}]).total).other == 1.0
 
 

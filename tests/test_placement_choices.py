@@ -8,48 +8,37 @@ import sys
 from pathlib import Path
 
 import pytest
-from placement_cases import CONFIGS, TURNS, VLLM, cuda_devices, load
+from placement_cases import CONFIGS, TURNS, VLLM, cuda_devices, load, make_python
 from typer.testing import CliRunner
 
 from asyncrl.cli import app
 from asyncrl.config import RolloutConfig
 from asyncrl.errors import ConfigError
 from asyncrl.placement import choices
-from asyncrl.placement.choices import (
-    chunk_device,
-    cpu_has_bfloat16,
-    find_vllm_python,
-    import_folder,
-    settle_dtype,
-)
+from asyncrl.placement.choices import chunk_device, find_vllm_python, import_folder, settle_dtype
 from asyncrl.placement.devices import place
 
 
 @pytest.mark.parametrize(
-    ("overrides", "num_cuda", "has_bfloat16", "chosen", "words"),
+    ("setting", "num_cuda", "has_bf16", "dtype", "words"),
     [
-        ([], 0, False, "float32", "auto is float32: this CPU has no bfloat16 instructions"),
-        ([], 0, True, "bfloat16", "auto is bfloat16: this CPU has instructions for it"),
-        ([], 2, False, "bfloat16", "auto is bfloat16: trainer and engines are on CUDA"),
-        (["placement.rollout=cpu"], 1, False, "float32", "no bfloat16 instructions"),
-        (["rollout.engine=simulated"], 1, False, "bfloat16", "on CUDA"),
-        (["model.dtype=bfloat16"], 2, False, "bfloat16", ""),
-        (["model.dtype=bfloat16"], 0, False, "bfloat16", "model.dtype=float32 (or auto) is faster here"),
-        (["model.dtype=float32"], 0, False, "float32", ""),
+        ("model.dtype=auto", 0, False, "float32", "auto is float32: this CPU has no bfloat16 instructions"),
+        ("model.dtype=auto", 0, True, "bfloat16", "auto is bfloat16: this CPU has instructions for it"),
+        ("model.dtype=auto", 2, False, "bfloat16", "auto is bfloat16: trainer and engines are on CUDA"),
+        ("placement.rollout=cpu", 1, False, "float32", "no bfloat16 instructions"),
+        ("rollout.engine=simulated", 1, False, "bfloat16", "on CUDA"),
+        ("model.dtype=bfloat16", 2, False, "bfloat16", ""),
+        ("model.dtype=bfloat16", 0, False, "bfloat16", "model.dtype=float32 (or auto) is faster here"),
+        ("model.dtype=float32", 0, False, "float32", ""),
     ],
 )
 def test_auto_is_what_every_device_computes_fast_in_and_what_is_written_stays(
-    monkeypatch: pytest.MonkeyPatch,
-    overrides: list[str],
-    num_cuda: int,
-    has_bfloat16: bool,
-    chosen: str,
-    words: str,
+    monkeypatch: pytest.MonkeyPatch, setting: str, num_cuda: int, has_bf16: bool, dtype: str, words: str
 ) -> None:
     monkeypatch.setattr(choices, "find_cuda_devices", lambda: cuda_devices(num_cuda))
-    monkeypatch.setattr(choices, "cpu_has_bfloat16", lambda: has_bfloat16)
-    config, told = settle_dtype(load("model.dtype=auto", *overrides))
-    assert config.model.dtype == chosen
+    monkeypatch.setattr(choices, "cpu_has_bfloat16", lambda: has_bf16)
+    config, told = settle_dtype(load("model.dtype=auto", setting))
+    assert config.model.dtype == dtype
     assert words in told
     assert bool(words) == bool(told)
 
@@ -59,23 +48,14 @@ def test_a_run_that_goes_on_keeps_the_type_that_it_began_with() -> None:
     assert (config.model.dtype, told) == ("float32", "model.dtype: auto is float32: as the run began")
 
 
-@pytest.mark.parametrize(
-    ("text", "has"),
-    [
-        ("processor\t: 0\nflags\t\t: fpu avx2\n", False),
-        ("flags\t\t: fpu avx512f avx512_bf16\n", True),
-        ("Features\t: fp asimd bf16\n", True),
-        ("model name\t: bf16\n", False),
-        (None, False),
-    ],
-)
-def test_the_cpu_is_asked_for_its_instructions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, has: bool
-) -> None:
+def test_the_cpu_is_asked_for_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "CPUINFO", tmp_path / "cpuinfo")
-    if text is not None:
-        (tmp_path / "cpuinfo").write_text(text)
-    assert cpu_has_bfloat16() is has
+    assert not choices.cpu_has_bfloat16(), "it is not known"
+    (tmp_path / "cpuinfo").write_text("model name\t: bf16\nflags\t\t: fpu avx2\n")
+    assert not choices.cpu_has_bfloat16()
+    for line in ("flags\t\t: fpu avx512f avx512_bf16\n", "Features\t: fp asimd bf16\n"):
+        (tmp_path / "cpuinfo").write_text(line)
+        assert choices.cpu_has_bfloat16(), line
 
 
 def test_check_says_what_auto_is_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +75,6 @@ def test_check_says_what_auto_is_and_the_plan(monkeypatch: pytest.MonkeyPatch) -
         (1, [VLLM, "weight_sync.transport=ipc", *TURNS], "cuda:0"),
         (1, [VLLM, *TURNS], None),
         (2, [*TURNS, "placement.trainer=all", "trainer.world_size=2", "rollout.num_engines=2"], None),
-        (0, [*TURNS, "rollout.engine=simulated"], None),
         (0, [], None),
     ],
 )
@@ -111,19 +90,13 @@ def test_chunks_lie_in_memory_that_both_sides_open_where_there_is_one(
 
 @pytest.fixture
 def python(tmp_path: Path) -> Path:
-    """A Python that says that it has vLLM."""
-    path = tmp_path / "vllm" / "bin" / "python"
-    path.parent.mkdir(parents=True)
-    path.write_text("#!/bin/sh\nexit 0\n")
-    path.chmod(0o755)
-    return path
+    return make_python(tmp_path / "vllm" / "bin" / "python")
 
 
 def test_a_python_that_is_named_must_be_there_and_have_vllm(python: Path) -> None:
     assert find_vllm_python(RolloutConfig(engine="vllm", vllm_python=str(python))) == python
-    python.with_name("without").write_text("#!/bin/sh\nexit 1\n")
-    python.with_name("without").chmod(0o755)
-    for wrong in (python.parent, python.with_name("without"), python.with_name("nowhere")):
+    without = make_python(python.with_name("without"), exit_code=1)
+    for wrong in (python.parent, without, python.with_name("nowhere")):
         with pytest.raises(ConfigError, match="is no program, or cannot import vllm") as caught:
             find_vllm_python(RolloutConfig(engine="vllm", vllm_python=str(wrong)))
         assert "make setup-vllm" in caught.value.way_out
@@ -148,7 +121,6 @@ def test_auto_takes_the_one_beside_the_checkout_or_the_folder_of_the_setup(
 def test_another_python_finds_our_two_packages_and_nothing_else_of_ours(tmp_path: Path) -> None:
     for _ in range(2):  # again, as in a run that goes on
         folder = import_folder(tmp_path / "imports")
-    assert sorted(path.name for path in folder.iterdir()) == ["asyncrl", "asyncrl_servers"]
     ask = "import asyncrl, asyncrl_servers; print(asyncrl.__file__)"
     bare = [getattr(sys, "_base_executable", sys.executable), "-S", "-c", ask]
     environ = os.environ | {"PYTHONPATH": str(folder)}

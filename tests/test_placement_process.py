@@ -10,12 +10,10 @@ import importlib.util
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from job_runs import all_gone, children_of, interrupt, wait_for_steps, write_con
 
 from asyncrl.config import WeightSyncConfig
 from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
-from asyncrl.placement import fork_server
+from asyncrl.placement import fork_server, staging
 from asyncrl.placement.fork_server import PRELOADED, ForkServer
 from asyncrl.placement.processes import (
     ChildProcess,
@@ -33,13 +31,6 @@ from asyncrl.placement.processes import (
     bind_socket,
     group_members,
     start_process,
-)
-from asyncrl.placement.staging import (
-    clear_own_staging,
-    clear_stale_staging,
-    disk_root,
-    new_staging_dir,
-    remove_staging_dir,
 )
 
 GUARDED = """
@@ -70,6 +61,21 @@ def main():
 if __name__ == "__main__":
     main()
 """
+PARENT = """
+import asyncio, sys
+from pathlib import Path
+from asyncrl.placement import fork_server
+from asyncrl.placement.processes import ChildProcess
+module, is_forked, folder = sys.argv[1:]
+async def main():
+    if is_forked:
+        fork_server.current = fork_server.ForkServer(modules=[module])
+    child = ChildProcess("child-0", module, "{}", run_dir=Path(folder), secret="s")
+    await child.start()
+    print(child.pid, fork_server.current.pid if fork_server.current else child.pid, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
 PROBE = """
 import json, os, random, resource, sys, time
 from pathlib import Path
@@ -93,28 +99,41 @@ if __name__ == "__main__":
 """
 
 
+MODULE = "child_for_test"
+
+
+def add_module(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """One that children find."""
+    (folder / f"{MODULE}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+
+@contextlib.contextmanager
+def forking(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
+    """A fork server that has imported it."""
+    with contextlib.closing(ForkServer(modules=[MODULE])) as server:
+        monkeypatch.setattr(fork_server, "current", server)
+        yield server
+
+
 @pytest.fixture(params=["started", "forked"])
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
     """A child in a process of its own; all that is said of it here is so with and without a fork server."""
-    (tmp_path / "child_for_test.py").write_text(CHILD)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    add_module(tmp_path, monkeypatch, CHILD)
     if request.param == "started":
-        yield "child_for_test"
+        yield MODULE
         return
-    with contextlib.closing(ForkServer(modules=["child_for_test"])) as server:
-        monkeypatch.setattr(fork_server, "current", server)
-        yield "child_for_test"
+    with forking(monkeypatch) as server:
+        yield MODULE
         assert server.is_alive, "the child was forked"
 
 
 @pytest.fixture
 def probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     """A fork server whose child tells what it is, or ends as its argument says."""
-    (tmp_path / "probe_for_test.py").write_text(PROBE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("ASYNCRL_WORKER_KEY", "s3cret")
-    with contextlib.closing(ForkServer(modules=["probe_for_test"])) as server:
-        monkeypatch.setattr(fork_server, "current", server)
+    add_module(tmp_path, monkeypatch, PROBE)
+    with forking(monkeypatch) as server:
         yield server
 
 
@@ -122,22 +141,12 @@ async def probed(output: Path, *arguments: str, env: dict[str, str] | None = Non
     """Start a probe, and return its exit code."""
     with output.open("w+b") as file:
         files = [file.fileno()] * 3
-        process = await start_process("probe_for_test", arguments, files=files, env=env)
+        process = await start_process(MODULE, arguments, files=files, env=env)
     return await process.wait()
 
 
-def make_child(module: str, tmp_path: Path, spec: str = "{}", port: int | None = None) -> ChildProcess:
-    return ChildProcess("child-0", module, spec, run_dir=tmp_path / "run", secret="s3cret", port=port)
-
-
-def gone(pid: int) -> bool:
-    """Whether it ends within a minute."""
-    try:
-        ends = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    with os.fdopen(ends):
-        return bool(select.select([ends], [], [], 60.0)[0])
+def make_child(module: str, tmp_path: Path, spec: str = "{}") -> ChildProcess:
+    return ChildProcess("child-0", module, spec, run_dir=tmp_path / "run", secret="s3cret")
 
 
 def test_a_child_that_ends_is_quoted_and_its_successor_is_not_blamed_for_what_it_wrote(
@@ -151,7 +160,6 @@ def test_a_child_that_ends_is_quoted_and_its_successor_is_not_blamed_for_what_it
         assert caught.value.way_out == "give one."
         await first.aclose()
         second = first.renewed()
-        assert (second.pid, second.returncode, second.name) == (None, None, "child-0")
         second.spec = "crash"
         await second.start()
         assert second.url != first.url
@@ -176,30 +184,11 @@ def test_a_child_that_ends_is_quoted_and_its_successor_is_not_blamed_for_what_it
 
 
 def test_a_child_exits_when_its_parent_is_killed(module: str, tmp_path: Path) -> None:
-    parent = tmp_path / "parent.py"
-    parent.write_text(
-        textwrap.dedent(f"""
-        import asyncio, sys
-        from pathlib import Path
-        from asyncrl.placement import fork_server
-        from asyncrl.placement.processes import ChildProcess
-        async def main():
-            if {fork_server.current is not None}:
-                fork_server.current = fork_server.ForkServer(modules=["{module}"])
-            child = ChildProcess("child-0", "{module}", "{{}}", run_dir=Path({str(tmp_path)!r}), secret="s")
-            await child.start()
-            print(child.pid, fork_server.current.pid if fork_server.current else child.pid, flush=True)
-            await asyncio.Event().wait()
-        asyncio.run(main())
-        """)
-    )
-    process = subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    pids = [int(pid) for pid in process.stdout.readline().split()]
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    assert all(gone(pid) for pid in pids)
+    command = [sys.executable, "-c", PARENT, module, str(fork_server.current or ""), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        orphans = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert all_gone(orphans)
 
 
 def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
@@ -223,9 +212,8 @@ def test_a_forked_child_is_what_python_m_would_have_started_but_for_the_imports(
         assert one[key] == started[key], key
     assert one["environ"]["LATER"] == "than the server"
     assert one["parent"] == os.getpid()
-    assert one["session"] != other["session"]
-    assert one["random"] != other["random"]
-    assert one["numpy"] != other["numpy"]
+    for key in ("session", "random", "numpy"):
+        assert one[key] != other[key], key
     assert "s3cret" not in str(one)
 
 
@@ -234,7 +222,7 @@ def test_a_killed_fork_server_leaves_its_children_alone_and_the_next_one_is_star
 ) -> None:
     async def story() -> None:
         with (tmp_path / "sleeping").open("w+b") as file:
-            child = await start_process("probe_for_test", ["sleep"], files=[file.fileno()] * 3)
+            child = await start_process(MODULE, ["sleep"], files=[file.fileno()] * 3)
         os.kill(probe.pid, signal.SIGKILL)
         assert await probed(tmp_path / "log", "5") == 5
         assert not probe.is_alive
@@ -251,10 +239,8 @@ def test_a_library_that_starts_a_thread_when_it_is_imported_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
-    (tmp_path / "probe_for_test.py").write_text(f"{PROBE}\n{thread}")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with contextlib.closing(ForkServer(modules=["probe_for_test"])) as server:
-        monkeypatch.setattr(fork_server, "current", server)
+    add_module(tmp_path, monkeypatch, f"{PROBE}\n{thread}")
+    with forking(monkeypatch) as server:
         assert asyncio.run(probed(tmp_path / "log", "5")) == 5
         assert not server.is_alive
 
@@ -291,25 +277,16 @@ def test_a_port_in_use_is_named_with_its_owner_and_the_way_out() -> None:
         assert "any free one" in caught.value.way_out
 
 
-class NoneFree(socket.socket):
-    """A socket where the kernel has no port, or no descriptor, left."""
-
-    number = errno.EADDRINUSE
-
-    def bind(self, *_: object) -> None:
-        raise OSError(self.number, os.strerror(self.number))
-
-
 @pytest.mark.parametrize(
-    ("number", "says"),
-    [(errno.EADDRINUSE, "ip_local_port_range"), (errno.EMFILE, "RLIMIT_NOFILE")],
-    ids=["ports", "descriptors"],
+    ("number", "says"), [(errno.EADDRINUSE, "ip_local_port_range"), (errno.EMFILE, "RLIMIT_NOFILE")]
 )
 def test_a_child_that_this_machine_has_nothing_left_for_is_not_blamed_and_no_port_is(
     monkeypatch: pytest.MonkeyPatch, module: str, tmp_path: Path, number: int, says: str
 ) -> None:
-    monkeypatch.setattr(NoneFree, "number", number)
-    monkeypatch.setattr("asyncrl.placement.processes.socket.socket", NoneFree)
+    def bind(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket.socket, "bind", bind)
     with pytest.raises(ConnectionShortage, match=f"cannot start child.*{says}"):
         asyncio.run(make_child(module, tmp_path).start())
 
@@ -318,14 +295,12 @@ def test_a_child_that_this_machine_has_nothing_left_for_is_not_blamed_and_no_por
 def test_a_member_of_the_group_has_time_to_clear_up_after_its_leader_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_frozen: bool
 ) -> None:
-    (tmp_path / "guarded_for_test.py").write_text(textwrap.dedent(GUARDED))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    add_module(tmp_path, monkeypatch, GUARDED)
     os.mkfifo(tmp_path / "started")
 
     async def story() -> None:
-        child = make_child("guarded_for_test", tmp_path)
+        child = make_child(MODULE, tmp_path)
         await child.start()
-        assert child.pid is not None
         await asyncio.to_thread((tmp_path / "started").read_text)
         if is_frozen:
             os.killpg(child.pid, signal.SIGSTOP)
@@ -345,16 +320,14 @@ def test_a_process_that_the_kernel_does_not_let_die_is_named_and_left(
     async def story() -> None:
         child = make_child(module, tmp_path)
         await child.start()
-        pid = child.pid
-        assert pid is not None
         with monkeypatch.context() as patch:
             patch.setattr("asyncrl.placement.processes._signal_group", lambda *_: None)
             patch.setattr("asyncrl.placement.processes.KILL_TIMEOUT_S", 0.01)
             patch.setattr(ChildProcess, "kill_nowait", lambda _: None)
             await child.aclose(0.01)
-        assert f"process {pid} of child-0 is still there 0.01 s after SIGKILL" in child.left
+        assert f"process {child.pid} of child-0 is still there 0.01 s after SIGKILL" in child.left
         await child.aclose()
-        assert gone(pid)
+        assert child.returncode is not None
 
     asyncio.run(story())
 
@@ -363,9 +336,8 @@ def test_a_server_that_the_run_did_not_start_is_never_ended_and_is_the_same_afte
     server = ForeignProcess("engine-0", "http://127.0.0.1:8000/")
     server.kill_nowait()
     asyncio.run(server.aclose())
-    assert (server.pid, server.returncode, server.died, server.left) == (None, None, None, "")
+    assert (server.returncode, server.died, server.url) == (None, None, "http://127.0.0.1:8000")
     assert server.renewed() is server
-    assert server.url == "http://127.0.0.1:8000"
 
 
 # ---- folders of weights
@@ -384,37 +356,26 @@ input()
 
 def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
     """A pid means nothing in another container, a start time nothing once the clock was set: a lock does."""
-    mine, other = new_staging_dir(tmp_path), tmp_path / "asyncrl-without-a-lock"
-    foreign = tmp_path / "asyncrl-another_host-1-abcdef01"
-    other.mkdir()
-    foreign.mkdir()
-    (foreign / "lock").touch()
+    mine, other = staging.new_staging_dir(tmp_path), tmp_path / "asyncrl-without-a-lock"
+    foreign, cut_short = tmp_path / "asyncrl-another_host-1-abcdef01", tmp_path / f"{mine.name[:-1]}x.gone"
+    for folder in (other, foreign, cut_short):
+        folder.mkdir()
+    for file in (foreign / "lock", cut_short / "lock", cut_short / "v7"):
+        file.touch()
     command = [sys.executable, "-c", HOLD_STAGING, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
-        folder, child = owner.stdout.readline().split()
-        assert clear_stale_staging(tmp_path) == []
-        assert (Path(folder) / "v7.safetensors").exists()
+        held, child = owner.stdout.readline().split()
+        assert staging.clear_stale_staging(tmp_path) == [cut_short], "its removal was cut short"
+        assert (Path(held) / "v7.safetensors").exists()
         owner.kill()
         owner.wait()
-        assert clear_stale_staging(tmp_path) == [Path(folder)], "although a child of it lives"
+        assert staging.clear_stale_staging(tmp_path) == [Path(held)], "although a child of it lives"
         os.kill(int(child), signal.SIGKILL)
     assert sorted(tmp_path.iterdir()) == sorted([mine, other, foreign])
-    remove_staging_dir(mine)
-    new_staging_dir(tmp_path)
-    clear_own_staging()
+    staging.remove_staging_dir(mine)
+    staging.new_staging_dir(tmp_path)
+    staging.clear_own_staging()
     assert sorted(tmp_path.iterdir()) == sorted([other, foreign])
-
-
-def test_a_folder_whose_removal_was_cut_short_is_cleared_by_the_next_run(tmp_path: Path) -> None:
-    folder = new_staging_dir(tmp_path)
-    left = tmp_path / f"{folder.name[:-1]}x.gone"
-    left.mkdir()
-    for name in ("lock", "v7"):
-        (left / name).touch()
-    assert clear_stale_staging(tmp_path) == [left]
-    remove_staging_dir(folder)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_cleared_while_it_is_made_is_made_again(
@@ -425,20 +386,20 @@ def test_a_folder_that_is_cleared_while_it_is_made_is_made_again(
 
     def flock(descriptor: int, flags: int) -> None:
         monkeypatch.setattr(fcntl, "flock", real)
-        taken.extend(clear_stale_staging(tmp_path))  # its lock file is there, and nobody holds it yet
+        taken.extend(staging.clear_stale_staging(tmp_path))  # its lock file is there, and nobody holds it yet
         real(descriptor, flags)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    folder = new_staging_dir(tmp_path)
-    assert (len(taken), clear_stale_staging(tmp_path)) == (1, [])
+    folder = staging.new_staging_dir(tmp_path)
+    assert (len(taken), staging.clear_stale_staging(tmp_path)) == (1, [])
     assert list(tmp_path.iterdir()) == [folder]
-    remove_staging_dir(folder)
+    staging.remove_staging_dir(folder)
 
 
 def test_a_disk_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
-    assert disk_root(WeightSyncConfig()) is None
+    assert staging.disk_root(WeightSyncConfig()) is None
     there = WeightSyncConfig(transport="disk", disk_dir=str(tmp_path / "weights"))
-    assert disk_root(there) == tmp_path / "weights"
+    assert staging.disk_root(there) == tmp_path / "weights"
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="weight_sync.disk_dir=.* cannot be made"):
-        disk_root(WeightSyncConfig(transport="disk", disk_dir=str(tmp_path / "file" / "weights")))
+        staging.disk_root(WeightSyncConfig(transport="disk", disk_dir=str(tmp_path / "file" / "weights")))
