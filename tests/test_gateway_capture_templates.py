@@ -116,7 +116,6 @@ TABLE: list[tuple[str, list[Turn], str]] = [
     ("qwen3", PLAIN, "new extended extended extended"),
     ("qwen3", REASONED, "new realigned realigned"),  # strips reasoning before the last question
     ("qwen3", HERMES_REASONED, "new extended realigned"),  # it stays until the next question
-    ("llama3_2", CUT, "new extended extended"),
     ("llama3_2", PADDED, "new realigned realigned"),  # trims what was said
     ("llama3_2", LLAMA, "new extended extended"),
     ("gemma3", PLAIN, "new extended extended extended"),

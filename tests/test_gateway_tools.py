@@ -61,7 +61,6 @@ MALFORMED = [
     call_text("f", '{"x": "\\ud800"}'),
     call_text("f", "[1]"),
     call_text("no such name", "{}"),
-    call_text("f" * 65, "{}"),
     '{"name": "f"}',
     '{"name": ["f"], "arguments": {}}',
     f"[{F}",
