@@ -85,15 +85,14 @@ def make_branch_batch(
             reward = float(sample == 0) + round(float(rng.random()), 3)
             for number, branch in enumerate(make_rollout(rng, prompt, credit=str(rng.choice(credits)))):
                 credits_of = [Credit(*each) for each in branch.credits]
-                entry = {
+                where = {
                     "group_index": group,
                     "group_id": 10 + group,
                     "prompt_id": f"p{group}",
-                    "reward": reward,
+                    "branch": number,
                 }
-                entry |= {"sample_index": sample, "branch": number, "credits": credits_of}
-                end = len(ids) + len(branch.token_ids)
-                entries.append(TrajectoryHeader(start=len(ids), end=end, **entry))
+                where |= {"start": len(ids), "end": len(ids) + len(branch.token_ids), "sample_index": sample}
+                entries.append(TrajectoryHeader(reward=reward, credits=credits_of, **where))
                 ids += branch.token_ids
                 mask += branch.mask
     sampled = np.array(mask)

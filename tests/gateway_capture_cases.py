@@ -21,22 +21,16 @@ Message = dict[str, Any]
 
 
 class CharRenderer:
-    """One token a character; counts how often it was asked to render."""
+    """One token a character."""
 
     end_ids = frozenset({ord(END)})
 
     def __init__(self, habit: Habit = "plain") -> None:
         self.habit = habit
-        self.num_renders = 0
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True
     ) -> str:
-        self.num_renders += 1
         text = f"{START}tools\n{len(tools)}{END}\n" if tools else ""
         for message in messages:
             text += f"{START}{message['role']}\n{self._content(message)}{END}\n"
@@ -81,13 +75,7 @@ def completion(
     )
 
 
-def plan(
-    capture: Capture,
-    messages: Sequence[Message],
-    tools: Sequence[Message] | None = None,
-    *,
-    prefill: str = "",
-) -> Planned:
+def plan(capture: Capture, messages: Sequence[Message], tools: Any = None, *, prefill: str = "") -> Planned:
     """The prompt of a chat."""
     draft = capture.draft(messages, tools, prefill=prefill)
     return capture.plan(draft, capture._renderer.encode(draft.text))
@@ -98,26 +86,18 @@ class Play:
 
     def __init__(self, renderer: Any = None) -> None:
         self.renderer = renderer if renderer is not None else CharRenderer()
-        self.counts = GatewayStats()
-        self.capture = Capture(self.renderer, self.counts)
+        self.capture = Capture(self.renderer, GatewayStats())
         self.num_recorded = 0
 
     def answer(
-        self,
-        planned: Planned,
-        raw: str,
-        message: Message | None = None,
-        *,
-        ids: Sequence[int] | None = None,
-        **kwargs: Any,
-    ) -> str:
+        self, planned: Planned, raw: str, message: Message | None = None, *, ids: Any = None, **kwargs: Any
+    ) -> None:
         """Record that `raw` was sampled; the harness got `message`, or the text without special tokens."""
         ids = self.renderer.encode(raw) if ids is None else ids
-        completion_id = f"chatcmpl-{self.num_recorded}"
+        name = f"chatcmpl-{self.num_recorded}"
         self.num_recorded += 1
         got = assistant(self.renderer.decode(ids, skip_special_tokens=True)) if message is None else message
-        self.capture.record(planned, completion(ids, -float(self.num_recorded), **kwargs), got, completion_id)
-        return completion_id
+        self.capture.record(planned, completion(ids, -float(self.num_recorded), **kwargs), got, name)
 
     def ask(self, messages: Sequence[Message], raw: str, **kwargs: Any) -> Planned:
         """A whole call."""

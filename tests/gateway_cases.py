@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RoomError
-from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
 from asyncrl.testing.virtual_time import run_virtual
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -30,11 +31,7 @@ Test = Callable[..., Coroutine[Any, Any, None]]
 
 def _run_by(runner: Callable[[Any], Any]) -> Callable[[Test], Callable[..., None]]:
     def decorate(test: Test) -> Callable[..., None]:
-        @functools.wraps(test)
-        def run(**fixtures: Any) -> None:
-            runner(test(**fixtures))
-
-        return run
+        return functools.wraps(test)(lambda **fixtures: runner(test(**fixtures)))
 
     return decorate
 
@@ -51,11 +48,7 @@ class ByteTokenizer:
     byte_ids: frozenset[int] = frozenset()
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True
     ) -> str:
         parts = [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"] if tools else []
         for message in messages:
@@ -66,10 +59,8 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = []
-        for number, part in enumerate(text.split("<|start|>")):
-            ids += [START] * (number > 0)
-            for second, piece in enumerate(part.split("<|end|>")):
-                ids += [END] * (second > 0) + list(piece.encode())
+        for part in re.split(r"(<\|start\|>|<\|end\|>)", text):
+            ids += [START if part == "<|start|>" else END] if part in NAMES.values() else part.encode()
         return tuple(ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -80,6 +71,7 @@ class ByteTokenizer:
         return data.decode(errors="replace")
 
 
+@dataclass(eq=False)
 class ScriptedEngine:
     """A SamplingEngine that says `answer(request)`, a few bytes at a time, and is interrupted by a publish in
     the middle of each answer.
@@ -87,26 +79,16 @@ class ScriptedEngine:
     With `gate`, an answer stands still in its middle until the gate is set.
     """
 
-    def __init__(
-        self,
-        answer: Callable[[SamplingRequest], str] = lambda _: "Hello there.",
-        *,
-        gate: asyncio.Event | None = None,
-    ) -> None:
-        self.answer, self.gate = answer, gate
-        self.tokenizer = ByteTokenizer()
-        self.requests: list[SamplingRequest] = []
-        self.cancelled: list[str] = []
-        self.started = asyncio.Event()
-        self.error: Exception | None = None
+    answer: Callable[[SamplingRequest], str] = lambda _: "Hello there."
+    gate: asyncio.Event | None = None
+    error: Exception | None = None
+    tokenizer: ByteTokenizer = field(default_factory=ByteTokenizer)
+    requests: list[SamplingRequest] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(
-        self,
-        request: SamplingRequest,
-        *,
-        partial: PartialCompletion | None = None,
-        on_segment: Callable[[PartialCompletion], None] | None = None,
-        on_tokens: Callable[[Sequence[int]], None] | None = None,
+        self, request: SamplingRequest, *, on_tokens: Callable[[Sequence[int]], None] | None = None, **_: Any
     ) -> Completion:
         self.requests.append(request)
         self.started.set()
@@ -124,7 +106,8 @@ class ScriptedEngine:
         except asyncio.CancelledError:
             self.cancelled.append(request.request_id)
             raise
-        spans = tuple(VersionSpan(*each) for each in ((0, half, 4), (half, len(ids), 5)) if each[0] < each[1])
+        cuts = ((0, half, 4, 3), (half, len(ids), 5, 3))
+        spans = tuple(VersionSpan(*each) for each in cuts if each[0] < each[1])
         reason = "stop" if ids[-1] == END or len(ids) < request.max_tokens else "length"
         return Completion(ids, tuple(-0.5 - i / 1024 for i in range(len(ids))), spans, reason, 1)  # type: ignore[arg-type]
 
@@ -141,17 +124,20 @@ RULES = CallRules("policy", 1.0, 1.0, max_tokens=400, max_prompt_tokens=2000, ma
 class World:
     gateway: Gateway
     engine: Any
-    session: GatewaySession
     url: str
     http: aiohttp.ClientSession
-    broken: list[RoomError] = field(default_factory=list)
+    broken: list[RoomError]
+    session: GatewaySession = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.session = self.open("g0/r0")
 
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.session.key}"}
 
     def open(self, name: str = "g0/r1") -> GatewaySession:
-        return self.gateway.open_nowait(name, prompt_id="p7", sample_index=1, attempt=0, route_key=name)
+        return self.gateway.open_nowait(name, prompt_id="p7", sample_index=0, attempt=0, route_key=name)
 
     async def post(self, body: Any, *, path: str = "/v1/chat/completions", **kwargs: Any) -> tuple[int, Any]:
         """(status, JSON) of one call; `body` may be bytes."""
@@ -164,9 +150,10 @@ class World:
     async def ask(self, text: str = "Hi", **more: Any) -> tuple[int, Any]:
         return await self.post({"model": "m", "messages": [{"role": "user", "content": text}], **more})
 
-    async def ask_other(self) -> tuple[int, Any]:
-        """A call of another session."""
-        return await self.post({"messages": HI}, headers={"Authorization": f"Bearer {self.open().key}"})
+    async def ask_other(self, session: GatewaySession | None = None) -> tuple[int, Any]:
+        """A call of another session, left out: of a new one."""
+        key = {"Authorization": f"Bearer {(session or self.open()).key}"}
+        return await self.post({"messages": HI}, headers=key)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -177,44 +164,40 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def is_deserted(world: World) -> bool:
     """The gateway has seen that the clients of all calls in flight are gone."""
-    runner = world.gateway._runner
-    assert runner is not None
-    assert runner.server is not None
-    return all(connection.transport is None for connection in runner.server.connections)
+    server: Any = world.gateway._runner and world.gateway._runner.server
+    return all(connection.transport is None for connection in server.connections)
 
 
-def seed_of(prompt_id: str, sample_index: int, attempt: int, call_key: int) -> int:
-    return call_key
-
-
-@asynccontextmanager
-async def gateway_world(
-    engine: Any = None,
+def make_gateway(
+    engine: Any,
+    broken: list[RoomError],
     *,
     tokenizer: Any = None,
     tool_format: str = "hermes",
     extra_routes: Sequence[web.RouteDef] = (),
     **config: Any,
-) -> AsyncIterator[World]:
-    engine = engine or ScriptedEngine()
+) -> Gateway:
     rules = {name: config.pop(name) for name in list(config) if name in CallRules.__dataclass_fields__}
-    broken: list[RoomError] = []
-    gateway = Gateway(
+    return Gateway(
         engine,
         tokenizer or engine.tokenizer,
         find_tool_format(tool_format, ""),
         replace(RULES, **rules),
         GatewayConfig(**config),
-        seed_of=seed_of,
+        seed_of=lambda prompt_id, sample_index, attempt, call_key: call_key,
         on_broken=broken.append,
         extra_routes=extra_routes,
     )
+
+
+@asynccontextmanager
+async def gateway_world(engine: Any = None, **config: Any) -> AsyncIterator[World]:
+    """`config`: of the gateway, of CallRules, or of make_gateway."""
+    engine, broken = engine or ScriptedEngine(), list[RoomError]()
+    gateway = make_gateway(engine, broken, **config)
     url = await gateway.start()
     async with aiohttp.ClientSession() as http:
         try:
-            session = gateway.open_nowait(
-                "g0/r0", prompt_id="p7", sample_index=0, attempt=0, route_key="g0/r0"
-            )
-            yield World(gateway, engine, session, url, http, broken)
+            yield World(gateway, engine, url, http, broken)
         finally:
             await gateway.aclose()

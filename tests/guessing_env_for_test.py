@@ -6,6 +6,7 @@ have no end.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,19 +44,15 @@ class GuessingTaskset(vf.Taskset[GuessingTask, GuessingConfig]):
     INFINITE = True
 
     def load(self) -> Iterator[GuessingTask]:
-        number = 0
-        while True:
+        for number in itertools.count():
             if number == self.config.fail_at:
                 raise LookupError("no more rows")
             yield GuessingTask(GuessingData(system_prompt="Guess.", secret=number % 10), self.config.task)
-            number += 1
 
 
 class GuessingEnvConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-    judge: vf.AgentConfig = vf.AgentConfig(
-        client=vf.EvalClientConfig(base_url="http://127.0.0.1:9/v1"), runtime=vf.SubprocessConfig()
-    )
+    judge: vf.AgentConfig = agent.model_copy(update={"client": vf.EvalClientConfig(base_url="http://x/v1")})
     twice: bool = False
     freeze: bool = False
 

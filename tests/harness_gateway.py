@@ -14,7 +14,6 @@ from aiohttp import web
 
 from asyncrl.agents.endpoint.openai_form import ApiError
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
-from asyncrl.config import Outcomes
 from asyncrl.http import Caller
 from asyncrl.messages.records import Outcome, Prompt, Work
 
@@ -34,10 +33,8 @@ class TestGateway:
     def worker(self, name: str = "w", key: str = WORKER_KEY) -> Caller:
         return Caller(name, self.url, key)
 
-    async def run(
-        self, number: int = 0, *, started: Callable[[], None] = lambda: None, **changes: Any
-    ) -> Outcome:
-        return await self.queue.run(make_work(number, **changes), started=started)
+    async def run(self, number: int = 0, **changes: Any) -> Outcome:
+        return await self.queue.run(make_work(number, **changes), started=lambda: None)
 
 
 def make_work(
@@ -49,16 +46,10 @@ def make_work(
 
 @asynccontextmanager
 async def open_gateway(
-    *, lease_timeout_s: float = 60.0, port: int = 0, outcomes: Outcomes = "returned", give_answer: bool = True
+    *, lease_timeout_s: float = 60.0, port: int = 0, give_answer: bool = True, **more: Any
 ) -> AsyncIterator[TestGateway]:
-    queue = RolloutQueue(
-        worker_key=WORKER_KEY,
-        model="policy",
-        lease_timeout_s=lease_timeout_s,
-        task_seed=lambda work: 1000 + work.sample_index,
-        outcomes=outcomes,
-        give_answer=give_answer,
-    )
+    more |= {"lease_timeout_s": lease_timeout_s, "give_answer": give_answer, "model": "policy"}
+    queue = RolloutQueue(worker_key=WORKER_KEY, task_seed=lambda work: 1000 + work.sample_index, **more)
 
     @web.middleware
     async def in_form(request: web.Request, handler: Handler) -> web.StreamResponse:

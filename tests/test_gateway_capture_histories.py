@@ -1,10 +1,13 @@
-"""Random trees of calls against a model engine: what is trained is what was sampled, each token once, after
-what was sent.
+"""Random trees of calls: what is trained is what was sampled, each token once, after what was sent; and the
+order in which calls of one harness arrive and end changes nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -57,11 +60,8 @@ CALL = st.builds(
     choices=st.lists(CHOICE, min_size=1, max_size=3).map(tuple),
     prefill=st.sampled_from(["", "", "p"]),
 )
-STORY = st.lists(
-    st.tuples(st.lists(CALL, min_size=1, max_size=3), st.randoms(use_true_random=False)),
-    min_size=1,
-    max_size=6,
-)
+ORDER = st.randoms(use_true_random=False)
+STORY = st.lists(st.tuples(st.lists(CALL, min_size=1, max_size=3), ORDER), min_size=1, max_size=6)
 """Rounds of calls; those of one round are planned together and answered in any order."""
 
 
@@ -81,13 +81,8 @@ class ModelEngine:
         middle = len(ids) // 2
         cuts = [(0, middle), (middle, len(ids))]
         spans = tuple(VersionSpan(start, end, self.num_tokens + start) for start, end in cuts if start < end)
-        return Completion(
-            ids,
-            logprobs,
-            spans,
-            "stop" if ids and ids[-1] == ord(END) else "length",
-            num_interruptions=len(ids) % 3,
-        )
+        reason: Any = "stop" if ids and ids[-1] == ord(END) else "length"
+        return Completion(ids, logprobs, spans, reason, num_interruptions=len(ids) % 3)
 
 
 class History:
@@ -131,10 +126,8 @@ class History:
             prompt_ids, sampled = self.engine.sampled[parent.completion_id]
             assert planned.prompt_ids[: planned.num_reused] == prompt_ids + sampled.token_ids
         if planned.how != "realigned":
-            assert (
-                self.renderer.decode(planned.prompt_ids, skip_special_tokens=False)
-                == self.renderer.render(messages) + prefill
-            )
+            text = self.renderer.decode(planned.prompt_ids, skip_special_tokens=False)
+            assert text == self.renderer.render(messages) + prefill
 
     def _answer(self, planned: Planned, messages: list[Message], call: Call, index: int) -> None:
         choice = call.choices[index]
@@ -153,23 +146,17 @@ class History:
         }
         self.chats.append([*messages, sent_back[choice.sent_back_as]])
 
-    def rollout(self) -> Rollout | None:
-        """None where it is refused, because there is nothing to train on."""
-        has_tokens = any(completion.token_ids for _, completion in self.engine.sampled.values())
-        rewards = {completion_id: float(number) for number, completion_id in enumerate(self.engine.sampled)}
-        if has_tokens:
-            return self.capture.rollout(3, Outcome(turn_rewards=rewards), 0.0)
-        with pytest.raises(RolloutFailure, match="not one sampled token"):
-            self.capture.rollout(3, Outcome(turn_rewards=rewards), 0.0)
-        return None
-
-    def check(self, rollout: Rollout) -> None:
+    def check(self) -> None:
         """Each run of trained tokens is one completion, after the prompt that its call was sent with."""
-        by_logprob = {
-            sampled.behaviour_logprobs[0]: name
-            for name, (_, sampled) in self.engine.sampled.items()
-            if sampled.token_ids
-        }
+        completions = self.engine.sampled.items()
+        by_logprob = {each.behaviour_logprobs[0]: name for name, (_, each) in completions if each.token_ids}
+        rewards = {name: float(number) for number, name in enumerate(self.engine.sampled)}
+        outcome = Outcome(turn_rewards=rewards)
+        if not by_logprob:
+            with pytest.raises(RolloutFailure, match="not one sampled token"):
+                self.capture.rollout(3, outcome, 0.0)
+            return
+        rollout = self.capture.rollout(3, outcome, 0.0)
         seen: list[str] = []
         interruptions = 0
         for number, branch in enumerate(rollout):
@@ -181,11 +168,9 @@ class History:
                 assert tuple(branch.token_ids[:start].tolist()) == prompt_ids
                 assert tuple(branch.token_ids[start:end].tolist()) == sampled.token_ids
                 assert tuple(branch.behaviour_logprobs[start:end].tolist()) == sampled.behaviour_logprobs
-                spans += [
-                    VersionSpan(start + span.start, start + span.end, span.version)
-                    for span in sampled.version_spans
-                ]
-                credits.append((start, end, float(list(self.engine.sampled).index(name))))
+                for span in sampled.version_spans:
+                    spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+                credits.append((start, end, rewards[name]))
                 interruptions += sampled.num_interruptions
                 seen.append(name)
             assert branch.version_spans == tuple(spans)
@@ -215,6 +200,72 @@ def test_what_is_trained_is_what_was_sampled_after_what_was_sent(
     counts, planned = history.counts, history.planned
     assert counts.calls == len(planned) == counts.extended + counts.realigned + counts.forked + 1
     assert [plan.number for plan in planned if plan.how == "new"] == [0]
-    rollout = history.rollout()
-    if rollout is not None:
-        history.check(rollout)
+    history.check()
+
+
+# ---- one tree of calls in two orders
+
+
+Tree = list[tuple[str, bool, Any]]
+"""Calls: the text of each, whether it begins a history of its own with the answer before in it, and the tree
+of calls that the harness makes with its answer.
+"""
+
+TREES: st.SearchStrategy[Tree] = st.recursive(
+    st.just([]),
+    lambda then: st.lists(st.tuples(st.sampled_from("xy"), st.booleans(), then), min_size=1, max_size=3),
+    max_leaves=12,
+)
+
+
+def digest(ids: tuple[int, ...]) -> bytes:
+    return blake2b(np.array(ids).tobytes(), digest_size=4).digest()
+
+
+def sample(prompt_ids: tuple[int, ...], engine: int) -> Completion:
+    """A model that says the same to the same prompt under the same version, whichever engine is free."""
+    said = digest(prompt_ids)
+    ids = (*map(ord, "ab|c"[said[0] % 4] * (said[1] % 3)), ord(END))
+    logprobs = tuple(-1.0 - said[2] - index for index in range(len(ids)))
+    span = VersionSpan(0, len(ids), said[3] % 3, engine)
+    return Completion(ids, logprobs, (span,), "stop", num_interruptions=said[3] % 2)
+
+
+def play(tree: Tree, habit: Habit, order: Random) -> Rollout:
+    """Plan what can be planned and answer what was planned, one at a time, as `order` has it."""
+    renderer = CharRenderer(habit)
+    capture = Capture(renderer, GatewayStats())
+    rewards: dict[str, float] = {}
+    ready: list[tuple[list[Message], Tree]] = [([user(text)], then) for text, _, then in tree]
+    asked: list[tuple[list[Message], Tree, Planned]] = []
+    while ready or asked:
+        if ready and (not asked or order.random() < 0.5):
+            messages, then = ready.pop(order.randrange(len(ready)))
+            asked.append((messages, then, plan(capture, messages)))
+            continue
+        messages, then, planned = asked.pop(order.randrange(len(asked)))
+        completion, name = sample(planned.prompt_ids, order.randrange(2)), f"chatcmpl-{planned.number}"
+        text = renderer.decode(completion.token_ids)
+        capture.record(planned, completion, assistant(text), name)
+        rewards[name] = digest((*planned.prompt_ids, *completion.token_ids))[0] / 256
+        for new, is_anew, after in then:
+            begin = [user(text)] if is_anew else [*messages, assistant(text)]
+            ready.append(([*begin, user(new)], after))
+    return capture.rollout(0, Outcome(turn_rewards=rewards), 0.0)
+
+
+def values(rollout: Rollout) -> Iterator[Any]:
+    for branch in rollout:
+        yield branch.token_ids.tolist(), branch.loss_mask.tolist(), branch.behaviour_logprobs.tolist()
+        yield [(span.start, span.end, span.version) for span in branch.version_spans]
+        yield branch.credits, branch.num_interruptions, branch.is_truncated, branch.branch
+
+
+@pytest.mark.parametrize("habit", ["plain", "strips"])
+@settings(deadline=None, max_examples=100)
+@given(tree=TREES.filter(bool), orders=st.tuples(ORDER, ORDER))
+def test_the_order_in_which_calls_arrive_and_end_changes_nothing(
+    habit: Habit, tree: Tree, orders: tuple[Random, Random]
+) -> None:
+    one, other = (list(values(play(tree, habit, order))) for order in orders)
+    assert one == other

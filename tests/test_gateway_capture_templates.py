@@ -4,6 +4,7 @@ test.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
@@ -27,13 +28,7 @@ WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s
 3.
 """
 
-END_OF = {
-    "llama3_1": EOT,
-    "llama3_2": EOT,
-    "gemma3": TURN_END,
-    "deepseek_r1_distill": DEEPSEEK_END,
-    "inst": EOS,
-}
+END_OF = {"llama3_2": EOT, "gemma3": TURN_END, "deepseek_r1_distill": DEEPSEEK_END, "inst": EOS}
 """Of templates that do not end a turn with IM_END."""
 ADD = {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object"}}
 TOOLS = [{"type": "function", "function": ADD}]
@@ -71,29 +66,21 @@ def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Renderers:
 
     tokenizer = Tokenizer(models.BPE())
     words = pre_tokenizers.Split(Regex(WORDS), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
-    corpus = [
-        path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[1].glob("docs/*.md"))
-    ]
-    trainer = trainers.BpeTrainer(
-        vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=SPECIAL
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    made: dict[str, HFChatTokenizer] = {}
+    pages = sorted(Path(__file__).parents[1].glob("docs/*.md"))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, special_tokens=SPECIAL)
+    tokenizer.train_from_iterator([page.read_text(encoding="utf-8") for page in pages], trainer)
 
+    @functools.cache
     def renderer(name: str) -> HFChatTokenizer:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
-            fast = PreTrainedTokenizerFast(
-                tokenizer_object=tokenizer, eos_token=END_OF.get(name, IM_END), bos_token="<s>"
-            )
-            fast.chat_template = template(name)
-            fast.save_pretrained(folder)
-            made[name] = HFChatTokenizer(folder)
-        return made[name]
+        folder, end = tmp_path_factory.mktemp(name), END_OF.get(name, IM_END)
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, bos_token="<s>")
+        fast.chat_template = template(name)
+        fast.save_pretrained(folder)
+        return HFChatTokenizer(folder)
 
     return renderer
 
@@ -121,40 +108,24 @@ LLAMA = [called('{"name": "add", "parameters": {"a": 1, "b": 2}}'), said("Three.
 
 # Each row: template, what is answered, and what the calls are, the one after the last answer included.
 TABLE: list[tuple[str, list[Turn], str]] = [
-    ("qwen2_5", PLAIN, "new extended extended extended"),
     ("qwen2_5", PADDED, "new extended extended"),
     ("qwen2_5", CUT, "new extended extended"),
     ("qwen2_5", REASONED, "new extended extended"),
     ("qwen2_5", HERMES, "new extended extended"),
     ("qwen2_5", HERMES_SPACED, "new realigned realigned"),
     ("qwen3", PLAIN, "new extended extended extended"),
-    ("qwen3", CUT, "new extended extended"),
     ("qwen3", REASONED, "new realigned realigned"),  # strips reasoning before the last question
-    ("qwen3", HERMES, "new extended extended"),
     ("qwen3", HERMES_REASONED, "new extended realigned"),  # it stays until the next question
-    ("llama3_1", PLAIN, "new extended extended extended"),
-    ("llama3_1", LLAMA, "new extended extended"),
-    ("llama3_2", PLAIN, "new extended extended extended"),
-    ("llama3_2", CUT, "new extended extended"),
     ("llama3_2", PADDED, "new realigned realigned"),  # trims what was said
     ("llama3_2", LLAMA, "new extended extended"),
     ("gemma3", PLAIN, "new extended extended extended"),
-    ("gemma3", PADDED, "new realigned realigned"),
     ("deepseek_r1_distill", REASONED_AFTER_PROMPT, "new realigned realigned"),
-    ("chatml", PLAIN, "new extended extended extended"),
     ("chatml", CUT, "new extended extended"),
-    ("inst", PLAIN, "new extended extended extended"),
     ("inst", CUT, "new extended extended"),
     ("merges_white_space", INNER_SPACE, "new realigned realigned"),
     ("forgets", PLAIN, "new extended realigned realigned"),  # the first answer is gone once there is a second
     ("shouts", PLAIN, "new forked forked forked"),
 ]
-
-
-def reply_to(turn: Turn, number: int) -> Message:
-    if turn.message.get("tool_calls"):
-        return {"role": "tool", "tool_call_id": "call_1", "content": "3"}
-    return user(f"Are you sure ({number})?")
 
 
 @pytest.mark.parametrize(("name", "turns", "hows"), TABLE)
@@ -181,19 +152,16 @@ def test_what_each_template_makes_of_a_chat(
         if number == len(turns):
             break
         turn = turns[number]
-        raw = turn.raw if turn.is_cut else turn.raw + END_OF.get(name, IM_END)
-        ids = byte_ids(renderer, turn.raw, raw) if as_bytes else renderer.encode(raw)
-        play.answer(planned, raw, turn.message, ids=ids, is_truncated=turn.is_cut)
+        end = "" if turn.is_cut else END_OF.get(name, IM_END)
+        parts = [*turn.raw, end] if as_bytes else [turn.raw + end]
+        ids = [token for part in parts for token in renderer.encode(part)]
+        play.answer(planned, turn.raw + end, turn.message, ids=ids, is_truncated=turn.is_cut)
         sampled = [*planned.prompt_ids, *ids]
-        chat += [turn.message, reply_to(turn, number)]
-
-
-def byte_ids(renderer: HFChatTokenizer, text: str, raw: str) -> tuple[int, ...]:
-    """Another tokenisation than the tokenizer's, as a model may sample it: a token a byte, and the end of the
-    turn.
-    """
-    ids = [token for character in text for token in renderer.encode(character)]
-    return (*ids, *renderer.encode(raw[len(text) :]))
+        result = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
+        chat += [
+            turn.message,
+            result if turn.message.get("tool_calls") else user(f"Are you sure ({number})?"),
+        ]
 
 
 def test_what_comes_behind_a_realigned_answer_is_what_the_template_writes_there(
@@ -204,7 +172,5 @@ def test_what_comes_behind_a_realigned_answer_is_what_the_template_writes_there(
     first = play.ask([user("2 + 2?")], f"{REASONED[0].raw}{IM_END}")
     second = plan(play.capture, [user("2 + 2?"), REASONED[0].message, user("Sure?")], None)
     text = renderer.decode(second.prompt_ids, skip_special_tokens=False)
-    asked = renderer.decode(first.prompt_ids, skip_special_tokens=False)
-    assert (
-        text == f"{asked}{REASONED[0].raw}{IM_END}\n<|im_start|>user\nSure?{IM_END}\n<|im_start|>assistant\n"
-    )
+    asked = renderer.decode(first.prompt_ids, skip_special_tokens=False) + REASONED[0].raw
+    assert text == f"{asked}{IM_END}\n<|im_start|>user\nSure?{IM_END}\n<|im_start|>assistant\n"

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -39,32 +38,20 @@ def tool_call(arguments: str) -> Any:
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
 REFUSED: dict[str, tuple[bytes, str]] = {
-    "no JSON": (b'{"messages": [', "not JSON"),
     "no text": (b"\xff\xfe", "not JSON"),
-    "no object": (b"[1]", "JSON object"),
     "infinity": (with_fields()[:-1] + b', "temperature": 1e999}', "temperature"),
     "nested for ever": (b"[" * 100_000, "recursion"),
     "a lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
-    "no messages": (with_messages(), "messages"),
     "more messages than tokens": (with_messages(*[7] * 2001), "2001 messages are more"),
     "an unknown role": (with_messages({"role": "wizard", "content": "x"}), "wizard"),
-    "no content": (with_messages({"role": "user"}), "content"),
-    "no tool_call_id": (with_messages(*HI, {"role": "tool", "content": "x"}), "tool_call_id"),
     "an image": (with_messages(IMAGE), "text parts"),
     "an unknown key": (with_messages({"role": "user", "content": "x", "cache": 1}), "cache"),
-    "arguments that are no JSON": (with_messages(*HI, tool_call("{")), "arguments"),
     "arguments that are no object": (with_messages(*HI, tool_call("[1]")), "arguments"),
     "arguments with a surrogate": (with_messages(*HI, tool_call('{"a": "\\ud800"}')), "arguments"),
     "a tool that is no function": (with_fields(tools=[{"type": "web_search"}]), "tools"),
     "a choice that is not there": (with_fields(tool_choice="required"), "tool_choice"),
-    "top_k of 2**64": (with_fields(top_k=2**64), "top_k"),
-    "n of true": (with_fields(n=True), "n: "),
     "n of 10**4000": (with_fields()[:-1] + b', "n": ' + b"9" * 4000 + b"}", "an integer of"),
-    "max_tokens of 1.5": (with_fields(max_tokens=1.5), "max_tokens"),
     "a seed that is too large": (with_fields(seed=2**63), "seed"),
-    "a penalty": (with_fields(frequency_penalty=0.5), "frequency_penalty"),
-    "a grammar": (with_fields(response_format={"type": "json_schema"}), "response_format"),
-    "one tool call at most": (with_fields(parallel_tool_calls=False), "parallel_tool_calls"),
     "an unknown parameter": (with_fields(guided_json={}), "guided_json"),
 }
 
@@ -75,9 +62,7 @@ async def test_what_is_wrong_is_a_400_that_says_what_and_nothing_of_it_reaches_t
         for name, (body, message) in REFUSED.items():
             status, answer = await world.post(body)
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), name
-            assert set(answer["error"]) == {"message", "type", "param", "code"}
-            assert message in answer["error"]["message"], name
-            assert len(answer["error"]["message"]) < 600, name
+            assert message in answer["error"]["message"][:600], name
         assert world.engine.requests == []
         assert world.gateway.stats().refused == {400: len(REFUSED)}
         assert (await world.ask())[0] == 200
@@ -87,22 +72,15 @@ async def test_what_is_wrong_is_a_400_that_says_what_and_nothing_of_it_reaches_t
 async def test_what_means_off_or_changes_nothing_is_taken_and_what_is_ignored_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    off: dict[str, Any] = {"frequency_penalty": 0, "logit_bias": {}, "top_k": -1, "parallel_tool_calls": True}
+    off: dict[str, Any] = {"frequency_penalty": 0, "logit_bias": {}, "max_completion_tokens": 10**30}
     off |= {"response_format": {"type": "text"}, "modalities": ["text"], "top_p": None, "stop": None}
     async with gateway_world() as world:
         for temperature in (0.3, 0.4):
-            status, _ = await world.ask(
-                user="me", store=True, temperature=temperature, max_completion_tokens=10**30, **off
-            )
-            assert status == 200
+            assert (await world.ask(user="me", store=True, temperature=temperature, **off))[0] == 200
         for request in world.engine.requests:
             assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 400)
         told = [record.getMessage() for record in caplog.records if "endpoint" in record.name]
-        assert sorted(" ".join(line.split()[:4]) for line in told) == [
-            "gateway: a call asks",
-            "gateway: calls give `store`,",
-            "gateway: calls give `user`,",
-        ]
+        assert sorted(line.split()[3] for line in told) == ["`store`,", "`user`,", "asks"]
     async with gateway_world(on_sampling_override="refuse") as world:
         status, answer = await world.ask(temperature=0.3)
         assert (status, answer["error"]["param"]) == (400, "temperature")
@@ -139,24 +117,18 @@ def test_an_assistant_message_of_tool_calls_alone_has_content_for_the_template()
 
 
 @in_loop
-async def test_a_prompt_that_is_too_long_is_refused_and_one_far_too_long_is_not_tokenised() -> None:
-    class Counting(ByteTokenizer):
-        num_encoded = 0
-
-        def encode(self, text: str) -> tuple[int, ...]:
-            self.num_encoded += len(text)
-            return super().encode(text)
-
-    engine = ScriptedEngine()
-    engine.tokenizer = tokenizer = Counting()
-    async with gateway_world(engine) as world:
-        for path, body in (
-            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 50_000}]}),
-            ("/v1/completions", {"prompt": "x" * 200_000}),
-        ):
-            status, answer = await world.post(body, path=path)
-            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
-        assert tokenizer.num_encoded == 0
+async def test_a_prompt_that_is_too_long_is_refused_and_one_far_too_long_is_not_tokenised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with gateway_world() as world:
+        with monkeypatch.context() as patched:
+            patched.delattr(ByteTokenizer, "encode")
+            for path, body in (
+                ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello " * 50_000}]}),
+                ("/v1/completions", {"prompt": "x" * 200_000}),
+            ):
+                status, answer = await world.post(body, path=path)
+                assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         status, answer = await world.ask("x" * 2001)
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
         assert "rollout.max_prompt_tokens=2000" in answer["error"]["message"]
@@ -177,7 +149,6 @@ async def test_a_wrong_address_method_key_or_size_is_told_without_the_key() -> N
             ("GET", chat, key, None, 405, "method_not_allowed"),
             ("POST", f"/s/{world.session.key}/v2/x", {}, b"", 404, "unknown_url"),
             ("GET", "/v1/models/other", key, None, 404, "model_not_found"),
-            ("POST", chat, {}, b"{}", 401, "invalid_api_key"),
             ("POST", chat, no_key, b"{}", 401, "invalid_api_key"),
             ("POST", chat, basic, b"{}", 401, "invalid_api_key"),
             ("POST", chat, key, b" " * 2**12, 413, "request_too_large"),
@@ -188,23 +159,16 @@ async def test_a_wrong_address_method_key_or_size_is_told_without_the_key() -> N
                 assert world.session.key not in await response.text()
 
 
-async def raw(
-    world: World, data: bytes, *, receive_bytes: int | None = None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def raw(world: World, data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = world.url.removeprefix("http://").partition(":")
-    client = socket.socket()
-    if receive_bytes is not None:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    client.setblocking(False)
-    await asyncio.get_running_loop().sock_connect(client, (host, int(port)))
-    reader, writer = await asyncio.open_connection(sock=client, limit=receive_bytes or 2**16)
+    reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
     return reader, writer
 
 
-def head(world: World, length: int) -> bytes:
-    lines = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {world.session.key}"]
-    return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
+def head(key: str, length: int, path: str = "/v1/chat/completions") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {key}", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 async def all_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
@@ -220,11 +184,11 @@ async def all_of(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 @in_loop
 async def test_a_client_that_is_slow_with_its_request_is_closed() -> None:
     async with gateway_world(read_timeout_s=0.3) as world:
-        silent = [await raw(world, data) for data in (b"", b"POST /v1/chat/comp", head(world, 10)[:-2])]
+        key = world.session.key
+        silent = [await raw(world, data) for data in (b"", b"POST /v1/chat/comp", head(key, 10)[:-2])]
         assert [await all_of(*each) for each in silent] == [b"", b"", b""]
-        answer = await all_of(*await raw(world, head(world, 500) + b'{"messages":'))
+        answer = await all_of(*await raw(world, head(key, 500) + b'{"messages":'))
         assert answer.startswith(b"HTTP/1.1 408")
-        assert b"request_timeout" in answer
 
 
 @in_loop
@@ -252,14 +216,8 @@ async def test_every_route_asks_for_the_key_before_it_reads_a_body() -> None:
     async with gateway_world(extra_routes=queue.routes()) as world:
         paths = [route.path for route in queue.routes()] + ["/v1/chat/completions", "/v1/completions"]
         for path in [*paths, "/s/{key}/v1/chat/completions"]:
-            lines = [
-                f"POST {path.replace('{key}', 'wrong')} HTTP/1.1",
-                "Host: x",
-                "Content-Length: 10",
-                "",
-                "",
-            ]
-            reader, writer = await raw(world, "\r\n".join(lines).encode())  # and not a byte of the body
+            data = head("wrong", 10, path.replace("{key}", "wrong"))  # and not a byte of the body
+            reader, writer = await raw(world, data)
             assert (await reader.readline()).startswith(b"HTTP/1.1 401"), path
             writer.close()
     await queue.aclose()
@@ -273,8 +231,7 @@ async def test_a_harness_that_floods_gets_429_by_its_choices_and_another_session
         assert (status, answer["error"]["param"]) == (400, "n"), "it never could be"
         first = asyncio.ensure_future(world.ask("first", n=3))
         await world.engine.started.wait()
-        status, answer = await world.ask("second", n=2)
-        assert (status, "3 answers of this rollout" in answer["error"]["message"]) == (429, True)
+        assert (await world.ask("second", n=2))[0] == 429
         flood = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(40)]
         await until(lambda: world.gateway.stats().refused.get(429, 0) == 40)
         gate.set()
@@ -282,49 +239,44 @@ async def test_a_harness_that_floods_gets_429_by_its_choices_and_another_session
         statuses = [status for status, _ in await asyncio.gather(*flood)]
         assert (statuses.count(200), statuses.count(429)) == (1, 39)
         assert [(await world.ask(f"late {number}"))[0] for number in range(5)] == [200] * 4 + [429]
-        async with world.http.post(
-            world.url + "/v1/chat/completions", json={"messages": HI}, headers=world.headers
-        ) as response:
+        url = world.url + "/v1/chat/completions"
+        async with world.http.post(url, json={"messages": HI}, headers=world.headers) as response:
             assert (response.status, response.headers["x-should-retry"]) == (429, "false")
         assert (await world.ask_other())[0] == 200
-        assert world.session.num_sampling == 0
 
 
 class WaitingTokenizer(ByteTokenizer):
     """Rendering or encoding what is long takes as long as the test likes."""
 
     def __init__(self) -> None:
-        self.has_begun, self.may_end = threading.Event(), threading.Event()
-        self.num_long = 0
+        self.has_begun, self.may_end, self.num_long = threading.Event(), threading.Event(), 0
 
-    def _wait(self) -> None:
-        self.num_long += 1
-        self.has_begun.set()
-        assert self.may_end.wait(60), "the loop stands still"
+    def _wait(self, is_long: bool) -> None:
+        if is_long:
+            self.num_long += 1
+            self.has_begun.set()
+            assert self.may_end.wait(60), "the loop stands still"
 
     def render(self, messages: Any, **options: Any) -> str:
-        if len(messages) > 100:
-            self._wait()
+        self._wait(len(messages) > 100)
         return super().render(messages, **options)
 
     def encode(self, text: str) -> tuple[int, ...]:
-        if len(text) >= LONG_TEXT:
-            self._wait()
+        self._wait(len(text) >= LONG_TEXT)
         return super().encode(text)
 
 
-@pytest.mark.parametrize(
-    "messages", [[{"role": "user", "content": ""}] * 600, [{"role": "user", "content": "x" * LONG_TEXT}]]
-)
+LONG = [{"role": "user", "content": "x" * LONG_TEXT}]
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user", "content": ""}] * 600, LONG], ids=["many", "long"])
 @in_loop
 async def test_a_long_chat_is_rendered_and_tokenised_beside_the_loop_and_its_retry_waits_for_it(
     messages: list[Any],
 ) -> None:
     tokenizer = WaitingTokenizer()
     assert len(with_messages(*messages)) > LONG_BODY
-    async with gateway_world(
-        ScriptedEngine(), tokenizer=tokenizer, max_prompt_tokens=50_000, max_length=60_000
-    ) as world:
+    async with gateway_world(tokenizer=tokenizer, max_prompt_tokens=50_000, max_length=60_000) as world:
         body, key = {"messages": messages}, {"Idempotency-Key": "k"}
         twins = [asyncio.ensure_future(world.post(body, headers=key)) for _ in range(2)]
         await until(tokenizer.has_begun.is_set)
@@ -351,24 +303,19 @@ async def test_a_rollout_whose_branches_grow_too_large_fails_with_the_numbers() 
     async with gateway_world(ScriptedEngine(lambda _: "x" * 9), max_rollout_tokens=100) as world:
         assert (await world.ask("a"))[0] == 200
         first = world.session.capture.num_branch_tokens
-        assert (await world.ask("b"))[0] == 200
-        assert world.session.capture.num_branch_tokens == 2 * first
-        assert (await world.ask("c", n=4))[0] == 200, "it was sampled: the harness may have it"
+        assert (await world.ask("c", n=5))[0] == 200, "it was sampled: the harness may have it"
         assert (await world.ask("d"))[0] == 410
-        with pytest.raises(
-            RolloutFailure, match=rf"have {6 * first} tokens after 3 calls.*max_rollout_tokens"
-        ):
+        said = rf"have {6 * first} tokens after 2 calls.*max_rollout_tokens"
+        with pytest.raises(RolloutFailure, match=said):
             world.session.rollout(0, Outcome(1.0), 1.0)
 
 
 @in_loop
 async def test_a_mistake_of_ours_costs_one_session(caplog: pytest.LogCaptureFixture) -> None:
-    engine = ScriptedEngine()
-    async with gateway_world(engine) as world:
-        engine.error = ZeroDivisionError("a bug")
+    async with gateway_world(ScriptedEngine(error=ZeroDivisionError("a bug"))) as world:
         status, answer = await world.ask()
         assert (status, answer["error"]["type"]) == (500, "server_error")
-        engine.error = None
+        world.engine.error = None
         assert (await world.ask())[0] == 410
         assert (await world.ask_other())[0] == 200
         assert "ZeroDivisionError" in caplog.text

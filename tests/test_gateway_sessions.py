@@ -5,69 +5,34 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gateway_cases import (
-    HI,
-    RULES,
-    ByteTokenizer,
-    ScriptedEngine,
-    World,
-    gateway_world,
-    in_loop,
-    is_deserted,
-    seed_of,
-    until,
-)
+from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, make_gateway, until
 
-from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.gateway import Gateway
-from asyncrl.agents.endpoint.openai_form import ApiError
-from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.config import GatewayConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
 
-ROUTE: Any = SimpleNamespace(tokenizer=ByteTokenizer(), counts=GatewayStats())
 
-
-def open_session(sessions: Sessions, number: int = 0) -> GatewaySession:
-    names = {"prompt_id": "p", "sample_index": 0, "attempt": 0, "route_key": ""}
-    return GatewaySession(sessions, ROUTE, f"g{number}/r0", **names)  # type: ignore[arg-type]
-
-
-def status_of(sessions: Sessions, key: str) -> int:
-    try:
-        sessions.find(key)
-    except ApiError as error:
-        return error.status
-    return 200
-
-
-def test_a_key_opens_its_session_until_it_ends_and_its_reason_is_told_until_it_is_forgotten(
+@in_loop
+async def test_a_key_opens_its_session_until_it_ends_and_its_reason_is_told_until_it_is_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.agents.endpoint.sessions.MAX_EXPIRED", 3)
-    sessions = Sessions(GatewayConfig())
-    opened = [open_session(sessions, number) for number in range(5)]
-    assert len({session.key for session in opened}) == 5
-    for session in opened[:4]:
-        session.end_nowait("done")
-    assert [status_of(sessions, session.key) for session in opened] == [401, 410, 410, 410, 200]
-    sessions.end_all_nowait("the run has ended")
-    assert opened[4].ended == open_session(sessions).ended == "the run has ended"
+    async with gateway_world() as world:
+        opened = [world.open(f"g{number}/r0") for number in range(5)]
+        assert len({session.key for session in opened}) == 5
+        for session in opened[:4]:
+            session.end_nowait("done")
+        assert [(await world.ask_other(each))[0] for each in opened] == [401, 410, 410, 410, 200]
+    assert opened[4].ended == world.open("late").ended, "all end with the gateway"
 
 
 @in_loop
 async def test_a_session_that_has_ended_keeps_nothing_but_its_reason() -> None:
     async with gateway_world() as world:
         session = world.open()
-        headers = {"Authorization": f"Bearer {session.key}"}
-        assert (await world.post({"messages": HI}, headers=headers))[0] == 200
+        assert (await world.ask_other(session))[0] == 200
         session.end_nowait("done")
         assert session.rollout(0, Outcome(), 1.0)[0].num_sampled == 13, "its owner may still ask"
         watched = weakref.ref(session), weakref.ref(session.capture)
@@ -79,18 +44,11 @@ async def test_a_session_that_has_ended_keeps_nothing_but_its_reason() -> None:
 
 @in_loop
 async def test_a_call_says_which_engine_has_the_conversation_so_far_in_its_cache() -> None:
-    class OnEngineThree(ScriptedEngine):
-        async def generate(self, request: SamplingRequest, **more: Any) -> Completion:
-            completion = await super().generate(request, **more)
-            spans = tuple(replace(span, engine=3) for span in completion.version_spans)
-            return replace(completion, version_spans=spans)
-
-    async with gateway_world(OnEngineThree()) as world:
-        for text in ("Hi", "Go on"):
-            assert (await world.ask(text))[0] == 200
-        await world.ask_other()
+    async with gateway_world() as world:
+        for ask in (world.ask, world.ask, world.ask_other):
+            assert (await ask())[0] == 200
         first, second, others_first = world.engine.requests
-        assert (first.after, others_first.after) == (None, None)
+        assert first.after is others_first.after is None
         assert (second.after.version, second.after.engine) == (5, 3), "the end of the answer before"
 
 
@@ -107,7 +65,6 @@ async def test_a_call_after_the_end_and_one_in_hand_at_the_end_get_410_with_the_
             assert "rollout.timeout_s=5" in answer["error"]["message"]
         assert world.engine.cancelled == ["g0/r0/a0/c0"]
         assert world.session.capture.num_completions == world.gateway.stats().in_flight == 0
-        await world.gateway.aclose()
         await world.gateway.aclose()
 
 
@@ -145,28 +102,20 @@ async def test_a_call_that_no_client_got_is_answered_to_the_next_equal_one_and_e
 
 
 @in_loop
-async def test_a_call_in_flight_is_joined_by_its_retry_and_by_no_other_call() -> None:
+async def test_a_call_in_flight_is_joined_by_its_retry_and_one_refused_for_the_moment_is_sampled_later() -> (
+    None
+):
     gate, body = asyncio.Event(), {"messages": HI}
-    async with gateway_world(ScriptedEngine(gate=gate)) as world:
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=2) as world:
         await cut_call(world, body)
         both = [asyncio.ensure_future(world.post(body)) for _ in range(2)]
         await until(lambda: len(world.engine.requests) == 2)
+        assert (await world.post(body))[0] == 429
         gate.set()
         names = [answer["id"] for _, answer in await asyncio.gather(*both)]
         assert sorted(names) == ["chatcmpl-0", "chatcmpl-1"]
-
-
-@in_loop
-async def test_a_call_that_was_refused_for_the_moment_is_sampled_when_tried_again() -> None:
-    gate, body = asyncio.Event(), {"messages": HI}
-    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
-        twin = asyncio.ensure_future(world.post(body))
-        await world.engine.started.wait()
-        assert (await world.post(body))[0] == 429
-        gate.set()
-        assert (await twin)[1]["id"] == "chatcmpl-0"
         answers = [await world.post(body, headers=RETRY) for _ in range(2)]
-        assert [answer["id"] for _, answer in answers] == ["chatcmpl-1", "chatcmpl-1"]
+        assert [answer["id"] for _, answer in answers] == ["chatcmpl-2", "chatcmpl-2"]
 
 
 @in_loop
@@ -181,16 +130,13 @@ async def test_an_idempotency_key_names_one_call_and_one_body() -> None:
 
 @in_loop
 async def test_the_port_is_taken_before_the_start_and_a_taken_one_is_a_config_error() -> None:
-    def make_gateway(**config: Any) -> Gateway:
-        engine, none = ScriptedEngine(), find_tool_format("none", "")
-        settings = GatewayConfig(**config)
-        return Gateway(engine, engine.tokenizer, none, RULES, settings, seed_of=seed_of, on_broken=print)
-
     async with gateway_world() as world:
         port = int(world.url.rpartition(":")[2])
         with pytest.raises(ConfigError, match=rf"gateway\.port={port}"):
-            make_gateway(port=port).bind()
-        unstarted, public = make_gateway(), make_gateway(public_url="http://here:8700/")
+            make_gateway(ScriptedEngine(), [], port=port).bind()
+        unstarted, public = [
+            make_gateway(ScriptedEngine(), [], public_url=url) for url in (None, "http://here:8700/")
+        ]
         assert unstarted.bind() == unstarted.bind()
         assert public.bind() == "http://here:8700"
         await unstarted.aclose()

@@ -28,61 +28,42 @@ def call_text(name: str, arguments: str, key: str = "arguments") -> str:
     return f'{{"name": "{name}", "{key}": {arguments}}}'
 
 
-F, G = call_text("f", '{"x": 1}'), call_text("g", "{}")
-P, THOUGHT = (
-    call_text("f", '{"x": 1}', "parameters"),
-    f"<think>I could write <tool_call>, or {hermes(G)}</think>",
-)
+F, G, P = call_text("f", '{"x": 1}'), call_text("g", "{}"), call_text("f", '{"x": 1}', "parameters")
+THOUGHT = f"<think>I could write <tool_call>, or {hermes(G)}</think>"
 CALL_F, CALL_G = ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")
 BOTH = (CALL_F, CALL_G)
 
+TABLE: list[tuple[ToolFormat, str, str | None, tuple[ToolCall, ...]]] = [
+    (HERMES, f"Let me see.\n\n{hermes(F, G)}\n", "Let me see.", BOTH),
+    (HERMES, f"<tool_call>{F}</tool_call>and<tool_call>{G}</tool_call> then", "and then", BOTH),
+    (HERMES, hermes('{ "arguments": {"x":1}, "id": 7, "name": "f"}'), None, (CALL_F,)),
+    (HERMES, f"<tool_call>[\n{F},\n{G}\n]</tool_call>", None, BOTH),
+    (HERMES, f"{hermes(F)}\n<tool_call>\n{G}\n", None, BOTH),  # a stop string may have cut the end off
+    (HERMES, f"{THOUGHT}\n\n{hermes(F)}", THOUGHT, (CALL_F,)),
+    (HERMES, f"{hermes(G)}</think>no", f"{hermes(G)}</think>no", ()),  # the template may write <think>
+    (LLAMA, f"<|python_tag|>{P}; <|python_tag|>{G}", None, BOTH),
+    (LLAMA, f"I look it up. <|python_tag|>{P}", "I look it up.", (CALL_F,)),
+    (LLAMA, f"Like this: {F}", f"Like this: {F}", ()),
+    (LLAMA, '<|python_tag|>search.call(query="x")', '<|python_tag|>search.call(query="x")', ()),
+    (NONE, hermes(F), hermes(F), ()),
+]
 
-@pytest.mark.parametrize(
-    ("tool_format", "text", "content", "calls"),
-    [
-        (HERMES, hermes(F), None, (CALL_F,)),
-        (HERMES, f"Let me see.\n\n{hermes(F, G)}\n", "Let me see.", BOTH),
-        (HERMES, f"<tool_call>{F}</tool_call>and<tool_call>{G}</tool_call> then", "and then", BOTH),
-        (HERMES, hermes('{ "arguments": {"x":1}, "id": 7, "name": "f"}'), None, (CALL_F,)),
-        (HERMES, f"<tool_call>[\n{F},\n{G}\n]</tool_call>", None, BOTH),
-        (HERMES, "None. <tool_call>[]</tool_call>", "None. <tool_call>[]</tool_call>", ()),
-        (HERMES, f"{hermes(F)}\n<tool_call>\n{G}\n", None, BOTH),  # a stop string may have cut the end off
-        (HERMES, f"<tool_call>{F}<tool_call>", f"<tool_call>{F}<tool_call>", ()),
-        (HERMES, f"{THOUGHT}\n\n{hermes(F)}", THOUGHT, (CALL_F,)),
-        (HERMES, f"{hermes(G)}</think>no", f"{hermes(G)}</think>no", ()),  # the template may write <think>
-        (LLAMA, f" {P}", None, (CALL_F,)),
-        (LLAMA, f"{P}; {G} ;", None, BOTH),
-        (LLAMA, f"<|python_tag|>{P}; <|python_tag|>{G}", None, BOTH),
-        (LLAMA, f"I look it up. <|python_tag|>{P}", "I look it up.", (CALL_F,)),
-        *(
-            (LLAMA, text, text, ())
-            for text in (f"Like this: {F}", f"{F} is a call", '{"city": "Paris"}', "", "{")
-        ),
-        (LLAMA, '<|python_tag|>search.call(query="x")', '<|python_tag|>search.call(query="x")', ()),
-        (NONE, hermes(F), hermes(F), ()),
-    ],
-)
-def test_calls_are_read_with_the_text_around_them(
-    tool_format: ToolFormat, text: str, content: str | None, calls: tuple[ToolCall, ...]
-) -> None:
-    assert tool_format.parse(text) == ParsedAnswer(content, calls)
+
+def test_calls_are_read_with_the_text_around_them() -> None:
+    for tool_format, text, content, calls in TABLE:
+        assert tool_format.parse(text) == ParsedAnswer(content, calls)
 
 
 MALFORMED = [
     call_text("f", '{"x": 1'),
-    call_text("f", "{'x': 1}"),
     call_text("f", '{"x": NaN}'),
     call_text("f", '{"x": 1e999}'),
     call_text("f", '{"x": "\\ud800"}'),
     call_text("f", "[1]"),
     call_text("no such name", "{}"),
-    call_text("f" * 65, "{}"),
     '{"name": "f"}',
-    '{"name": "f", "parameters": {}, "arguments": {}, "more": 1} x',
     '{"name": ["f"], "arguments": {}}',
-    "[1, 2]",
     f"[{F}",
-    "f(x=1)",
     "",
     "{" * 100_000,
     call_text("f", '{"x": ' + "[" * 100_000 + "]" * 100_000 + "}"),
@@ -100,29 +81,19 @@ def test_an_answer_with_a_malformed_call_is_text_to_the_letter(call: str) -> Non
 
 characters = st.characters(exclude_categories=("Cs",))
 numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+KEYS = st.text(characters, max_size=3) | st.sampled_from(["</tool_call>", ";", "{"])
 json_values = st.recursive(
     st.none() | st.booleans() | numbers | st.text(characters, max_size=6),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["a", "</tool_call>", ";", "{"]), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=8,
 )
-CALLS = st.lists(
-    st.tuples(
-        st.sampled_from(["f", "get_weather", "a.b-c"]),
-        st.dictionaries(st.text(characters, max_size=3), json_values, max_size=3),
-        st.booleans(),
-        st.sampled_from([None, 0, 2]),
-    ),
-    min_size=1,
-    max_size=3,
-)
+NAMES, ARGUMENTS = st.sampled_from(["f", "a.b-c"]), st.dictionaries(KEYS, json_values, max_size=3)
+CALL = st.tuples(NAMES, ARGUMENTS, st.booleans(), st.sampled_from([None, 0, 2]))
 MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "</think>", F, "<tool_", "<|py"]
 texts = st.lists(st.sampled_from([*"<tool_>/{}[];: \nab", *MARKERS]), max_size=12).map("".join)
 
 
-@given(calls=CALLS)
+@given(calls=st.lists(CALL, min_size=1, max_size=3))
 def test_arguments_are_those_that_the_model_wrote_and_can_be_sent_back(
     calls: list[tuple[str, dict[str, Any], bool, int | None]],
 ) -> None:
@@ -138,9 +109,8 @@ def test_arguments_are_those_that_the_model_wrote_and_can_be_sent_back(
         sent_back = [{"id": "c", "type": "function", "function": function} for function in functions]
         body = json.dumps({"messages": [{"role": "assistant", "tool_calls": sent_back}]}).encode()
         (message,) = RequestReader(RULES).chat(body).messages or []
-        assert [call["function"]["arguments"] for call in message["tool_calls"]] == [
-            call[1] for call in calls
-        ]
+        read = [call["function"]["arguments"] for call in message["tool_calls"]]
+        assert read == [call[1] for call in calls]
 
 
 @pytest.mark.parametrize("tool_format", [HERMES, LLAMA, NONE], ids=lambda each: each.name)
@@ -157,63 +127,42 @@ def test_what_is_shown_before_the_end_is_how_the_content_begins(
         assert content.startswith(text[:shown])
 
 
-@pytest.mark.parametrize(
-    ("tool_format", "shown", "held"),
-    [
-        (HERMES, "I look it up.", ""),
+def test_plain_text_is_held_back_no_longer_than_a_marker_may_begin() -> None:
+    for tool_format, shown, held in (
         (HERMES, "a <b>", " <tool"),
         (HERMES, "a", " \n"),  # white space goes if a call follows
         (LLAMA, "", ' {"'),
         (LLAMA, 'a {"name":', " "),
-        (LLAMA, "a", " <|python_tag|>{"),
-    ],
-)
-def test_plain_text_is_held_back_no_longer_than_a_marker_may_begin(
-    tool_format: ToolFormat, shown: str, held: str
-) -> None:
-    assert tool_format.hold_from(shown + held) == len(shown)
+    ):
+        assert tool_format.hold_from(shown + held) == len(shown)
 
 
-@pytest.mark.parametrize(
-    ("tool_format", "required", "named"),
-    [
-        (HERMES, ' "f", "arguments": {"x": 1}}\n</tool_call>', ' {"x": 1}}\n</tool_call>'),
-        (HERMES_LISTS, ' "f", "arguments": {"x": 1}}\n]</tool_call>', ' {"x": 1}}]</tool_call>'),
-        (LLAMA, ' "f", "parameters": {"x": 1}}', ' {"x": 1}}'),
-    ],
-)
-def test_a_prefill_begins_a_call_of_any_tool_or_of_one(
-    tool_format: ToolFormat, required: str, named: str
-) -> None:
-    for name, rest in ((None, required), ("f", named)):
-        prefill = tool_format.prefill(name) or " "
-        assert tool_format.parse(prefill + rest) == ParsedAnswer(None, (CALL_F,))
-        assert not prefill.endswith((" ", "\n")), "white space at the end would split a token"
+def test_a_prefill_begins_a_call_of_any_tool_or_of_one() -> None:
+    for tool_format, key, end in (
+        (HERMES, "arguments", "\n</tool_call>"),
+        (HERMES_LISTS, "arguments", "\n]</tool_call>"),
+        (LLAMA, "parameters", ""),
+    ):
+        for name, rest in ((None, f' "f", "{key}": {{"x": 1}}}}{end}'), ("f", f' {{"x": 1}}}}{end}')):
+            prefill = tool_format.prefill(name) or " "
+            assert tool_format.parse(prefill + rest) == ParsedAnswer(None, (CALL_F,))
+            assert not prefill.endswith((" ", "\n")), "white space at the end would split a token"
 
 
-@pytest.mark.parametrize(
-    ("template", "name"),
-    [
+def test_auto_reads_the_format_off_the_chat_template() -> None:
+    for template, name in (
         ("within <tool_call></tool_call>:\\n<tool_call>\\n{name}", "hermes"),
         ('Environment: ipython. Respond like {"name": name, "parameters": dictionary}.', "llama"),
-        ("{{ '<|im_start|>' + message.role }}", "none"),
         ("<tool_call>\n<function=example>\n<parameter=x>", "none"),
         ('<|python_tag|> <function=example>{"example": 1}</function> "parameters"', "none"),
-    ],
-)
-def test_auto_reads_the_format_off_the_chat_template(template: str, name: str) -> None:
-    assert find_tool_format("auto", template).name == name
+    ):
+        assert find_tool_format("auto", template).name == name
 
 
 PARSER = """
 import json
 
-def parse(text):
-    if text.startswith("CALL "):
-        name, arguments = text.removeprefix("CALL ").split(" ", 1)
-        return [(name, json.loads(arguments))]
-    return None
-
+def parse(text): return [("f", json.loads(text[4:]))] if text.startswith("CALL") else None
 def as_text(text): return [("f", text)]
 def raises(text): return {}[text]
 def wrong_pair(text): return [("f", {}, 1)]
@@ -231,9 +180,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_function_of_ones_own_reads_calls_and_what_it_finds_malformed_is_text(own: Any) -> None:
-    assert own("parse").parse('CALL f {"x": 1}') == ParsedAnswer(None, (CALL_F,))
+    assert own("parse").parse('CALL {"x": 1}') == ParsedAnswer(None, (CALL_F,))
     assert own("as_text").parse(' {"x":1}') == ParsedAnswer(None, (CALL_F,))
-    for name, text in (("parse", "hello"), ("parse", "CALL f [1]"), ("as_text", "{"), ("no_json", "a")):
+    for name, text in (("parse", "hello"), ("parse", "CALL [1]"), ("as_text", "{"), ("no_json", "a")):
         assert own(name).parse(text) == ParsedAnswer(text)
     assert own("parse").hold_from("hello") == 0
 
@@ -246,9 +195,7 @@ def test_a_function_of_ones_own_reads_calls_and_what_it_finds_malformed_is_text(
     ],
 )
 @in_loop
-async def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(
-    own: Any, name: str, said: str
-) -> None:
+async def test_a_wrong_function_fails_the_rollout_of_the_call_by_name(own: Any, name: str, said: str) -> None:
     own(name)
     async with gateway_world(tool_format=f"own_tool_format:{name}") as world:
         tools = [{"type": "function", "function": {"name": "f"}}]
@@ -261,11 +208,12 @@ async def test_a_wrong_function_fails_the_rollout_of_the_call_by_its_name(
         assert (status, told["error"]["code"]) == (410, "session_ended")
 
 
-def test_a_format_that_is_not_there_or_takes_more_is_refused_at_the_start(own: Any) -> None:
-    for make, why in (
-        (lambda: find_tool_format("mistral", ""), "tool_format=mistral is not known"),
-        (lambda: own("nothing"), "has no nothing"),
-        (lambda: own("two"), r"cannot be called as parse\(text\)"),
+@pytest.mark.usefixtures("own")
+def test_a_format_that_is_not_there_or_takes_more_is_refused_at_the_start() -> None:
+    for name, why in (
+        ("mistral", "tool_format=mistral is not known"),
+        ("own_tool_format:nothing", "has no nothing"),
+        ("own_tool_format:two", r"cannot be called as parse\(text\)"),
     ):
         with pytest.raises(ConfigError, match=why):
-            make()
+            find_tool_format(name, "")

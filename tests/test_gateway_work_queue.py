@@ -5,7 +5,6 @@ clock.
 from __future__ import annotations
 
 import asyncio
-import functools
 import io
 import json
 import math
@@ -28,17 +27,8 @@ from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
 from asyncrl.http import Caller
+from asyncrl.messages import work as shapes
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.work import (
-    MAX_MESSAGE_BYTES,
-    Accepted,
-    AliveRequest,
-    FailureMessage,
-    ResultRequest,
-    TakeAnswer,
-    TakeRequest,
-    WorkItem,
-)
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 WORKERS = st.sampled_from([("a", "1"), ("a", "2"), ("b", "1")])
@@ -56,26 +46,20 @@ class QueueHistory(RuleBasedStateMachine):
         self.held: dict[str, WorkerId] = {}
         self.over: set[str] = set()
         self.ends: dict[str, list[Outcome | RolloutFailure]] = {}
-        self.starts: dict[str, int] = {}
         self.posted: dict[str, Outcome] = {}
-        self.number = self.now_s = 0
-
-    def started(self, item_id: str) -> None:
-        self.starts[item_id] += 1
+        self.number = 0
 
     @rule(count=st.integers(1, 4))
     def add(self, count: int) -> None:
         for _ in range(count):
-            item_id = f"l{len(self.ends)}"
-            work = make_work(len(self.ends))
-            self.ends[item_id], self.starts[item_id] = [], 0
-            start, end = functools.partial(self.started, item_id), self.ends[item_id].append
-            self.book.add(QueuedItem(item_id, work, b"", start, end, f"outcome-{item_id}"))
+            item_id, work = f"l{len(self.ends)}", make_work(len(self.ends))
+            end = self.ends.setdefault(item_id, []).append
+            self.book.add(QueuedItem(item_id, work, b"", lambda: None, end, f"outcome-{item_id}"))
             self.queued.append(item_id)
 
     @rule(worker=WORKERS, data=st.data(), max_items=st.integers(1, 3))
     def ask(self, worker: WorkerId, data: st.DataObject, max_items: int) -> None:
-        self.book.seen(worker, self.now_s)
+        self.book.seen(worker, 0)
         mine = [item_id for item_id, owner in self.held.items() if owner == worker]
         holding = data.draw(st.sets(st.sampled_from(mine))) if mine else set()
         self.number += 1
@@ -94,7 +78,7 @@ class QueueHistory(RuleBasedStateMachine):
     @rule(worker=WORKERS, data=st.data(), fails=st.booleans())
     def result(self, worker: WorkerId, data: st.DataObject, fails: bool) -> None:
         item_id = data.draw(st.sampled_from(sorted(self.ends)))
-        self.book.seen(worker, self.now_s)
+        self.book.seen(worker, 0)
         result = RolloutFailure("no") if fails else Outcome(metrics={"turns": 2.0})
         if self.held.get(item_id) != worker:
             assert self.book.result(worker, item_id, result), "it is told why"
@@ -132,10 +116,8 @@ class QueueHistory(RuleBasedStateMachine):
         if item_id in self.queued:
             self.queued.remove(item_id)
         owner = self.held.pop(item_id, None)
-        if owner is not None:
-            assert self.book.lost(owner, [item_id]) == {item_id: "taken back"}, (
-                "its worker is told at its next sign of life"
-            )
+        if owner is not None:  # its worker is told at its next sign of life
+            assert self.book.lost(owner, [item_id]) == {item_id: "taken back"}
         self.over.add(item_id)
 
     @precondition(lambda self: self.book.workers)
@@ -148,21 +130,18 @@ class QueueHistory(RuleBasedStateMachine):
             del self.held[item_id]
             self.over.add(item_id)
             assert isinstance(self.ends[item_id][-1], RolloutFailure)
-            assert "worker" in str(self.ends[item_id][-1])
 
     @invariant()
     def a_leased_work_is_with_one_worker_and_a_queued_one_with_none(self) -> None:
         held = [(item_id, worker) for worker, record in self.book.workers.items() for item_id in record.held]
         assert sorted(held) == sorted(self.held.items())
-        assert self.book.num_queued == len(self.queued)
-        assert self.book.num_held == len(self.held)
+        assert (self.book.num_queued, self.book.num_held) == (len(self.queued), len(self.held))
 
     @invariant()
     def every_work_ends_once(self) -> None:
         assert all(len(ends) <= 1 for ends in self.ends.values())
         live = set(self.queued) | set(self.held)
-        assert live | self.over == set(self.ends)
-        assert not live & self.over
+        assert set(self.ends) - self.over == live
         assert not any(self.ends[item_id] for item_id in live)
 
 
@@ -173,8 +152,7 @@ TestQueueHistory.settings = settings(max_examples=60, stateful_step_count=40, de
 def ended_with(outcomes: Outcomes, said: Outcome, posted: Outcome | None = None) -> Outcome | RolloutFailure:
     """What a work comes to whose harness has posted and said this."""
     book, ends = WorkItems(outcomes), list[Outcome | RolloutFailure]()
-    key = "outcome-0" if outcomes == "posted" else None
-    book.add(QueuedItem("l0", make_work(0), b"", lambda: None, ends.append, key))
+    book.add(QueuedItem("l0", make_work(0), b"", lambda: None, ends.append, "outcome-0"))
     book.seen(("w", "1"), 0.0)
     book.take(("w", "1"), 1)
     if posted is not None:
@@ -186,11 +164,10 @@ def ended_with(outcomes: Outcomes, said: Outcome, posted: Outcome | None = None)
 
 def test_rewards_come_from_where_the_config_says_and_from_nowhere_else() -> None:
     said, parts = Outcome(1.0, {"b": 2.0}), Outcome(turn_rewards={"chatcmpl-0": 1.0})
-    assert [ended_with("returned", each) for each in (said, parts, Outcome())] == [said, parts, Outcome()]
+    assert [ended_with("returned", each) for each in (said, parts)] == [said, parts]
     assert [ended_with("none", each) for each in (said, parts)] == [Outcome(metrics={"b": 2.0}), Outcome()]
     posted = Outcome(0.5, {"a": 1.0, "b": 1.0})
     assert ended_with("posted", Outcome(metrics={"b": 2.0}), posted) == Outcome(0.5, {"a": 1.0, "b": 2.0})
-    assert ended_with("posted", Outcome(), parts) == parts
     assert ended_with("posted", Outcome()) == Outcome(), "nothing was posted: the task's own reward scores it"
     failure = ended_with("posted", said, posted)
     assert "the harness returned a reward; generator.outcomes=posted takes" in str(failure)
@@ -199,25 +176,24 @@ def test_rewards_come_from_where_the_config_says_and_from_nowhere_else() -> None
 # ---- the routes, without a socket: a virtual clock knows none
 
 
-class Line:
+class Line(asyncio.Transport):
     """What a connection to a client is, for the routes."""
 
-    def __init__(self) -> None:
-        self.is_cut = False
+    is_cut = False
 
     def is_closing(self) -> bool:
         return self.is_cut
 
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+
+TAKE: dict[str, Any] = {"instance": "1", "max_items": 1, "slots": 1, "holding": []}
 
 
 class Desk:
     """A queue, and workers and programs that call it by hand."""
 
     def __init__(self, **settings: Any) -> None:
-        defaults = {"worker_key": "k", "model": "m", "lease_timeout_s": 60.0, "task_seed": lambda work: 7}
-        self.queue, self.number = RolloutQueue(**{**defaults, **settings}), 0
+        more: Any = {"model": "m", "lease_timeout_s": 60.0, "task_seed": lambda work: 7, **settings}
+        self.queue, self.number = RolloutQueue(worker_key="k", **more), 0
 
     async def call(self, path: str, body: bytes, key: str = "k", line: Line | None = None) -> tuple[int, Any]:
         """(status, JSON)."""
@@ -241,43 +217,34 @@ class Desk:
     def run(self, number: int = 0, **work: Any) -> asyncio.Task[Outcome]:
         return asyncio.create_task(self.queue.run(make_work(number, **work), started=lambda: None))
 
-    async def take(self, worker: str = "w", line: Line | None = None) -> list[WorkItem]:
+    async def take(self, worker: str = "w", line: Line | None = None) -> list[shapes.WorkItem]:
         self.number += 1
-        fields = {
-            "worker": worker,
-            "instance": "1",
-            "max_items": 1,
-            "slots": 1,
-            "holding": [],
-            "wait_s": 1000.0,
-        }
-        request = TakeRequest(**fields, number=self.number)
+        request = shapes.TakeRequest(worker=worker, number=self.number, wait_s=1000.0, **TAKE)
         _, answer = await self.call("/work/take", request.model_dump_json().encode(), line=line)
-        return [WorkItem.model_validate(item) for item in answer["items"]]
+        return [shapes.WorkItem.model_validate(item) for item in answer["items"]]
 
-    async def alive(self, item: WorkItem, worker: str = "w") -> dict[str, str]:
-        request = AliveRequest(worker=worker, instance="1", holding=[item.item_id])
+    async def alive(self, item: shapes.WorkItem, worker: str = "w") -> dict[str, str]:
+        request = shapes.AliveRequest(worker=worker, instance="1", holding=[item.item_id])
         _, answer = await self.call("/work/alive", request.model_dump_json().encode())
         return answer["cancel"]  # type: ignore[no-any-return]
 
-    async def result(self, item: WorkItem, worker: str = "w", **said: Any) -> tuple[int, Any]:
-        request = ResultRequest(worker=worker, instance="1", item_id=item.item_id, **said)
+    async def result(self, item: shapes.WorkItem, worker: str = "w", **said: Any) -> tuple[int, Any]:
+        request = shapes.ResultRequest(worker=worker, instance="1", item_id=item.item_id, **said)
         return await self.call("/work/result", request.model_dump_json().encode())
 
 
 @in_virtual_time
 async def test_a_silent_worker_loses_its_items_after_its_time_and_a_lively_one_never() -> None:
-    desk, loop = Desk(), asyncio.get_running_loop()
+    desk = Desk()
     await asyncio.sleep(7.0)
     assert desk.queue.gauges()["harness/unseen_s"] == 7.0
     silent, lively = desk.run(0), desk.run(1)
     await desk.take("silent")
     (item,) = await desk.take("lively")
-    begun_s = loop.time()
-    for _ in range(30):
+    for number in range(30):
         await asyncio.sleep(50.0)
         assert await desk.alive(item, "lively") == {}
-        assert silent.done() == (loop.time() - begun_s >= 60.0)
+        assert silent.done() == (number > 0)
     with pytest.raises(RolloutFailure, match=r"silent gave no sign of life for 60\.0 s"):
         await silent
     assert [desk.queue.gauges()[f"harness/{name}"] for name in ("workers", "lost", "unseen_s")] == [1, 1, 0.0]
@@ -319,9 +286,8 @@ async def test_a_poll_ends_after_its_time_for_a_newer_one_or_with_its_client_wor
     await desk.queue.aclose()
     assert await last == []
     assert (await desk.call("/work/take", b'{"worker": "w"}'))[0] == 422
-    request = TakeRequest(worker="w", instance="1", max_items=1, slots=1, number=99, holding=[])
-    status, _ = await desk.call("/work/take", request.model_dump_json().encode())
-    assert status == 503, "no empty answer: it would ask again at once"
+    request = json.dumps({"worker": "w", "number": 99, **TAKE}).encode()
+    assert (await desk.call("/work/take", request))[0] == 503, "no empty answer: it would ask again at once"
 
 
 @in_virtual_time
@@ -336,22 +302,12 @@ async def test_a_run_that_is_taken_back_is_told_to_its_worker_whose_result_is_re
     await all_blocked()
     assert "rollout.timeout_s" in (await desk.alive(item))[item.item_id]
     assert (await desk.result(item, outcome=Outcome(1.0)))[0] == 410
-    await desk.queue.aclose()
-
-
-@in_virtual_time
-async def test_only_the_worker_key_gives_work_and_what_cannot_be_sent_fails_its_rollout() -> None:
-    desk = Desk(give_answer=True)
-    running = desk.run()
-    for key in ("", "wrong", "\xff", "key-0"):
-        for name in ("take", "alive", "result"):
-            assert (await desk.call(f"/work/{name}", b"{}", key))[0] == 401
-    running.cancel()
-    loop: list[Any] = []
-    loop.append(loop)
-    for answer in (object(), loop, "\ud800"):
+    for key in ("", "\xff", "key-0"):
+        assert (await desk.call("/work/take", b"{}", key))[0] == 401
+    for value in (object(), "\ud800"):
         with pytest.raises(RolloutFailure, match="prompt p0 cannot be sent to a worker"):
-            await desk.run(answer=answer)
+            await desk.run(info={"x": value})
+    await desk.queue.aclose()
 
 
 @in_virtual_time
@@ -372,33 +328,31 @@ async def test_a_program_posts_its_outcome_with_a_key_for_that_alone_and_the_las
     assert await running == Outcome(0.5, {"turns": 3.0})
     for old in (key, "key-3"):
         assert await desk.post({"reward": 1}, old) == (410, "session_ended")
-    for outcomes in ("returned", "none"):
-        desk = Desk(outcomes=outcomes)
-        running = desk.run(3)
-        (item,) = await desk.take()
-        assert item.outcome_key is None
-        assert await desk.post({"reward": 1}, "key-3") == (403, "outcome_refused")
-        running.cancel()
-        await desk.queue.aclose()
+    desk = Desk(outcomes="returned")
+    running = desk.run(3)
+    (item,) = await desk.take()
+    assert item.outcome_key is None
+    assert await desk.post({"reward": 1}, "key-3") == (403, "outcome_refused")
+    running.cancel()
+    await desk.queue.aclose()
 
 
 @in_loop
 async def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_must_be() -> None:
-    queue = Desk().queue
-    async with gateway_world(extra_routes=queue.routes(), max_body_bytes=2**10) as world:
-        caller, who = Caller("w", world.url, "k"), {"worker": "w", "instance": "1"}
+    desk = Desk()
+    async with gateway_world(extra_routes=desk.queue.routes(), max_body_bytes=2**10) as world:
+        caller = Caller("w", world.url, "k")
         rewards = {f"{number:0240}": 0.0 for number in range(1000)}
-        failure = FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
+        failure = shapes.FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
         for number, said in enumerate(({"outcome": Outcome(turn_rewards=rewards)}, {"failure": failure})):
-            running = asyncio.ensure_future(queue.run(make_work(number), started=lambda: None))
-            take = TakeRequest(**who, max_items=1, slots=1, number=number, holding=[])
-            (item,) = (await caller.post("/work/take", take, TakeAnswer, timeout_s=None)).items
-            result = ResultRequest(**who, item_id=item.item_id, **said)
-            await caller.post("/work/result", result, Accepted, timeout_s=None)
+            running = desk.run(number)
+            (item,) = await desk.take()
+            result = shapes.ResultRequest(worker="w", instance="1", item_id=item.item_id, **said)  # type: ignore[arg-type]
+            await caller.post("/work/result", result, shapes.Accepted, timeout_s=None)
             (end,) = await asyncio.gather(running, return_exceptions=True)
             assert end == said.get("outcome") or end.what == failure.error
-        large, key = io.BytesIO(b" " * (MAX_MESSAGE_BYTES + 1)), {"Authorization": "Bearer k"}
+        large, key = io.BytesIO(b" " * (shapes.MAX_MESSAGE_BYTES + 1)), {"Authorization": "Bearer k"}
         async with world.http.post(world.url + "/work/alive", data=large, headers=key) as response:
             assert response.status == 413
         await caller.aclose()
-    await queue.aclose()
+    await desk.queue.aclose()

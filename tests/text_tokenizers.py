@@ -7,17 +7,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -37,7 +28,7 @@ BOS_TEMPLATE = (
 """Like Llama's: it writes the text of the first token itself."""
 
 
-def byte_level(corpus: list[str] = CORPUS) -> Tokenizer:
+def byte_level() -> Tokenizer:
     """Bytes are merged, so that a character may lie over several tokens. Its post-processor puts BOS first,
     like Llama's.
     """
@@ -45,50 +36,40 @@ def byte_level(corpus: list[str] = CORPUS) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        corpus, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL)
-    )
-    bos_id = tokenizer.token_to_id(BOS)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, bos_id)]
-    )
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    special = [(BOS, tokenizer.token_to_id(BOS))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=special)
     return tokenizer
 
 
-def byte_fallback(corpus: list[str] = CORPUS) -> Tokenizer:
+def byte_fallback() -> Tokenizer:
     """Pieces with a mark for the space before a word; what is in none becomes bytes, which are text only as a
     whole run.
     """
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL)
     learner = Tokenizer(models.BPE(unk_token="<unk>"))
     learner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    learner.train_from_iterator(
-        [line.encode("ascii", "ignore").decode().replace("\n", "") for line in corpus], trainer
-    )
-    tokenizer = Tokenizer.from_str(_with_bytes(learner.to_str(), byte_tokens))
+    lines = [line.encode("ascii", "ignore").decode().replace("\n", "") for line in CORPUS]
+    learner.train_from_iterator(lines, trainer)
+    content = json.loads(learner.to_str())
+    for byte in range(256):
+        content["model"]["vocab"].setdefault(f"<0x{byte:02X}>", len(content["model"]["vocab"]))
+    content["model"]["byte_fallback"] = True
+    tokenizer = Tokenizer.from_str(json.dumps(content))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return tokenizer
 
 
-def metaspace(corpus: list[str] = CORPUS) -> Tokenizer:
+def metaspace() -> Tokenizer:
     """Pieces with a mark for the space before a word, and unknown characters."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
-    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL))
+    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL))
     return tokenizer
-
-
-def _with_bytes(text: str, byte_tokens: list[str]) -> str:
-    content = json.loads(text)
-    vocabulary = content["model"]["vocab"]
-    for token in byte_tokens:
-        vocabulary.setdefault(token, len(vocabulary))
-    content["model"]["byte_fallback"] = True
-    return json.dumps(content)
 
 
 def save(tokenizer: Tokenizer, folder: Path, *, markers: tuple[str, ...] = ()) -> HFChatTokenizer:
@@ -96,13 +77,7 @@ def save(tokenizer: Tokenizer, folder: Path, *, markers: tuple[str, ...] = ()) -
     Qwen's <tool_call>.
     """
     tokenizer.add_tokens([AddedToken(marker, normalized=False) for marker in markers])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=BOS,
-        eos_token=END,
-        unk_token="<unk>",
-        chat_template=BOS_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    settings = {"bos_token": BOS, "eos_token": END, "unk_token": "<unk>", "chat_template": BOS_TEMPLATE}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **settings)
     fast.save_pretrained(folder)
     return HFChatTokenizer(folder)
