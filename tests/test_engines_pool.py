@@ -3,44 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_cases import virtual
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import CallGarbled, CallRefused
 from asyncrl.messages.base import ErrorBody, Interrupt
-from asyncrl.messages.engine_calls import GenerateRequest
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.testing.virtual_time import all_blocked
 
 DECODE_S = 0.01
 
 
-def make_request(
-    name: str = "r0", *, max_tokens: int = 20, seed: int = 1, route_key: str = ""
-) -> SamplingRequest:
-    return SamplingRequest(name, (112, 113), max_tokens, temperature=1.0, seed=seed, route_key=route_key)
+def make_request(name: str = "r0", max_tokens: int = 20, *, seed: int = 1, key: str = "") -> SamplingRequest:
+    return SamplingRequest(name, (112, 113), max_tokens, temperature=1.0, seed=seed, route_key=key)
 
 
-def make_fakes(num_fakes: int, **values: Any) -> list[FakeEngineServer]:
-    return [
-        FakeEngineServer(f"engine-{index}", **{"decode_s": DECODE_S, **values}) for index in range(num_fakes)
-    ]
-
-
-def make_pool(fakes: Sequence[FakeEngineServer], *, leaves_lost: bool = False) -> EnginePool:
+def make_pool(
+    num_fakes: int, *, leaves_lost: bool = False, **values: Any
+) -> tuple[EnginePool, list[FakeEngineServer]]:
+    values = {"decode_s": DECODE_S} | values
+    fakes = [FakeEngineServer(f"engine-{index}", **values) for index in range(num_fakes)]
     on_lost = (lambda lost: pool.down_nowait(lost.room)) if leaves_lost else None
     pool = EnginePool([EngineServer(fake) for fake in fakes], slots=fakes[0].slots, on_lost=on_lost)
-    return pool
+    return pool, fakes
 
 
 async def publish(server: Any, version: int, digest: str = "w0", interrupt: Interrupt = "abort") -> None:
@@ -50,18 +46,8 @@ async def publish(server: Any, version: int, digest: str = "w0", interrupt: Inte
     await server.commit(version, digest, interrupt)
 
 
-def check_whole(request: SamplingRequest, completion: Completion) -> None:
-    """Budget, one logprob a token, spans that cover each token once, versions that do not go back."""
-    num_tokens = len(completion.token_ids)
-    assert (completion.finish_reason == "stop") == (completion.token_ids[-1] == 0)
-    assert completion.finish_reason == "stop" or num_tokens == request.max_tokens
-    assert len(completion.behaviour_logprobs) == num_tokens <= request.max_tokens
-    covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
-    assert covered == list(range(num_tokens))
-
-
 async def uninterrupted(request: SamplingRequest, end_fraction: float = 0.0) -> Completion:
-    return await make_pool(make_fakes(1, end_fraction=end_fraction)).generate(request)
+    return await make_pool(1, end_fraction=end_fraction)[0].generate(request)
 
 
 KINDS = ["die", "up", "all", "one", "abort", "keep", "keep_kv", "wait"]
@@ -75,284 +61,187 @@ KINDS = ["die", "up", "all", "one", "abort", "keep", "keep_kv", "wait"]
     num_kept=st.integers(0, 40),
     events=st.lists(st.tuples(st.integers(1, 45), st.integers(0, 1), st.sampled_from(KINDS)), max_size=8),
 )
-def test_random_deaths_publishes_aborts_and_restarts_leave_the_completion_as_the_uninterrupted_one(
+@virtual
+async def test_random_deaths_publishes_aborts_and_restarts_leave_the_completion_as_the_uninterrupted_one(
     seed: int,
     max_tokens: int,
     end_fraction: float,
     chunk_tokens: int,
     num_kept: int,
-    events: list[tuple[int, int, str]],
+    events: list[tuple[int, int, Any]],
 ) -> None:
     """Streamed, if chunk_tokens is not 0; begun by an earlier process, which had sampled num_kept tokens."""
-    request = make_request(max_tokens=max_tokens, seed=seed)
+    request, partial = make_request(max_tokens=max_tokens, seed=seed), None
+    expected = await uninterrupted(request, end_fraction)
+    num_kept = num_kept if num_kept < len(expected.token_ids) else 0
+    if num_kept:
+        ids, logprobs = expected.token_ids[:num_kept], expected.behaviour_logprobs[:num_kept]
+        partial = PartialCompletion(ids, logprobs, (VersionSpan(0, num_kept, 0, engine=0),), 0)
+    pool, fakes = make_pool(2, leaves_lost=True, slots=2, swap_s=0.003, end_fraction=end_fraction)
+    for fake in fakes:
+        fake.chunk_tokens = chunk_tokens or 1
+    told, segments, version = list[int](), list[Any](), 0
+    clock = asyncio.get_running_loop().time
+    started = clock()
 
-    async def story() -> None:
-        expected = await uninterrupted(request, end_fraction)
-        partial = None
-        if 0 < num_kept < len(expected.token_ids):
-            ids, logprobs = expected.token_ids[:num_kept], expected.behaviour_logprobs[:num_kept]
-            partial = PartialCompletion(ids, logprobs, (VersionSpan(0, num_kept, 0, engine=0),), 0)
-        fakes = make_fakes(2, slots=2, swap_s=0.003, end_fraction=end_fraction)
-        for fake in fakes:
-            fake.chunk_tokens = chunk_tokens or 1
-        pool, told, segments, version = make_pool(fakes, leaves_lost=True), list[int](), list[Any](), 0
-        clock = asyncio.get_running_loop().time
-        started = clock()
+    async def bring_up(index: int) -> None:
+        if fakes[index].has_ended.is_set():
+            fakes[index].restart()
+            pool.servers[index].renew_nowait()
+            if version:
+                await publish(pool.servers[index], version)
+            pool.up_nowait(fakes[index].name)
 
-        async def bring_up(index: int) -> None:
-            if fakes[index].has_ended.is_set():
-                fakes[index].restart()
-                pool.servers[index].renew_nowait()
-                if version:
-                    await publish(pool.servers[index], version)
-                pool.up_nowait(fakes[index].name)
-
-        async with asyncio.TaskGroup() as tasks:
-            on_tokens = told.extend if chunk_tokens else None
-            joined = tasks.create_task(
-                pool.generate(request, partial=partial, on_segment=segments.append, on_tokens=on_tokens)
-            )
-            for after_steps, index, kind in sorted(events):
-                await asyncio.sleep(max(0.0, after_steps * DECODE_S - 0.005 - (clock() - started)))
-                if kind == "die":
-                    fakes[index].die()
-                    pool.down_nowait(fakes[index].name)
-                elif kind == "up":
-                    await bring_up(index)
-                elif kind in ("all", "one"):
-                    if not fakes[index].has_ended.is_set():
-                        await pool.servers[index].abort(None if kind == "all" else [request.request_id])
-                else:
-                    version += 1
-                    for server, fake in zip(pool.servers, fakes, strict=True):
-                        if not fake.has_ended.is_set():
-                            await publish(server, version, interrupt=kind)  # type: ignore[arg-type]
-            for index in range(2):
+    async with asyncio.TaskGroup() as tasks:
+        on_tokens = told.extend if chunk_tokens else None
+        joined = tasks.create_task(
+            pool.generate(request, partial=partial, on_segment=segments.append, on_tokens=on_tokens)
+        )
+        for after_steps, index, kind in sorted(events):
+            await asyncio.sleep(max(0.0, after_steps * DECODE_S - 0.005 - (clock() - started)))
+            if kind == "die":
+                fakes[index].die()
+                pool.down_nowait(fakes[index].name)
+            elif kind == "up":
                 await bring_up(index)
-        completion = joined.result()
-        check_whole(request, completion)
-        assert completion.token_ids == expected.token_ids
-        assert completion.behaviour_logprobs == expected.behaviour_logprobs
-        assert completion.finish_reason == expected.finish_reason
-        assert not chunk_tokens or tuple(told) == completion.token_ids
-        assert all(one.token_ids == completion.token_ids[: len(one.token_ids)] for one in segments)
-        stats = pool.stats()
-        assert (stats.inflight, pool.oldest_served_version) == (0, version)
-        assert stats.tokens == len(completion.token_ids) - (0 if partial is None else num_kept)
-
-    run_virtual(story())
-
-
-def test_each_token_has_the_version_and_the_server_that_sampled_it_whichever_it_moves_to() -> None:
-    async def story() -> None:
-        fakes = make_fakes(2)
-        pool = make_pool(fakes, leaves_lost=True)
-        kept = PartialCompletion((97,), (-1.0,), (VersionSpan(0, 1, 0),))
-        request = make_request(max_tokens=10)
-        async with asyncio.TaskGroup() as tasks:
-            moved = tasks.create_task(pool.generate(request, on_tokens=lambda _: None))
-            other = tasks.create_task(pool.generate(make_request("other", max_tokens=10)))
-            again = tasks.create_task(pool.generate(make_request("again", max_tokens=10), partial=kept))
-            await asyncio.sleep(3.5 * DECODE_S)
-            for server in pool.servers:
-                await publish(server, 1, "w1")
-            await asyncio.sleep(2.5 * DECODE_S)
-            fakes[0].die()
-        old, new = (await uninterrupted(request)).token_ids, moved.result().token_ids
-        assert (new[:3], new[3:] != old[3:]) == (old[:3], True), "seven letters agree by chance once in 8e9"
-        first, last = VersionSpan(0, 3, 0, 0), VersionSpan(5, 10, 1, 1)
-        assert moved.result().version_spans == (first, VersionSpan(3, 5, 1, 0), last)
-        assert other.result().version_spans == (VersionSpan(0, 3, 0, 1), VersionSpan(3, 10, 1, 1))
-        assert again.result().version_spans[0] == VersionSpan(0, 1, 0, -1), "of a process that did not say"
-
-    run_virtual(story())
+            elif kind in ("all", "one"):
+                if not fakes[index].has_ended.is_set():
+                    await pool.servers[index].abort(None if kind == "all" else [request.request_id])
+            else:
+                version += 1
+                for server, fake in zip(pool.servers, fakes, strict=True):
+                    if not fake.has_ended.is_set():
+                        await publish(server, version, interrupt=kind)
+        for index in range(2):
+            await bring_up(index)
+    completion = joined.result()
+    covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+    assert covered == list(range(len(expected.token_ids)))
+    spanless: Any = {"version_spans": (), "num_interruptions": 0}
+    assert replace(completion, **spanless) == replace(expected, **spanless)
+    assert not chunk_tokens or tuple(told) == completion.token_ids
+    assert all(one.token_ids == completion.token_ids[: len(one.token_ids)] for one in segments)
+    stats = pool.stats()
+    assert (stats.inflight, pool.oldest_served_version) == (0, version)
+    assert stats.tokens == len(completion.token_ids) - num_kept
 
 
-def test_a_cancelled_request_frees_its_slot_at_once_and_tells_the_server() -> None:
-    async def story() -> None:
-        (fake,) = make_fakes(1, slots=1)
-        pool, told = make_pool([fake]), list[list[str] | None]()
-        tell = pool.servers[0].abort
+@virtual
+async def test_each_token_has_the_version_and_the_server_that_sampled_it_whichever_it_moves_to() -> None:
+    pool, fakes = make_pool(2, leaves_lost=True)
+    kept = PartialCompletion((97,), (-1.0,), (VersionSpan(0, 1, 0),))
+    request = make_request(max_tokens=10)
+    async with asyncio.TaskGroup() as tasks:
+        moved = tasks.create_task(pool.generate(request, on_tokens=lambda _: None))
+        other = tasks.create_task(pool.generate(make_request("other", 10)))
+        again = tasks.create_task(pool.generate(make_request("again", 10), partial=kept))
+        await asyncio.sleep(3.5 * DECODE_S)
+        for server in pool.servers:
+            await publish(server, 1, "w1")
+        await asyncio.sleep(2.5 * DECODE_S)
+        fakes[0].die()
+    old, new = (await uninterrupted(request)).token_ids, moved.result().token_ids
+    assert (new[:3], new[3:] != old[3:]) == (old[:3], True), "seven letters agree by chance once in 8e9"
+    first, last = VersionSpan(0, 3, 0, 0), VersionSpan(5, 10, 1, 1)
+    assert moved.result().version_spans == (first, VersionSpan(3, 5, 1, 0), last)
+    assert other.result().version_spans == (VersionSpan(0, 3, 0, 1), VersionSpan(3, 10, 1, 1))
+    assert again.result().version_spans[0] == VersionSpan(0, 1, 0, -1), "of a process that did not say"
 
-        async def abort(request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
-            told.append(request_ids)
-            return await tell(request_ids, timeout_s=timeout_s)
 
-        pool.servers[0].abort = abort  # type: ignore[method-assign]
-        cancelled = asyncio.create_task(pool.generate(make_request("slow", max_tokens=1000)))
-        waiting = asyncio.create_task(pool.generate(make_request("next", max_tokens=3)))
+@virtual
+async def test_a_cancelled_request_frees_its_slot_at_once_and_tells_the_server() -> None:
+    pool, (fake,) = make_pool(1, slots=1)
+    (server,) = pool.servers
+    with patch.object(server, "abort", wraps=server.abort) as abort:
+        cancelled = asyncio.create_task(pool.generate(make_request("slow", 1000)))
+        waiting = asyncio.create_task(pool.generate(make_request("next", 3)))
         await asyncio.sleep(10.5 * DECODE_S)
         cancelled.cancel()
         await all_blocked()
-        assert (told, fake.num_running) == ([["slow"]], 1)
-        assert len((await waiting).token_ids) == 3
-        assert asyncio.get_running_loop().time() == pytest.approx(13.5 * DECODE_S)
-        assert (cancelled.cancelled(), pool.stats().load) == (True, {"engine-0": 0})
-
-    run_virtual(story())
-
-
-def test_what_on_tokens_raises_ends_the_request_and_frees_its_slot() -> None:
-    async def story() -> None:
-        (fake,) = make_fakes(1)
-        pool = make_pool([fake])
-
-        def broken(_: object) -> None:
-            raise LookupError("the client's own fault")
-
-        with pytest.raises(LookupError):
-            await pool.generate(make_request(), on_tokens=broken)
-        assert (fake.num_running, pool.stats().inflight) == (0, 0)
-
-    run_virtual(story())
+    abort.assert_called_once_with(["slow"], timeout_s=2.0)
+    assert (cancelled.cancelled(), fake.num_running) == (True, 1)
+    assert len((await waiting).token_ids) == 3
+    assert asyncio.get_running_loop().time() == pytest.approx(13.5 * DECODE_S)
+    assert pool.stats().load == {"engine-0": 0}
 
 
-def test_a_server_that_aborts_for_ever_is_an_error_but_publishes_may_interrupt_for_ever() -> None:
-    async def story() -> None:
-        (fake,) = make_fakes(1, slots=1)
-        pool = make_pool([fake])
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(pool.generate(make_request("long", max_tokens=200)))
-            queued = tasks.create_task(pool.generate(make_request("queued", max_tokens=2)))
-            for version in range(1, 101):
-                await asyncio.sleep(DECODE_S / 2)
-                await pool.servers[0].abort(["queued"])
-                await publish(pool.servers[0], version)
-        assert len(queued.result().token_ids) == 2
-        empty = {"token_ids": [], "logprobs": [], "version_spans": [], "finish_reason": "abort"}
-        fake.mangle = lambda answer: answer.model_copy(update=empty)
-        with pytest.raises(EngineError, match="engine-0: aborted request r0 32 times .* without a token"):
-            await pool.generate(make_request(max_tokens=2))
-
-    run_virtual(story())
+@virtual
+async def test_what_on_tokens_raises_ends_the_request_and_frees_its_slot() -> None:
+    pool, (fake,) = make_pool(1)
+    with pytest.raises(KeyError):
+        await pool.generate(make_request(), on_tokens=lambda _: {}["the client's own fault"])
+    assert (fake.num_running, pool.stats().inflight) == (0, 0)
 
 
-def test_new_weights_empty_the_cache_that_a_conversation_had_and_the_least_loaded_engine_takes_it() -> None:
-    async def story() -> None:
-        pool = make_pool(make_fakes(2))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(pool.generate(make_request("busy", max_tokens=100)))
-            await all_blocked()
-            turn = replace(make_request("turn"), after=VersionSpan(0, 1, version=0, engine=0))
-            assert (await pool.generate(turn)).version_spans[0].engine == 0, "its cache counts for more"
-            for server in pool.servers:
-                await publish(server, 1, "w1")
-            assert (await pool.generate(turn)).version_spans[0].engine == 1
+@virtual
+async def test_a_server_that_aborts_for_ever_is_an_error_but_publishes_may_interrupt_for_ever() -> None:
+    pool, (fake,) = make_pool(1, slots=1)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(pool.generate(make_request("long", 200)))
+        queued = tasks.create_task(pool.generate(make_request("queued", 2)))
+        for version in range(1, 101):
+            await asyncio.sleep(DECODE_S / 2)
+            await pool.servers[0].abort(["queued"])
+            await publish(pool.servers[0], version)
+    assert len(queued.result().token_ids) == 2
+    empty = {"token_ids": [], "logprobs": [], "version_spans": [], "finish_reason": "abort"}
+    fake.mangle = lambda answer: answer.model_copy(update=empty)
+    with pytest.raises(EngineError, match="engine-0: aborted request r0 32 times .* without a token"):
+        await pool.generate(make_request(max_tokens=2))
 
-    run_virtual(story())
+
+@virtual
+async def test_new_weights_empty_the_cache_that_a_conversation_had_and_the_least_loaded_engine_takes_it() -> (
+    None
+):
+    pool, _ = make_pool(2)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(pool.generate(make_request("busy", 100)))
+        await all_blocked()
+        turn = replace(make_request("turn"), after=VersionSpan(0, 1, version=0, engine=0))
+        assert (await pool.generate(turn)).version_spans[0].engine == 0, "its cache counts for more"
+        for server in pool.servers:
+            await publish(server, 1, "w1")
+        assert (await pool.generate(turn)).version_spans[0].engine == 1
 
 
 @pytest.mark.parametrize(("interrupt", "is_streamed"), [("keep", True), ("wait", False)])
-def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs_there_stays(
+@virtual
+async def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs_there_stays(
     interrupt: Interrupt, is_streamed: bool
 ) -> None:
-    async def story() -> None:
-        fakes = make_fakes(3, slots=3, decode_s=0.1)
-        pool = make_pool(fakes)
-        requests = [
-            make_request(f"r{index}", max_tokens=100, seed=index, route_key=f"g{index // 4}")
-            for index in range(8)
-        ]
-        pool.down_nowait("engine-1")
-        pool.down_nowait("engine-2")
-        on_tokens = list[int]().extend if is_streamed else None
-        running = [asyncio.ensure_future(pool.generate(one, on_tokens=on_tokens)) for one in requests]
+    (pool, fakes), on_tokens = make_pool(3, slots=3, decode_s=0.1), (lambda _: None) if is_streamed else None
+    requests = [make_request(f"r{index}", 100, seed=index, key=f"g{index // 4}") for index in range(8)]
+    pool.down_nowait("engine-1")
+    pool.down_nowait("engine-2")
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(pool.generate(one, on_tokens=on_tokens)) for one in requests]
         await asyncio.sleep(1.05)
-        pushing = [
-            asyncio.ensure_future(publish(server, 1, interrupt=interrupt)) for server in pool.servers
-        ]  # `wait` grants none of those that queue a slot
-        await all_blocked()
-        pool.up_nowait("engine-1")
-        await pool.balance()
-        await all_blocked()
-        assert [fake.num_running for fake in fakes] == [3, 3, 0]
+        for server in pool.servers:  # `wait` grants none of those that queue a slot
+            tasks.create_task(publish(server, 1, interrupt=interrupt))
+        for name, num_running in (("engine-1", [3, 3, 0]), ("engine-2", [3, 3, 2])):
+            await all_blocked()
+            pool.up_nowait(name)
+            await pool.balance()
+            await pool.balance()
+            await all_blocked()
+            assert [fake.num_running for fake in fakes] == num_running
         assert [request.request_id for request in fakes[1].requests] == ["r5", "r6", "r7"], "the newest"
-        assert pool.stats().load == {"engine-0": 5, "engine-1": 3, "engine-2": 0}
-        pool.up_nowait("engine-2")
-        await pool.balance()
-        await pool.balance()
-        await all_blocked()
-        assert [fake.num_running for fake in fakes] == [3, 3, 2]
-        for request, task in zip(requests, running, strict=True):
-            assert (await task).token_ids == (await uninterrupted(request)).token_ids
-        await asyncio.gather(*pushing)
-        assert [len(fake.requests) for fake in fakes] == [8, 3, 2], "nothing that ran was ended for it"
-        assert sum(fake.tokens_generated for fake in fakes) == 800, "and nothing was sampled twice"
-
-    run_virtual(story())
-
-
-def test_a_server_that_gives_no_answer_does_not_hold_up_the_balance() -> None:
-    async def story() -> None:
-        fakes = make_fakes(2, slots=1)
-        pool, clock = make_pool(fakes), asyncio.get_running_loop().time
-        pool.down_nowait("engine-1")
-        running = [asyncio.ensure_future(pool.generate(make_request(f"r{index}"))) for index in range(2)]
-        await all_blocked()
-        fakes[0].freeze()
-        pool.up_nowait("engine-1")
-        started_s = clock()
-        await pool.balance()
-        assert clock() - started_s == 2.0, "ABORT_TIMEOUT_S"
-        for task in running:
-            task.cancel()
-        await asyncio.wait(running)
-
-    run_virtual(story())
+    for request, task in zip(requests, running, strict=True):
+        assert task.result().token_ids == (await uninterrupted(request)).token_ids
+    assert [len(fake.requests) for fake in fakes] == [8, 3, 2], "nothing that ran was ended for it"
+    assert sum(fake.tokens_generated for fake in fakes) == 800, "and nothing was sampled twice"
 
 
 BROKEN = CallRefused("engine-0", "/generate", 500, ErrorBody(error="no memory", way_out="lower it."))
 GARBLED = CallGarbled("engine-0", "/generate", "status 200 with a body that is no GenerateResponse: <html>")
 
 
-@pytest.mark.parametrize(
-    ("failure", "says"),
-    [
-        (BROKEN, r"answered 500 to /generate: no memory.\n  Way out: lower it."),
-        (GARBLED, "answered /generate with what is no answer: status 200"),
-    ],
-)
-def test_a_bad_answer_is_an_error_and_no_loss(failure: Exception, says: str) -> None:
-    async def story() -> None:
-        fake = FakeEngineServer()
-
-        def broken(_: GenerateRequest) -> str:
-            raise failure
-
-        fake.refuse = broken
-        request = GenerateRequest(request_id="a", prompt_ids=[1], max_tokens=1)
+@virtual
+async def test_a_bad_answer_is_an_error_and_no_loss() -> None:
+    pool, (fake,) = make_pool(1)
+    fake.refuse = Mock(side_effect=[BROKEN, GARBLED])
+    for says in (r"no memory.\n  Way out: lower it.", "with what is no answer: status 200"):
         with pytest.raises(EngineError, match=says) as caught:
-            await EngineServer(fake).generate_segment(request)
+            await pool.generate(make_request())
         assert not isinstance(caught.value, EngineLost)
-
-    run_virtual(story())
-
-
-def test_a_server_that_is_given_up_ends_every_call_and_its_successor_takes_them_again() -> None:
-    async def story() -> None:
-        fake = FakeEngineServer(decode_s=0.01)
-        server = EngineServer(fake)
-        await publish(server, 3)
-        fake.freeze()
-        async with asyncio.TaskGroup() as tasks:
-            calls = [tasks.create_task(_lost(server.abort(None, timeout_s=None))) for _ in range(3)]
-            await all_blocked()
-            assert not any(call.done() for call in calls)
-            server.cut_nowait()
-            server.cut_nowait()
-        errors = [call.result() for call in calls] + [await _lost(server.abort(None))]
-        assert [error.is_told for error in errors] == [True] * 4
-        assert "engine-0: was given up" in str(errors[0])
-        fake.restart()
-        server.renew_nowait()
-        assert (server.policy_version, await server.abort(None)) == (0, [])
-        fake.die()
-        assert not (await _lost(server.abort(None))).is_told
-
-    run_virtual(story())
-
-
-async def _lost(call: Coroutine[Any, Any, object]) -> EngineLost:
-    with pytest.raises(EngineLost) as caught:
-        await call
-    return caught.value

@@ -145,10 +145,9 @@ def test_a_folder_of_peft_holds_the_trainers_tensors_bit_for_bit(tmp_path: Path,
     folder = tmp_path / "engine-7-adapter-3"
     assert write_adapter_folder("engine-7", manifest, folder) == manifest.digest
     found = load_file(folder / "adapter_model.safetensors")
-    assert found.keys() == {f"base_model.model.{name}" for name in tensors if name != "scale"}
-    assert all(
-        torch.equal(one, tensors[name.removeprefix("base_model.model.")]) for name, one in found.items()
-    )
+    expected = {f"base_model.model.{name}": one for name, one in tensors.items() if name != "scale"}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(one, expected[name]) for name, one in found.items())
     from peft import LoraConfig
 
     config = LoraConfig.from_pretrained(str(folder))
@@ -160,10 +159,8 @@ def test_a_folder_of_peft_holds_the_trainers_tensors_bit_for_bit(tmp_path: Path,
 def test_adapters_that_are_not_what_was_announced_are_refused(tmp_path: Path) -> None:
     tensors, folder = make_adapters(base_of(), (Q_PROJ,), 1), tmp_path / "adapter"
     lonely = {name: one for name, one in tensors.items() if "lora_B" not in name}
-    other_rank = {
-        f"{DOWN_PROJ}.lora_A.weight": torch.zeros(2, 5),
-        f"{DOWN_PROJ}.lora_B.weight": torch.zeros(6, 2),
-    }
+    factors = {"A": torch.zeros(2, 5), "B": torch.zeros(6, 2)}
+    other_rank = {f"{DOWN_PROJ}.lora_{factor}.weight": one for factor, one in factors.items()}
     broken = stage(tensors, 4, tmp_path)
     Path(broken.path).write_bytes(b"\xff" * 20)
     for manifest, says in [

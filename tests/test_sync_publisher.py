@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from hypothesis import given
@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
-from asyncrl.http import out_of
-from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import CommitResponse
 from asyncrl.messages.records import Batch
-from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.sync.publisher import Publisher
-from asyncrl.sync.push import Push
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer
-from asyncrl.testing.virtual_time import all_blocked, run_virtual
+from asyncrl.testing.virtual_time import run_virtual
 
 EXPORT_S, PREPARE_S = 1.0, 2.0
 
@@ -37,11 +33,10 @@ class House:
         tasks: asyncio.TaskGroup,
         swaps_s: Sequence[float],
         *,
-        is_rolling: bool = False,
         is_supervised: bool = True,
-        timeout_s: float = 60,
         export_s: float = EXPORT_S,
         train_s: float = 1.0,
+        **knobs: Any,
     ) -> None:
         self.trainer = FakeTrainer(train_s=train_s, export_s=export_s)
         self.fakes = [
@@ -51,14 +46,9 @@ class House:
         self.targets = [EngineServer(fake) for fake in self.fakes]
         self.served: list[tuple[int, float]] = []
         self.lost: list[str] = []
-        self.publisher = Publisher(
-            self.trainer,
-            self.targets,
-            timeout_s=timeout_s,
-            on_served=self._on_served,
-            is_rolling=is_rolling,
-            on_lost=self.on_lost if is_supervised else None,
-        )
+        on_lost = self.on_lost if is_supervised else None
+        knobs = {"timeout_s": 60, "on_served": self._on_served, "on_lost": on_lost} | knobs
+        self.publisher = Publisher(self.trainer, self.targets, **knobs)
         self.running = tasks.create_task(self.publisher.run(), name="publisher")
 
     def on_lost(self, lost: EngineLost) -> None:
@@ -97,22 +87,22 @@ def live(story: Story, *swaps_s: float, **knobs: Any) -> House:
     return run_virtual(play())
 
 
-def fails(story: Story, *swaps_s: float, **knobs: Any) -> tuple[House, str]:
-    """The house, and what the publisher ended with, unsupervised."""
+def fails(story: Story, *swaps_s: float, **knobs: Any) -> str:
+    """What the publisher ended with, unsupervised; nothing was announced."""
     houses: list[House] = []
 
-    async def play() -> None:
-        async with asyncio.TaskGroup() as tasks:
-            houses.append(House(tasks, swaps_s, is_supervised=False, **knobs))
-            await story(houses[0])
+    async def begin(house: House) -> None:
+        houses.append(house)
+        house.trainer.step()
+        await story(house)
+        await asyncio.sleep(1000.0)
 
     with pytest.raises(ExceptionGroup) as caught:
-        run_virtual(play())
+        live(begin, *swaps_s, is_supervised=False, **knobs)
     (error,) = caught.value.exceptions
     assert isinstance(error, PublishError)
-    assert error.room == "publisher"
-    assert "Way out" in str(error)
-    return houses[0], str(error)
+    assert houses[0].served == []
+    return str(error)
 
 
 @pytest.mark.parametrize("is_rolling", [True, False])
@@ -133,54 +123,28 @@ def test_all_are_prepared_at_once_swap_at_once_or_in_turn_and_the_version_is_ann
     assert house.served == [(1, EXPORT_S + PREPARE_S + commit_s)]
     stats = house.publisher.stats()
     assert (stats.version, stats.published, stats.skipped, stats.num_bytes) == (1, 1, 0, 1000)
-    assert (stats.publish_s, stats.export_s, stats.prepare_s, stats.commit_s) == (
-        3 + commit_s,
-        1,
-        2,
-        commit_s,
-    )
-    assert stats.pause_s == 3.0, "no pause is longer than an engine's own swap"
-
-
-def test_the_train_loop_waits_for_the_export_and_never_for_the_push() -> None:
-    async def story(house: House) -> None:
-        clock = asyncio.get_running_loop().time
-        for version in (1, 2):
-            house.trainer.step()
-            await house.publisher.wait_exported_or_busy(version)
-            assert (clock(), house.trainer.exported) == (1.0, [1]), "version 1 is still being pushed"
-        await all_blocked()
-
-    live(story, 0.5, 1.0)
+    assert (stats.export_s, stats.prepare_s, stats.commit_s) == (EXPORT_S, PREPARE_S, commit_s)
+    assert (stats.publish_s, stats.pause_s) == (3 + commit_s, 3.0), "no pause is longer than one swap"
 
 
 def test_a_digest_that_differs_is_an_error_with_both_and_nothing_is_announced_or_swapped() -> None:
     async def story(house: House) -> None:
         house.fakes[1].corrupt_digest = True
-        house.trainer.step()
 
-    house, error = fails(story, 0.5, 1.0)
-    assert (
-        "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1 (1 tensors, 1000" in error
-    )
+    error = fails(story, 0.5, 1.0)
+    assert "engine-1 loaded policy_version 1 with digest corrupt, the trainer sent w1 (1 tensors" in error
+    assert "(policy_version served: engine-0: 0, engine-1: 0)" in error
     assert "so 1 was not announced" in error
-    assert (house.served, [fake.policy_version for fake in house.fakes]) == ([], [0, 0])
 
 
 def test_weights_that_differ_after_a_swap_stop_the_publish_before_the_next_engine_has_them() -> None:
     async def story(house: House) -> None:
-        commit = house.targets[1].commit
+        stale = CommitResponse(version=1, digest="stale", pause_s=0.0, num_interrupted=0)
+        house.targets[1].commit = AsyncMock(return_value=stale)  # type: ignore[method-assign]
 
-        async def stale(version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
-            return (await commit(version, digest, interrupt)).model_copy(update={"digest": "stale"})
-
-        house.targets[1].commit = stale  # type: ignore[method-assign]
-        house.trainer.step()
-
-    house, error = fails(story, 1.0, 1.0, 1.0, is_rolling=True)
+    error = fails(story, 1.0, 1.0, 1.0, is_rolling=True)
     assert "engine-1 serves policy_version 1 with digest stale of version 1, the trainer sent w1" in error
     assert "engine-0: 1, engine-1: 1, engine-2: 0" in error
-    assert (house.fakes[2].policy_version, house.served) == (0, [])
 
 
 @pytest.mark.parametrize(
@@ -196,30 +160,26 @@ def test_an_engine_that_dies_or_is_silent_is_named_with_the_versions_that_each_o
     at_s: float, how: str, phase: str, versions: str
 ) -> None:
     async def story(house: House) -> None:
-        house.trainer.step()
         await asyncio.sleep(at_s)
         getattr(house.fakes[1], how)()
 
-    house, error = fails(story, 1.0, 1.0, 1.0)
+    error = fails(story, 1.0, 1.0, 1.0)
     assert f"engine-1 failed in {phase} of policy_version 1" in error
     assert versions in error
-    assert house.served == []
     assert how == "die" or "within 60 s" in error
 
 
 def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:
-    class Short(EngineServer):
-        async def prepare(self, manifest: ExportResponse) -> str:
-            raise out_of(f"cannot open a connection to {self.name}", errno.EMFILE, self.name)
+    shortage = ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
 
-    async def story() -> None:
-        lost: list[EngineLost] = []
-        push = Push(1, [Short(FakeEngineServer("engine-0"))], served=0, timeout_s=60.0, on_lost=lost.append)
-        with pytest.raises(ConnectionShortage, match="cannot open a connection to engine-0"):
-            await push.whole(ExportResponse(version=1, path="p", digest="w1", num_tensors=1, num_bytes=1))
-        assert not lost
+    async def story(house: House) -> None:
+        house.targets[0].prepare = AsyncMock(side_effect=shortage)  # type: ignore[method-assign]
+        house.trainer.step()
+        await asyncio.sleep(10.0)
 
-    run_virtual(story())
+    with pytest.raises(ExceptionGroup) as caught:
+        live(story, 1.0)
+    assert caught.value.exceptions == (shortage,), "and no loss"
 
 
 def test_an_export_has_a_limit_in_which_the_time_of_a_restart_does_not_count() -> None:
@@ -238,26 +198,12 @@ def test_an_export_has_a_limit_in_which_the_time_of_a_restart_does_not_count() -
         house.trainer.num_restarts, house.trainer.export_s = 1, 4.0
         await asyncio.sleep(20.0)
 
-    async def too_slow(house: House) -> None:
-        house.trainer.step()
+    async def too_slow(_: House) -> None:
+        """Exports take longer than the limit."""
 
     assert [version for version, _ in live(story, 0.5, timeout_s=5).served] == [1, 2]
-    _, error = fails(too_slow, 1.0, export_s=1000.0, timeout_s=5)
+    error = fails(too_slow, 1.0, export_s=1000.0, timeout_s=5)
     assert "the trainer did not export policy_version 1 within 5 s" in error
-
-
-def test_a_frozen_engine_holds_the_others_up_until_it_is_given_up() -> None:
-    async def story(house: House) -> None:
-        house.trainer.step()
-        await asyncio.sleep(EXPORT_S + PREPARE_S + 0.5)
-        house.fakes[0].freeze()
-        await asyncio.sleep(4.5)
-        assert house.versions() == [0, 0], "nobody has given it up yet"
-        house.on_lost(EngineLost("engine-0", "does not answer its heartbeat"))
-        await asyncio.sleep(1.5)
-        assert house.versions() == [0, 1]
-
-    assert live(story, 1.0, 1.0, is_rolling=True).lost == ["engine-0"]
 
 
 @pytest.mark.parametrize("is_rolling", [True, False])
@@ -274,6 +220,27 @@ def test_an_engine_that_came_back_before_its_commit_is_left_to_its_bring_up(is_r
         assert house.versions() == [1, 1]
 
     live(story, 2.0, 1.0, is_rolling=is_rolling)
+
+
+@pytest.mark.parametrize("is_one_kept", [True, False])
+def test_no_export_takes_the_place_of_the_announced_one_while_an_engine_is_brought_up_with_it(
+    is_one_kept: bool,
+) -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await house.publisher.wait_announced(1)
+        back, started = house.start_again(1), asyncio.get_running_loop().time()
+        await asyncio.sleep(0.5)
+        house.trainer.step()
+        await house.publisher.wait_exported_or_busy(2)
+        assert asyncio.get_running_loop().time() < started + PREPARE_S, "the trainer is not held"
+        await asyncio.sleep(0.25)
+        assert house.trainer.exported == ([1] if is_one_kept else [1, 2])
+        await back
+        await house.publisher.wait_announced(2)
+        assert (house.trainer.exported, house.versions()) == ([1, 2], [2, 2])
+
+    live(story, 0.0, 0.0, is_one_kept=is_one_kept, export_s=0.0)
 
 
 @given(

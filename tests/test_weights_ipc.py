@@ -31,22 +31,11 @@ from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, Sleep
 from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
-from asyncrl.weights.ipc import (
-    GRANULE,
-    CudaDriver,
-    TrainerMemory,
-    make_cuda_memory,
-    make_file,
-    make_memory,
-    open_cuda_memory,
-    open_file,
-    views,
-)
+from asyncrl.weights.ipc import GRANULE, CudaDriver, make_cuda_memory, make_file
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.decode_loop import Engine
 
-CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 1)
-CHUNK_BYTES = 10_000
+DEVICE = torch.device("cuda", 1)
 BOTH: list[EnginePart] = ["kv", "weights"]
 MakeStep = Callable[..., TrainStep]
 
@@ -81,8 +70,8 @@ from asyncrl.messages.base import MemoryHandle
 
 ipc.device_tensor = host_tensor
 driver = ipc.CudaDriver(sys.argv[1])
-memory = ipc.open_cuda_memory(MemoryHandle.model_validate_json(sys.stdin.readline()), DEVICE, driver)
-print(memory.data[8:].sum().item(), flush=True)
+memory = ipc.open_cuda_memory(MemoryHandle.model_validate_json(sys.argv[2]), DEVICE, driver)
+print(memory.data[8:].sum().item())
 memory.data[:8] = torch.arange(8)
 del memory
 assert driver.library.num_held() == 0
@@ -95,21 +84,12 @@ def test_what_one_process_writes_into_device_memory_another_reads_and_writes_thr
     driver = CudaDriver(stub)
     memory = make_cuda_memory(3 * 2**20, DEVICE, driver)
     assert memory.handle.num_bytes == 4 * 2**20, "whole granules"
-    assert len(base64.b64decode(memory.handle.name)) == 64
     memory.data.random_(0, 256)
-    done = subprocess.run(
-        [sys.executable, "-c", OPEN_IN_ANOTHER, stub],
-        input=memory.handle.model_dump_json() + "\n",
-        text=True,
-        capture_output=True,
-        cwd=Path(__file__).parent,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == memory.data[8:].sum().item()
+    command = [sys.executable, "-c", OPEN_IN_ANOTHER, stub, memory.handle.model_dump_json()]
+    said = subprocess.check_output(command, cwd=Path(__file__).parent)
+    assert int(said) == memory.data[8:].sum().item()
     assert memory.data[:8].tolist() == list(range(8))
-    held = driver.library.num_held()
-    view = memory.data[7:].view(-1)
+    held, view = driver.library.num_held(), memory.data[7:].view(-1)
     del memory
     gc.collect()
     assert driver.library.num_held() == held, "a view keeps it"
@@ -124,12 +104,9 @@ def test_what_the_driver_refuses_is_an_error_with_the_call_and_its_reason(stub: 
         make_cuda_memory(2**50, DEVICE, driver)
     unknown = MemoryHandle(kind="cuda", name=base64.b64encode(bytes(64)).decode(), num_bytes=GRANULE)
     with pytest.raises(OSError, match="cuIpcOpenMemHandle_v2 failed with 400: invalid resource handle"):
-        open_cuda_memory(unknown, DEVICE, driver)
+        ipc.open_cuda_memory(unknown, DEVICE, driver)
     with pytest.raises(ValueError, match="at least 64 bytes"):
-        open_cuda_memory(unknown.model_copy(update={"name": "QUJD"}), DEVICE, driver)
-    with pytest.raises(OSError, match="cuMemAlloc_v2 failed with 201"):
-        # Outside of on(): the stub would not take what CUDA does not.
-        driver.call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1))
+        ipc.open_cuda_memory(unknown.model_copy(update={"name": "QUJD"}), DEVICE, driver)
     if not torch.cuda.is_available():
         with pytest.raises(OSError, match="libcuda"):
             make_cuda_memory(GRANULE, DEVICE)
@@ -145,7 +122,7 @@ def test_a_mapped_file_that_has_no_room_or_is_cut_off_is_an_error_and_no_signal(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     handle = make_file(tmp_path / "short", 5000).handle
     with pytest.raises(OSError, match="has 5000 bytes instead of 6000"):
-        open_file(handle.model_copy(update={"num_bytes": 6000}))
+        ipc.open_file(handle.model_copy(update={"num_bytes": 6000}))
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_step(folder: Path, tmp_path: Path) -> MakeStep:
     def make(**values: Any) -> TrainStep:
         (tmp_path / "staging").mkdir(exist_ok=True)
-        given = {"chunk_bytes": CHUNK_BYTES, "chunks": "memory", **values}
-        return TrainStep(make_spec(folder, tmp_path, **given))
+        return TrainStep(make_spec(folder, tmp_path, **{"chunk_bytes": 10_000, "chunks": "memory", **values}))
 
     return make
 
@@ -169,11 +145,9 @@ def request_of(chunk: ExportChunkResponse) -> LoadChunkRequest:
     return LoadChunkRequest.model_validate_json(request.model_dump_json())
 
 
-def export(step: TrainStep, index: int) -> ExportChunkResponse:
+def export(step: TrainStep, index: int) -> Any:
     step.chunk_names(step.policy_version, index)
-    chunk = step.export_chunk(index)
-    assert chunk is not None
-    return chunk
+    return step.export_chunk(index)
 
 
 def wake_empty(engine: Engine) -> None:
@@ -188,7 +162,6 @@ def push(step: TrainStep, engine: Engine) -> None:
     while not chunks or not chunks[-1].is_last:
         chunk = export(step, len(chunks))
         assert chunk.path == ""
-        assert chunk.num_bytes <= CHUNK_BYTES or chunk.num_tensors == 1
         assert engine.load_chunk(request_of(chunk)).digest == chunk.digest
         chunks.append(chunk)
     assert len(chunks) > 3
@@ -202,35 +175,31 @@ def push(step: TrainStep, engine: Engine) -> None:
     assert all(torch.equal(one.data, weights[name].to(step.dtype)) for name, one in found.items())
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}],
-    ids=["bfloat16", "merged adapters"],
-)
+@pytest.mark.parametrize("values", [{"dtype": "bfloat16"}, {"trainer": {"lora": {"rank": 4}}}])
 def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piece_of_memory(
     make_step: MakeStep, folder: Path, tmp_path: Path, values: dict[str, Any]
 ) -> None:
     step = make_step(**values)
     with running_engine(folder, dtype=values.get("dtype", "float32")) as engine:
         opened = set()
-        for version in (1, 2):
-            step.train(*make_batch(version=version - 1))
+        for version in (0, 1):
+            step.train(*make_batch(version=version))
             push(step, engine)
             opened.add(engine.weights._memory._memory)
         engine.submit(make_request("r")).result(timeout=60)
         assert len(opened) == 1, "opened once"
         assert len(list((tmp_path / "staging").glob("chunk*"))) == 1
         other = make_step(**values)  # takes the place of a trainer that was lost
-        mine = other._chunks._place._memory.handle  # type: ignore[attr-defined]
-        elsewhere = Path(mine.name).with_name("of-another-process")
-        other._chunks._place._memory = make_file(elsewhere, mine.num_bytes)  # type: ignore[attr-defined]
+        place: Any = other._chunks._place
+        elsewhere = Path(place._memory.handle.name).with_name("of-another-process")
+        place._memory = make_file(elsewhere, place._memory.handle.num_bytes)
         for version in (0, 1, 2):
             other.train(*make_batch(version=version))
         push(other, engine)
         assert engine.weights._memory._memory not in opened, "opened anew"
         wake_empty(engine)
         chunk = export(other, 0)
-        other._chunks._place._memory.data[0] ^= 1  # type: ignore[attr-defined]
+        place._memory.data[0] ^= 1
         with pytest.raises(Refused, match=r"chunk 0 in file memory.*digest"):
             engine.load_chunk(request_of(chunk))
         with pytest.raises(Refused, match="loaded is nothing"):
@@ -244,18 +213,18 @@ def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
     with pytest.raises(ConfigError, match="that trainer and engines could share"):
         make_step(staging_dir=str(tmp_path / "none"))
     memory = export(make_step(), 0).memory
-    assert memory is not None
-    first = memory.tensors[0]
-    changes = [{"start": 10**6}, {"start": 2}, {"dtype": "int8"}, {"shape": [-1, 5]}, {"shape": [10**9]}]
-    for placed in ([first, first], *([first.model_copy(update=change)] for change in changes)):
+    (first, *_), data = memory.tensors, torch.zeros(memory.handle.num_bytes, dtype=torch.uint8)
+    for change in ({"start": 10**6}, {"start": 2}, {"dtype": "int8"}, {"shape": [-1, 5]}, {"shape": [10**9]}):
         with pytest.raises(Refused, match="cannot be in a chunk"):
-            views(placed, torch.zeros(memory.handle.num_bytes, dtype=torch.uint8))
+            ipc.views((first.model_copy(update=change),), data)
+    with pytest.raises(Refused, match="cannot be in a chunk"):
+        ipc.views((first, first), data)
     for change, what in (
         ({"name": str(tmp_path / "none")}, "cannot open the file memory"),
         ({"kind": "cuda"}, "cuda memory cannot be opened for tensors on cpu"),
     ):
         gone = ChunkMemory(handle=memory.handle.model_copy(update=change), tensors=[first])
-        with pytest.raises(Refused, match=what), TrainerMemory(CPU).tensors(gone):
+        with pytest.raises(Refused, match=what), ipc.TrainerMemory(torch.device("cpu")).tensors(gone):
             pass
 
 
@@ -292,7 +261,7 @@ def test_on_a_device_weights_reach_an_engine_process_without_the_host(
     device = {"device": "cuda", "dtype": "bfloat16"}
     with engine_process("embedded", spec | device, tmp_path / "server") as child:
         asyncio.run(story(child.url))
-    memory = make_memory(50 * 10**6, torch.device("cuda"), tmp_path)
+    memory = ipc.make_memory(50 * 10**6, torch.device("cuda"), tmp_path)
     free = torch.cuda.mem_get_info()[0]
     del memory
     gc.collect()
