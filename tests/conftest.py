@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
+    from trainer_cases import MakeStep
     from vllm_house import House
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -42,6 +43,19 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
+    """Makes trainers without a process, of the tiny model unless told otherwise, all with their files in
+    tmp_path.
+    """
+    from trainer_cases import make_spec
+
+    from asyncrl.trainer.step import TrainStep
+
+    (tmp_path / "staging").mkdir()
+    return lambda model_dir=tiny_model_dir, **values: TrainStep(make_spec(model_dir, tmp_path, **values))
 
 
 NUM_STEPS = 24

@@ -1,36 +1,53 @@
 """The recipes against TRL's own code on the same logprobs and rewards: loss, gradient and advantages to
 1e-5.
+
+TRL's trainer is made without its constructor, and three methods are replaced by what the test gives: the
+completions that were sampled, their rewards, and the logprobs of the weights. All between them is TRL's:
+advantages, importance weights, KL and loss. Ours are the functions as the trainer puts them together.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from algorithm_cases import function, numbered
+from accelerate import Accelerator
 from torch import Tensor
+from trainer_cases import batch_of, changed, make_spec
 from trl.rewards import get_soft_overlong_punishment
-from trl_trainers import GROUP_SIZE, MAX_TOKENS, RLOOTrainer, Sampled, trl_loss
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.rloo_config import RLOOConfig
+from trl.trainer.rloo_trainer import RLOOTrainer
 
-from asyncrl.algorithms import corrections
-from asyncrl.algorithms.advantages import grpo, overlong_penalty, rloo
-from asyncrl.algorithms.aggregate import token_weights
-from asyncrl.algorithms.losses import kl, kl_reward_penalty
-from asyncrl.algorithms.registry import resolve
-from asyncrl.config import AlgorithmConfig
+from asyncrl.algorithms.advantages import grpo, overlong_penalty
+from asyncrl.messages.trainer_calls import BatchArrays
+from asyncrl.trainer.model.packing import pack
+from asyncrl.trainer.objective import BatchNumbers, Objective
 
-VLLM = {"use_vllm": True}
-
-
+MAX_TOKENS = 8
+GROUP_SIZE = 3
 DAPO = {"loss_type": "dapo"}
 GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
 CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+
+def weighted(mode: str, **more: Any) -> dict[str, Any]:
+    """TRL's importance weights."""
+    return {**DAPO, "use_vllm": True, "vllm_importance_sampling_mode": mode, **more}
+
+
 AROUND_BEHAVIOUR = {
     "PPO-clip": ({}, {"loss_type": "bnpo"}),
     "CISPO": ({"loss": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.28}),
     "GSPO": ({"loss": "gspo", **CLIPS}, GSPO),
+    "SAPO": ({"loss": "test_algorithms_functions:sapo", "aggregate": "sequence"}, {"loss_type": "sapo"}),
 }
 """One algorithm in both languages. TRL is told that its old policy is the one that sampled."""
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -39,28 +56,37 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Dr. GRPO": ({"ratio": "proximal", "aggregate": "constant"}, {"loss_type": "dr_grpo"}),
     "DAPO with KL": ({"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3}, {**DAPO, "beta": 0.3}),
     "GSPO over tokens": ({"loss": "gspo", "ratio": "proximal", "aggregate": "token", **CLIPS}, DAPO | GSPO),
-    "decoupled PPO": ({"loss": "decoupled_ppo"}, DAPO | VLLM),
-    **{
-        f"decoupled PPO with {correction}": (
-            {"loss": "decoupled_ppo", "correction": correction},
-            {**DAPO, **VLLM, "vllm_importance_sampling_mode": mode},
-        )
-        for correction, mode in (
-            ("mis", "token_mask"),
-            ("tis_sequence", "sequence_truncate"),
-            ("mis_sequence", "sequence_mask"),
-        )
-    },
-    "IcePop": (
-        {"loss": "icepop"},
-        {
-            **DAPO,
-            **VLLM,
-            "vllm_importance_sampling_mode": "token_mask",
-            "vllm_importance_sampling_clip_min": 0.5,
-        },
+    "decoupled PPO": ({"loss": "decoupled_ppo"}, weighted("token_truncate")),
+    "MIS": ({"loss": "decoupled_ppo", "correction": "mis"}, weighted("token_mask")),
+    "TIS by sequence": (
+        {"loss": "decoupled_ppo", "correction": "tis_sequence"},
+        weighted("sequence_truncate"),
     ),
+    "MIS by sequence": ({"loss": "decoupled_ppo", "correction": "mis_sequence"}, weighted("sequence_mask")),
+    "IcePop": ({"loss": "icepop"}, weighted("token_mask", vllm_importance_sampling_clip_min=0.5)),
 }
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Completions of the given lengths, one after another, [M]; groups of GROUP_SIZE; rewards [B]."""
+
+    lengths: list[int]
+    reward_B: Tensor
+    current_M: Tensor
+    proximal_M: Tensor
+    behaviour_M: Tensor
+    reference_M: Tensor
+
+
+Answer = tuple[Tensor, dict[str, float], Tensor]
+"""Loss of one optimizer step with gradient, statistics or metrics, advantages [B]."""
+
+
+def over_batch(value_M: Tensor, arrays: BatchArrays) -> Any:
+    value_N = torch.zeros(len(arrays.loss_mask))
+    value_N[torch.from_numpy(arrays.loss_mask)] = value_M
+    return value_N.numpy()
 
 
 def sample(seed: int) -> Sampled:
@@ -80,29 +106,85 @@ def sample(seed: int) -> Sampled:
     )
 
 
-def our_loss(sampled: Sampled, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """(loss of one optimizer step with gradient, sums of statistics): the functions put together as the
-    config says.
-    """
-    recipe, sequence_M = resolve(config), numbered(*sampled.lengths)
-    group_B = torch.arange(len(sampled.lengths)) // GROUP_SIZE
-    advantage_M = function(recipe.advantage)(sampled.reward_B, group_B)[sequence_M]
-    anchor_M = sampled.behaviour_M if recipe.ratio == "behaviour" else sampled.proximal_M
-    loss_M, stats = function(recipe.surrogate)(
-        sampled.current_M, anchor_M, sampled.behaviour_M, advantage_M, sequence_M, config
+def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
+    rows = [([0] * (1 + length), [False] + [True] * length) for length in sampled.lengths]
+    header, arrays = batch_of([rows[:GROUP_SIZE], rows[GROUP_SIZE:]])
+    scored = zip(header.trajectories, sampled.reward_B.tolist(), strict=True)
+    entries = [entry.model_copy(update={"reward": reward}) for entry, reward in scored]
+    header = header.model_copy(update={"trajectories": entries})
+    arrays = changed(arrays, behaviour_logprobs=over_batch(sampled.behaviour_M, arrays))
+    mask = arrays.loss_mask
+    settings = {"advantage": "dr_grpo", "clip_high": 0.28, **algorithm}
+    objective = Objective(make_spec(Path(), Path(), algorithm=settings, max_tokens=MAX_TOKENS))
+    logprobs = (over_batch(value_M, arrays) for value_M in (sampled.proximal_M, sampled.reference_M))
+    batch = BatchNumbers(header, arrays, mask, *logprobs)
+    batch.advantage_N = objective.advantages(batch)
+    (micro,) = pack(header, arrays, mask, 1000, torch.device("cpu"))
+    loss, stats = objective.micro_loss(micro, sampled.current_M, batch, objective.step_numbers(batch, mask))
+    advantage_B = batch.advantage_N[[entry.end - 1 for entry in header.trajectories]]
+    return loss, stats, torch.from_numpy(advantage_B)
+
+
+def trl_loss(sampled: Sampled, *, trainer: Any = GRPOTrainer, **changes: Any) -> Answer:
+    """Of TRL's GRPOTrainer or RLOOTrainer with these attributes changed."""
+    lists, texts = [[1] * length for length in sampled.lengths], ["c"] * len(sampled.lengths)
+    behaviour = [part.tolist() for part in sampled.behaviour_M.split(sampled.lengths)]
+    generated: Any = (lists, lists, None, texts, behaviour, {}, None, None)
+    if trainer is RLOOTrainer:
+        generated = (lists, lists, texts)
+    logprob_M = sampled.proximal_M
+
+    def logps_and_entropies(model: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        parts = (sampled.reference_M if model == "reference" else logprob_M).split(sampled.lengths)
+        value_BT = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+        return value_BT, torch.zeros_like(value_BT), None
+
+    defaults = {field.name: field.default for config in (RLOOConfig, GRPOConfig) for field in fields(config)}
+    of_run = {"use_bias_correction_kl": False, "steps_per_generation": 1}
+    made = object.__new__(trainer)
+    vars(made).update(defaults)
+    vars(made).update(
+        args=SimpleNamespace(**{**defaults, **of_run, "per_device_train_batch_size": len(lists)}),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        ref_model="reference",
+        accelerator=Accelerator(cpu=True),
+        loss_type="grpo",
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        vllm_importance_sampling_clip_max=2.0,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_TOKENS,
+        num_iterations=2,
+        num_generations=GROUP_SIZE,
+        scale_rewards="none",
+        reward_weights=torch.ones(1),
+        reward_func_names=["given"],
+        environment_factories=None,
+        environments=None,
+        tools=[],
+        pad_to_multiple_of=None,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        log_multimodal=False,
+        _pending_metrics={},
+        _pending_extra_logs={},
+        _metrics={"train": defaultdict(list)},
+        _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
+        _generate=lambda _: generated,
+        _calculate_rewards=lambda *_: sampled.reward_B[:, None],
+        _get_per_token_logps_and_entropies=logps_and_entropies,
     )
-    if recipe.correction != "none":
-        correction = getattr(corrections, recipe.correction)
-        loss_M = loss_M * correction(
-            sampled.proximal_M - sampled.behaviour_M, advantage_M, sequence_M, config
-        )
-    if config.kl_coefficient:
-        loss_M = loss_M + config.kl_coefficient * kl(
-            sampled.current_M, sampled.reference_M, config.kl_estimator
-        )
-    length_B = torch.tensor(sampled.lengths)
-    weight_B = token_weights(recipe.aggregate, length_B, len(length_B), int(length_B.sum()), MAX_TOKENS)
-    return (loss_M * weight_B[sequence_M]).sum(), stats
+    vars(made).update(changes)
+    inputs = made._generate_and_score_completions([{"prompt": "p"}] * len(lists))
+    logprob_M = sampled.current_M
+    loss = made._compute_loss(made.model, inputs)
+    last = {name: values[-1] for name, values in made._metrics["train"].items() if values}
+    return loss, {name: value for name, value in last.items() if math.isfinite(value)}, inputs["advantages"]
+
+
+def assert_close(ours: Tensor, theirs: Tensor, limit: float = 1e-5) -> None:
+    torch.testing.assert_close(ours, theirs, atol=limit, rtol=limit)
 
 
 def gradient(loss: Tensor, sampled: Sampled) -> Tensor:
@@ -112,53 +194,46 @@ def gradient(loss: Tensor, sampled: Sampled) -> Tensor:
 @pytest.mark.parametrize("name", SAME)
 def test_loss_and_gradient_are_those_of_trl(name: str) -> None:
     (ours_says, theirs_says), sampled = SAME[name], sample(1)
-    config = AlgorithmConfig(**{"advantage": "dr_grpo", "clip_high": 0.28, **ours_says})
-    ours, stats = our_loss(sampled, config)
+    ours, stats, _ = our_loss(sampled, **ours_says)
     old_M = sampled.behaviour_M if name in AROUND_BEHAVIOUR else sampled.proximal_M
     theirs, metrics, _ = trl_loss(replace(sampled, proximal_M=old_M), **theirs_says)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradient(ours, sampled), gradient(theirs, sampled), atol=1e-5, rtol=1e-5)
-    assert stats["clip_fraction"] > 0, "no token is clipped: the comparison proves little"
-    if config.loss not in ("cispo", "gspo"):  # TRL counts their clips of one sign alone, or by sequence
-        clip_fraction = stats["clip_fraction"].item() / sum(sampled.lengths)
-        assert clip_fraction == pytest.approx(metrics["clip_ratio/region_mean"])
+    assert_close(ours, theirs)
+    assert_close(gradient(ours, sampled), gradient(theirs, sampled))
+    if "clip_fraction" in stats:
+        assert stats["clip_fraction"] > 0, "no token is clipped: the comparison proves little"
+        if ours_says.get("loss") not in ("cispo", "gspo"):  # TRL counts one sign alone, or by sequence
+            clip_fraction = stats["clip_fraction"] / sum(sampled.lengths)
+            assert clip_fraction == pytest.approx(metrics["clip_ratio/region_mean"])
 
 
 def test_before_the_first_step_reinforce_with_weights_has_the_gradient_of_trl() -> None:
     sampled = sample(4)
     sampled = replace(sampled, current_M=sampled.proximal_M.clone().requires_grad_())
-    ours, _ = our_loss(sampled, AlgorithmConfig(advantage="dr_grpo", loss="tis"))
-    theirs, _, _ = trl_loss(sampled, **DAPO, **VLLM)
-    torch.testing.assert_close(gradient(ours, sampled), gradient(theirs, sampled), atol=1e-5, rtol=1e-5)
+    ours, _, _ = our_loss(sampled, loss="tis")
+    theirs, _, _ = trl_loss(sampled, **weighted("token_truncate"))
+    assert_close(gradient(ours, sampled), gradient(theirs, sampled))
 
 
 def test_advantages_are_those_of_trl() -> None:
     sampled = sample(0)
-    group_B = torch.arange(len(sampled.lengths)) // GROUP_SIZE
-    _, _, theirs_B = trl_loss(sampled, trainer=RLOOTrainer)
-    torch.testing.assert_close(rloo(sampled.reward_B, group_B), theirs_B, atol=1e-5, rtol=1e-5)
+    for ours, theirs in (
+        ({}, {}),
+        ({"kl_coefficient": 0.3, "kl_in": "reward", "kl_estimator": "k1"}, {"beta": 0.3}),
+    ):
+        _, _, ours_B = our_loss(sampled, advantage="rloo", **ours)
+        _, _, theirs_B = trl_loss(sampled, trainer=RLOOTrainer, **{"beta": 0.0, **theirs})
+        assert_close(ours_B, theirs_B)
     # TRL divides by the deviation of a sample, size - 1 below the line, this folder by the population's.
     _, _, theirs_B = trl_loss(sampled, scale_rewards="group")
     bessel = ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5
-    torch.testing.assert_close(grpo(sampled.reward_B, group_B) * bessel, theirs_B, atol=1e-3, rtol=1e-3)
+    assert_close(grpo(sampled.reward_B, torch.tensor([0, 0, 0, 1, 1, 1])) * bessel, theirs_B, 1e-3)
 
 
-def test_a_kl_penalty_in_the_reward_is_that_of_trl() -> None:
-    sampled = sample(0)
-    penalty_B = kl_reward_penalty(
-        sampled.proximal_M, sampled.reference_M, numbered(*sampled.lengths), len(sampled.lengths)
-    )
-    _, _, theirs_B = trl_loss(sampled, trainer=RLOOTrainer, beta=0.3)
-    group_B = torch.arange(len(sampled.lengths)) // GROUP_SIZE
-    torch.testing.assert_close(
-        rloo(sampled.reward_B - 0.3 * penalty_B, group_B), theirs_B, atol=1e-5, rtol=1e-5
-    )
-
-
-@pytest.mark.parametrize("overlong_tokens", [1, 20])
-def test_the_length_penalty_is_that_of_trl(overlong_tokens: int) -> None:
+def test_the_length_penalty_is_that_of_trl_off_at_zero_and_no_longer_than_the_completion() -> None:
     lengths = [0, 1, 79, 80, 81, 90, 99, 100, 101, 500]
-    theirs = get_soft_overlong_punishment(100, overlong_tokens)([[0] * length for length in lengths])
-    torch.testing.assert_close(
-        overlong_penalty(torch.tensor(lengths), 100, overlong_tokens), torch.tensor(theirs)
-    )
+    for overlong_tokens in (1, 20):
+        theirs = get_soft_overlong_punishment(100, overlong_tokens)([[0] * length for length in lengths])
+        assert_close(overlong_penalty(torch.tensor(lengths), 100, overlong_tokens), torch.tensor(theirs))
+    assert not overlong_penalty(torch.tensor(lengths), 100, overlong_tokens=0).any()
+    with pytest.raises(ValueError, match="overlong_tokens=101 must be from 0 to max_tokens=100"):
+        overlong_penalty(torch.tensor([1]), max_tokens=100, overlong_tokens=101)

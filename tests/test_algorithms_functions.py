@@ -1,36 +1,82 @@
-"""Advantages, surrogates, corrections, aggregation and KL against numbers worked out by hand, and what holds
-for all of them.
+"""Advantages, surrogates, corrections and KL against numbers worked out by hand, and what holds for all of
+them; names and recipes, and what docs/algorithms.md says of them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from algorithm_cases import SETTINGS, Case, for_any_case, numbered, tokens
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from asyncrl.algorithms.advantages import (
-    EPSILON,
-    dr_grpo,
-    grpo,
-    overlong_penalty,
-    reinforce_pp,
-    reinforce_pp_baseline,
-    rloo,
-)
-from asyncrl.algorithms.aggregate import token_weights
+from asyncrl.algorithms.advantages import EPSILON, dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo
 from asyncrl.algorithms.corrections import icepop, m2po, mis, mis_sequence, tis, tis_sequence
 from asyncrl.algorithms.losses import cispo, gspo, importance_ratio, interpolate, kl, ppo_clip, reinforce
+from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, BUILT_IN_CORRECTIONS, RECIPES, Recipe, resolve
+from asyncrl.config import AlgorithmConfig, RunConfig
+from asyncrl.errors import ConfigError
+from asyncrl.user_code import load_object
 
 ADVANTAGES = [dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo]
 SURROGATES = [ppo_clip, gspo, cispo, reinforce, importance_ratio]
+PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)))
+PPO = "asyncrl.algorithms.losses:ppo_clip"
 CORRECTIONS = [tis, tis_sequence, mis, mis_sequence, icepop, m2po]
+
+
+SETTINGS = AlgorithmConfig(
+    clip_low=0.2, clip_high=0.3, importance_cap=2.0, importance_floor=0.5, m2_limit=0.04
+)
+
+
+def tokens(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def numbered(*lengths: int) -> Tensor:
+    """sequence_M of sequences of these lengths."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Whole sequences; the advantage is the same for all tokens of one."""
+
+    current_M: Tensor
+    anchor_M: Tensor
+    behaviour_M: Tensor
+    advantage_M: Tensor
+    sequence_M: Tensor
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Cases whose logprobs differ by up to 3 nats."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    count = sum(lengths)
+
+    def column(low: float, high: float, size: int) -> Tensor:
+        return tokens(*draw(st.lists(st.floats(low, high, width=32), min_size=size, max_size=size)))
+
+    behaviour_M = column(-8.0, 0.0, count)
+    current_M, anchor_M = (behaviour_M + column(-3.0, 3.0, count) for _ in range(2))
+    sequence_M = numbered(*lengths)
+    return Case(current_M, anchor_M, behaviour_M, column(-4.0, 4.0, len(lengths))[sequence_M], sequence_M)
+
+
+def for_any_case(test: Any) -> Any:
+    """Run the test with an argument `case`, thirty times."""
+    return settings(max_examples=30)(given(case=cases())(test))
 
 
 # ---- advantages
@@ -44,9 +90,7 @@ CORRECTIONS = [tis, tis_sequence, mis, mis_sequence, icepop, m2po]
         (reinforce_pp_baseline, (0, 2, 4, 10), (2, 2), (-1, 1, -3, 3), 5**0.5),
     ],
 )
-def test_an_advantage_is_the_reward_less_a_mean_in_standard_deviations(
-    advantage: Any, rewards: Any, sizes: Any, centred: Any, std: float
-) -> None:
+def test_an_advantage_by_hand(advantage: Any, rewards: Any, sizes: Any, centred: Any, std: float) -> None:
     found = advantage(tokens(*rewards), numbered(*sizes))
     torch.testing.assert_close(found, tokens(*centred) / (std + EPSILON))
 
@@ -67,9 +111,7 @@ def test_equal_rewards_a_group_of_one_and_an_empty_batch_teach_exactly_nothing(a
 @given(
     rewards=st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=8), shift=st.floats(-5, 5, width=32)
 )
-def test_a_constant_added_to_all_rewards_changes_nothing_and_advantages_sum_to_zero(
-    advantage: Any, rewards: list[float], shift: float
-) -> None:
+def test_a_constant_reward_changes_nothing(advantage: Any, rewards: list[float], shift: float) -> None:
     # so that sums with the shift round alike, and EPSILON does not matter
     reward_B = (tokens(*rewards) * 16).round() / 16
     group_B = numbered(len(rewards) - 1, 1)
@@ -78,46 +120,24 @@ def test_a_constant_added_to_all_rewards_changes_nothing_and_advantages_sum_to_z
     assert abs(advantage_B.sum().item()) < 1e-3
 
 
-def test_a_length_penalty_is_off_at_zero_and_no_longer_than_the_completion() -> None:
-    assert overlong_penalty(torch.tensor([0, 100, 500]), 100, overlong_tokens=0).tolist() == [0.0] * 3
-    with pytest.raises(ValueError, match="overlong_tokens=101 must be from 0 to max_tokens=100"):
-        overlong_penalty(torch.tensor([1]), max_tokens=100, overlong_tokens=101)
-
-
 # ---- surrogates
 
 
 def loss_of(surrogate: Any, case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     current_M = case.current_M if case.current_M.requires_grad else case.current_M.clone().requires_grad_()
-    loss_M, stats = surrogate(
-        current_M, case.anchor_M, case.behaviour_M, case.advantage_M, case.sequence_M, SETTINGS
-    )
+    others = case.anchor_M, case.behaviour_M, case.advantage_M, case.sequence_M
+    loss_M, stats = surrogate(current_M, *others, SETTINGS)
     return loss_M, stats
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
-@for_any_case()
-def test_with_equal_logprobs_the_gradient_is_the_plain_policy_gradient_and_nothing_is_clipped(
-    surrogate: Any, case: Case
-) -> None:
+@for_any_case
+def test_with_equal_logprobs_the_gradient_is_that_of_the_plain_policy(surrogate: Any, case: Case) -> None:
     current_M = case.behaviour_M.clone().requires_grad_()
     loss_M, stats = loss_of(surrogate, replace(case, current_M=current_M, anchor_M=case.behaviour_M))
     (gradient_M,) = torch.autograd.grad(loss_M.sum(), current_M)
     torch.testing.assert_close(gradient_M, -case.advantage_M)
     assert stats.get("clip_fraction", torch.tensor(0)).item() == 0
-
-
-@pytest.mark.parametrize("surrogate", SURROGATES)
-@for_any_case(min_sequences=2)
-def test_a_batch_cut_between_sequences_has_the_same_losses_and_sums_of_statistics(
-    surrogate: Any, case: Case
-) -> None:
-    whole_M, whole_stats = loss_of(surrogate, case)
-    cut = case.num_sequences // 2
-    answers = [loss_of(surrogate, part) for part in (case.part(0, cut), case.part(cut, case.num_sequences))]
-    torch.testing.assert_close(torch.cat([loss_M for loss_M, _ in answers]), whole_M)
-    for name, value in whole_stats.items():
-        assert sum(stats[name].item() for _, stats in answers) == value.item()
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES)
@@ -145,13 +165,12 @@ def test_other_shapes_and_dtypes_are_refused(wrong: dict[str, Tensor]) -> None:
 
 
 def weights_of(correction: Any, case: Case) -> Tensor:
-    weight_M: Tensor = correction(
-        case.anchor_M - case.behaviour_M, case.advantage_M, case.sequence_M, SETTINGS
-    )
+    log_weight_M = case.anchor_M - case.behaviour_M
+    weight_M: Tensor = correction(log_weight_M, case.advantage_M, case.sequence_M, SETTINGS)
     return weight_M
 
 
-@for_any_case()
+@for_any_case
 def test_m2po_leaves_a_mean_square_within_the_limit_and_masks_no_token_that_could_stay(case: Case) -> None:
     weight_M = weights_of(m2po, case)
     log_weight_M = (case.anchor_M - case.behaviour_M).double()
@@ -167,17 +186,10 @@ def test_m2po_leaves_a_mean_square_within_the_limit_and_masks_no_token_that_coul
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-@for_any_case(min_sequences=2, spread=0.75)
-def test_weights_are_one_for_equal_policies_and_the_same_in_a_batch_cut_between_sequences(
-    correction: Any, case: Case
-) -> None:
+@for_any_case
+def test_weights_are_one_for_equal_policies_and_finite_for_any(correction: Any, case: Case) -> None:
     equal = replace(case, anchor_M=case.behaviour_M)
     assert weights_of(correction, equal).tolist() == [1.0] * len(case.behaviour_M)
-    cut = case.num_sequences // 2
-    parts = [case.part(0, cut), case.part(cut, case.num_sequences)]
-    if correction is not m2po:
-        whole_M = torch.cat([weights_of(correction, part) for part in parts])
-        assert torch.equal(whole_M, weights_of(correction, case))
     extreme_M = correction(tokens(1000.0, -1000.0), tokens(1, 1), numbered(1, 1), SETTINGS)
     assert torch.isfinite(extreme_M).all()
 
@@ -189,23 +201,7 @@ def test_the_interpolated_proximal_policy_moves_from_behaviour_to_current_with_t
     assert not proximal_M.requires_grad
 
 
-# ---- aggregation and KL
-
-
-@pytest.mark.parametrize(
-    ("aggregate", "expected"),
-    [
-        ("token", (1 + 2 + 3 + 10) / 4),
-        ("sequence", ((1 + 2 + 3) / 3 + 10) / 2),
-        ("constant", (1 + 2 + 3 + 10) / (2 * 8)),
-    ],
-)
-def test_the_sum_of_weighted_losses_is_the_mean_that_the_name_says(aggregate: str, expected: float) -> None:
-    step = {"num_sequences": 2, "num_loss_tokens": 4, "max_tokens": 8}
-    weight_S = token_weights(aggregate, torch.tensor([3, 1]), **step)
-    assert (tokens(1, 2, 3, 10) * weight_S[numbered(3, 1)]).sum().item() == pytest.approx(expected)
-    parts = [token_weights(aggregate, torch.tensor([length]), **step) for length in (3, 1)]
-    assert torch.equal(torch.cat(parts), weight_S), "a micro-batch of whole sequences has the same weights"
+# ---- KL
 
 
 @pytest.mark.parametrize(
@@ -216,12 +212,77 @@ def test_the_sum_of_weighted_losses_is_the_mean_that_the_name_says(aggregate: st
         ("k3", [0.5 + math.log(2) - 1, 2 - math.log(2) - 1], [0.5, -1]),
     ],
 )
-def test_the_kl_estimators_where_the_current_policy_is_twice_and_half_as_sure(
-    estimator: str, values: list[float], gradients: list[float]
-) -> None:
+def test_the_kl_estimators_by_hand(estimator: str, values: list[float], gradients: list[float]) -> None:
     current_M = tokens(-1, -1).requires_grad_()
     kl_M = kl(current_M, tokens(-1 - math.log(2), -1 + math.log(2)), estimator)
     torch.testing.assert_close(kl_M.detach(), tokens(*values))
     torch.testing.assert_close(torch.autograd.grad(kl_M.sum(), current_M)[0], tokens(*gradients))
     far_M = tokens(-1000).requires_grad_()
     assert torch.isfinite(torch.autograd.grad(kl(far_M, tokens(-0.1), estimator).sum(), far_M)[0]).all()
+
+
+# ---- names, and the page
+
+
+def test_every_built_in_name_leads_to_a_function_and_stands_in_the_config() -> None:
+    surrogates = [recipe.surrogate for recipe in RECIPES.values()]
+    named = (f"asyncrl.algorithms.corrections:{name}" for name in BUILT_IN_CORRECTIONS)
+    for name in (*BUILT_IN_ADVANTAGES.values(), *named, *surrogates):
+        assert callable(load_object(name, "algorithm"))
+    known = AlgorithmConfig.model_fields["correction"].annotation.__args__  # type: ignore[union-attr]
+    assert {*BUILT_IN_CORRECTIONS, "auto", "none"} == set(known)
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe"),
+    [
+        ({"ratio": "proximal", "correction": "mis_sequence"}, Recipe(PPO, "proximal", "mis_sequence")),
+        ({"loss": "decoupled_ppo", "ratio": "behaviour", "correction": "none"}, RECIPES["ppo_clip"]),
+        ({"correction": "m2po"}, Recipe(PPO, "behaviour", "m2po")),
+        ({"loss": "my.losses:mine", "correction": "tis"}, Recipe("my.losses:mine", correction="tis")),
+        ({"advantage": "my.losses:mine"}, Recipe(PPO, advantage="my.losses:mine")),
+    ],
+)
+def test_the_config_overrides_the_recipe_one_key_at_a_time(config: dict[str, Any], recipe: Recipe) -> None:
+    assert resolve(AlgorithmConfig(**config)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"loss": "cispo", "correction": "mis"},
+            "loss=cispo with ratio=behaviour and correction=mis corrects twice",
+        ),
+        ({"loss": "m2po", "proximal": "interpolate"}, "proximal=interpolate beside correction=m2po"),
+        ({"loss": "icepop", "importance_floor": 3.0}, "importance_floor=3.0 is above"),
+        ({"loss": "ppo"}, "algorithm.loss=ppo is not known"),
+        ({"advantage": ":function"}, "algorithm.advantage=:function is not known"),
+    ],
+)
+def test_contradicting_settings_and_unknown_names_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(AlgorithmConfig(**config))
+
+
+def test_every_recipe_on_the_page_is_a_config_every_loss_has_one_and_its_row_says_what_it_is() -> None:
+    shown = set()
+    for block in map(yaml.safe_load, BLOCKS):
+        needed = {"model": {"path": "x"}, "task": {"reasoning_gym": "basic_arithmetic"}}
+        algorithm = RunConfig.model_validate({**needed, **block}).algorithm
+        resolve(algorithm)
+        shown.add(algorithm.loss)
+    assert set(RECIPES) - {"reinforce"} <= shown
+    lines = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines]
+    of_losses = {row[0]: row for row in rows if row[0] in RECIPES}
+    assert list(of_losses) == list(RECIPES)
+    for name, (_, _, ratio, correction, aggregate, _) in of_losses.items():
+        recipe = RECIPES[name]
+        assert (correction, aggregate) == (recipe.correction, recipe.aggregate)
+        assert ratio == ("none" if recipe.surrogate.endswith(":reinforce") else recipe.ratio)
+
+
+def test_the_advantage_of_ones_own_on_the_page_favours_the_best_of_each_group() -> None:
+    found = globals()["best_of_group"](tokens(1, 3, 2, 0, 0), numbered(3, 2)).tolist()
+    assert found == [-0.5, 0.5, -0.5, 0.5, 0.5]

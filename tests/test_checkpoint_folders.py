@@ -32,40 +32,40 @@ def write(checkpoints: Checkpoints, version: int) -> Path:
     return checkpoints.finish(pending, version, {"num_drawn": 8 * version})
 
 
+def newest(checkpoints: Checkpoints) -> tuple[int | None, list[str]]:
+    """The version that is taken, and why others were passed over."""
+    whole, passed_over = checkpoints.newest_whole()
+    return whole and whole.version, [found.why for found in passed_over]
+
+
 @pytest.mark.parametrize("damage", ["", "flip", "cut", "remove", "manifest", "no_manifest", "rename"])
 def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_is_taken(tmp_path: Path, damage: str) -> None:
     checkpoints = make(tmp_path, 10, 20)
     folder = checkpoints.root / "step_20"
     weights, manifest = folder / "trainer" / "weights", folder / "manifest.json"
-    content = bytearray(weights.read_bytes())
-    if damage == "flip":
-        content[500] ^= 1
-        weights.write_bytes(content)
-    elif damage == "cut":
-        weights.write_bytes(content[:-1])
-    elif damage == "manifest":
-        manifest.write_text('{"format": 1, "ver')
-    elif damage == "rename":
-        folder.rename(checkpoints.root / "step_25")
-    elif damage:
-        (weights if damage == "remove" else manifest).unlink()
-    whole, told = checkpoints.newest_whole()
+    content = weights.read_bytes()
+    damages: dict[str, Callable[[], Any]] = {
+        "": lambda: None,
+        "flip": lambda: weights.write_bytes(content[:500] + bytes([content[500] ^ 1]) + content[501:]),
+        "cut": lambda: weights.write_bytes(content[:-1]),
+        "remove": weights.unlink,
+        "manifest": lambda: manifest.write_text('{"format": 1, "ver'),
+        "no_manifest": manifest.unlink,
+        "rename": lambda: folder.rename(checkpoints.root / "step_25"),
+    }
+    damages[damage]()
+    whole, _ = checkpoints.newest_whole()
     assert whole is not None
     version = 10 if damage else 20
     assert (whole.version, whole.controller) == (version, {"num_drawn": 8 * version})
     assert (whole.trainer_dir / "deep" / "rng").read_bytes() == bytes([version])
-    assert ["step_2" in found.why for found in told] == [True] * bool(damage)
-
-
-def damage(checkpoints: Checkpoints, version: int) -> None:
-    weights = checkpoints.root / f"step_{version}" / "trainer" / "weights"
-    weights.write_bytes(bytes(len(weights.read_bytes())))
+    assert ["step_2" in why for why in newest(checkpoints)[1]] == [True] * bool(damage)
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) -> None:
     """Else the next one would prune the last that is whole, and the journal forget the batches since."""
     checkpoints = make(tmp_path, 10, 20, keep_last=2)
-    damage(checkpoints, 20)
+    (checkpoints.root / "step_20" / "trainer" / "weights").write_bytes(bytes(1000))
     whole, passed_over = checkpoints.newest_whole()
     assert whole is not None
     assert whole.version == 10
@@ -75,14 +75,11 @@ def test_a_damaged_checkpoint_is_set_aside_and_counts_no_more(tmp_path: Path) ->
     assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10], 0)
     write(checkpoints, 20)
     assert (checkpoints.versions(), checkpoints.oldest_version()) == ([10, 20], 10)
-    names = sorted(path.name for path in checkpoints.root.iterdir())
-    assert names == ["damaged_step_20", "step_10", "step_20"]
+    assert {path.name for path in checkpoints.root.iterdir()} == {"damaged_step_20", "step_10", "step_20"}
 
 
 @pytest.mark.parametrize("what", ["manifest.json", "weights", "controller.json", "checkpoints"])
-def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_an_unreadable_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     checkpoints = make(tmp_path, 10, 20)
 
     def fails(path: Path | str) -> None:
@@ -100,8 +97,7 @@ def test_one_that_cannot_be_read_may_be_whole_so_it_is_refused_and_keeps_its_nam
             checkpoints.newest_whole()
     assert not isinstance(caught.value, CheckpointDamaged)
     assert "limit of open files" in caught.value.way_out
-    whole, passed_over = checkpoints.newest_whole()
-    assert (whole and whole.version, passed_over) == (20, [])
+    assert newest(checkpoints) == (20, [])
 
 
 def test_one_of_a_newer_asyncrl_is_refused_and_not_set_aside(tmp_path: Path) -> None:
@@ -118,14 +114,11 @@ def test_what_a_killed_run_left_half_done_is_put_right_or_removed_and_never_take
     (checkpoints.root / "step_10").rename(checkpoints.root / ".step_10.old")  # was being replaced
     half = checkpoints.begin()
     half.trainer_dir.mkdir()
-    whole, told = make(tmp_path).newest_whole()
-    assert whole is not None
-    assert (whole.version, told, [path.name for path in checkpoints.root.iterdir()]) == (10, [], ["step_10"])
+    assert newest(make(tmp_path)) == (10, [])
+    assert [path.name for path in checkpoints.root.iterdir()] == ["step_10"]
 
 
-def test_what_says_what_was_done_is_on_disk_before_the_checkpoint_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_done_is_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
 
     def sync(path: Path) -> None:
@@ -148,9 +141,8 @@ def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:
         checkpoints.evaluated(version, 1.0 if version == 2 else version / 100)
     assert checkpoints.versions() == [2, 4, 8, 9, 10]
     assert checkpoints.oldest_version() == 9, "the journal need not reach back to those that stay for ever"
-    assert make(tmp_path / "other", 5).oldest_version() == 0, (
-        "the only one may be damaged: what comes before it is needed still"
-    )
+    # the only one may be damaged: what comes before it is needed still
+    assert make(tmp_path / "other", 5).oldest_version() == 0
 
 
 def test_a_disk_that_takes_nothing_is_an_error_that_leaves_the_last_one_whole(tmp_path: Path) -> None:
@@ -161,6 +153,4 @@ def test_a_disk_that_takes_nothing_is_an_error_that_leaves_the_last_one_whole(tm
         checkpoints.finish(pending, 20, {"num_drawn": 1})
     assert "free space" in caught.value.way_out
     assert not pending.folder.exists()
-    whole, told = checkpoints.newest_whole()
-    assert whole is not None
-    assert (whole.version, told) == (10, [])
+    assert newest(checkpoints) == (10, [])

@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,22 @@ import torch
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
 from torch import Tensor
-from trainer_cases import make_batch, make_spec
+from trainer_cases import MakeStep, make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import Canary, ExportChunkResponse
 from asyncrl.trainer.model.packing import pack_texts
-from asyncrl.trainer.step import TrainStep
 
 NUM_TOKENS = 160
-MakeStep = Callable[..., TrainStep]
 
 
 @pytest.fixture
-def make_step(tmp_path: Path) -> MakeStep:
-    """Of an untied model with a step of training behind it, unless told otherwise."""
-    folder = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
-
-    def make(*, model_dir: Path = folder, num_steps: int = 1, **values: Any) -> TrainStep:
-        (tmp_path / "staging").mkdir(exist_ok=True)
-        step = TrainStep(
-            make_spec(model_dir, tmp_path, **{"canary_tokens": NUM_TOKENS, "chunk_bytes": 10_000, **values})
-        )
-        for version in range(num_steps):
-            step.train(*make_batch(version=version))
-        return step
-
-    return make
+def make_step(make_step: MakeStep, tmp_path: Path) -> MakeStep:
+    """Of an untied model, unless told otherwise."""
+    untied = make_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+    sizes = {"canary_tokens": NUM_TOKENS, "chunk_bytes": 10_000}
+    return lambda model_dir=untied, **values: make_step(model_dir, **sizes, **values)
 
 
 @torch.no_grad()
@@ -67,11 +55,9 @@ def distance(canary: Canary | None, logprobs: Tensor, next_logprob: float) -> fl
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["tied", "untied with adapters"])
-def test_the_canary_is_what_transformers_says_with_the_weights_in_the_file(
-    make_step: MakeStep, tmp_path: Path, lora: dict[str, Any] | None
-) -> None:
+def test_the_canary_is_what_transformers_says(make_step: MakeStep, tmp_path: Path, lora: Any) -> None:
     folder = make_tiny_model(tmp_path / "base", tie_word_embeddings=lora is None)
-    step = make_step(model_dir=folder, num_steps=0, trainer={"lora": lora})
+    step = make_step(folder, trainer={"lora": lora})
     seen = []
     for version in range(2):
         answer = step.export(tmp_path / f"v{version}.safetensors")
@@ -84,10 +70,10 @@ def test_the_canary_is_what_transformers_says_with_the_weights_in_the_file(
     assert distance(seen[0], torch.tensor(seen[1].logprobs), seen[1].next_logprob) > 1e-2
 
 
-def test_in_bfloat16_it_is_of_the_rounded_weights_as_the_loss_sees_them(
-    make_step: MakeStep, tmp_path: Path
-) -> None:
-    step = make_step(num_steps=3, dtype="bfloat16", trainer={"lora": {"rank": 4}})
+def test_in_bfloat16_it_is_of_the_rounded_weights(make_step: MakeStep, tmp_path: Path) -> None:
+    step = make_step(dtype="bfloat16", trainer={"lora": {"rank": 4}})
+    for version in range(3):
+        step.train(*make_batch(version=version))
     answer = step.export(tmp_path / "v3.safetensors")
     assert answer.canary is not None
     weights = load_file(answer.path)
@@ -98,7 +84,7 @@ def test_in_bfloat16_it_is_of_the_rounded_weights_as_the_loss_sees_them(
 
 
 def test_one_stale_tensor_anywhere_in_a_push_shows_in_the_canary(make_step: MakeStep, tmp_path: Path) -> None:
-    step = make_step(num_steps=0)
+    step = make_step()
     old = load_file(step.export(tmp_path / "v0.safetensors").path)
     step.train(*make_batch())
     answer = step.export(tmp_path / "v1.safetensors")
@@ -112,22 +98,21 @@ def test_one_stale_tensor_anywhere_in_a_push_shows_in_the_canary(make_step: Make
         assert gap > 1e-3, f"{name} alone is old by one step: a hundred times what float32 differs by"
 
 
-def test_the_last_chunk_carries_the_canary_of_the_whole_and_no_other_does(
-    make_step: MakeStep, tmp_path: Path
-) -> None:
+def test_the_last_chunk_alone_carries_the_canary_of_the_whole(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step(trainer={"lora": {"rank": 4}})
+    step.train(*make_batch())
     chunks: list[ExportChunkResponse] = []
     while not chunks or not chunks[-1].is_last:
         step.chunk_names(1, len(chunks))
         chunks.append(step.export_chunk(len(chunks)))
     assert len(chunks) > 3
-    assert {chunk.canary for chunk in chunks[:-1]} == {None}
-    assert chunks[-1].canary == step.export(tmp_path / "whole.safetensors").canary
-    assert chunks[-1].canary is not None
+    whole = step.export(tmp_path / "whole.safetensors").canary
+    assert whole is not None
+    assert [chunk.canary for chunk in chunks] == [None] * (len(chunks) - 1) + [whole]
 
 
 def test_weights_that_give_nan_are_not_published(make_step: MakeStep, tmp_path: Path) -> None:
-    step = make_step(num_steps=0)
+    step = make_step()
     with torch.no_grad():
         step.policy.model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(Refused, match="not finite, 159 of 159 tokens") as refused:

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from trainer_cases import make_batch, make_spec, naive_logprobs
+from trainer_cases import MakeStep, make_batch, naive_logprobs
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import LoraConfig
@@ -22,11 +22,7 @@ from asyncrl.http import Refused
 from asyncrl.trainer.model.lora import ADAPTER, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep
 
-LORA: dict[str, Any] = {"rank": 4, "alpha": 8.0}
-
-
-def make_step(model_dir: Path, folder: Path, *, lora: dict[str, Any] = LORA, **values: Any) -> TrainStep:
-    return TrainStep(make_spec(model_dir, folder, trainer={"lora": lora}, **values))
+LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
 def trained(step: TrainStep, num_batches: int = 3) -> TrainStep:
@@ -43,10 +39,8 @@ def logprobs(step: TrainStep) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_alone_are_trained_and_without_them_the_model_is_its_own_reference_bit_for_bit(
-    tiny_model_dir: Path, tmp_path: Path, dtype: str
-) -> None:
-    step = make_step(tiny_model_dir, tmp_path, dtype=dtype, algorithm={"kl_coefficient": 0.1})
+def test_adapters_alone_are_trained(make_step: MakeStep, tiny_model_dir: Path, dtype: str) -> None:
+    step = make_step(trainer=LORA, dtype=dtype, algorithm={"kl_coefficient": 0.1})
     before = logprobs(step)
     trained(step)
     assert len(step._masters.named) == 2 * 14, "A and B of seven linear layers in each of two decoder layers"
@@ -66,17 +60,15 @@ def test_adapters_alone_are_trained_and_without_them_the_model_is_its_own_refere
     assert step.train(*BATCH)["policy/kl_reference"] > 0
 
 
-def test_the_gradient_of_an_adapter_is_that_of_the_full_weight_carried_over_to_its_factors(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_gradient_of_an_adapter_is_that_of_the_full_weight(make_step: MakeStep) -> None:
     """With W + s B A as the weight, dB = s dW A^T, and dA = s B^T dW, which is 0 while B is."""
     header, arrays = make_batch()
     gradients = []
-    for step in (make_step(tiny_model_dir, tmp_path), TrainStep(make_spec(tiny_model_dir, tmp_path))):
+    for step in (make_step(trainer=LORA), make_step()):
         step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
         gradients.append({name: master.grad for name, master in step._masters.named.items()})
     with_adapters, full = gradients
-    weights = dict(make_step(tiny_model_dir, tmp_path)._masters.named)
+    weights = dict(make_step(trainer=LORA)._masters.named)
     for name, gradient in with_adapters.items():
         module, _, kind = name.partition(".lora_")
         if kind.startswith("A"):
@@ -86,9 +78,7 @@ def test_the_gradient_of_an_adapter_is_that_of_the_full_weight_carried_over_to_i
             assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine_and_still_has_a_gradient() -> (
-    None
-):
+def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine() -> None:
     torch.manual_seed(0)
     linear, config = nn.Linear(6, 5, bias=False), peft.LoraConfig()
     layer = MergedLinear(linear, ADAPTER, r=3, lora_alpha=3, config=config).bfloat16()
@@ -104,10 +94,8 @@ def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine_and_
         layer.zero_grad()
 
 
-def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_the_policy(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    step = trained(make_step(tiny_model_dir, tmp_path))
+def test_what_is_saved_opens_elsewhere(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> None:
+    step = trained(make_step(trainer=LORA))
     step.save(tmp_path / "final")
     step.save(tmp_path / "adapter", merged=False)
     for folder in ("final", "adapter"):
@@ -115,20 +103,17 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
         assert len(modes) == 1, "weights and config are read by the same people"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     assert np.abs(naive_logprobs(merged, *BATCH, 1.0) - logprobs(step)).max() < 1e-5
-    saved_config, config = (
-        json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "final", tiny_model_dir)
-    )
-    assert saved_config == config
+    configs = [folder / "config.json" for folder in (tmp_path / "final", tiny_model_dir)]
+    assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    with pytest.warns(
-        FutureWarning, match="is_gradient_checkpointing"
-    ):  # peft 0.21 asks transformers 5.23 by an old name
+    # peft 0.21 asks transformers 5.23 by an old name
+    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
         with_adapters = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert np.abs(naive_logprobs(with_adapters, *BATCH, 1.0) - logprobs(step)).max() < 1e-5
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tiny_model_dir)
     with pytest.raises(Refused, match="trainer.lora is none"):
-        TrainStep(make_spec(tiny_model_dir, tmp_path)).save(tmp_path / "none", merged=False)
+        make_step().save(tmp_path / "none", merged=False)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +125,7 @@ def test_saved_merged_and_saved_alone_both_open_elsewhere_with_the_logprobs_of_t
         ([], r"names no layer.*q_proj"),
     ],
 )
-def test_targets_that_can_carry_no_adapter_are_refused_with_what_the_model_has(
-    tiny_model_dir: Path, targets: list[str], message: str
-) -> None:
+def test_targets_without_adapters_are_refused(tiny_model_dir: Path, targets: list[str], message: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     with pytest.raises(ConfigError, match=f"(?s)trainer.lora.*{message}"):
         find_targets(model, LoraConfig(targets=targets))

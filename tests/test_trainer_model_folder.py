@@ -1,20 +1,31 @@
-"""A run goes on from the model that it began with, known by the content of its files."""
+"""A run goes on from the model that it began with, known by the content of its files; models made from
+nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from job_runs import write_config
+from tiny_model import TINY_ARCHITECTURE, TINY_CHARACTERS, make_tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.messages.base import ErrorBody, find_fatal
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer import model_folder
+from asyncrl.trainer.model.scratch import main, make_character_tokenizer
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 
 
@@ -57,9 +68,7 @@ def test_a_run_does_not_go_on_from_another_model_unless_it_is_accepted_and_the_r
     begin(tmp_path, model)
 
 
-def test_a_pin_that_cannot_be_read_is_told_and_one_of_a_model_from_scratch_says_how_it_is_made_again(
-    tmp_path: Path, model: Path
-) -> None:
+def test_an_unreadable_pin_and_a_lost_model_from_scratch_are_told(tmp_path: Path, model: Path) -> None:
     begin(tmp_path, model, None).write()
     (model / "config.json").unlink()
     with pytest.raises(ConfigError, match=f"remove {model}: it is made again from the seed"):
@@ -69,9 +78,7 @@ def test_a_pin_that_cannot_be_read_is_told_and_one_of_a_model_from_scratch_says_
         ModelPin(tmp_path, "base")
 
 
-def test_the_weights_are_read_once_and_again_only_where_a_file_was_touched(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_touched_files_are_reread(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, real = list[int](), model_folder.xxhash.xxh3_128
     monkeypatch.setattr(model_folder.xxhash, "xxh3_128", lambda: read.append(1) or real())
     for _ in range(2):
@@ -84,9 +91,7 @@ def test_the_weights_are_read_once_and_again_only_where_a_file_was_touched(
         assert len(read) == 4, "its new time is noted"
 
 
-def test_a_model_of_the_hub_is_fetched_again_at_the_commit_that_the_run_began_with(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commit_of_the_hub_is_kept(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
     def snapshot_download(hub_id: str, *, revision: str | None = None, **_: Any) -> str:
@@ -102,3 +107,76 @@ def test_a_model_of_the_hub_is_fetched_again_at_the_commit_that_the_run_began_wi
         pin.write()
     assert asked == [None, "commit1"]
     assert ModelPin(tmp_path, "some/other").revision is None
+
+
+# ---- a model made from nothing: same spec, same bytes; a tokenizer that gives back what it got
+
+TOKENIZER = make_character_tokenizer(TINY_CHARACTERS)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(tmp_path: Path) -> None:
+    folders = [make_tiny_model(tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    first, again, other = ({file.name: file.read_bytes() for file in each.iterdir()} for each in folders)
+    assert first == again
+    assert first["model.safetensors"] != other["model.safetensors"]
+    assert sorted(tmp_path.iterdir()) == folders, "no unfinished folder stays behind"
+
+
+def test_the_folder_opens_with_the_auto_classes(tiny_model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    assert model.config.vocab_size == len(tokenizer) == 6 + len(TINY_CHARACTERS)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == end
+
+
+@given(st.text(alphabet=TINY_CHARACTERS))
+def test_decoding_gives_back_every_text_of_the_alphabet_with_one_token_a_character(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert len(ids) == len(text)
+    assert TOKENIZER.decode(ids) == text
+
+
+def test_a_tool_role_is_one_more_token_and_chats_with_tool_calls_are_rendered(tmp_path: Path) -> None:
+    tokenizer = make_character_tokenizer(TINY_CHARACTERS, has_tool_role=True)
+    assert len(tokenizer) == len(TOKENIZER) + 1
+    tokenizer.save_pretrained(tmp_path)
+    chats = HFChatTokenizer(tmp_path)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    chat = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "1+2"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+    ]
+    text = chats.render(chat, tools=[{"type": "function", "function": {"name": "add"}}])
+    marks = "<|user|>1+2<|im_end|><|assistant|><|im_end|><|tool|>3<|im_end|><|assistant|>"
+    assert text == chats.render(chat) == f"<|system|>be kind<|im_end|>{marks}", "tools are not written"
+    assert len(chats.encode(text)) == 9 + 7 + 4, "one token a character, one a mark"
+    assert tokenizer.decode(chats.encode(text), skip_special_tokens=True) == "be kind1+23"
+
+
+def test_a_spec_that_makes_no_model_ends_with_what_to_correct(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fatal(**values: object) -> ErrorBody:
+        spec = tmp_path / "spec.json"
+        scratch = {"architecture": TINY_ARCHITECTURE, "characters": TINY_CHARACTERS}
+        out = str(tmp_path / "model")
+        spec.write_text(json.dumps({"out": out, "seed": 0, "scratch": scratch, **values}))
+        monkeypatch.setattr(sys, "argv", ["scratch", "--spec", str(spec)])
+        with pytest.raises(SystemExit):
+            main()
+        error = find_fatal(capsys.readouterr().err)
+        assert error is not None
+        assert error.way_out
+        return error
+
+    for architecture, words in (
+        ({"model_type": "qwen33"}, "qwen33"),
+        ({**TINY_ARCHITECTURE, "hiden_size": 3}, "a qwen3 config does not know: hiden_size"),
+        ({"hidden_size": 8}, "no model_type"),
+    ):
+        assert words in fatal(scratch={"architecture": architecture, "characters": "ab"}).error
+    (tmp_path / "model").mkdir()
+    assert "exists already" in fatal().error

@@ -4,9 +4,7 @@ where it was.
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,15 @@ import torch
 from rank_processes import TIMEOUT_S, Group, running, save_state
 from tiny_model import make_tiny_model
 from torch import Tensor
-from trainer_cases import make_batch, make_spec
+from trainer_cases import MakeStep, full_disk, make_batch
 
 from asyncrl.errors import TrainerError
 from asyncrl.http import CallRefused, Refused
 from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.messages.trainer_calls import StateRequest, TrainerHealth
-from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
-MakeStep = Callable[..., TrainStep]
 PAGED = {"hidden_size": 64, "intermediate_size": 256}
 """Weights of several pages."""
 
@@ -36,23 +32,8 @@ def paged_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def make_step(paged_model_dir: Path, tmp_path: Path) -> MakeStep:
-    def make(model_dir: Path = paged_model_dir, **values: Any) -> TrainStep:
-        (tmp_path / "staging").mkdir(exist_ok=True)
-        return TrainStep(make_spec(model_dir, tmp_path, **values))
-
-    return make
-
-
-@contextmanager
-def full_disk(pid: int = 0) -> Iterator[None]:
-    """As a disk on which no file of this process can grow past 20 kB."""
-    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        yield
-    finally:
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+def make_step(make_step: MakeStep, paged_model_dir: Path) -> MakeStep:
+    return lambda model_dir=paged_model_dir, **values: make_step(model_dir, **values)
 
 
 def are_gone(tensors: Sequence[Tensor]) -> bool:
@@ -133,9 +114,7 @@ def test_what_needs_a_part_that_is_away_is_refused_by_its_name(make_step: MakeSt
 
 
 @pytest.mark.parametrize("parts", [("weights",), ("optimizer",), ALL], ids=["weights", "optimizer", "all"])
-def test_a_checkpoint_of_an_offloaded_trainer_is_that_of_one_which_is_not(
-    make_step: MakeStep, tmp_path: Path, parts: tuple[TrainerPart, ...]
-) -> None:
+def test_a_checkpoint_may_be_made_of_what_is_away(make_step: MakeStep, tmp_path: Path, parts: Any) -> None:
     step = make_step(dtype="bfloat16")
     for version in range(2):
         step.train(*make_batch(version=version, seed=version))
@@ -152,23 +131,17 @@ def test_a_checkpoint_of_an_offloaded_trainer_is_that_of_one_which_is_not(
     assert again.weights_digest() == step.weights_digest()
 
 
-def test_a_part_that_a_full_disk_does_not_take_stays_where_it_was_and_the_error_says_so(
-    make_step: MakeStep,
-) -> None:
-    plain, step = make_step(), make_step()
-    for one in (plain, step):
-        one.train(*make_batch())
-    with (
-        full_disk(),
-        pytest.raises(Refused, match="offload weights, optimizer on rank 0: OSError") as refused,
-    ):
+def test_a_part_that_a_full_disk_does_not_take_stays_where_it_was(make_step: MakeStep) -> None:
+    step = make_step()
+    step.train(*make_batch())
+    before = step.weights_digest()
+    words = "offload weights, optimizer on rank 0: OSError"
+    with full_disk(), pytest.raises(Refused, match=words) as refused:
         step.offload(("weights", "optimizer"))
     assert refused.value.status == 507
     assert "free space on the disk" in refused.value.body.way_out
-    assert step.offloaded == []
-    for one in (plain, step):
-        one.train(*make_batch(version=1))
-    assert step.weights_digest() == plain.weights_digest()
+    assert (step.offloaded, step.weights_digest()) == ([], before)
+    step.train(*make_batch(version=1))
 
 
 @pytest.mark.gpu

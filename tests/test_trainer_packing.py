@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from trainer_cases import Rows, batch_of, random_groups, trees
+from trainer_cases import Rows, assert_all_close, batch_of, random_groups, trees
 
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
 from asyncrl.trainer.model import attention as attention_kernels
@@ -21,6 +21,7 @@ from asyncrl.trainer.model.attention import packed_attention, plain_attention
 from asyncrl.trainer.model.packing import KernelPass, Layout, MicroBatch, pack
 
 CPU = torch.device("cpu")
+MAIN, FORK = random_groups([[6, 7]], prompt=17)[0]
 
 
 def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArrays, list[MicroBatch]]:
@@ -30,7 +31,7 @@ def packed(groups: Rows, max_tokens: int = 10**6) -> tuple[BatchHeader, BatchArr
 
 @settings(max_examples=60, deadline=None)
 @given(trees(), st.integers(1, 120))
-def test_every_loss_token_is_there_once_with_its_own_context(groups: Rows, max_tokens: int) -> None:
+def test_every_loss_token_is_there_once_in_a_layout_without_gaps(groups: Rows, max_tokens: int) -> None:
     header, arrays, micros = packed(groups, max_tokens)
     source = np.concatenate([micro.source_M for micro in micros]) if micros else np.array([], np.int64)
     assert source.tolist() == np.flatnonzero(arrays.loss_mask).tolist(), "in the batch's order, each once"
@@ -48,12 +49,6 @@ def test_every_loss_token_is_there_once_with_its_own_context(groups: Rows, max_t
             offset = micro.source_M[sequence_M == index] - entry.start
             assert [places[before] for before in offset - 1] == predict_M[sequence_M == index].tolist()
             assert prefix + own == offset[-1], "read up to the last loss token and no further"
-
-
-@settings(max_examples=60, deadline=None)
-@given(trees(), st.integers(1, 120))
-def test_a_layout_covers_the_packed_tokens_without_gaps(groups: Rows, max_tokens: int) -> None:
-    for micro in packed(groups, max_tokens)[2]:
         layout = micro.layout
         assert layout.num_tokens == len(micro.token_ids_N) == len(micro.position_N)
         for part in layout.passes:
@@ -70,8 +65,9 @@ def test_a_layout_covers_the_packed_tokens_without_gaps(groups: Rows, max_tokens
         (random_groups([[5, 9, 3, 7]], prompt=30), 10**6, [30 + 4 + 8 + 2 + 6], [[(30, 20)]]),
         (random_groups([[11] * 5], prompt=20), 40, [40, 40, 30], [[(20, 20)], [(20, 20)], []]),
         (random_groups([[50, 3], [3]], prompt=20), 30, [69, 22, 22], [[], [], []]),
+        ([[(MAIN[0], [False] * 12 + [True] * 11), FORK]], 99, [17 + 5 + 6], [[(17, 11)]]),
     ],
-    ids=["shared once", "cut in two", "longer than the limit"],
+    ids=["shared once", "cut in two", "longer than the limit", "loss in one and context in the other"],
 )
 def test_a_prompt_is_there_once_in_each_micro_batch_that_has_several_of_its_group(
     groups: Rows, max_tokens: int, num_tokens: list[int], families: list[list[tuple[int, int]]]
@@ -89,37 +85,17 @@ def test_on_a_cpu_a_micro_batch_is_no_larger_than_its_caches_like(monkeypatch: p
     assert [micro.layout.num_tokens for micro in micros] == [30, 15]
 
 
-def test_sequences_without_loss_are_left_out_and_a_batch_of_them_is_empty() -> None:
-    silent = ([1, 2, 3], [False] * 3)
-    _, _, (micro,) = packed([[silent, ([1, 2, 3, 4], [False, False, True, False])], [silent]])
-    assert micro.trajectory_S.tolist() == [1]
-    assert micro.layout.num_tokens == 2
-    assert packed([[silent]])[2] == []
-
-
 # ---- packed attention is ordinary attention of each sequence by itself, whatever is shared
 
-SHARED = random_groups([[30, 70, 1, 9], [40], [5, 60]], prompt=25)
+LAYOUT = packed(random_groups([[30, 70, 1, 9], [40], [5, 60]], prompt=25))[2][0].layout
 
 
-def layout_of(groups: Rows) -> Layout | None:
-    micros = packed(groups)[2]
-    return micros[0].layout if micros else None
-
-
-LAYOUT = layout_of(SHARED)
-assert LAYOUT is not None
-
-
-def tensors(
-    layout: Layout, dtype: torch.dtype, heads: int = 6, key_heads: int = 2, width: int = 16
-) -> list[Tensor]:
+def tensors(layout: Layout, dtype: torch.dtype, key_heads: int = 2, width: int = 16) -> list[Tensor]:
     """Query, key, value as a model makes them, and a gradient of the output."""
     random = torch.Generator().manual_seed(0)
-    sizes = (heads, key_heads, key_heads, heads)
     made = [
-        torch.randn(1, layout.num_tokens, size, width, generator=random).to(dtype).transpose(1, 2)
-        for size in sizes
+        torch.randn(1, layout.num_tokens, heads, width, generator=random).to(dtype).transpose(1, 2)
+        for heads in (6, key_heads, key_heads, 6)
     ]
     return [tensor.requires_grad_(index < 3) for index, tensor in enumerate(made)]
 
@@ -151,23 +127,18 @@ def results(function: Any, made: list[Tensor], layout: Layout, scale: float = 0.
 @settings(max_examples=25, deadline=None)
 @given(trees())
 def test_any_tree_gives_the_outputs_and_gradients_of_separate_sequences(groups: Rows) -> None:
-    layout = layout_of(groups)
-    if layout is None:
-        return
+    micros = packed(groups)[2]
+    assume(micros)
+    layout = micros[0].layout
     made = tensors(layout, torch.float64)
-    for found, expected in zip(
-        results(packed_attention, made, layout), results(row_by_row, made, layout), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert_all_close(results(packed_attention, made, layout), results(row_by_row, made, layout), 1e-9)
 
 
 @pytest.mark.parametrize(
     ("dtype", "key_heads", "limit"),
     [(torch.float32, 1, 1e-6), (torch.float32, 6, 1e-6), (torch.bfloat16, 2, 0.01), (torch.float16, 2, 0.01)],
 )
-def test_in_any_dtype_and_number_of_key_heads_it_agrees_with_the_whole_matrix_in_float32(
-    dtype: torch.dtype, key_heads: int, limit: float
-) -> None:
+def test_any_dtype_agrees_with_the_whole_matrix(dtype: torch.dtype, key_heads: int, limit: float) -> None:
     made = tensors(LAYOUT, dtype, key_heads=key_heads)
     wide = [tensor.detach().float().requires_grad_(index < 3) for index, tensor in enumerate(made)]
     expected = results(row_by_row, wide, LAYOUT)
@@ -209,8 +180,7 @@ def test_the_layout_of_the_cuda_kernel_is_right(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention_kernels, "_varlen_backward", varlen_backward)
     monkeypatch.setattr(attention_kernels, "_forward_cpu", attention_kernels._forward_cuda)
     monkeypatch.setattr(attention_kernels, "_backward_cpu", attention_kernels._backward_cuda)
-    for found, other in zip(results(packed_attention, made, LAYOUT), expected, strict=True):
-        torch.testing.assert_close(found, other, rtol=1e-9, atol=1e-9)
+    assert_all_close(results(packed_attention, made, LAYOUT), expected, 1e-9)
 
 
 @pytest.mark.gpu

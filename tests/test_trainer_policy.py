@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tiny_model import TINY_ARCHITECTURE
 from torch import Tensor
 from torch.nn import functional
-from trainer_cases import Rows, batch_of, naive, random_groups, trees
+from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.trainer.model import policy as policy_module
@@ -22,20 +23,9 @@ from asyncrl.trainer.model.packing import MicroBatch, pack
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, head_scores
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
-COMMON = {
-    "vocab_size": 52,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+COMMON: dict[str, Any] = {**TINY_ARCHITECTURE, "vocab_size": 52, "initializer_range": 0.1}
+COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+del COMMON["model_type"], COMMON["tie_word_embeddings"]
 PACKED: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "llama": {},
@@ -63,9 +53,10 @@ def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **change
     return model
 
 
-def run(
-    policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0
-) -> tuple[Tensor, dict[str, Tensor]]:
+Found = tuple[Tensor, dict[str, Tensor]]
+
+
+def run(policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0) -> Found:
     """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ...: one backward pass a
     micro-batch.
     """
@@ -80,7 +71,7 @@ def run(
     return torch.cat(found), gradients(policy.model)
 
 
-def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> Found:
     header, arrays = batch_of(groups)
     model.zero_grad()
     logprob_M = naive(model, header, arrays, temperature)
@@ -89,13 +80,10 @@ def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> tuple[Tenso
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    named = model.named_parameters()
-    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
 
-def assert_same(
-    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]], limit: float
-) -> None:
+def assert_same(found: Found, expected: Found, limit: float) -> None:
     """Logprobs to 10 * limit, in nats; each parameter's gradient to 10 * limit, relative."""
     torch.testing.assert_close(found[0].double(), expected[0].double(), rtol=0, atol=10 * limit)
     assert found[1].keys() == expected[1].keys()
@@ -121,9 +109,7 @@ def test_usual_architectures_run_packed_and_give_plain_gradients(kind: str) -> N
         ("recurrent_gemma", {"logits_soft_cap": 30.0, "lru_width": 64, "num_hidden_layers": 3}),
     ],
 )
-def test_a_soft_cap_that_small_logits_do_not_feel_is_found_and_computed_once_they_have_grown(
-    kind: str, cap: dict[str, Any]
-) -> None:
+def test_a_soft_cap_that_small_logits_do_not_feel_is_found(kind: str, cap: dict[str, Any]) -> None:
     model = make_model(kind, hidden_size=64, initializer_range=0.0, **cap)
     policy = Policy(model)
     assert not policy.plan.has_plain_head
@@ -133,9 +119,7 @@ def test_a_soft_cap_that_small_logits_do_not_feel_is_found_and_computed_once_the
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_others_are_found_out_told_in_the_log_and_run_alone(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_others_are_found_out_logged_and_run_alone(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model = make_model(kind)
     expected = run_plain(model, GROUPS)
     before = model.config._attn_implementation
@@ -150,57 +134,36 @@ def test_others_are_found_out_told_in_the_log_and_run_alone(
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees(), st.sampled_from([1, 40, 10**6]))
 def test_any_tree_and_any_cut_give_plain_gradients(groups: Rows, max_tokens: int) -> None:
-    if not any(any(mask) for rows in groups for _, mask in rows):
-        return
+    assume(any(any(mask) for rows in groups for _, mask in rows))
     model = make_model(dtype=torch.float64)
     expected = run_plain(model, groups)
     assert_same(run(Policy(model, ForwardPlan(True, True)), groups, max_tokens), expected, 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_group_whose_sequences_are_all_the_same_has_no_own_tokens_and_still_trains(
-    dtype: torch.dtype,
-) -> None:
-    (row,) = random_groups([[6]])[0]
-    header, arrays = batch_of([[row] * 4, [row]])
-    policy = Policy(make_model().to(dtype))
-    (micro,) = pack(header, arrays, arrays.loss_mask, 1000, torch.device("cpu"))
-    logprob_M = policy(micro).logprob_M
-    logprob_M.sum().backward()
-    assert torch.equal(logprob_M[:24], logprob_M[24:].repeat(4))
-
-
 def test_a_window_shorter_than_a_sequence_makes_its_micro_batch_run_alone() -> None:
     model = make_model("mistral", sliding_window=32)
-    short, long = random_groups([[5, 9]], prompt=20), random_groups([[5, 60]], prompt=20)
-    expected = [run_plain(model, groups) for groups in (short, long)]
+    both = [random_groups([[5, longest]], prompt=20) for longest in (9, 60)]
+    expected = [run_plain(model, groups) for groups in both]
     policy = Policy(model)
     assert policy.plan == ForwardPlan(is_packed=True, has_plain_head=True, window=32)
-    for groups, result in zip((short, long), expected, strict=True):
+    for groups, result in zip(both, expected, strict=True):
         assert_same(run(policy, groups), result, 1e-5)
 
 
-@pytest.mark.parametrize("plan", [None, ForwardPlan(False, True, reason="asked for")])
-def test_gradient_checkpointing_computes_layers_twice_and_gives_the_same_gradient(
-    plan: ForwardPlan | None,
-) -> None:
-    policy = Policy(make_model(), plan)
-    expected = run(policy, GROUPS)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_gradient_checkpointing_computes_layers_twice_and_gives_the_same_gradient(is_packed: bool) -> None:
+    policy = Policy(make_model(), ForwardPlan(is_packed, True, reason="asked for"))
     calls: list[int] = []
     policy.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    run(policy, random_groups([[5]]))
+    expected = run(policy, GROUPS)
     num_plain = len(calls)
     policy.enable_gradient_checkpointing()
     assert_same(run(policy, GROUPS), expected, 1e-7)
-    calls.clear()
-    run(policy, random_groups([[5]]))
-    assert len(calls) == 2 * num_plain
+    assert len(calls) == 3 * num_plain
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_plan_check_sees_a_model_whose_sequences_see_each_other(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_check_sees_that_sequences_mix(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention that takes packed tokens for one long sequence is the mistake that it is there for."""
     real = policy_module.packed_inputs
 
@@ -227,9 +190,8 @@ def case(dtype: torch.dtype, *, has_bias: bool = False) -> list[Any]:
     return [hidden, weight, bias, target, torch.randn(70, generator=random)]
 
 
-def whole(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float
-) -> tuple[Tensor, ...]:
+def whole(*made: Any) -> tuple[Tensor, ...]:
+    hidden, weight, bias, target, temperature = made
     logprob_MV = torch.log_softmax(functional.linear(hidden, weight, bias) / temperature, dim=-1)
     entropy_M = torch.special.entr(logprob_MV.exp()).sum(-1)
     return logprob_MV.gather(-1, target[:, None])[:, 0], entropy_M, logprob_MV.amax(-1)
@@ -253,33 +215,25 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slices")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "temperature", "limit"), [(torch.float64, 0.7, 1e-10), (torch.float32, 1.0, 1e-5)]
+    ("dtype", "temperature", "limit", "gradient_limit"),
+    [(torch.float64, 0.7, 1e-10, 1e-10), (torch.float32, 1.0, 1e-5, 1e-5), (torch.bfloat16, 0.8, 2e-5, 0.01)],
 )
-def test_it_is_a_log_softmax(has_bias: bool, dtype: torch.dtype, temperature: float, limit: float) -> None:
+def test_it_is_a_log_softmax_and_bfloat16_loses_nothing_in_the_forward_pass(
+    has_bias: bool, dtype: torch.dtype, temperature: float, limit: float, gradient_limit: float
+) -> None:
     made = case(dtype, has_bias=has_bias)
-    for found, expected in zip(
-        scores_of(head_scores, made, temperature), scores_of(whole, made, temperature), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=limit, atol=limit)
-
-
-@pytest.mark.usefixtures("slices")
-def test_bfloat16_weights_lose_nothing_in_the_forward_pass() -> None:
-    hidden, weight, bias, *rest = case(torch.bfloat16)
-    wide = [tensor.detach().float().requires_grad_() for tensor in (hidden, weight)]
-    found = scores_of(head_scores, [hidden, weight, bias, *rest], 0.8)
-    expected = scores_of(whole, [*wide, bias, *rest], 0.8)
-    for score, wide_score in zip(found[:3], expected[:3], strict=True):
-        assert score.dtype == torch.float32
-        torch.testing.assert_close(score, wide_score, rtol=2e-5, atol=2e-5)
+    wide = torch.promote_types(dtype, torch.float32)
+    parts = [None if part is None else part.detach().to(wide).requires_grad_() for part in made[:3]]
+    found = scores_of(head_scores, made, temperature)
+    expected = scores_of(whole, [*parts, *made[3:]], temperature)
+    assert_all_close(found[:3], expected[:3], limit)
     for gradient, wide_gradient in zip(found[3:], expected[3:], strict=True):
-        assert gradient.dtype == torch.bfloat16
-        assert float((gradient.float() - wide_gradient).norm() / wide_gradient.norm()) < 0.01
+        assert gradient.dtype == dtype
+        assert float((gradient - wide_gradient).norm() / wide_gradient.norm()) < gradient_limit
 
 
 def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
     hidden = torch.tensor([[1.0], [-1.0], [0.0]]).requires_grad_()
     weight = torch.linspace(-300.0, 300.0, 601)[:, None].requires_grad_()
     made = [hidden, weight, None, torch.tensor([0, 0, 5]), torch.ones(3)]
-    for found, expected in zip(scores_of(head_scores, made, 1.0), scores_of(whole, made, 1.0), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert_all_close(scores_of(head_scores, made, 1.0), scores_of(whole, made, 1.0), 1e-4)

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from branch_cases import make_branch_batch
-from hypothesis import given
-from hypothesis import strategies as st
 from rank_processes import TIMEOUT_S, running, save_state
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
@@ -36,7 +34,6 @@ from asyncrl.messages.trainer_calls import (
 )
 from asyncrl.placement.devices import place
 from asyncrl.run import start as startup
-from asyncrl.trainer.model.packing import split_tokens
 from asyncrl.trainer.ranks import join_ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
@@ -118,26 +115,6 @@ def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
-
-
-@given(st.integers(0, 1000), st.integers(1, 12), st.data(), st.integers(1, 5))
-def test_every_loss_token_goes_to_one_rank_whole_sequences_and_no_rank_is_off_by_more_than_one(
-    seed: int, num_sequences: int, data: st.DataObject, num_ranks: int
-) -> None:
-    header, arrays = make_batch(num_groups=num_sequences, group_size=1, seed=seed)
-    entries = header.trajectories
-    chosen = data.draw(st.lists(st.booleans(), min_size=num_sequences, max_size=num_sequences).filter(any))
-    has_loss = arrays.loss_mask & np.repeat(chosen, [entry.end - entry.start for entry in entries])
-    shares = split_tokens(header, has_loss, num_ranks)
-    assert len(shares) == num_ranks
-    assert np.array_equal(np.sum(shares, axis=0), has_loss), "each token once"
-    loads = np.zeros(num_ranks)
-    for part in (slice(entry.start, entry.end) for entry in entries):
-        if has_loss[part].any():
-            (owner,) = [rank for rank, share in enumerate(shares) if share[part].any()]
-            assert np.array_equal(shares[owner][part], has_loss[part])
-            loads[owner] += part.stop - part.start
-    assert np.abs(loads - loads.sum() / num_ranks).max() <= 25, "5 + 20 tokens is the longest sequence"
 
 
 def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(

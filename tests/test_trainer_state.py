@@ -6,30 +6,19 @@ from __future__ import annotations
 
 import os
 import pickle
-import resource
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_model import make_tiny_model
-from trainer_cases import make_batch, make_spec
+from trainer_cases import MakeStep, full_disk, make_batch
 
 from asyncrl.http import Refused
 from asyncrl.trainer.step import TrainStep
 
 LORA = {"rank": 4, "alpha": 8.0}
-MakeStep = Callable[..., TrainStep]
-
-
-@pytest.fixture
-def make_step(tiny_model_dir: Path, tmp_path: Path) -> MakeStep:
-    def make(model_dir: Path = tiny_model_dir, **values: Any) -> TrainStep:
-        return TrainStep(make_spec(model_dir, tmp_path, **values))
-
-    return make
 
 
 def train(step: TrainStep, first: int, last: int) -> None:
@@ -45,14 +34,11 @@ def train(step: TrainStep, first: int, last: int) -> None:
         {
             "trainer": {"schedule": "cosine", "num_steps": 5, "mini_batches": 2},
             "algorithm": {"kl_coefficient": 0.1},
-            "dtype": "bfloat16",
         },
     ],
     ids=["float32", "lora", "schedule and reference"],
 )
-def test_three_steps_and_a_load_and_two_are_the_same_bits_as_five_steps(
-    make_step: MakeStep, tmp_path: Path, values: dict[str, Any]
-) -> None:
+def test_a_loaded_trainer_goes_on_to_the_same_bits(make_step: MakeStep, tmp_path: Path, values: Any) -> None:
     whole = make_step(**values)
     train(whole, 0, 3)
     torch.manual_seed(123)
@@ -71,9 +57,7 @@ def test_three_steps_and_a_load_and_two_are_the_same_bits_as_five_steps(
 
 
 @pytest.mark.parametrize(("before", "now"), [(4, 1), (1, 4)])
-def test_the_schedule_goes_on_at_the_batch_where_it_was_if_epochs_were_changed(
-    make_step: MakeStep, tmp_path: Path, before: int, now: int
-) -> None:
+def test_other_epochs_keep_the_schedule(make_step: MakeStep, tmp_path: Path, before: int, now: int) -> None:
     linear = {"schedule": "linear", "num_steps": 4}
     step = make_step(trainer={**linear, "epochs": before})
     train(step, 0, 2)
@@ -85,9 +69,7 @@ def test_the_schedule_goes_on_at_the_batch_where_it_was_if_epochs_were_changed(
     assert changed._optimizer.param_groups[0]["lr"] == pytest.approx(peak * (0.5 - (now - 1) / (4 * now)))
 
 
-def test_a_state_from_before_the_first_step_takes_back_what_came_after(
-    make_step: MakeStep, tmp_path: Path
-) -> None:
+def test_a_state_from_before_the_first_step_takes_all_back(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step()
     before = step.weights_digest()
     step.num_skipped_in_a_row = 2
@@ -99,9 +81,7 @@ def test_a_state_from_before_the_first_step_takes_back_what_came_after(
     assert not any(step._optimizer.state.get(master) for master in step._masters.named.values())
 
 
-def test_training_beside_the_writing_does_not_reach_what_is_written(
-    make_step: MakeStep, tmp_path: Path
-) -> None:
+def test_training_on_does_not_reach_what_is_being_written(make_step: MakeStep, tmp_path: Path) -> None:
     step, may_write = make_step(), threading.Event()
     train(step, 0, 2)
     at_save = step.weights_digest()
@@ -123,13 +103,8 @@ def test_a_save_that_fails_is_an_error_and_the_next_one_succeeds(make_step: Make
     train(step, 0, 1)
     with pytest.raises(Refused, match="cannot write or read"):
         step.begin_save_state(step.spec.record_path / "state").result()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # as a disk that is full half way through
-    try:
-        with pytest.raises(Refused, match=r"cannot write or read .*half: OSError"):
-            step.begin_save_state(tmp_path / "half").result()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_disk(limit=50_000), pytest.raises(Refused, match=r"cannot write or read .*half: OSError"):
+        step.begin_save_state(tmp_path / "half").result()
     with pytest.raises(Refused, match="cannot be read"):
         step.load_state(tmp_path / "half")
     step.begin_save_state(tmp_path / "state").result()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,10 @@ from hypothesis import strategies as st
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.step import TrainStep
+
+MakeStep = Callable[..., TrainStep]
+"""The fixture make_step: of the tiny model, unless another folder is given first."""
 
 
 def make_spec(
@@ -37,49 +44,44 @@ def make_spec(
 
 
 def make_batch(
-    *,
-    version: int = 0,
-    min_version: int | None = None,
-    mask_older: bool = False,
-    num_groups: int = 2,
-    group_size: int = 3,
-    seed: int = 0,
+    *, version: int = 0, num_groups: int = 2, group_size: int = 3, seed: int = 0, **header: Any
 ) -> tuple[BatchHeader, BatchArrays]:
     """Random tokens of the tiny model, prompts of 5, completions of 1 to 20 tokens, all sampled at
     `version`.
     """
     rng = np.random.default_rng(seed)
-    headers, masks, start = [], [], 0
-    for index in range(num_groups * group_size):
-        length = int(rng.integers(1, 21))
-        headers.append(
-            TrajectoryHeader(
-                group_index=index // group_size,
-                group_id=10 + index // group_size,
-                sample_index=index % group_size,
-                prompt_id=f"p{index // group_size}",
-                start=start,
-                end=start + 5 + length,
-                reward=float(index % group_size) + 0.25 * float(rng.random()),
-            )
-        )
-        masks += [False] * 5 + [True] * length
-        start += 5 + length
-    mask = np.array(masks)
-    return (
-        BatchHeader(
-            version=version,
-            min_version=version if min_version is None else min_version,
-            mask_older=mask_older,
-            trajectories=headers,
-        ),
-        BatchArrays(
-            token_ids=rng.integers(6, 52, start).astype(np.int32),
-            loss_mask=mask,
-            behaviour_logprobs=np.where(mask, rng.normal(-4.0, 0.3, start), 0).astype(np.float32),
-            versions=np.where(mask, version, -1).astype(np.int32),
-        ),
+    drawn = [(int(rng.integers(1, 21)), float(rng.random())) for _ in range(num_groups * group_size)]
+    rows = [([0] * (5 + length), [False] * 5 + [True] * length) for length, _ in drawn]
+    groups = [rows[start : start + group_size] for start in range(0, len(rows), group_size)]
+    made, arrays = batch_of(groups)
+    entries = [
+        entry.model_copy(update={"reward": entry.sample_index + 0.25 * extra})
+        for entry, (_, extra) in zip(made.trajectories, drawn, strict=True)
+    ]
+    mask = arrays.loss_mask
+    fields = {"version": version, "min_version": version, "trajectories": entries, **header}
+    return made.model_copy(update=fields), changed(
+        arrays,
+        token_ids=rng.integers(6, 52, len(mask)).astype(np.int32),
+        behaviour_logprobs=np.where(mask, rng.normal(-4.0, 0.3, len(mask)), 0).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
     )
+
+
+@contextlib.contextmanager
+def full_disk(pid: int = 0, limit: int = 20_000) -> Iterator[None]:
+    """As a disk on which no file of this process can grow past `limit` bytes."""
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def assert_all_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], limit: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=limit, atol=limit)
 
 
 def changed(arrays: BatchArrays, **values: Any) -> BatchArrays:
@@ -107,8 +109,10 @@ def batch_of(groups: Rows) -> tuple[BatchHeader, BatchArrays]:
             start = len(ids)
             ids += token_ids
             mask += has_loss
-            place = {"group_index": group, "group_id": group, "start": start, "end": len(ids)}
-            trajectories.append(TrajectoryHeader(sample_index=sample, prompt_id="p", reward=0.0, **place))
+            place = {"group_index": group, "group_id": 10 + group, "start": start, "end": len(ids)}
+            trajectories.append(
+                TrajectoryHeader(sample_index=sample, prompt_id=f"p{group}", reward=0.0, **place)
+            )
     loss_mask = np.array(mask)
     return BatchHeader(version=0, min_version=0, mask_older=False, trajectories=trajectories), BatchArrays(
         token_ids=np.array(ids, dtype=np.int32),
