@@ -26,19 +26,9 @@ CHILDREN = {"trainer": "asyncrl.trainer.rank_process", "engine": "asyncrl_server
 VICTIMS = {"tree": 0.45, "controller": 0.15, "trainer": 0.2, "engine": 0.2}
 """Victim -> its share of the kills. `controller`: it alone, and its children end by themselves."""
 PATIENCE_S = 240.0
-FREE_METRICS = (
-    "perf/",
-    "time_s",
-    "buffer/",
-    "rollout/",
-    "engine/",
-    "weight_sync/",
-    "sample/interrupted",
-    "policy/logprob_gap_mean/",
-    "policy/logprob_gap_max/",
-    "eval/",
-    "gateway/",
-    "harness/",
+FREE_METRICS = tuple(
+    "perf/ time_s buffer/ rollout/ engine/ weight_sync/ sample/interrupted policy/logprob_gap_mean/ "
+    "policy/logprob_gap_max/ eval/ gateway/ harness/".split()
 )
 """Metrics that say how a run went, not what it computed: they may differ after a kill."""
 
@@ -90,11 +80,8 @@ class Crashes:
         self.config, self.run_dir, self.promise = config, run_dir, promise_of(config)
         self.num_steps = yaml.safe_load(config.read_text())["trainer"]["num_steps"]
         self.random = random.Random(seed)
-        drawn = (
-            self.random.sample(victims, len(victims))
-            if victims
-            else self.random.choices(list(VICTIMS), VICTIMS.values(), k=num_kills)
-        )
+        drawn = self.random.sample(victims, len(victims))
+        drawn = drawn or self.random.choices(list(VICTIMS), VICTIMS.values(), k=num_kills)
         steps = sorted(self.random.choices(range(self.num_steps - 2), k=len(drawn)))
         self.plan = list(zip(steps, drawn, strict=True))
         self.kills: Counter[str] = Counter()
@@ -225,9 +212,8 @@ def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]
     """
     found = []
     trained = [effective(read_lines(folder / "trained.jsonl")).lines for folder in (one, other)]
-    metrics = [
-        {line["step"]: line for line in read_lines(folder / "metrics.jsonl")} for folder in (one, other)
-    ]
+    lines = [read_lines(folder / "metrics.jsonl") for folder in (one, other)]
+    metrics = [{line["step"]: line for line in of_run} for of_run in lines]
     for name, (left, right) in {"trained": trained, "metrics": metrics}.items():
         if left.keys() != right.keys():
             found.append(f"{name}: steps {sorted(left)} and {sorted(right)}")
@@ -240,6 +226,5 @@ def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]
         ]
     weights, others = (load_file(folder / "final" / "model.safetensors") for folder in (one, other))
     assert weights.keys() == others.keys()
-    return found + [
-        f"weights: {name}" for name in weights if weights[name].tobytes() != others[name].tobytes()
-    ]
+    unequal = (name for name in weights if weights[name].tobytes() != others[name].tobytes())
+    return found + [f"weights: {name}" for name in unequal]

@@ -94,9 +94,10 @@ def ended(process: subprocess.Popen[str], timeout_s: float = 120) -> subprocess.
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def run(
-    config: Path, run_dir: Path, *overrides: str, timeout_s: float = 240
-) -> subprocess.CompletedProcess[str]:
+Ended = subprocess.CompletedProcess[str]
+
+
+def run(config: Path, run_dir: Path, *overrides: str, timeout_s: float = 240) -> Ended:
     """Run to the end."""
     return ended(popen(config, *overrides, "--run-dir", run_dir), timeout_s)
 
@@ -104,10 +105,8 @@ def run(
 def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start, and return at once."""
     process = popen(config, *overrides, "--run-dir", run_dir)
-    for pipe in (
-        process.stdout,
-        process.stderr,
-    ):  # read at the end alone: in 64 KiB a fast machine's lines of steps find no room
+    # read at the end alone: in 64 KiB a fast machine's lines of steps find no room
+    for pipe in (process.stdout, process.stderr):
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)  # type: ignore[arg-type]
     return process
 
@@ -136,10 +135,8 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], tim
 def events(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
     """(what, detail) of each event in the journal."""
     with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'journal.sqlite'}?mode=ro", uri=True)) as db:
-        return [
-            (what, json.loads(detail))
-            for what, detail in db.execute("select what, detail from events order by id")
-        ]
+        rows = db.execute("select what, detail from events order by id")
+        return [(what, json.loads(detail)) for what, detail in rows]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

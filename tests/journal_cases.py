@@ -37,9 +37,7 @@ def make_prompt(group_id: int) -> Prompt:
     return Prompt(f"0/{group_id}", ({"role": "user", "content": f"Question {group_id}"},))
 
 
-def make_trajectory(
-    group_id: int, sample_index: int, *, num_tokens: int = 12, version: int = 0
-) -> Trajectory:
+def make_trajectory(group_id: int, sample_index: int, num_tokens: int = 12, version: int = 0) -> Trajectory:
     """Two prompt tokens, then sampled ones of `version`; all numbers follow from the ids."""
     draw = np.random.default_rng([group_id, sample_index])
     mask = np.arange(num_tokens) >= 2
@@ -62,16 +60,9 @@ def make_rollout(
     branches = []
     for number in range(num_branches):
         branch = make_trajectory(group_id, 100 * number + sample_index, **options)
-        credits = (
-            tuple(Credit(start, start + 5, number + start / 10, 2 * number + start // 7) for start in (2, 7))
-            if has_credits
-            else ()
-        )
-        branches.append(
-            replace(
-                branch, sample_index=sample_index, branch=number, reward=0.25 + sample_index, credits=credits
-            )
-        )
+        branch = replace(branch, sample_index=sample_index, branch=number, reward=0.25 + sample_index)
+        credits = (Credit(start, start + 5, number + start / 10, 2 * number + start // 7) for start in (2, 7))
+        branches.append(replace(branch, credits=tuple(credits) if has_credits else ()))
     return tuple(branches)
 
 
@@ -84,17 +75,12 @@ def make_group(group_id: int, *, size: int = 2, branches: int = 1, **options: An
 
 
 def rollouts_of(group: Group) -> list[Rollout]:
-    return [
-        tuple(branches) for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)
-    ]
+    return [tuple(rollout) for _, rollout in groupby(group.trajectories, lambda branch: branch.sample_index)]
 
 
 def make_batch(version: int, *group_ids: int, **options: Any) -> Batch:
-    return Batch(
-        version,
-        tuple(make_group(group_id, **options) for group_id in group_ids),
-        min_version=max(0, version - 1),
-    )
+    groups = tuple(make_group(group_id, **options) for group_id in group_ids)
+    return Batch(version, groups, min_version=max(0, version - 1))
 
 
 def make_partial(num_tokens: int) -> PartialCompletion:
@@ -117,12 +103,12 @@ def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
 
 def same_trajectory(one: Trajectory, other: Trajectory) -> bool:
     """Equal to the last bit."""
-    arrays = ("token_ids", "loss_mask", "behaviour_logprobs")
-    plain = [field.name for field in fields(Trajectory) if field.name not in arrays]
-    both = [(getattr(one, name), getattr(other, name)) for name in arrays]
-    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in both) and all(
-        repr(getattr(one, name)) == repr(getattr(other, name)) for name in plain
-    )
+
+    def bits(trajectory: Trajectory) -> list[Any]:
+        values = [getattr(trajectory, field.name) for field in fields(Trajectory)]
+        return [(v.dtype, v.tobytes()) if isinstance(v, np.ndarray) else repr(v) for v in values]
+
+    return bits(one) == bits(other)
 
 
 def same_group(one: Group, other: Group) -> bool:

@@ -99,9 +99,8 @@ def read_evidence(run_dir: Path) -> Evidence:
                 shutil.copy(run_dir / name, folder)
         connection = sqlite3.connect(Path(folder) / "journal.sqlite")
         try:
-            faults = [
-                f"journal: {row[0]}" for row in connection.execute("PRAGMA integrity_check") if row[0] != "ok"
-            ]
+            answers = connection.execute("PRAGMA integrity_check")
+            faults = [f"journal: {answer}" for (answer,) in answers if answer != "ok"]
             groups = _read_groups(connection)
             rows = connection.execute("SELECT version, min_version, mask_older, num_groups FROM batches")
             batches = {version: (oldest, bool(masks), count) for version, oldest, masks, count in rows}
@@ -140,11 +139,8 @@ def _read_record(path: Path) -> tuple[dict[str, Any], ...]:
     """Whole lines; one at the end that a kill has torn is no line."""
     if not path.exists():
         return ()
-    return tuple(
-        json.loads(line)
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if line.endswith("\n")
-    )
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return tuple(json.loads(line) for line in lines if line.endswith("\n"))
 
 
 def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = None) -> list[str]:
@@ -153,11 +149,8 @@ def violations(evidence: Evidence, promise: Promise, *, num_steps: int | None = 
     """
     record = effective(evidence.record)
     found = [*evidence.faults, *record.faults]
-    found += _lost_prompts(evidence, promise)
-    found += _batches(evidence, promise)
-    found += _replays(record)
-    found += _trained_once(record)
-    found += _staleness(record, promise)
+    found += [*_lost_prompts(evidence, promise), *_batches(evidence, promise)]
+    found += [*_replays(record), *_trained_once(record), *_staleness(record, promise)]
     found += _both_agree(evidence, record)
     if num_steps is not None:
         for name, versions in (("journal", sorted(evidence.batches)), ("record", sorted(record.lines))):
@@ -171,13 +164,11 @@ def effective(lines: Sequence[dict[str, Any]]) -> Record:
     record, newest = Record(), -1
     for number, line in enumerate(lines, 1):
         if "restored" in line:
-            if line["restored"] > newest + 1:
-                record.faults.append(
-                    f"line {number} goes on from version {line['restored']}, which was never reached"
-                )
-            for version in [version for version in record.lines if version >= line["restored"]]:
+            if (back := line["restored"]) > newest + 1:
+                record.faults.append(f"line {number} goes on from version {back}, which was never reached")
+            for version in [version for version in record.lines if version >= back]:
                 record.superseded.append(record.lines.pop(version))
-            newest = line["restored"] - 1
+            newest = back - 1
         else:
             if line["version"] != newest + 1:
                 record.faults.append(f"line {number} is of batch {line['version']}, after batch {newest}")
@@ -201,11 +192,8 @@ def _lost_prompts(evidence: Evidence, promise: Promise) -> Iterator[str]:
     """
     newest, lives, num_back = -1, dict[str, JournalGroup](), Counter[str]()
     for group in evidence.groups:
-        name, earlier, before = (
-            f"group {group.group_id}",
-            lives.get(group.prompt_id),
-            num_back[group.prompt_id],
-        )
+        name, earlier = f"group {group.group_id}", lives.get(group.prompt_id)
+        before = num_back[group.prompt_id]
         has_ended = group.state in ("failed", "handed_back")
         if earlier is None:
             draw = draw_of(group.prompt_id, promise)

@@ -11,8 +11,8 @@ from typing import Any
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
-from asyncrl.messages.records import Batch, Finished, Group, GroupId, Ticket
-from asyncrl.rollouts.generators import SingleTurn
+from asyncrl.messages.records import Batch, Completion, Finished, Group, GroupId, Ticket, VersionSpan
+from asyncrl.rollouts.generators import SingleTurn, make_trajectory
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import Generator, RolloutRunner
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
@@ -30,6 +30,12 @@ def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     return run
 
 
+def one_token(sample_index: int, version: int = 0, reward: float = 0.5) -> Any:
+    """The answer "z" to "q"."""
+    completion = Completion((ord("z"),), (-1.0,), (VersionSpan(0, 1, version),), "stop")
+    return make_trajectory(sample_index, (ord("q"),), completion, reward)
+
+
 class FakeSink:
     """A GroupSink that gives `allow(n)` tickets and keeps what it is told."""
 
@@ -38,25 +44,23 @@ class FakeSink:
         self.admitted: list[Ticket] = []
         self.finished: list[Group] = []
         self.failed: list[GroupId] = []
-        self._num_tickets = num_tickets
-        self._changed = asyncio.Event()
+        self._tickets, self._changed = num_tickets, asyncio.Event()
 
     def allow(self, num_tickets: int) -> None:
         """Give leave for so many groups more."""
-        self._num_tickets += num_tickets
+        self._tickets += num_tickets
         self._changed.set()
 
     async def wait_open(self) -> None:
-        """Return once there is a ticket."""
-        while not self._num_tickets:
+        while not self._tickets:
             self._changed.clear()
             await self._changed.wait()
 
     def admit_nowait(self) -> Ticket:
         """The next ticket, or WouldWait."""
-        if not self._num_tickets:
+        if not self._tickets:
             raise WouldWait("no ticket is left")
-        self._num_tickets -= 1
+        self._tickets -= 1
         self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
         return self.admitted[-1]
 
@@ -76,25 +80,11 @@ def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
 
 
 def make_producers(
-    sink: Any,
-    spawn: Any,
-    generator: Generator,
-    *,
-    source: Any = None,
-    journal: MemoryJournal | None = None,
-    timeout_s: float | None = 100.0,
-    retries: int = 0,
-    **settings: Any,
+    sink: Any, source: Any, journal: Any, spawn: Any, generator: Generator, **settings: Any
 ) -> Producers:
     values = {"group_size": 2, "capacity": 8, "max_failed_groups": 3, "max_hand_backs": 3} | settings
-    return Producers(
-        sink,
-        source or FakeSource(),
-        RolloutRunner(generator, timeout_s=timeout_s, retries=retries),
-        spawn=spawn,
-        journal=journal or MemoryJournal(),
-        **values,
-    )
+    limits = {"timeout_s": values.pop("timeout_s", 100.0), "retries": values.pop("retries", 0)}
+    return Producers(sink, source, RolloutRunner(generator, **limits), spawn=spawn, journal=journal, **values)
 
 
 @dataclass(frozen=True)
@@ -127,7 +117,9 @@ def play_run(
             on_handed_back=lambda *handed_back: producers.handed_back(*handed_back),
         )
         async with asyncio.TaskGroup() as tasks:
-            producers = make_producers(buffer, tasks.create_task, single_turn(engine, scorer), **settings)
+            generator, spawn = single_turn(engine, scorer), tasks.create_task
+            parts = {"source": FakeSource(), "journal": MemoryJournal()} | settings
+            producers = make_producers(buffer, spawn=spawn, generator=generator, **parts)
             running = tasks.create_task(producers.run(), name="producers")
             for version in range(1, num_batches + 1):
                 batches.append(await buffer.wait_batch())

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 from job_runs import write_config
+from journal_cases import RUN_ID, admit, with_journal
+from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket
+from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import TrainResponse
-from asyncrl.placement.staging import clear_own_staging, new_staging_dir
 from asyncrl.run import loop as job
 from asyncrl.run.build import end_server
 from asyncrl.run.colocate import SideBySide
@@ -59,13 +60,22 @@ async def nothing(*_: object) -> None:
     pass
 
 
-class FakeTrainer:
-    """A trainer that has taken `version` steps; a save, and a step, end once they may. `run` ends when it
-    dies, and says so.
-    """
+def ignore(*_: object, **__: object) -> None:
+    pass
 
-    def __init__(self, version: int) -> None:
-        self.policy_version = version
+
+def raising(error: Exception) -> Callable[..., Awaitable[Any]]:
+    async def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+class FakeTrainer:
+    """A save, and a step, end once they may. `run` ends when it dies, and says so."""
+
+    def __init__(self) -> None:
+        self.policy_version = 0
         self.may_save, self.may_step, self.has_died = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.saved: list[Path] = []
         self.trained: list[int] = []
@@ -90,51 +100,39 @@ class House:
     versions of its last checkpoints.
     """
 
-    def __init__(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, *, has_evaluation: bool
-    ) -> None:
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.job = make_job(tmp_path, trainer={"num_steps": 3})
         self.job.reporter._recorder.close()
-        silent: Any = SimpleNamespace(**dict.fromkeys(REPORTED, lambda *_, **__: None))
+        silent: Any = SimpleNamespace(**dict.fromkeys(REPORTED, ignore))
         self.job.reporter, self.job.tell, self.job.warn = silent, print, print  # type: ignore[assignment]
-        self.trainer, self.journal = FakeTrainer(version), MemoryJournal()
+        self.trainer, self.journal = FakeTrainer(), MemoryJournal()
         self.batches = asyncio.Queue[Batch]()
         self.after_step, self.last = list[int](), list[int]()
         room = SimpleNamespace(run=for_ever, aclose=nothing, guard=for_ever, wait_last=for_ever)
-        self.publisher = SimpleNamespace(
-            run=for_ever,
-            start_before_nowait=lambda _: None,
-            wait_exported_or_busy=nothing,
-            wait_announced=nothing,
-        )
-        server = SimpleNamespace(name="engine-eval", child=SimpleNamespace(watch=lambda: None))
-        turns: Any = SideBySide(self.publisher, num_steps=3, spawn=self.job.spawn)  # type: ignore[arg-type]
-        rooms = SimpleNamespace(
+        self.publisher = SimpleNamespace(run=for_ever, start_before_nowait=ignore)
+        self.publisher.wait_exported_or_busy = self.publisher.wait_announced = nothing
+        self.rooms = SimpleNamespace(
             servers=(),
             trainer=self.trainer,
             producers=room,
-            turns=turns,
+            turns=SideBySide(self.publisher, num_steps=3, spawn=self.job.spawn),  # type: ignore[arg-type]
             journal=self.journal,
             supervisors=(),
             feed=SimpleNamespace(order={}),
             buffer=SimpleNamespace(wait_batch=self.batches.get),
             checkpointer=SimpleNamespace(after_step=self.step_done, make_last=self.make_last),
-            evaluation=room if has_evaluation else None,
-            eval_server=server if has_evaluation else None,
+            evaluation=None,
+            eval_server=None,
             harnessing=None,
-            pin=SimpleNamespace(write=lambda: None),
+            pin=SimpleNamespace(write=ignore),
         )
-
-        async def open_parts(*_: Any, **__: Any) -> Any:
-            return rooms
-
-        watchdog = SimpleNamespace(run=for_ever, look=lambda: None)
-        monkeypatch.setattr(job, "open_parts", open_parts)
+        watchdog = SimpleNamespace(run=for_ever, look=ignore)
+        monkeypatch.setattr(job, "open_parts", self.open_parts)
         monkeypatch.setattr(job, "make_watchdog", lambda *_, **__: watchdog)
-        monkeypatch.setattr(job, "heartbeat", lambda *_: None)
+        monkeypatch.setattr(job, "heartbeat", ignore)
 
-    def give_batch(self) -> None:
-        self.batches.put_nowait(Batch(self.trainer.policy_version, (), 0))
+    async def open_parts(self, *_: Any, **__: Any) -> Any:
+        return self.rooms
 
     async def step_done(self, version: int) -> None:
         self.after_step.append(version)
@@ -142,8 +140,15 @@ class House:
     async def make_last(self, version: int) -> None:
         self.last.append(version)
 
-    def begin(self) -> None:
+    async def begin(self, num_batches: int = 0) -> None:
+        """Until all waits, with so many batches given."""
         self.living = asyncio.create_task(self.job._live())
+        self.give_batches(num_batches)
+        await all_blocked()
+
+    def give_batches(self, num_batches: int) -> None:
+        for _ in range(num_batches):
+            self.batches.put_nowait(Batch(self.trainer.policy_version, (), 0))
 
     def interrupt(self) -> None:
         self.job._on_signal(signal.SIGINT, self.living)
@@ -154,181 +159,139 @@ class House:
         return {task.get_name() for task in self.job._tasks}
 
 
-Live = Callable[..., None]
-
-
 @pytest.fixture
-def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Live:
-    def play(
-        story: Callable[[House], Awaitable[None]], version: int = 0, has_evaluation: bool = False
-    ) -> None:
-        async def begin() -> None:
-            await story(House(tmp_path, monkeypatch, version, has_evaluation=has_evaluation))
-
-        run_virtual(begin())
-
-    return play
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> House:
+    return House(tmp_path, monkeypatch)
 
 
-def test_a_trainer_that_dies_while_it_saves_ends_the_run_once_it_is_given_up(live: Live) -> None:
-    async def story(house: House) -> None:
-        house.begin()
-        await all_blocked()
-        assert len(house.trainer.saved) == 1
-        assert "watch trainer" in house.names
-        house.trainer.has_died.set()
-        with pytest.raises(BaseExceptionGroup) as caught:
-            await house.living
-        assert [str(error) for error in caught.value.exceptions] == ["trainer-0: was killed."]
-        assert house.last == []
-
-    live(story, version=3)
-
-
-def test_a_run_that_is_done_saves_its_weights_then_makes_a_checkpoint(live: Live, tmp_path: Path) -> None:
-    async def story(house: House) -> None:
-        house.begin()
-        house.give_batch()
-        house.trainer.may_step.set()
-        await all_blocked()
-        assert (house.trainer.saved, house.last) == ([tmp_path / "final"], [])
-        assert "producers" not in house.names
-        house.trainer.may_save.set()
+@virtual
+async def test_a_trainer_that_dies_while_it_saves_ends_the_run_once_it_is_given_up(house: House) -> None:
+    house.trainer.policy_version = 3
+    await house.begin()
+    assert len(house.trainer.saved) == 1
+    assert "watch trainer" in house.names
+    house.trainer.has_died.set()
+    with pytest.raises(BaseExceptionGroup) as caught:
         await house.living
-        assert (house.after_step, house.last) == ([3], [3])
-        assert [event[0] for event in house.journal.events] == ["order", "batch_taken", "trained"]
-
-    live(story, version=2)
+    assert [str(error) for error in caught.value.exceptions] == ["trainer-0: was killed."]
+    assert house.last == []
 
 
-def test_an_interrupt_during_the_last_evaluation_ends_the_run_with_everything_saved(live: Live) -> None:
-    async def story(house: House) -> None:
-        house.trainer.may_save.set()
-        house.begin()
-        await all_blocked()
-        assert (len(house.trainer.saved), house.last) == (1, [3]), "safe before the last evaluation"
-        assert house.names >= {"publisher", "evaluation"}, "it needs both"
-        assert "producers" not in house.names
-        house.interrupt()
-        with pytest.raises(asyncio.CancelledError):
-            await house.living
-
-    live(story, version=3, has_evaluation=True)
+@virtual
+async def test_a_run_that_is_done_saves_its_weights_then_makes_a_checkpoint(house: House) -> None:
+    house.trainer.policy_version = 2
+    house.trainer.may_step.set()
+    await house.begin(num_batches=1)
+    assert (house.trainer.saved, house.last) == ([house.job.run_dir / "final"], [])
+    assert "producers" not in house.names
+    house.trainer.may_save.set()
+    await house.living
+    assert (house.after_step, house.last) == ([3], [3])
+    assert [event[0] for event in house.journal.events] == ["order", "batch_taken", "trained"]
 
 
-def test_a_signal_lets_the_step_in_hand_end_and_makes_a_checkpoint_instead_of_final(live: Live) -> None:
-    async def story(house: House) -> None:
-        house.begin()
-        house.give_batch()
-        house.give_batch()
-        await all_blocked()
-        house.interrupt()
-        await all_blocked()
-        assert not house.living.done(), "the step was begun: it ends"
-        house.trainer.may_step.set()
+@virtual
+async def test_an_interrupt_during_the_last_evaluation_ends_the_run_with_all_saved(house: House) -> None:
+    house.trainer.policy_version = 3
+    house.rooms.evaluation = house.rooms.producers
+    house.rooms.eval_server = SimpleNamespace(name="engine-eval", child=SimpleNamespace(watch=ignore))
+    house.trainer.may_save.set()
+    await house.begin()
+    assert (len(house.trainer.saved), house.last) == (1, [3]), "safe before the last evaluation"
+    assert house.names >= {"publisher", "evaluation"}, "it needs both"
+    assert "producers" not in house.names
+    house.interrupt()
+    with pytest.raises(asyncio.CancelledError):
         await house.living
-        assert (house.trainer.trained, house.after_step, house.last) == ([0], [1], [1])
-        assert (house.trainer.saved, house.batches.qsize()) == ([], 1), "the next batch was not touched"
 
-    live(story)
+
+@virtual
+async def test_a_signal_lets_the_step_in_hand_end_and_makes_a_checkpoint_not_final(house: House) -> None:
+    await house.begin(num_batches=2)
+    house.interrupt()
+    await all_blocked()
+    assert not house.living.done(), "the step was begun: it ends"
+    house.trainer.may_step.set()
+    await house.living
+    assert (house.trainer.trained, house.after_step, house.last) == ([0], [1], [1])
+    assert (house.trainer.saved, house.batches.qsize()) == ([], 1), "the next batch was not touched"
 
 
 @pytest.mark.parametrize("num_batches", [0, 1])
-def test_a_signal_ends_the_wait_for_a_batch_and_loses_none_that_comes_with_it(
-    live: Live, num_batches: int
+@virtual
+async def test_a_signal_ends_the_wait_for_a_batch_and_loses_none_that_comes_with_it(
+    house: House, num_batches: int
 ) -> None:
-    async def story(house: House) -> None:
-        house.trainer.may_step.set()
-        house.begin()
-        await all_blocked()
-        for _ in range(num_batches):
-            house.give_batch()
-        house.interrupt()
+    house.trainer.may_step.set()
+    await house.begin()
+    house.give_batches(num_batches)
+    house.interrupt()
+    await house.living
+    assert len(house.trainer.trained) + house.batches.qsize() == num_batches
+    assert (house.last, house.trainer.saved) == ([len(house.trainer.trained)], [])
+
+
+@virtual
+async def test_a_signal_before_training_ends_the_run_at_once(house: House) -> None:
+    house.trainer.policy_version = 1
+    house.publisher.wait_announced = for_ever  # a resumed run brings its weights to the engines first
+    await house.begin()
+    house.interrupt()
+    with pytest.raises(asyncio.CancelledError):
         await house.living
-        assert len(house.trainer.trained) + house.batches.qsize() == num_batches
-        assert (house.last, house.trainer.saved) == ([len(house.trainer.trained)], [])
-
-    live(story)
+    assert house.last == []
 
 
-def test_a_signal_before_training_ends_the_run_at_once(live: Live) -> None:
-    async def story(house: House) -> None:
-        house.publisher.wait_announced = for_ever  # a resumed run brings its weights to the engines first
-        house.begin()
-        await all_blocked()
-        house.interrupt()
-        with pytest.raises(asyncio.CancelledError):
-            await house.living
-        assert house.last == []
-
-    live(story, version=1)
-
-
-def test_a_foreign_error_at_the_start_is_named_and_ends_the_status_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def open_parts(*_: Any, **__: Any) -> Any:
-        raise OverflowError("too large a number")
-
-    monkeypatch.setattr(job, "open_parts", open_parts)
-    with pytest.raises(RoomError, match="internal error OverflowError: too large a number") as caught:
-        asyncio.run(make_job(tmp_path).run())
-    assert "controller.log" in caught.value.way_out
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
-
-
-@pytest.mark.parametrize("state", ["failed", "interrupted"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RoomError("trainer-0", "cannot start"), "cannot start"),
+        (OverflowError("too large"), r"internal error OverflowError: too large(.|\n)*controller.log"),
+        (None, ""),
+    ],
+)
 def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
 ) -> None:
     make_reporter(tmp_path, num_steps=9)._recorder.close()
     (tmp_path / "summary.json").write_text('{"state": "done", "num_steps": 9}')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
 
-    async def open_parts(*_: Any, **__: Any) -> Any:
-        if state == "interrupted":
-            os.kill(os.getpid(), signal.SIGINT)
-            await for_ever()
-        raise RoomError("trainer-0", "cannot start")
+    async def interrupted(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await for_ever()
 
-    monkeypatch.setattr(job, "open_parts", open_parts)
+    monkeypatch.setattr(job, "open_parts", raising(error) if error else interrupted)
     resuming = make_job(tmp_path, point=ResumePoint(None, ("checkpoint step_9 is damaged",)))
-    if state == "failed":
-        with pytest.raises(RoomError, match="cannot start"):
+    if error:
+        with pytest.raises(RoomError, match=said):
             asyncio.run(resuming.run())
     else:
         assert asyncio.run(resuming.run()) == 130
     assert {path: path.read_bytes() for path in before} == before
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == state
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == (
+        "failed" if error else "interrupted"
+    )
     assert resuming.reporter._warnings == ["checkpoint step_9 is damaged"]
 
 
 # ---- what is closed, and what blocks
 
 
-def test_closing_goes_on_to_its_end_when_the_run_is_cancelled_meanwhile() -> None:
-    async def story() -> None:
-        closed = []
+@virtual
+async def test_closing_goes_on_to_its_end_when_the_run_is_cancelled_meanwhile() -> None:
+    closed = []
 
-        async def close() -> None:
-            await asyncio.sleep(3)
-            closed.append("engine-0")
+    async def close() -> None:
+        await asyncio.sleep(3)
+        closed.append("engine-0")
 
-        closing = asyncio.create_task(close_within(5, "engine-0", close))
-        await all_blocked()
-        closing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await closing
-        assert closed == ["engine-0"]
-
-    run_virtual(story())
-
-
-def test_an_abrupt_end_clears_this_processs_staging() -> None:
-    folder = new_staging_dir()
-    (folder / "v1.safetensors").touch()
-    clear_own_staging()
-    assert not folder.exists()
+    closing = asyncio.create_task(close_within(5, "engine-0", close))
+    await all_blocked()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert closed == ["engine-0"]
 
 
 def test_a_process_that_does_not_die_at_the_end_of_the_run_is_shown() -> None:
@@ -368,9 +331,7 @@ def test_a_run_that_was_refused_does_not_say_how_to_go_on_and_a_broken_one_names
     assert "free space on its disk" in fail(OSError(errno.ENOSPC, "No space left on device"))
 
 
-def test_a_status_that_cannot_be_written_for_want_of_a_descriptor_is_left_to_the_next_second(
-    tmp_path: Path,
-) -> None:
+def test_a_status_that_lacks_a_descriptor_is_left_to_the_next_second(tmp_path: Path) -> None:
     numbers = [errno.EMFILE, errno.EMFILE, 0, errno.ENOSPC]
     running = make_job(tmp_path)
 
@@ -384,29 +345,18 @@ def test_a_status_that_cannot_be_written_for_want_of_a_descriptor_is_left_to_the
     assert (len(running.reporter._warnings), numbers) == (1, [])
 
 
-def test_a_resumed_run_keeps_the_steps_before_and_goes_on_with_their_time(tmp_path: Path) -> None:
-    reporter = make_reporter(tmp_path, num_steps=5000)
-    reporter.resumes(4000, {})
-    assert reporter._last == {"step": 3999, "time_s": 400_000.0, "reward/mean": 0.5}, "and keeps no other"
+def test_a_resumed_run_goes_on_with_the_steps_before_and_tells_which_are_lost(tmp_path: Path) -> None:
+    reporter = make_reporter(tmp_path, num_steps=400)
+    reporter.resumes(300, {})
+    assert reporter._last == {"step": 299, "time_s": 30_000.0, "reward/mean": 0.5}, "and keeps no other"
     reporter.training_starts()
-    assert time.monotonic() - reporter._trained_since_s >= 400_000.0
+    assert time.monotonic() - reporter._trained_since_s >= 30_000.0
+    assert reporter._warnings == []
+    reporter.resumes(302, {})
+    assert ["steps 300..301 are missing in metrics.jsonl" in text for text in reporter._warnings] == [True]
     reporter.finish("interrupted")
-    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 4000
-    assert json.loads((tmp_path / "status.json").read_text())["step"] == 4000
-
-
-def test_steps_that_metrics_have_lost_are_told_at_a_resume(tmp_path: Path) -> None:
-    reporter = make_reporter(tmp_path, num_steps=1)
-    reporter.resumes(3, {})
-    assert ["steps 1..2 are missing in metrics.jsonl" in text for text in reporter._warnings] == [True]
-    reporter.finish("interrupted")
-
-
-def test_a_run_that_warns_without_end_names_the_first_hundred(tmp_path: Path) -> None:
-    reporter = make_reporter(tmp_path)
-    for number in range(250):
-        reporter.warn(f"warning {number}")
-    assert (len(reporter._warnings), reporter._warnings[-1]) == (100, "warning 99")
+    assert json.loads((tmp_path / "summary.json").read_text())["num_steps"] == 300
+    assert json.loads((tmp_path / "status.json").read_text())["step"] == 300
 
 
 # ---- what a start finds in its directory
@@ -415,18 +365,15 @@ def test_a_run_that_warns_without_end_names_the_first_hundred(tmp_path: Path) ->
 def begun_run(tmp_path: Path, config: RunConfig) -> Path:
     """A run directory with one admitted group and the weights of an earlier end."""
 
-    async def admit_one() -> None:
-        journal = Journal.open(run_dir / "journal.sqlite", run_id="r")
-        journal.admitted_nowait(Ticket(GroupId(0), 0), Prompt("0/0", ()))
-        await journal.aclose()
+    async def story(journal: Journal) -> None:
+        admit(journal, 0)
 
     run_dir = tmp_path / "begun"
     (run_dir / "final").mkdir(parents=True)
     (run_dir / "final" / "weights").write_text("whole")
     (run_dir / "config.yaml").write_text(run_config_yaml(config))
-    (run_dir / "run.id").write_text("r")
-    asyncio.run(admit_one())
-    return run_dir
+    (run_dir / "run.id").write_text(RUN_ID)
+    return with_journal(run_dir / "journal.sqlite", story).parent
 
 
 def test_a_folder_that_no_run_has_made_is_not_removed_from_its_directory(
@@ -454,10 +401,8 @@ def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
     if is_done:
         (run_dir / "summary.json").write_text('{"state": "done", "num_steps": 1000000}')
 
-    def refused(*_: object) -> None:
-        raise RoomError("trainer-0", "cannot start")
-
-    monkeypatch.setattr(job, "Job", refused)
+    refused = raising(RoomError("trainer-0", "cannot start"))
+    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=refused))
     with pytest.raises((RoomError, ConfigError), match="is done" if is_done else "cannot start"):
         job.run_job(config, run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
@@ -470,7 +415,7 @@ def test_the_pin_of_a_failed_start_goes_and_that_of_a_run_stays_until_it_goes_on
     config = make_config(tmp_path)
     begun, failed = begun_run(tmp_path, config), tmp_path / "failed"
     failed.mkdir()
-    (failed / "run.id").write_text("r")
+    (failed / "run.id").write_text(RUN_ID)
     monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing))
     for folder, allowed, stays in ((begun, [], True), (begun, ["model"], True), (failed, [], False)):
         (folder / MODEL_PIN).write_text("{}")

@@ -1,33 +1,48 @@
-"""The file: made whole, and refused with a clear word and a way out when it is damaged or not ours."""
+"""The file: made whole, refused with a clear word and a way out when it is damaged or not ours; token records
+survive it bit for bit.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
 import sqlite3
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from journal_cases import (
     admit,
     load_batches,
     make_batch,
     make_group,
     make_partial,
+    make_rollout,
+    make_trajectory,
     open_journal,
     same_group,
+    same_trajectory,
     tell_ready,
     with_journal,
 )
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.read import ResumeState
+from asyncrl.journal.read import ResumeState, read_resume
 from asyncrl.journal.story import batch_story, events, group_story, totals
-from asyncrl.messages.records import Group, GroupId
+from asyncrl.journal.tokens import decode_partial, decode_trajectory, encode_partial, encode_trajectory
+from asyncrl.messages.records import GroupId, PartialCompletion, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import Credit
 
 NUM_GROUPS = 30
 
@@ -46,75 +61,62 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             admit(journal, group_id)
             journal.segment_nowait(GroupId(group_id), 0, 0, 0, make_partial(100))
 
-    with_journal(path, story)
-    return path
+    return with_journal(path, story)
+
+
+def check(path: Path) -> None:
+    """A journal is checked as it is opened."""
+    asyncio.run(open_journal(path).aclose())
+
+
+def query(path: Path, statement: str) -> Any:
+    """Its first row; what it changes stays."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        return connection.execute(statement).fetchone()
 
 
 def read_all(path: Path) -> ResumeState:
     """What a resume finds, all its tokens compared with those that were told."""
-
-    def is_right(group: Group) -> bool:
-        return same_group(group, make_group(group.group_id, num_tokens=300))
-
-    async def story() -> ResumeState:
-        journal = open_journal(path)
-        try:
-            state = await journal.read_resume(0)
-            assert all(is_right(group) for batch in load_batches(state) for group in batch.groups)
-            assert all(is_right(group) for _, group in state.ready)
-            assert all(group.partials[0] == (0, make_partial(100)) for group in state.running)
-            return state
-        finally:
-            await journal.aclose()
-
-    return asyncio.run(story())
+    check(path)
+    state = read_resume(path, 0)
+    groups = [group for batch in load_batches(state) for group in batch.groups]
+    for group in (*groups, *(group for _, group in state.ready)):
+        assert same_group(group, make_group(group.group_id, num_tokens=300))
+    assert all(group.partials[0] == (0, make_partial(100)) for group in state.running)
+    return state
 
 
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        ("unread page", "is damaged: "),
-        ("half", "is damaged: "),
-        ("empty", "is damaged: it is empty"),
-        ("text", "is damaged: file is not a database"),
-        ("folder", "cannot be used"),
+        (None, "is damaged: "),
+        (lambda content: content[: len(content) // 2], "is damaged: "),
+        (lambda _: b"", "is damaged: it is empty"),
+        (lambda _: b"Dear reader, this is no database", "is damaged: file is not a database"),
     ],
+    ids=["unread page", "half", "empty", "text"],
 )
 def test_a_damaged_file_is_found_when_it_is_opened(
-    whole: Path, tmp_path: Path, damage: str, why: str
+    whole: Path, tmp_path: Path, damage: Callable[[bytes], bytes] | None, why: str
 ) -> None:
     path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
-    content = bytearray(whole.read_bytes())
-    if damage == "unread page":  # of a table that no resume reads: the check alone can find it
-        connection = sqlite3.connect(whole)
-        query = "SELECT rootpage FROM sqlite_schema WHERE name = 'checkpoints'"
-        (page,) = connection.execute(query).fetchone()
-        connection.close()
-        content[4096 * (page - 1) : 4096 * page] = b"\x07" * 4096
-    elif damage == "half":
-        content = content[: len(content) // 2]
-    elif damage == "empty":
-        content = bytearray()
-    elif damage == "text":
-        content = bytearray(b"Dear reader, this is no database")
-    if damage == "folder":
-        path.mkdir()
+    content = whole.read_bytes()
+    if damage is None:  # of a table that no resume reads: the check alone can find it
+        (page,) = query(whole, "SELECT rootpage FROM sqlite_schema WHERE name = 'checkpoints'")
+        content = content[: 4096 * (page - 1)] + b"\x07" * 4096 + content[4096 * page :]
     else:
-        path.write_bytes(content)
-    if damage == "empty":  # SQLite would take the journal for new, and delete the log
+        content = damage(content)
+    path.write_bytes(content)
+    if not content:  # SQLite would take the journal for new, and delete the log
         log.write_bytes(b"the newest groups")
-    with pytest.raises(JournalError) as caught:
+    with pytest.raises(JournalError, match=why) as caught:
         open_journal(path)
-    assert why in str(caught.value)
-    assert "Way out:" in str(caught.value)
-    if damage == "folder":
-        return
     assert path.read_bytes() == content
-    assert damage != "empty" or log.read_bytes() == b"the newest groups"
+    assert content or log.read_bytes() == b"the newest groups"
     assert "move journal.sqlite* out of the run directory" in caught.value.way_out
     for file in tmp_path.glob("journal.sqlite*"):  # the way out, taken
         file.unlink()
-    asyncio.run(open_journal(path).aclose())
+    check(path)
 
 
 def test_flipped_bytes_anywhere_are_an_error_or_change_nothing_that_a_run_goes_on_from(
@@ -142,11 +144,8 @@ def locks_on(path: Path) -> list[str]:
     found = path.stat()
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     lines = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-    return [
-        mode
-        for _, kind, _, mode, pid, where, *_ in lines
-        if (kind, pid, where) == ("POSIX", str(os.getpid()), place)
-    ]
+    mine = ["POSIX", str(os.getpid()), place]
+    return [line[3] for line in lines if [line[1], *line[4:6]] == mine]
 
 
 def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: Path) -> None:
@@ -164,9 +163,7 @@ def test_nothing_that_reads_beside_the_writer_takes_its_lock_from_it(tmp_path: P
             assert locks_on(path) == ["READ"]
         assert (group_story(path, 0), batch_story(path, 0)) != (None, None)
         assert locks_on(path) == ["READ"]
-        other = sqlite3.connect(path)  # as Python's sqlite3 and SQLite's own shell do, for writing
-        assert other.execute("SELECT count(*) FROM groups").fetchone() == (2,)
-        other.close()
+        assert query(path, "SELECT count(*) FROM groups") == (2,), "by another program, opened for writing"
         assert path.with_name("journal.sqlite-wal").exists()
 
     with_journal(path, story)
@@ -197,14 +194,8 @@ def test_a_damaged_write_ahead_log_is_refused_and_one_that_a_power_cut_tore_is_n
             open_journal(copy)
         assert log.read_bytes() == damaged, "what is left of the log stays where it is"
     log.write_bytes(whole[:-3000])
-
-    async def resumed() -> list[int]:
-        journal = open_journal(copy)
-        ready = [ticket.group_id for ticket, _ in (await journal.read_resume(0)).ready]
-        await journal.aclose()
-        return ready
-
-    assert asyncio.run(resumed()) == [0, 1]
+    check(copy)
+    assert [ticket.group_id for ticket, _ in read_resume(copy, 0).ready] == [0, 1]
 
 
 def test_a_new_journal_is_not_made_beside_the_log_of_an_old_one(tmp_path: Path) -> None:
@@ -216,22 +207,19 @@ def test_a_new_journal_is_not_made_beside_the_log_of_an_old_one(tmp_path: Path) 
     assert f"move {log} there too" in caught.value.way_out
     assert (path.exists(), log.read_bytes()) == (False, b"the newest groups")
     log.rename(tmp_path / "elsewhere")  # the way out, taken
-    asyncio.run(open_journal(path).aclose())
+    check(path)
 
 
 def test_the_journal_of_an_ended_run_can_be_read_where_nothing_may_be_written(whole: Path) -> None:
-    is_superuser = os.geteuid() == 0  # whom rights do not bind
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "journal.sqlite"
         shutil.copyfile(whole, path)
         path.parent.chmod(0o555)
-        if is_superuser:
-            os.seteuid(65534)
+        os.seteuid(os.getuid() or 65534)  # rights do not bind a superuser
         try:
             found = totals(path)
         finally:
-            if is_superuser:
-                os.seteuid(0)
+            os.seteuid(os.getuid())
             path.parent.chmod(0o755)
         assert [entry.name for entry in path.parent.iterdir()] == ["journal.sqlite"]
     assert found == totals(whole)
@@ -250,9 +238,7 @@ def test_a_file_of_another_program_schema_or_run_is_refused_and_left_alone(
 ) -> None:
     path = tmp_path / "journal.sqlite"
     shutil.copy(whole, path)
-    with sqlite3.connect(path) as connection:
-        connection.execute(change)
-    connection.close()
+    query(path, change)
     before = path.read_bytes()
     with pytest.raises(JournalError, match=why):
         open_journal(path)
@@ -260,14 +246,79 @@ def test_a_file_of_another_program_schema_or_run_is_refused_and_left_alone(
 
 
 def test_a_branch_that_is_missing_in_the_file_is_damage(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-
     async def story(journal: Journal) -> None:
         tell_ready(journal, 0, branches=3)
 
-    with_journal(path, story)
-    with sqlite3.connect(path) as connection:
-        connection.execute("DELETE FROM trajectories WHERE branch = 1")
-    connection.close()
+    path = with_journal(tmp_path / "journal.sqlite", story)
+    query(path, "DELETE FROM trajectories WHERE branch = 1")
     with pytest.raises(JournalError, match="g0/r1 has branch 2 after 1 others"):
         read_all(path)
+
+
+# ---- records of tokens
+
+JOURNAL = Path("journal.sqlite")
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+TOKENS = st.tuples(st.integers(0, 2**31 - 1), st.floats(width=32, allow_nan=False))
+SPANS = st.lists(st.builds(VersionSpan, *[st.integers(0, 2**40)] * 3, st.integers(-1, 99)), max_size=4)
+CREDITS = st.builds(Credit, st.integers(0, 50), st.integers(0, 50), NUMBERS, st.integers(0, 9))
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    num_tokens = draw(st.integers(0, 50))
+    return Trajectory(
+        draw(st.integers(0, 100)),
+        draw(hnp.arrays(np.int32, num_tokens)),
+        draw(hnp.arrays(np.bool_, num_tokens)),
+        draw(hnp.arrays(np.uint32, num_tokens)).view(np.float32),  # any bits: every kind of NaN too
+        tuple(draw(SPANS)),
+        draw(NUMBERS),
+        draw(st.booleans()),
+        draw(st.integers(0, 1000)),
+        draw(st.dictionaries(st.text(), NUMBERS, max_size=3)),
+        draw(st.integers(0, 3)),
+        tuple(draw(st.lists(CREDITS, max_size=3))),
+    )
+
+
+@given(trajectories(), st.integers(0, 2**50))
+def test_a_trajectory_comes_back_with_every_bit(trajectory: Trajectory, group_id: int) -> None:
+    blob = encode_trajectory(group_id, trajectory)
+    found = decode_trajectory(blob, group_id, trajectory.sample_index, trajectory.branch, JOURNAL)
+    assert same_trajectory(found, trajectory)
+
+
+@given(st.lists(TOKENS, max_size=50), SPANS)
+def test_an_unfinished_completion_comes_back_with_every_bit(
+    tokens: list[tuple[int, float]], spans: list[VersionSpan]
+) -> None:
+    ids, logprobs = tuple(token for token, _ in tokens), tuple(logprob for _, logprob in tokens)
+    partial = PartialCompletion(ids, logprobs, tuple(spans), 7)
+    assert repr(decode_partial(encode_partial(3, 1, partial), 3, 1, JOURNAL)) == repr(partial)
+
+
+@pytest.mark.parametrize(
+    "change", [{"token_ids": np.zeros(12, np.int64)}, {"behaviour_logprobs": np.zeros(12, np.float64)}]
+)
+def test_arrays_of_another_type_are_refused_not_rounded(change: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError, match="64 instead of"):
+        encode_trajectory(0, replace(make_trajectory(0, 0), **change))
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_changed_byte_is_found(data: st.DataObject) -> None:
+    blob = encode_trajectory(1, make_trajectory(1, 0))
+    at, change = data.draw(st.integers(0, len(blob) - 1)), data.draw(st.integers(1, 255))
+    broken = blob[:at] + bytes([blob[at] ^ change]) + blob[at + 1 :]
+    with contextlib.suppress(JournalError):  # a bit of zlib's header may mean nothing
+        assert same_trajectory(decode_trajectory(broken, 1, 0, 0, JOURNAL), make_trajectory(1, 0))
+
+
+def test_a_blob_of_another_branch_or_group_is_found() -> None:
+    first, second = make_rollout(1, 0)
+    with pytest.raises(JournalError, match=r"format and place are \(1, \[1, 0, 1\]\)"):
+        decode_trajectory(encode_trajectory(1, second), 1, 0, 0, JOURNAL)
+    with pytest.raises(JournalError, match="tokens of g2/r0, branch 1, do not unpack"):
+        decode_trajectory(encode_trajectory(1, first), 2, 0, 1, JOURNAL)

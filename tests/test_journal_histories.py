@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from journal_cases import (
     load_batches,
     make_batch,
@@ -22,7 +25,9 @@ from journal_cases import (
 )
 
 from asyncrl.errors import JournalError
-from asyncrl.messages.records import GroupId, Ticket
+from asyncrl.messages.records import Group, GroupId, Ticket
+
+INDEX_AND_LENGTH = st.tuples(st.integers(0, 1), st.integers(1, 9))
 
 
 class Histories(RuleBasedStateMachine):
@@ -34,7 +39,6 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.runner = asyncio.Runner()
         self.root = Path(tempfile.mkdtemp())
-        self.num_lives = 0
         self.path = self.root / "0" / "journal.sqlite"
         self.path.parent.mkdir()
         self.states: dict[int, str] = {}
@@ -44,9 +48,6 @@ class Histories(RuleBasedStateMachine):
         self.compacted = 0
         self.partials: dict[tuple[int, int], int] = {}
         self.finished: dict[int, set[int]] = {}
-
-    @initialize()
-    def begin(self) -> None:
         self.journal = open_journal(self.path)
 
     def teardown(self) -> None:
@@ -57,37 +58,34 @@ class Histories(RuleBasedStateMachine):
     def of(self, state: str) -> list[int]:
         return [group for group, found in self.states.items() if found == state]
 
-    def requeued(self) -> list[int]:
+    def requeued(self) -> list[tuple[int, int]]:
+        """Prompts that come again, and how often they have come back."""
         newest = {prompt: group for group, prompt in self.prompts.items()}
-        return sorted(prompt for prompt, group in newest.items() if group in self.comes_again)
+        again = self.comes_again
+        return [(prompt, again[group]) for prompt, group in sorted(newest.items()) if group in again]
 
-    def counts(self) -> dict[str, int]:
-        newest = {prompt: group for group, prompt in self.prompts.items()}
-        return {f"0/{prompt}": self.comes_again[newest[prompt]] for prompt in self.requeued()}
+    def pick(self, data: st.DataObject, state: str) -> int:
+        return data.draw(st.sampled_from(self.of(state)))
 
     @rule(again=st.booleans())
     def admit(self, again: bool) -> None:
         group, waiting = len(self.states), self.requeued()
-        prompt = waiting[0] if again and waiting else len(set(self.prompts.values()))
+        prompt = waiting[0][0] if again and waiting else len(set(self.prompts.values()))
         self.journal.admitted_nowait(Ticket(GroupId(group), 0), make_prompt(prompt))
         self.states[group], self.prompts[group], self.finished[group] = "running", prompt, set()
 
     @precondition(lambda self: self.of("running"))
     @rule(data=st.data())
     def go_on(self, data: st.DataObject) -> None:
-        group, index = data.draw(st.sampled_from(self.of("running"))), data.draw(st.integers(0, 1))
-        num_tokens = data.draw(st.integers(1, 9))
+        group, index, num_tokens = self.pick(data, "running"), *data.draw(INDEX_AND_LENGTH)
         self.journal.segment_nowait(GroupId(group), index, 0, 0, make_partial(num_tokens))
         if index not in self.finished[group]:
             self.partials[group, index] = num_tokens
 
     @precondition(lambda self: self.of("running"))
-    @rule(
-        data=st.data(),
-        state=st.sampled_from(["ready", "ready", "ready", "failed", "filtered", "handed_back"]),
-    )
+    @rule(data=st.data(), state=st.sampled_from([*["ready"] * 3, "failed", "filtered", "handed_back"]))
     def end(self, data: st.DataObject, state: str) -> None:
-        group = data.draw(st.sampled_from(self.of("running")))
+        group = self.pick(data, "running")
         if state == "ready":
             for index in {0, 1} - self.finished[group]:
                 self.journal.rollout_finished_nowait(GroupId(group), (make_trajectory(group, index),))
@@ -101,7 +99,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.of("running"))
     @rule(data=st.data())
     def finish_one(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(self.of("running")))
+        group = self.pick(data, "running")
         for index in sorted({0, 1} - self.finished[group])[:1]:
             self.journal.rollout_finished_nowait(GroupId(group), (make_trajectory(group, index),))
             self.finished[group].add(index)
@@ -110,27 +108,22 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.of("ready"))
     @rule(data=st.data())
     def drop_ready(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(self.of("ready")))
+        group = self.pick(data, "ready")
         self.journal.group_ended_nowait(GroupId(group), "handed_back", "dropped", requeued=2)
         self.states[group], self.comes_again[group] = "handed_back", 2
 
     @rule(data=st.data())
     def take(self, data: st.DataObject) -> None:
         groups = data.draw(st.lists(st.sampled_from([*self.states, 1000]), min_size=1, max_size=3))
-        version = data.draw(
-            st.sampled_from([len(self.batches), len(self.batches), max(0, len(self.batches) - 1)])
-        )
+        version = max(0, len(self.batches) - data.draw(st.sampled_from([0, 0, 1])))
         is_replay = version < len(self.batches) and self.batches[version] == tuple(groups)
         is_next = version == len(self.batches) and len({*groups}) == len(groups)
         may = is_replay or (is_next and all(self.states.get(group) == "ready" for group in groups))
-        try:
-            answer = self.runner.run(self.journal.batch_taken(self.batch(version, groups)))
-        except JournalError:
-            assert not may
-            return
-        assert may
-        assert answer == ("replayed" if is_replay else "taken")
-        if not is_replay:
+        batch = replace(make_batch(version), groups=tuple(map(self.group, groups)))
+        with contextlib.nullcontext() if may else pytest.raises(JournalError):
+            answer = self.runner.run(self.journal.batch_taken(batch))
+            assert answer == ("replayed" if is_replay else "taken")
+        if may and not is_replay:
             self.batches.append(tuple(groups))
             self.states.update(dict.fromkeys(groups, "taken"))
 
@@ -144,8 +137,7 @@ class Histories(RuleBasedStateMachine):
     def crash(self) -> None:
         """The files as they lie there, in another place: what a killed process leaves."""
         self.runner.run(self.journal.flush())
-        self.num_lives += 1
-        after = self.root / str(self.num_lives)
+        after = self.root / str(int(self.path.parent.name) + 1)
         shutil.copytree(self.path.parent, after)
         self.runner.run(self.journal.aclose())
         self.path = after / "journal.sqlite"
@@ -153,36 +145,26 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def a_resume_would_find_what_the_model_says(self) -> None:
-        if not hasattr(self, "journal"):
-            return
         state = self.runner.run(self.journal.read_resume(self.compacted))
         assert state.next_version == len(self.batches)
         assert [ticket.group_id for ticket, _ in state.ready] == self.of("ready")
         assert [record.ticket.group_id for record in state.running] == self.of("running")
-        assert list(state.requeued.items()) == list(self.counts().items())
+        again = [(f"0/{prompt}", count) for prompt, count in self.requeued()]
+        assert list(state.requeued.items()) == again
         assert (state.num_drawn, state.next_group_id) == (len(set(self.prompts.values())), len(self.states))
-        found = {
-            (record.ticket.group_id, index): len(item[1].token_ids)
-            for record in state.running
-            for index, item in record.partials.items()
-        }
-        assert found == self.partials
-        assert {record.ticket.group_id: set(record.rollouts) for record in state.running} == {
-            group: self.finished[group] for group in self.of("running")
-        }
+        partials = {}
+        for record in state.running:
+            group_id = record.ticket.group_id
+            assert set(record.rollouts) == self.finished[group_id]
+            for index, (_, partial) in record.partials.items():
+                partials[group_id, index] = len(partial.token_ids)
+        assert partials == self.partials
         for batch, groups in zip(load_batches(state), self.batches[self.compacted :], strict=True):
             assert tuple(group.group_id for group in batch.groups) == groups
             assert all(same_group(group, self.group(group.group_id)) for group in batch.groups)
 
-    def group(self, group_id: int):  # type: ignore[no-untyped-def]
-        group = make_group(group_id)
-        return type(group)(
-            group.group_id, make_prompt(self.prompts.get(group_id, group_id)), group.trajectories
-        )
-
-    def batch(self, version: int, groups: list[int]):  # type: ignore[no-untyped-def]
-        batch = make_batch(version, *groups)
-        return type(batch)(version, tuple(self.group(group) for group in groups), batch.min_version)
+    def group(self, group_id: int) -> Group:
+        return replace(make_group(group_id), prompt=make_prompt(self.prompts.get(group_id, group_id)))
 
 
 TestHistories = Histories.TestCase

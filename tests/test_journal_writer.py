@@ -67,9 +67,7 @@ def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_p
     assert len(group.partials[0][1].token_ids) == 999 % 7
 
 
-def test_a_decision_that_is_refused_halfway_has_changed_nothing_and_commits_are_on_the_disk(
-    tmp_path: Path,
-) -> None:
+def test_a_decision_refused_halfway_has_changed_nothing_and_commits_are_on_the_disk(tmp_path: Path) -> None:
     def half(connection: sqlite3.Connection) -> None:
         connection.execute("INSERT INTO publishes VALUES (9, 'd', 0.0)")
         raise JournalError("enough")
@@ -81,8 +79,7 @@ def test_a_decision_that_is_refused_halfway_has_changed_nothing_and_commits_are_
         pragma = journal._writer.ask(lambda connection: connection.execute("PRAGMA synchronous").fetchone())
         assert await asyncio.wrap_future(pragma) == (2,), "FULL: a commit is on the disk when it returns"
 
-    with_journal(tmp_path / "journal.sqlite", story)
-    assert totals(tmp_path / "journal.sqlite").newest_published == 1
+    assert totals(with_journal(tmp_path / "journal.sqlite", story)).newest_published == 1
 
 
 def hold(path: Path) -> sqlite3.Connection:
@@ -122,9 +119,9 @@ def test_a_file_that_cannot_be_written_is_an_error_that_reaches_every_caller(
             with pytest.raises(JournalError, match=why) as caught:
                 await journal.batch_taken(make_batch(0, 0))
         assert way_out in caught.value.way_out
-        for refused in (lambda: watching, journal.flush, journal.aclose):
+        for refused in (watching, journal.flush(), journal.aclose()):
             with pytest.raises(JournalError, match=why):
-                await refused()
+                await refused
 
     asyncio.run(story())
     assert len(read_resume(path, 0).ready) == 1
@@ -132,7 +129,6 @@ def test_a_file_that_cannot_be_written_is_an_error_that_reaches_every_caller(
 
 def test_a_full_disk_is_told_and_what_was_written_stays_whole(tmp_path: Path) -> None:
     path, (soft, hard) = tmp_path / "journal.sqlite", resource.getrlimit(resource.RLIMIT_FSIZE)
-
     taken: list[int] = []
 
     async def fill(journal: Journal) -> None:

@@ -5,17 +5,18 @@ clock runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rollout_cases import one_token
 
 from asyncrl.errors import RolloutFailure, RolloutTimeout
 from asyncrl.messages.protocols import RolloutSession
-from asyncrl.messages.records import Completion, GroupId, Outcome, Prompt, Rollout, VersionSpan, Work
-from asyncrl.rollouts.generators import HarnessGenerator, make_trajectory
+from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Work
+from asyncrl.rollouts.generators import HarnessGenerator
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -23,18 +24,18 @@ PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
 
 
 class FakeSession:
+    reason = ""
+
     def __init__(self, key: str, log: list[str], text: str | None) -> None:
         self.key, self.log, self.text = key, log, text
-        self.reason = ""
 
     def end_nowait(self, reason: str) -> None:
         if not self.reason:
             self.reason = reason
             self.log.append("session ended")
 
-    @asynccontextmanager
-    async def while_open(self) -> AsyncIterator[None]:
-        yield
+    def while_open(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
     def last_text(self) -> str:
         return self.text or ""
@@ -42,19 +43,18 @@ class FakeSession:
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
         if self.text is None:
             raise RolloutFailure("nothing was sampled")
-        completion = Completion((2,), (-1.0,), (VersionSpan(0, 1, 0),), "stop")
-        return (replace(make_trajectory(sample_index, (1,), completion, reward), metrics=outcome.metrics),)
+        return (replace(one_token(sample_index, reward=reward), metrics=outcome.metrics),)
 
 
 class FakeHost:
     def __init__(self, text: str | None = "the answer") -> None:
         self.log: list[str] = []
         self.sessions: list[FakeSession] = []
-        self.opened: list[dict[str, Any]] = []
+        self.opened: list[tuple[str, dict[str, Any]]] = []
         self._text = text
 
     def open_nowait(self, rollout_id: str, **about: Any) -> RolloutSession:
-        self.opened.append({"rollout_id": rollout_id} | about)
+        self.opened.append((rollout_id, about))
         self.sessions.append(FakeSession(f"key-{len(self.sessions)}", self.log, self._text))
         return self.sessions[-1]
 
@@ -64,33 +64,27 @@ class FakeHost:
 
 
 class FakeQueue:
-    """`play(work, started)` is what a worker does."""
+    """Its worker takes a work after `queued_s`, and `run_s` for it."""
 
-    def __init__(self, play: Callable[[Work, Callable[[], None]], Awaitable[Outcome]]) -> None:
+    def __init__(self, outcome: Outcome | Exception, queued_s: float = 0.0, run_s: float = 0.0) -> None:
         self.works: list[Work] = []
-        self._play = play
+        self._outcome, self._queued_s, self._run_s = outcome, queued_s, run_s
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         self.works.append(work)
-        return await self._play(work, started)
-
-
-def answering(outcome: Outcome, *, queued_s: float = 0.0, run_s: float = 0.0) -> FakeQueue:
-    async def play(work: Work, started: Callable[[], None]) -> Outcome:
-        await asyncio.sleep(queued_s)
+        await asyncio.sleep(self._queued_s)
         started()
-        await asyncio.sleep(run_s)
-        return outcome
+        await asyncio.sleep(self._run_s)
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome
 
-    return FakeQueue(play)
 
-
-def run(host: FakeHost, queue: FakeQueue, *, timeout_s: float | None = 10.0, retries: int = 0) -> Any:
+def run(host: FakeHost, queue: FakeQueue, *, retries: int = 0) -> Any:
     """What RolloutRunner makes of it: a Rollout, or a FailedRollout."""
 
     async def story() -> Any:
-        generator = HarnessGenerator(host, queue, host)
-        runner = RolloutRunner(generator, timeout_s=timeout_s, retries=retries)
+        runner = RolloutRunner(HarnessGenerator(host, queue, host), timeout_s=10.0, retries=retries)
 
         class LoggingSlots(Slots):
             async def wait(self, name: str) -> None:
@@ -104,20 +98,15 @@ def run(host: FakeHost, queue: FakeQueue, *, timeout_s: float | None = 10.0, ret
     return run_virtual(story())
 
 
-def test_the_work_carries_the_session_of_this_attempt_and_the_outcome_becomes_the_rollout() -> None:
-    host, queue = FakeHost(), answering(Outcome(1.0, {"turns": 2.0}))
+def test_the_work_carries_the_session_of_this_attempt_which_ends_before_the_task_scores_its_text() -> None:
+    host, queue = FakeHost(), FakeQueue(Outcome(metrics={"turns": 2.0}))
     (trajectory,) = run(host, queue)
-    assert (trajectory.sample_index, trajectory.reward, trajectory.metrics) == (2, 1.0, {"turns": 2.0})
+    assert (trajectory.sample_index, trajectory.reward, trajectory.metrics) == (2, 0.25, {"turns": 2.0})
+    order = ["started", "session ended", "stopped", "scored 'the answer'"]
+    assert host.log[:4] == order, "the slot is free before the task scores the last text"
     assert queue.works == [Work("g4/r2", PROMPT, 2, 0, "key-0", 10.0)]
     about = {"prompt_id": "e0/3", "sample_index": 2, "attempt": 0, "route_key": "g4/r2"}
-    assert host.opened == [{"rollout_id": "g4/r2"} | about]
-
-
-def test_the_session_ends_and_the_slot_is_free_before_the_task_scores_the_last_text() -> None:
-    host = FakeHost()
-    (trajectory,) = run(host, answering(Outcome(metrics={"x": 1.0})))
-    assert trajectory.reward == 0.25
-    assert host.log[:4] == ["started", "session ended", "stopped", "scored 'the answer'"]
+    assert host.opened == [("g4/r2", about)]
 
 
 @pytest.mark.parametrize(
@@ -133,20 +122,17 @@ def test_a_reward_of_the_harness_stands_and_without_one_the_mean_of_its_parts(
     outcome: Outcome, reward: float
 ) -> None:
     host = FakeHost()
-    (trajectory,) = run(host, answering(outcome))
+    (trajectory,) = run(host, FakeQueue(outcome))
     assert trajectory.reward == reward
     assert not any(line.startswith("scored") for line in host.log)
 
 
 def test_a_rollout_of_nothing_is_a_failure() -> None:
-    assert isinstance(run(FakeHost(text=None), answering(Outcome(1.0))), FailedRollout)
+    assert isinstance(run(FakeHost(text=None), FakeQueue(Outcome(1.0))), FailedRollout)
 
 
 def test_a_failure_of_the_worker_ends_the_session_and_each_attempt_has_its_own() -> None:
-    async def fail(work: Work, started: Callable[[], None]) -> Outcome:
-        raise RolloutFailure("worker w is gone")
-
-    host, queue = FakeHost(), FakeQueue(fail)
+    host, queue = FakeHost(), FakeQueue(RolloutFailure("worker w is gone"))
     failed = run(host, queue, retries=1)
     assert (failed.num_attempts, str(failed.failure)) == (2, "worker w is gone.")
     assert [session.reason for session in host.sessions] == ["the rollout failed: worker w is gone"] * 2
@@ -154,9 +140,9 @@ def test_a_failure_of_the_worker_ends_the_session_and_each_attempt_has_its_own()
 
 
 def test_time_in_the_queue_does_not_count_and_time_with_a_worker_does() -> None:
-    (trajectory,) = run(FakeHost(), answering(Outcome(1.0), queued_s=1000.0, run_s=9.0), timeout_s=10.0)
+    (trajectory,) = run(FakeHost(), FakeQueue(Outcome(1.0), queued_s=1000.0, run_s=9.0))
     assert trajectory.reward == 1.0
     host = FakeHost()
-    failed = run(host, answering(Outcome(1.0), queued_s=1000.0, run_s=11.0), timeout_s=10.0)
+    failed = run(host, FakeQueue(Outcome(1.0), queued_s=1000.0, run_s=11.0))
     assert isinstance(failed.failure, RolloutTimeout)
     assert "rollout.timeout_s" in host.sessions[0].reason

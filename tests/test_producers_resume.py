@@ -12,20 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_cases import virtual
+from rollout_cases import one_token, virtual
 from test_producers_groups import House
 
-from asyncrl.messages.records import (
-    Completion,
-    GroupId,
-    PartialCompletion,
-    Prompt,
-    Rollout,
-    Ticket,
-    UnfinishedGroup,
-    VersionSpan,
-)
-from asyncrl.rollouts.generators import make_trajectory
+from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Ticket, UnfinishedGroup, VersionSpan
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
@@ -35,12 +25,8 @@ TICKET = Ticket(GroupId(7), 2)
 PARTIAL = PartialCompletion((ord("a"), ord("b")), (-1.0, -2.0), (VersionSpan(0, 2, 2),), 1)
 
 
-def done(index: int, *, version: int = 2) -> Rollout:
-    return (
-        make_trajectory(
-            index, (ord("q"),), Completion((ord("z"),), (-1.0,), (VersionSpan(0, 1, version),), "stop"), 0.5
-        ),
-    )
+def done(index: int) -> Any:
+    return (one_token(index, version=2),)
 
 
 def engine_at(version: int) -> FakeEngine:
@@ -63,24 +49,6 @@ def go_on(unfinished: UnfinishedGroup, check: Callable[[House, FakeEngine], None
     run_virtual(story())
 
 
-def test_finished_rollouts_are_not_sampled_again_and_the_others_get_the_seeds_that_they_had() -> None:
-    def check(house: House, engine: FakeEngine) -> None:
-        assert [request.request_id for request in engine.requests] == ["g7/r1/t0/a0", "g7/r3/t0/a0"]
-        seeds = [derive_seed(0, "0/7", index, 0) for index in (1, 3)]
-        assert [request.seed for request in engine.requests] == seeds
-        assert engine.resumed == {}
-        (group,) = house.sink.finished
-        assert [trajectory.sample_index for trajectory in group.trajectories] == [0, 1, 2, 3]
-        assert all(group.trajectories[index] is first[index][0] for index in first)
-        assert house.journal.named("admitted") == [("admitted", TICKET, PROMPT)], "by the killed run"
-        ended = {event[2][0].sample_index for event in house.journal.named("rollout_finished")}
-        assert ended == {1, 3}
-        assert house.journal.states[GroupId(7)] == "ready"
-
-    first = {0: done(0), 2: done(2)}
-    go_on(UnfinishedGroup(TICKET, PROMPT, first), check)
-
-
 @pytest.mark.parametrize(("retries", "num_tries"), [(3, 2), (1, 1)], ids=["as before", "lowered"])
 def test_a_rollout_goes_on_from_its_tokens_in_the_very_attempt_that_it_was_in(
     retries: int, num_tries: int
@@ -96,9 +64,7 @@ def test_a_rollout_goes_on_from_its_tokens_in_the_very_attempt_that_it_was_in(
     go_on(unfinished, check, scorer=FakeScorer(lambda *_: "no"), retries=retries)
 
 
-def test_rollouts_beyond_a_group_size_that_was_lowered_stay_and_no_more_are_sampled_than_it_asks_for() -> (
-    None
-):
+def test_rollouts_beyond_a_lowered_group_size_stay_and_no_more_are_sampled_than_it_asks_for() -> None:
     def check(house: House, engine: FakeEngine) -> None:
         assert [request.request_id[3:5] for request in engine.requests] == ["r1", "r2", "r3"]
         (group,) = house.sink.finished
@@ -127,31 +93,33 @@ async def test_rollouts_of_resumed_groups_have_slots_before_any_new_group_starts
     states=st.lists(st.sampled_from(["done", "failed", "partial", "new"]), min_size=4, max_size=4),
     attempt=st.integers(0, 1),
 )
-def test_whatever_was_known_each_rollout_ends_once(states: list[str], attempt: int) -> None:
-    indices = {
-        name: [index for index, state in enumerate(states) if state == name]
-        for name in ("done", "failed", "partial", "new")
-    }
+def test_what_is_finished_is_not_sampled_again_and_all_else_with_the_seeds_that_it_had(
+    states: list[str], attempt: int
+) -> None:
+    def known(name: str, value: Any = None) -> dict[int, Any]:
+        return {index: value for index, state in enumerate(states) if state == name}
 
     def check(house: House, engine: FakeEngine) -> None:
-        expected = dict.fromkeys(indices["new"], 0) | dict.fromkeys(indices["partial"], attempt)
-        sampled = sorted(request.request_id for request in engine.requests)
-        assert sampled == sorted(f"g7/r{index}/t0/a{number}" for index, number in expected.items())
-        usable = sorted(indices["done"] + list(expected))
+        expected = known("new", 0) | known("partial", attempt)
+        assert sorted((request.request_id, request.seed) for request in engine.requests) == sorted(
+            (f"g7/r{index}/t0/a{number}", derive_seed(0, "0/7", index, 0, attempt=number))
+            for index, number in expected.items()
+        )
+        assert engine.resumed == {f"g7/r{index}/t0/a{attempt}": PARTIAL for index in known("partial")}
+        assert house.journal.named("admitted") == [("admitted", TICKET, PROMPT)], "by the killed run"
+        ended = {event[2][0].sample_index for event in house.journal.named("rollout_finished")}
+        assert ended == set(expected)
+        usable = sorted(known("done") | expected)
         if len(usable) >= 2:
             (group,) = house.sink.finished
             assert [trajectory.sample_index for trajectory in group.trajectories] == usable
-            assert house.producers.prompts_out() == []
+            assert all(group.trajectories[usable.index(index)] is done[0] for index, done in rollouts.items())
+            assert (house.producers.prompts_out(), house.journal.states) == ([], {GroupId(7): "ready"})
         else:
             assert house.sink.failed == [7]
             aside = [replace(PROMPT, num_handed_back=1)]
             assert house.producers.prompts_out() == aside, "set aside until a group has not failed"
 
-    unfinished = UnfinishedGroup(
-        TICKET,
-        PROMPT,
-        {index: done(index) for index in indices["done"]},
-        dict.fromkeys(indices["failed"], (2, "no")),
-        dict.fromkeys(indices["partial"], (attempt, PARTIAL)),
-    )
-    go_on(unfinished, check)
+    rollouts, failures = {index: done(index) for index in known("done")}, known("failed", (2, "no"))
+    partials = known("partial", (attempt, PARTIAL))
+    go_on(UnfinishedGroup(TICKET, PROMPT, rollouts, failures, partials), check)

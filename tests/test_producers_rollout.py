@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -12,7 +13,7 @@ from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFa
 from asyncrl.messages.records import GroupId, Prompt, Rollout, VersionSpan
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
-from asyncrl.testing.virtual_time import all_blocked, run_virtual, stand_still
+from asyncrl.testing.virtual_time import all_blocked, stand_still
 
 PROMPT = Prompt("p7", ({"role": "user", "content": "hello"},))
 
@@ -21,12 +22,10 @@ class Scripted:
     """A generator that plays one function an attempt."""
 
     def __init__(self, *attempts: Callable[[], Awaitable[Rollout]]) -> None:
-        self._attempts = attempts
-        self.seen: list[RolloutAttempt] = []
+        self._attempts = iter(attempts)
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
-        self.seen.append(attempt)
-        return await self._attempts[len(self.seen) - 1]()
+        return await next(self._attempts)()
 
 
 async def good() -> Rollout:
@@ -71,41 +70,26 @@ async def test_single_turn_records_every_token_of_prompt_and_completion() -> Non
 
 
 @virtual
-async def test_a_prompt_that_is_too_long_fails_with_the_numbers_and_is_never_cut() -> None:
-    engine = FakeEngine()
-    runner = RolloutRunner(single_turn(engine, max_prompt_tokens=4), timeout_s=1.0, retries=2)
-    outcome = await run(runner)
-    assert isinstance(outcome, FailedRollout)
-    assert (outcome.num_attempts, runner.num_retried) == (0, 0), "no other try would end otherwise"
-    assert "p7 has 5 tokens; a prompt has 1 to rollout.max_prompt_tokens=4" in str(outcome.failure)
-    assert not engine.requests
+async def test_a_retry_waits_for_a_worker_off_the_clock_too() -> None:
+    left_s: list[float | None] = []
 
-
-def test_a_retry_waits_for_a_worker_off_the_clock_too() -> None:
     class QueuedThenFails:
-        def __init__(self) -> None:
-            self.left_s: list[float | None] = []
-
         async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
             await asyncio.sleep(1.0)
             attempt.clock.hold()
-            self.left_s.append(attempt.clock.left_s)
+            left_s.append(attempt.clock.left_s)
             await asyncio.sleep(1000.0)
             attempt.clock.resume()
             attempt.clock.resume()  # its worker lost it on its way, and another one took it
             await asyncio.sleep(3.0)
             raise RolloutFailure("bad")
 
-    async def story() -> None:
-        generator = QueuedThenFails()
-        outcome = await run(RolloutRunner(generator, timeout_s=10.0, retries=5))
-        assert isinstance(outcome, FailedRollout)
-        assert isinstance(outcome.failure, RolloutTimeout)
-        assert "is not finished after rollout.timeout_s=10.0 s, in attempt 3" in str(outcome.failure)
-        assert generator.left_s == [9.0, 5.0, 1.0], "what a worker is given"
-        assert asyncio.get_running_loop().time() == 3010.0
-
-    run_virtual(story())
+    outcome = await run(RolloutRunner(QueuedThenFails(), timeout_s=10.0, retries=5))
+    assert isinstance(outcome, FailedRollout)
+    assert isinstance(outcome.failure, RolloutTimeout)
+    assert "is not finished after rollout.timeout_s=10.0 s, in attempt 3" in str(outcome.failure)
+    assert left_s == [9.0, 5.0, 1.0], "what a worker is given"
+    assert asyncio.get_running_loop().time() == 3010.0
 
 
 @pytest.mark.parametrize(
@@ -136,33 +120,22 @@ async def test_a_broken_part_and_cancellation_pass_the_boundary() -> None:
 
 
 def test_a_seed_depends_on_who_asks_and_on_nothing_else() -> None:
-    seeds = {
-        derive_seed(run, prompt, sample, turn, attempt)
-        for run in (0, 1)
-        for prompt in ("p1", "p11")
-        for sample in (0, 1)
-        for turn in (0, 1)
-        for attempt in (0, 1)
-    }
+    seeds = {derive_seed(*who) for who in itertools.product((0, 1), ("p1", "p11"), *[(0, 1)] * 3)}
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert derive_seed(0, "p1", 0, 0, attempt=0) == derive_seed(0, "p1", 0, 0) == 4802785385995688842, (
-        "a run repeats on another machine"
-    )
+    one = derive_seed(0, "p1", 0, 0, attempt=0)
+    assert one == derive_seed(0, "p1", 0, 0) == 4802785385995688842, "a run repeats on another machine"
 
 
-def test_a_controller_that_stood_still_takes_that_time_from_no_rollout() -> None:
+@virtual
+async def test_a_controller_that_stood_still_takes_that_time_from_no_rollout() -> None:
     async def slow() -> Rollout:
         asyncio.get_running_loop().call_later(3.0, stand_still, 1000.0)
         await asyncio.sleep(8.0)
         return await good()
 
-    async def story() -> None:
-        assert not isinstance(
-            await run(RolloutRunner(Scripted(slow), timeout_s=10.0, retries=0)), FailedRollout
-        )
-
-    run_virtual(story())
+    outcome = await run(RolloutRunner(Scripted(slow), timeout_s=10.0, retries=0))
+    assert not isinstance(outcome, FailedRollout)
 
 
 @virtual

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from rollout_cases import PlayedRun, play_run
@@ -27,9 +28,10 @@ def filtered_run(max_staleness: int, latency_seed: int) -> list[list[str]]:
         scored[prompt.prompt_id] += 1
         return float(scored[prompt.prompt_id]) if int(prompt.prompt_id[1:]) % 3 == 0 else 1.0
 
+    config = {"max_staleness": max_staleness, "look_ahead": max_staleness, "filter": "equal_rewards"}
     played = play_run(
         FakeEngine(latency_s=latency_s),
-        {"max_staleness": max_staleness, "look_ahead": max_staleness, "filter": "equal_rewards"},
+        config,
         num_groups=3,
         num_batches=BATCHES,
         train_s=0.5,
@@ -59,19 +61,11 @@ def test_with_staleness_every_batch_is_full_of_prompts_that_teach_and_none_is_tr
 TIMEOUT_S, GROUP_SIZE = 600.0, 4
 
 
-def run_with_hung(prefix: str, max_staleness: int, on_overdue: str) -> PlayedRun:
+def run_with_hung(prefix: str, **config: Any) -> PlayedRun:
     """A run in which the engine never answers requests whose name begins so."""
-    return play_run(
-        FakeEngine(latency_s=lambda request: 1e9 if request.request_id.startswith(prefix) else 5.0),
-        {"max_staleness": max_staleness, "on_overdue": on_overdue},
-        num_groups=2,
-        num_batches=BATCHES,
-        train_s=5.0,
-        timeout_s=TIMEOUT_S,
-        retries=2,
-        group_size=GROUP_SIZE,
-        capacity=64,
-    )
+    engine = FakeEngine(latency_s=lambda request: 1e9 if request.request_id.startswith(prefix) else 5.0)
+    limits = {"timeout_s": TIMEOUT_S, "retries": 2, "group_size": GROUP_SIZE, "capacity": 64}
+    return play_run(engine, config, num_groups=2, num_batches=BATCHES, train_s=5.0, **limits)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -80,16 +74,10 @@ def run_with_hung(prefix: str, max_staleness: int, on_overdue: str) -> PlayedRun
 def test_a_hung_rollout_costs_a_run_one_timeout_at_most_and_its_siblings_are_trained_on(
     max_staleness: int, on_overdue: str, group_id: int
 ) -> None:
-    undisturbed = run_with_hung("none", max_staleness, on_overdue)
-    hung = run_with_hung(f"g{group_id}/r0/", max_staleness, on_overdue)
+    undisturbed = run_with_hung("none", max_staleness=max_staleness, on_overdue=on_overdue)
+    hung = run_with_hung(f"g{group_id}/r0/", max_staleness=max_staleness, on_overdue=on_overdue)
     assert hung.at_s[-1] <= undisturbed.at_s[-1] + TIMEOUT_S
     sizes = [len(group.trajectories) for batch in hung.batches for group in batch.groups]
     # masked whole, its prompt is sampled again
     is_too_late = max_staleness > 0 and on_overdue == "mask" and group_id == 2
     assert sizes.count(GROUP_SIZE - 1) == (0 if is_too_late else 1)
-
-
-def test_look_ahead_auto_grows_when_the_trainer_lacks_groups() -> None:
-    engine = FakeEngine(latency_s=lambda _: 8.0)
-    played = play_run(engine, {"max_staleness": 8}, num_groups=1, num_batches=40, train_s=1.0, capacity=100)
-    assert played.counts["buffer/look_ahead"] == 8, "a group takes as long as eight steps"

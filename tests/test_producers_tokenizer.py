@@ -51,28 +51,20 @@ def test_a_chat_that_is_rendered_and_encoded_gives_the_ids_that_transformers_giv
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(bos_tokenizer.model_path)
-    chat = [
-        *CHAT,
-        {"role": "assistant", "content": "Grüße \U0001f600"},
-        {"role": "user", "content": "  42\n"},
-    ]
-    expected = tuple(
-        reference.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    )
+    answer = {"role": "assistant", "content": "Grüße \U0001f600"}
+    chat = [*CHAT, answer, {"role": "user", "content": "  42\n"}]
+    expected = reference.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     ids = bos_tokenizer.encode(bos_tokenizer.render(chat))
-    assert ids == bos_tokenizer.encode_chat(chat) == expected
+    assert ids == bos_tokenizer.encode_chat(chat) == tuple(expected)
     assert ids.count(reference.bos_token_id) == 1
-    assert reference("a")["input_ids"][0] == reference.bos_token_id, (
-        "this tokenizer would have added one of its own"
-    )
+    assert reference("a")["input_ids"][0] == reference.bos_token_id, "it would have added one of its own"
+
+
+PIECES = st.text(max_size=8) | st.sampled_from([*SPECIAL, "the fox ", "\n\n"])
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    text=st.lists(st.text(max_size=8) | st.sampled_from([*SPECIAL, "the fox ", "\n\n"]), max_size=6).map(
-        "".join
-    )
-)
+@given(text=st.lists(PIECES, max_size=6).map("".join))
 def test_any_text_gives_the_ids_that_transformers_gives(bos_tokenizer: HFChatTokenizer, text: str) -> None:
     reference = bos_tokenizer._tokenizer
     ids = bos_tokenizer.encode(text)
@@ -111,18 +103,17 @@ def test_arguments_of_tool_calls_reach_a_template_in_the_form_that_it_reads(
 
     def rendered(expression: str) -> str:
         template.write_text(
-            "{% for call in messages[-1].tool_calls %}{% set arguments = call.function.arguments %}"
-            + expression
-            + "{% endfor %}"
+            "{% set arguments = messages[-1].tool_calls[0].function.arguments %}" + expression
         )
         return HFChatTokenizer(tiny_model_dir, chat_template=template).render(chat)
 
     assert rendered("{{ arguments | tojson }}") == '{"b": 1.5, "a": "x"}', "an object: not quoted once more"
     as_it_is = "{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}"
     assert rendered(as_it_is) == said
-    assert rendered("{{ 'f(' + arguments + ')' }}") == f"f({said})", "a template that wants text gets it"
+    wants_text = "{{ 'f(' + arguments + ')' }}"
+    assert rendered(wants_text) == f"f({said})"
     call["function"]["arguments"] = {"b": 1.5}
-    assert rendered("{{ 'f(' + arguments + ')' }}") == 'f({"b": 1.5})'
+    assert rendered(wants_text) == 'f({"b": 1.5})'
     call["function"]["arguments"] = "no json"
     assert rendered("{{ arguments | tojson }}") == '"no json"'
     with pytest.raises(ValueError, match="no calls, please"):

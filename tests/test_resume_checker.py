@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import sqlite3
 import struct
@@ -19,7 +18,9 @@ from journal_cases import make_group, open_journal, rollouts_of
 from resume_checker import Promise, changes, read_evidence, violations
 
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, Trajectory
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket
+from asyncrl.trainer.record import trained_line
+from asyncrl.trainer.trainer_client import pack_groups
 
 PROMISE = Promise(seed=5, num_prompts=7, num_groups=2, group_size=2, max_staleness=1)
 NUM_STEPS = 4
@@ -47,25 +48,9 @@ def make_ready(journal: Journal, group_id: int, draw: int, version: int) -> Grou
     return group
 
 
-def entry_of(group: Group, trajectory: Trajectory) -> dict[str, Any]:
-    return {
-        "group_id": group.group_id,
-        "prompt_id": group.prompt.prompt_id,
-        "sample_index": trajectory.sample_index,
-        "branch": trajectory.branch,
-        "reward": trajectory.reward,
-        "num_tokens": len(trajectory.token_ids),
-        "num_loss_tokens": trajectory.num_sampled,
-        "tokens_sha": hashlib.sha256(trajectory.token_ids.tobytes()).hexdigest()[:16],
-        "spans": [[span.start, span.end, span.version] for span in trajectory.version_spans],
-    }
-
-
 def line_of(batch: Batch) -> dict[str, Any]:
-    entries = [entry_of(group, trajectory) for group in batch.groups for trajectory in group.trajectories]
-    total = sum(entry["num_loss_tokens"] for entry in entries)
-    loss = batch.version / 3
-    return {"version": batch.version, "loss": loss, "num_loss_tokens": total, "trajectories": entries}
+    header, arrays = pack_groups(batch)
+    return trained_line(header, arrays, arrays.loss_mask, 0.3)
 
 
 def write_lines(run_dir: Path, lines: Lines) -> None:
@@ -81,11 +66,9 @@ def run_dir(tmp_path: Path) -> Path:
     async def story() -> list[Batch]:
         journal, batches = open_journal(tmp_path / "journal.sqlite"), []
         for version in range(NUM_STEPS):
-            groups = [
-                make_ready(journal, draw, draw, max(0, version - 1))
-                for draw in (2 * version, 2 * version + 1)
-            ]
-            batches.append(Batch(version, tuple(groups), max(0, version - 1)))
+            oldest, draws = max(0, version - 1), (2 * version, 2 * version + 1)
+            groups = tuple(make_ready(journal, draw, draw, oldest) for draw in draws)
+            batches.append(Batch(version, groups, oldest))
             await journal.batch_taken(batches[-1])
         make_ready(journal, 8, 8, 3)
         admit(journal, 9, 9, 3)
@@ -117,10 +100,7 @@ BLOB = "UPDATE trajectories SET blob = with_head(blob, '{}', '{}') WHERE group_i
 OTHER = "SELECT blob FROM trajectories WHERE group_id = 5 AND sample_index = 0"
 PLANTED_SQL = [
     ("DELETE FROM groups WHERE group_id = 9", "group 10 has draw 10, the one before was 8"),
-    (
-        "UPDATE groups SET state = 'failed', requeued = NULL WHERE group_id = 10",
-        "group 11 was made though group 10 is failed",
-    ),
+    ("UPDATE groups SET requeued = NULL WHERE group_id = 10", "group 11 was made though group 10 is"),
     ("UPDATE groups SET requeued = NULL WHERE group_id = 9", "is lost: group 9 is failed"),
     ("UPDATE groups SET requeued = 1 WHERE group_id = 8", "came back 1 times with group 8, ready"),
     ("UPDATE groups SET state = 'taken' WHERE group_id = 8", "group 8 is taken, and in batch None"),
@@ -132,7 +112,7 @@ PLANTED_SQL = [
     (BLOB.format("reward", "9.5", 4), "group 4 was trained on other tokens or rewards"),
     (
         f"UPDATE trajectories SET blob = ({OTHER}) WHERE group_id = 4 AND sample_index = 0",
-        "group 4 was trained on other tokens or rewards",
+        "group 4 was trained on",
     ),
 ]
 
@@ -154,34 +134,22 @@ def test_a_fault_in_the_journal_is_found(run_dir: Path, statement: str, words: s
     assert any(words in violation for violation in found_in(run_dir)), found_in(run_dir)
 
 
-def other_group(lines: Lines) -> None:
-    for entry in lines[5]["trajectories"][:3]:
-        entry["group_id"] = 8
+def entry(number: int, **values: Any) -> Callable[[Lines], Any]:
+    """The first trajectory of that line with other values."""
+    return lambda lines: lines[number]["trajectories"][0].update(values)
 
 
 PLANTED_LINES: list[tuple[Callable[[Lines], Any], str]] = [
-    (
-        lambda lines: lines[4]["trajectories"][0].update(tokens_sha="0" * 16),
-        "batch 2 had another trajectories when it was trained again",
-    ),
+    (entry(4, tokens_sha="0" * 16), "batch 2 had another trajectories when it was trained again"),
     (lambda lines: lines[4].update(loss=0.5), "batch 2 had another loss when it was trained again"),
     (lambda lines: lines.pop(3), "line 4 is of batch 2, after batch 2"),
     (lambda lines: lines[3].update(restored=4), "line 4 goes on from version 4, which was never reached"),
     (lambda lines: lines.append(dict(lines[-1], version=4)), "g6/r0 was trained on in batch 3 already"),
     (lambda lines: lines.pop(), "the record has batches [0, 1, 2] after 4 steps"),
-    (
-        lambda lines: lines[5]["trajectories"][0].update(spans=[[2, 12, 1]]),
-        "batch 3: g6/r0 has loss on tokens 2..11 of version 1",
-    ),
-    (
-        lambda lines: lines[5]["trajectories"][0].update(num_loss_tokens=9),
-        "g6/r0 has 9 loss tokens, its spans 10",
-    ),
-    (other_group, "trained were [(8,"),
-    (
-        lambda lines: lines[5]["trajectories"][0].update(prompt_id=prompt_of(0).prompt_id),
-        "was trained on in two groups",
-    ),
+    (entry(5, spans=[[2, 12, 1]]), "batch 3: g6/r0 has loss on tokens 2..11 of version 1"),
+    (entry(5, num_loss_tokens=9), "g6/r0 has 9 loss tokens, its spans 10"),
+    (entry(5, group_id=8), "trained were [(8,"),
+    (entry(5, prompt_id=prompt_of(0).prompt_id), "was trained on in two groups"),
 ]
 
 
@@ -201,14 +169,15 @@ def test_what_a_resume_has_lost_or_altered_is_found(run_dir: Path) -> None:
         return list(changes(before, replace(before, **altered)))
 
     assert found() == list(changes(replace(before, groups=before.groups[:-1]), before)) == []
-    assert found(groups=before.groups[:-1]) == [
-        f"group 11 (prompt {prompt_of(10).prompt_id}, running) is gone"
-    ]
-    assert (
-        "was taken with prompt" in found(groups=(replace(first, state="running", version=None), *others))[0]
-    )
-    assert found(groups=(replace(first, version=1), *others)) == ["group 0 has moved from batch 0 to 1"]
-    other = replace(first, branches={0: (0.5, 12, 0, "")})
-    assert found(groups=(other, *others)) == ["rollouts of group 0 have changed"]
+    (gone,) = found(groups=before.groups[:-1])
+    assert gone == f"group 11 (prompt {prompt_of(10).prompt_id}, running) is gone"
+    became = {
+        "group 0 was taken with prompt": {"state": "running", "version": None},
+        "group 0 has moved from batch 0 to 1": {"version": 1},
+        "rollouts of group 0 have changed": {"branches": {0: (0.5, 12, 0, "")}},
+    }
+    for words, values in became.items():
+        (text,) = found(groups=(replace(first, **values), *others))
+        assert text.startswith(words)
     assert found(batches={}) == ["a batch has changed"]
     assert found(record=before.record[1:]) == ["lines of the trained record have changed"]

@@ -18,22 +18,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import CallRefused
 from asyncrl.messages.base import ErrorBody, Moved
-from asyncrl.messages.records import (
-    Batch,
-    Completion,
-    Group,
-    GroupId,
-    Prompt,
-    SamplingRequest,
-    Trajectory,
-    VersionSpan,
-)
-from asyncrl.messages.trainer_calls import (
-    ExportChunkRequest,
-    ExportChunkResponse,
-    OffloadRequest,
-    TrainResponse,
-)
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
+from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.run.colocate import TakingTurns
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
@@ -45,6 +31,8 @@ from asyncrl.trainer.trainer_client import TrainerClient
 
 DECODE_S, START_S, TIMEOUT_S, MOVE_S, HEARTBEAT_S = 0.01, 5.0, 60.0, 0.5, 3.0
 NUM_CHUNKS = 3
+NEEDS = {"/train": {"weights", "optimizer"}, "/export_chunk": {"weights"}, "/export": {"weights"}}
+"""Path -> the parts that the trainer must have on the device."""
 
 
 class TurnEngine(FakeEngineServer):
@@ -94,27 +82,21 @@ class TurnTrainer(FakeTrainerServer):
             before = len(self.away)
             self.away = self.away | set(body.parts) if path == "/offload" else self.away - set(body.parts)
             return Moved(num_bytes=abs(len(self.away) - before), seconds=0.0)
-        needed = {
-            "/train": {"weights", "optimizer"},
-            "/export_chunk": {"weights"},
-            "/export": {"weights"},
-        }.get(path, set())
-        if needed & self.away:
-            raise CallRefused(self.name, path, 409, ErrorBody(error=f"{needed & self.away} offloaded"))
+        if lacking := NEEDS.get(path, set()) & self.away:
+            raise CallRefused(self.name, path, 409, ErrorBody(error=f"{lacking} offloaded"))
         if isinstance(body, ExportChunkRequest):
             is_last = body.index == NUM_CHUNKS - 1
-            return self.wrong_chunk(
-                ExportChunkResponse(
-                    version=self.policy_version,
-                    index=body.index,
-                    path="fake",
-                    digest=f"c{body.index}",
-                    num_tensors=2,
-                    num_bytes=10,
-                    is_last=is_last,
-                    whole_digest="|".join(["w", *self.weights]) if is_last else "",
-                )
+            chunk = ExportChunkResponse(
+                version=self.policy_version,
+                index=body.index,
+                path="fake",
+                digest=f"c{body.index}",
+                num_tensors=2,
+                num_bytes=10,
+                is_last=is_last,
+                whole_digest="|".join(["w", *self.weights]) if is_last else "",
             )
+            return self.wrong_chunk(chunk)
         return await super()._work(path, body)
 
 
@@ -130,8 +112,6 @@ class EngineRooms:
         trainer: Any,
         config: SupervisionConfig,
         make_turns: Callable[[], Any],
-        *,
-        timeout_s: float = TIMEOUT_S,
         **publishing: Any,
     ) -> None:
         self.tasks, self.fakes, self.trainer = tasks, fakes, trainer
@@ -142,23 +122,15 @@ class EngineRooms:
         self.announced: list[int] = []
         self.on_lost = self._on_lost if config.max_restarts else None
         self.pool = EnginePool(self.targets, slots=4, on_lost=self.on_lost)
-        self.publisher = Publisher(
-            trainer,
-            self.targets,
-            timeout_s=timeout_s,
-            on_served=self.on_served,
-            on_lost=self.on_lost,
-            **publishing,
-        )
+        publishing = {
+            "timeout_s": TIMEOUT_S,
+            "on_served": self.on_served,
+            "on_lost": self.on_lost,
+        } | publishing
+        self.publisher = Publisher(trainer, self.targets, **publishing)
         self.turns, supervision = make_turns(), Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
         self.supervisors = {
-            process.name: EngineSupervisor(
-                process,
-                target,
-                self.pool,
-                self.turns,
-                supervision,
-            )
+            process.name: EngineSupervisor(process, target, self.pool, self.turns, supervision)
             for process, target in zip(self.processes, self.targets, strict=True)
         }
         self.running = [
@@ -166,7 +138,7 @@ class EngineRooms:
             for name, supervisor in self.supervisors.items()
         ]
 
-    def ask(self, request: SamplingRequest) -> asyncio.Task[Completion]:
+    def ask(self, request: SamplingRequest) -> asyncio.Task[Any]:
         """A rollout's request."""
         return self.tasks.create_task(self.pool.generate(request), name=f"request {request.request_id}")
 
@@ -196,13 +168,7 @@ class House(EngineRooms):
 
     turns: TakingTurns
 
-    def __init__(
-        self,
-        tasks: asyncio.TaskGroup,
-        *,
-        num_engines: int = 2,
-        max_restarts: int = 20,
-    ) -> None:
+    def __init__(self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20) -> None:
         self.worker = TurnTrainer()
         self.worker_process = FakeTrainerProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
@@ -242,7 +208,7 @@ class House(EngineRooms):
             fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
         await self.turns.start(0)
 
-    async def step(self) -> TrainResponse:
+    async def step(self) -> Any:
         """What the train loop does with a batch."""
         batch = make_batch(len(self.batches))
         self.batches.append(batch)
@@ -305,19 +271,9 @@ def play_to_its_error(make: Callable[..., Rooms], story: Callable[[Rooms], Any],
 
 def make_batch(version: int) -> Batch:
     """One group of one trajectory of one token."""
-    trajectory = Trajectory(
-        sample_index=0,
-        token_ids=np.array([1, 2], np.int32),
-        loss_mask=np.array([False, True]),
-        behaviour_logprobs=np.array([0.0, -1.0], np.float32),
-        version_spans=(VersionSpan(1, 2, version),),
-        reward=1.0,
-        is_truncated=False,
-    )
-    prompt = Prompt(f"p{version}", ())
-    return Batch(
-        version=version, groups=(Group(GroupId(version), prompt, (trajectory,)),), min_version=version
-    )
+    arrays = np.array([1, 2], np.int32), np.array([False, True]), np.array([0.0, -1.0], np.float32)
+    trajectory = Trajectory(0, *arrays, (VersionSpan(1, 2, version),), reward=1.0)
+    return Batch(version, (Group(GroupId(version), Prompt(f"p{version}", ()), (trajectory,)),), version)
 
 
 def make_request(name: str = "r0", *, max_tokens: int = 20, seed: int = 1) -> SamplingRequest:
