@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,19 +18,13 @@ def make_group(group_id: int, *rollouts: Sequence[int], rewards: Sequence[float]
     version. Rewards default to 0.
     """
     given = rewards or [0.0] * len(rollouts)
-    trajectories = (
-        _trajectory(i, versions, reward)
-        for i, (versions, reward) in enumerate(zip(rollouts, given, strict=True))
-    )
+    trajectories = []
+    for index, (versions, reward) in enumerate(zip(rollouts, given, strict=True)):
+        spans = tuple(VersionSpan(2 + i, 3 + i, version) for i, version in enumerate(versions))
+        mask = np.array([False, False] + [True] * len(versions))
+        zeros = np.zeros(len(mask), np.int32), mask, np.zeros(len(mask), np.float32)
+        trajectories.append(Trajectory(index, *zeros, spans, reward))
     return Group(GroupId(group_id), Prompt(f"p{group_id}", ()), tuple(trajectories))
-
-
-def _trajectory(index: int, versions: Sequence[int], reward: float) -> Trajectory:
-    spans = tuple(VersionSpan(2 + i, 3 + i, version) for i, version in enumerate(versions))
-    mask = np.array([False, False] + [True] * len(versions))
-    return Trajectory(
-        index, np.zeros(len(mask), np.int32), mask, np.zeros(len(mask), np.float32), spans, reward
-    )
 
 
 def versions_of(group: Group) -> list[int]:
@@ -65,28 +60,12 @@ class HandedBackLog(list[tuple[int, bool, str]]):
 
 
 def make_buffer(
-    *,
-    num_groups: int = 2,
-    num_batches: int = 10,
-    max_staleness: int = 1,
-    look_ahead: int | str | None = None,
-    on_overdue: str = "wait",
-    filter_kind: str = "none",
-    max_filtered_groups: int = 10**9,
-    log: HandedBackLog | None = None,
+    num_groups: int = 2, num_batches: int = 10, log: HandedBackLog | None = None, **config: Any
 ) -> Buffer:
     """A buffer with look_ahead = max_staleness unless told otherwise."""
-    config = BufferConfig.model_validate(
-        {
-            "max_staleness": max_staleness,
-            "look_ahead": max_staleness if look_ahead is None else look_ahead,
-            "on_overdue": on_overdue,
-            "filter": filter_kind,
-            "max_filtered_groups": max_filtered_groups,
-        }
-    )
+    values = {"max_staleness": 1, "on_overdue": "wait", "max_filtered_groups": 10**9, **config}
     return Buffer(
-        config,
+        BufferConfig.model_validate({"look_ahead": values["max_staleness"], **values}),
         num_groups=num_groups,
         num_batches=num_batches,
         on_handed_back=HandedBackLog() if log is None else log,

@@ -79,9 +79,7 @@ async def until(engine: EngineClient, is_so: Callable[[EngineHealth], bool]) -> 
         answer = await health(engine)
         if is_so(answer):
             return answer
-        await asyncio.sleep(
-            0.0005
-        )  # half a step of the fake, whose virtual time would stand still; a breath for a real server
+        await asyncio.sleep(0.0005)  # half a step of the fake, whose virtual time would stand still
 
 
 async def until_decoding(engine: EngineClient, num_running: int) -> None:
@@ -119,14 +117,11 @@ def staged(server: Server, version: int, scale: float = 1.0) -> ExportResponse:
 def chunks_of(server: Server, version: int, *, scale: float = 1.0) -> tuple[list[ExportChunkResponse], str]:
     """A push of the server's weights times `scale`, in two files, and the digest of all."""
     whole = _write(server, "whole", scale)["digest"]
-    first, last = (
-        _write(server, f"chunk-{version}-{index}", scale, list(server.weights)[index::2])
-        for index in range(2)
-    )
-    chunks = [
-        ExportChunkResponse(version=version, index=0, **first, is_last=False),
-        ExportChunkResponse(version=version, index=1, **last, is_last=True, whole_digest=whole),
-    ]
+    chunks = []
+    for index in range(2):
+        part = _write(server, f"chunk-{version}-{index}", scale, list(server.weights)[index::2])
+        part |= {"version": version, "index": index, "is_last": index == 1}
+        chunks.append(ExportChunkResponse(**part, **({"whole_digest": whole} if index else {})))
     return chunks, whole
 
 

@@ -10,27 +10,16 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.messages.engine_calls import GenerateRequest, PrepareRequest
+from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
 
-QWEN3: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.15,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
+QWEN3: dict[str, Any] = {"vocab_size": 50, "hidden_size": 128, "intermediate_size": 256}
+QWEN3 |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+QWEN3 |= {"max_position_embeddings": 4096, "tie_word_embeddings": True, "initializer_range": 0.15}
+QWEN3 |= {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
 
 
 def make_qwen3(folder: Path, seed: int = 0, **overrides: Any) -> Path:
@@ -59,15 +48,29 @@ def running_engine(folder: Path, **overrides: Any) -> Iterator[Engine]:
 def make_request(
     request_id: str = "r", prompt_ids: tuple[int, ...] = (1, 2, 3), **fields: Any
 ) -> GenerateRequest:
-    return GenerateRequest(
-        **{"request_id": request_id, "prompt_ids": list(prompt_ids), "max_tokens": 20, "seed": 7, **fields}
-    )
+    given = {"max_tokens": 20, "seed": 7, **fields}
+    return GenerateRequest(request_id=request_id, prompt_ids=list(prompt_ids), **given)
 
 
-def staging_request(weights: dict[str, torch.Tensor], version: int, folder: Path) -> PrepareRequest:
-    """Write weights as the trainer does and say what they are."""
+def answered(engine: Engine, **fields: Any) -> GenerateResponse:
+    return engine.submit(make_request(**fields)).result(timeout=60)
+
+
+def drawn(answer: GenerateResponse) -> tuple[list[int], list[float]]:
+    return answer.token_ids, answer.logprobs
+
+
+def publish(engine: Engine, request: PrepareRequest, interrupt: str = "abort") -> None:
+    assert engine.prepare(request).digest == request.digest
+    commit = {"version": request.version, "digest": request.digest, "interrupt": interrupt}
+    assert engine.commit(CommitRequest.model_validate(commit)).result(timeout=60).version == request.version
+
+
+def stage_file(source: Path | dict[str, torch.Tensor], version: int, folder: Path) -> PrepareRequest:
+    """Write weights, or those of a model, as the trainer does and say what they are."""
     from safetensors.torch import save_file
 
+    weights = weights_of(source) if isinstance(source, Path) else source
     path = folder / f"weights-{version}.safetensors"
     save_file({name: tensor.detach().clone() for name, tensor in weights.items()}, path)
     return PrepareRequest(

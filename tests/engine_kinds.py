@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,11 +104,6 @@ class Server:
     def vocab_size(self) -> int:
         return 128 if self.kind == "fake" else VOCAB_SIZE
 
-    @property
-    def child(self) -> EngineProcess | VllmProcess:
-        assert self.process is not None, "the fake has no process"
-        return self.process
-
     def needs(self, has_it: bool, why: str) -> None:
         """Leave the story out for a server whose nature has no place for it."""
         if not has_it:
@@ -170,7 +165,8 @@ def caller_of(server: Server) -> Caller:
     """Connections of one's own to the server; the fake is its own caller, and a new one each time."""
     if server.kind == "fake":
         return FakeEngineServer(slots=SLOTS, decode_s=0.001, max_length=MAX_LENGTH)
-    return Caller(f"{server.kind}-0", server.child.url, SECRET)
+    assert server.process is not None
+    return Caller(f"{server.kind}-0", server.process.url, SECRET)
 
 
 @asynccontextmanager
@@ -179,12 +175,9 @@ async def client_of(server: Server) -> AsyncIterator[EngineClient]:
     if server.client is not None:
         yield server.client
         return
-    caller = caller_of(server)
-    try:
+    async with aclosing(caller_of(server)) as caller:
         version = (await EngineServer(caller).health(timeout_s=60)).policy_version
         yield EngineServer(caller, policy_version=version)
-    finally:
-        await caller.aclose()
 
 
 @asynccontextmanager
@@ -193,21 +186,12 @@ async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[
     if server.kind == "fake":
         yield engine
         return
-    caller = caller_of(server)
-    try:
+    async with aclosing(caller_of(server)) as caller:
         make = partial(vllm_client, server) if server.kind == "vllm" else EngineServer
         yield make(caller, policy_version=engine.policy_version)
-    finally:
-        await caller.aclose()
 
 
 def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
     facts = VllmFacts(str(server.folder / "model"), "float32", SLOTS, MAX_LENGTH, (), False, "cpu")
-    return VllmServer(
-        caller,
-        facts=facts,
-        policy_version=policy_version,
-        canary_limit=1e-3,
-        chunk_bytes=16384,
-        warn=pytest.fail,
-    )
+    how: dict[str, Any] = {"canary_limit": 1e-3, "chunk_bytes": 16384, "warn": pytest.fail}
+    return VllmServer(caller, facts=facts, policy_version=policy_version, **how)

@@ -43,14 +43,10 @@ def engine_process(kind: str, spec: dict[str, Any], folder: Path) -> Iterator[En
     spec_file.write_text(json.dumps(spec), encoding="utf-8")
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener, log.open("wb") as output:
         fd = listener.fileno()
-        process = popen(
-            [sys.executable, "-m", f"asyncrl_servers.{kind}", "--spec", str(spec_file), "--fd", str(fd)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            pass_fds=[fd],
-            env={**os.environ, SECRET_ENV: SECRET, "HF_HUB_OFFLINE": "1"},
-        )
+        command = [sys.executable, "-m", f"asyncrl_servers.{kind}", "--spec", str(spec_file), "--fd", str(fd)]
+        env = {**os.environ, SECRET_ENV: SECRET, "HF_HUB_OFFLINE": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": output}
+        process = popen(command, pass_fds=[fd], env=env, **pipes)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
         yield EngineProcess(process, url, log)

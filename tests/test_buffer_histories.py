@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from buffer_groups import HandedBackLog, make_buffer, make_group, oldest_trained_age, versions_of
@@ -15,6 +16,13 @@ from asyncrl.errors import WouldWait
 from asyncrl.messages.records import Batch, Group, GroupId, Ticket
 
 REWARD = st.sampled_from([0.0, 1.0])
+ON_OVERDUE = st.sampled_from(["wait", "mask", "drop"])
+SETTINGS: dict[str, st.SearchStrategy[Any]] = {
+    "num_groups": st.integers(1, 4),
+    "num_batches": st.integers(1, 12),
+}
+SETTINGS |= {"max_staleness": st.integers(0, 4), "on_overdue": ON_OVERDUE}
+SETTINGS |= {"filter": st.sampled_from(["none", "equal_rewards"])}
 
 
 class BufferHistory(RuleBasedStateMachine):
@@ -22,40 +30,14 @@ class BufferHistory(RuleBasedStateMachine):
     change look_ahead.
     """
 
-    @initialize(
-        num_groups=st.integers(1, 4),
-        num_batches=st.integers(1, 12),
-        max_staleness=st.integers(0, 4),
-        look_ahead=st.integers(0, 4),
-        on_overdue=st.sampled_from(["wait", "mask", "drop"]),
-        filter_kind=st.sampled_from(["none", "equal_rewards"]),
-    )
-    def start(
-        self,
-        num_groups: int,
-        num_batches: int,
-        max_staleness: int,
-        look_ahead: int,
-        on_overdue: str,
-        filter_kind: str,
-    ) -> None:
-        self.log, self.filter_kind = HandedBackLog(), filter_kind
-        self.num_groups, self.num_batches, self.max_staleness, self.on_overdue = (
-            num_groups,
-            num_batches,
-            max_staleness,
-            on_overdue,
-        )
-        self.new_buffer = partial(
-            make_buffer,
-            num_groups=num_groups,
-            num_batches=num_batches,
-            max_staleness=max_staleness,
-            on_overdue=on_overdue,
-            filter_kind=filter_kind,
-            log=self.log,
-        )
-        self.buffer = self.new_buffer(look_ahead=min(look_ahead, max_staleness))
+    @initialize(settings=st.fixed_dictionaries(SETTINGS), look_ahead=st.integers(0, 4))
+    def start(self, settings: dict[str, Any], look_ahead: int) -> None:
+        self.log = HandedBackLog()
+        self.num_groups, self.num_batches = settings["num_groups"], settings["num_batches"]
+        self.max_staleness, self.on_overdue = settings["max_staleness"], settings["on_overdue"]
+        self.filter_kind = settings["filter"]
+        self.new_buffer = partial(make_buffer, **settings, log=self.log)
+        self.buffer = self.new_buffer(look_ahead=min(look_ahead, self.max_staleness))
         self.running: dict[int, int] = {}  # group -> version at admission
         self.ready: dict[int, Group] = {}
         self.batches: list[Batch] = []
@@ -79,14 +61,10 @@ class BufferHistory(RuleBasedStateMachine):
         for _ in range(min(count, len(self.running))):
             group_id = data.draw(st.sampled_from(sorted(self.running)))
             version = st.integers(self.running[group_id], len(self.batches))
-            rollouts = data.draw(
-                st.lists(st.lists(version, min_size=1, max_size=3).map(sorted), min_size=1, max_size=2)
-            )
-            self._finish(
-                group_id,
-                *rollouts,
-                rewards=data.draw(st.lists(REWARD, min_size=len(rollouts), max_size=len(rollouts))),
-            )
+            rollout = st.lists(version, min_size=1, max_size=3).map(sorted)
+            rollouts = data.draw(st.lists(rollout, min_size=1, max_size=2))
+            rewards = data.draw(st.lists(REWARD, min_size=len(rollouts), max_size=len(rollouts)))
+            self._finish(group_id, *rollouts, rewards=rewards)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -113,15 +91,15 @@ class BufferHistory(RuleBasedStateMachine):
         for name in ("next_batch", "num_issued", "_running", "_ready", "_running_due", "_ready_due"):
             assert getattr(self.buffer.rule, name) == getattr(killed, name), name
 
-    @rule(
-        num_groups=st.integers(1, 4),
-        max_staleness=st.integers(0, 6),
-        on_overdue=st.sampled_from(["wait", "mask", "drop"]),
-    )
+    @rule(num_groups=st.integers(1, 4), max_staleness=st.integers(0, 6), on_overdue=ON_OVERDUE)
     def resume_with(self, num_groups: int, max_staleness: int, on_overdue: str) -> None:
         """Under other settings no group is lost, and batches form without a token that is too old."""
-        settings = {"num_groups": num_groups, "max_staleness": max_staleness, "on_overdue": on_overdue}
-        buffer = make_buffer(**settings, num_batches=1000, log=(log := HandedBackLog()))  # type: ignore[arg-type]
+        settings: dict[str, Any] = {
+            "num_groups": num_groups,
+            "max_staleness": max_staleness,
+            "on_overdue": on_overdue,
+        }
+        buffer = make_buffer(**settings, num_batches=1000, log=(log := HandedBackLog()))
         late, num_trained = self._restore(buffer), 0
         for group_id, start_version in self.running.items():
             if group_id not in late:
@@ -168,17 +146,12 @@ class BufferHistory(RuleBasedStateMachine):
 
     def drain(self) -> None:
         """When all has finished and is published, the next batch can be taken."""
-        for group_id, start_version in list(self.running.items()):
-            if group_id in self.running:
-                self._finish(group_id, [start_version], [start_version], rewards=[0.0, 1.0])
         self._publish(len(self.batches))
-        while True:
-            try:
-                ticket = self.buffer.admit_nowait()
-            except WouldWait:
-                break
-            self._admitted(ticket)
-            self._finish(ticket.group_id, [len(self.batches)], [len(self.batches)], rewards=[0.0, 1.0])
+        self.admit(1000)
+        while self.running:
+            group_id, start_version = next(iter(self.running.items()))
+            self._finish(group_id, [start_version], [start_version], rewards=[0.0, 1.0])
+            self.admit(1000)
         self._check(self.buffer.take_nowait())
 
     def teardown(self) -> None:

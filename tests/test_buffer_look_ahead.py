@@ -12,13 +12,9 @@ from asyncrl.messages.records import WaitReport
 WORKLOADS = {
     "training takes as long as a rollout": {"num_slots": 10_000, "train_s": 1.0},
     "rollouts take twice as long, in as many slots as keep up": {"num_slots": 32, "train_s": 0.5},
-    "groups of three, much longer than a step": {
-        "num_slots": 96,
-        "train_s": 0.5,
-        "group_size": 3,
-        "publish_s": 0.1,
-    },
 }
+GROUPS_OF_THREE = {"num_slots": 96, "train_s": 0.5, "group_size": 3, "publish_s": 0.1}
+WORKLOADS["groups of three, much longer than a step"] = GROUPS_OF_THREE
 
 
 def simulate(workload: Workload, max_staleness: int, look_ahead: int | None) -> SimulationResult:
@@ -49,62 +45,37 @@ def test_auto_comes_within_5_percent_of_the_best_fixed_look_ahead_and_is_no_more
         assert auto.age_mean <= best.age_mean + 1, f"seed {seed}"
 
 
-def feed(
-    auto: LookAhead,
-    count: int,
-    *,
-    interval_s: float = 1.0,
-    lack_s: float = 0.0,
-    stragglers_s: float = 0.0,
-    spare: int = 0,
-) -> None:
+def feed(auto: LookAhead, count: int, *, interval_s: float = 1.0, spare: int = 0, **waited: float) -> None:
     for _ in range(count):
-        auto.batch_taken(interval_s, WaitReport(generation_s=lack_s, stragglers_s=stragglers_s), spare)
+        auto.batch_taken(interval_s, WaitReport(**waited), spare)
 
 
-@pytest.mark.parametrize("waited", [{"lack_s": 0.01}, {"stragglers_s": 0.8}])
-def test_a_busy_trainer_or_one_that_waits_for_stragglers_is_no_reason_to_start_more(
-    waited: dict[str, float],
-) -> None:
+@pytest.mark.parametrize("waited", [{"generation_s": 0.01}, {"stragglers_s": 0.8}])
+def test_a_busy_trainer_or_one_that_waits_for_stragglers_starts_no_more(waited: dict[str, float]) -> None:
     auto = LookAhead(8)
     feed(auto, 500, **waited)  # type: ignore[arg-type]
     assert auto.current == 2
 
 
-def test_a_trainer_that_lacks_groups_two_thirds_of_the_time_gets_three_times_as_many() -> None:
+def test_a_trainer_that_lacks_groups_gets_as_many_more_as_pay_and_those_that_do_not_are_taken_back() -> None:
     auto = LookAhead(8)
-    feed(auto, 7, interval_s=3.0, lack_s=2.0)
+    feed(auto, 7, interval_s=3.0, generation_s=2.0)
     assert auto.current == 8
-    feed(auto, 400, interval_s=1.0)
+    feed(auto, 400)
     assert auto.current == 8, "it made batches three times faster, so it stays"
-
-
-def test_more_look_ahead_that_makes_nothing_faster_is_taken_back() -> None:
     auto = LookAhead(8)
-    feed(auto, 7, lack_s=0.5)
+    feed(auto, 7, generation_s=0.5)
     assert auto.current == 5
-    feed(auto, 40, lack_s=0.5)
+    feed(auto, 40, generation_s=0.5)
     assert auto.current == 2, "the engines are the limit"
 
 
-def feed_by_littles_law(auto: LookAhead, count: int, *, rollout_s: float) -> None:
-    """A step takes 1 s; look_ahead + 1 batches are made at once, each in `rollout_s`."""
-    for _ in range(count):
-        interval_s = max(1.0, rollout_s / (auto.current + 1))
-        feed(
-            auto,
-            1,
-            interval_s=interval_s,
-            lack_s=interval_s - 1,
-            spare=max(0, int(auto.current + 1 - rollout_s)),
-        )
-
-
 def test_it_follows_a_workload_that_gets_slower_and_faster_again() -> None:
+    """By Little's law: a step takes 1 s; look_ahead + 1 batches are made at once, each in `rollout_s`."""
     auto = LookAhead(8)
-    feed_by_littles_law(auto, 100, rollout_s=3.0)
-    assert auto.current == 2
-    feed_by_littles_law(auto, 100, rollout_s=7.0)
-    assert auto.current == 6
-    feed_by_littles_law(auto, 400, rollout_s=3.0)
-    assert auto.current == 2
+    for count, rollout_s, expected in ((100, 3.0, 2), (100, 7.0, 6), (400, 3.0, 2)):
+        for _ in range(count):
+            interval_s = max(1.0, rollout_s / (auto.current + 1))
+            spare = max(0, int(auto.current + 1 - rollout_s))
+            feed(auto, 1, interval_s=interval_s, generation_s=interval_s - 1, spare=spare)
+        assert auto.current == expected

@@ -1,17 +1,26 @@
-"""Whole runs in virtual time: the bound, and what a shorter look would do."""
+"""Whole runs in virtual time: the bound, what a shorter look would do, and that the simulation's figures are
+the product's.
+"""
 
 from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from count_rule import CountOrder, CountRule
+from rollout_cases import play_run
 
 from asyncrl.buffer.simulation import Simulation, Workload
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config.generation import OnOverdue
+from asyncrl.messages.records import SamplingRequest
+from asyncrl.tasks import Feed
+from asyncrl.testing.fakes import FakeEngine
+from asyncrl.testing.memory_journal import MemoryJournal
 
 PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 
@@ -59,14 +68,8 @@ def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on
         assert [version for version, _ in simulation.batches] == list(range(rule.num_batches)), where
         assert len(taken) == len(set(taken)) == rule.num_batches * rule.num_groups, where
         assert (rule.num_running, rule.num_ready, rule.admitted) == (0, 0, len(taken)), where
-        if on_overdue != "mask":
-            late = [
-                version - oldest
-                for version, groups in simulation.batches
-                for _, oldest in groups
-                if version - oldest > rule.max_staleness
-            ]
-            assert not late, where
+        ages = [version - oldest for version, groups in simulation.batches for _, oldest in groups]
+        assert on_overdue == "mask" or max(ages) <= rule.max_staleness, where
         if rule.max_staleness == 0:
             assert taken == sorted(taken), f"{where}: earliest deadline first is first in, first out"
     assert (num_handed_back > 20) == (on_overdue == "drop")
@@ -99,3 +102,61 @@ def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: CountOrder
     assert (counted.late_fraction > 0.1, counted.age_max > 10) == (True, True)
     assert (kept.late_fraction, kept.age_max) == (0, 2)
     assert kept.idle_fraction > counted.idle_fraction, "the hard bound has its price"
+
+
+# The same run by the real buffer, producers and feed.
+
+
+class Endless:
+    """More prompts than any run draws: number i has the text "i"."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def prompt(self, index: int) -> str:
+        return str(index)
+
+
+FREE = Workload(num_slots=10**6, sigma=1.0, group_size=2, train_s=0.6, seed=3)
+FEW_SLOTS = replace(FREE, num_slots=7, group_size=3)
+ALWAYS_LONG = replace(FREE, prompt_share=0.7, max_hand_backs=1)
+
+
+@pytest.mark.parametrize(
+    ("workload", "max_staleness", "on_overdue"),
+    [(FEW_SLOTS, 2, "drop"), (ALWAYS_LONG, 1, "drop"), (FEW_SLOTS, 2, "wait")],
+    ids=["few slots", "prompts that are always long", "nothing is dropped"],
+)
+def test_the_product_plays_that_run(workload: Workload, max_staleness: int, on_overdue: OnOverdue) -> None:
+    """The figures of the simulation are those of the real buffer and producers."""
+    settings: dict[str, Any] = {"max_staleness": max_staleness, "look_ahead": max_staleness}
+    settings["on_overdue"] = on_overdue
+    simulation = Simulation(StalenessRule(num_groups=4, num_batches=40, **settings), workload)
+    outcome, journal = simulation.run(), MemoryJournal()
+
+    def latency_s(request: SamplingRequest) -> float:
+        group, rollout, *_ = request.request_id.split("/")
+        admitted = {ticket.group_id: prompt for _, ticket, prompt in journal.named("admitted")}
+        prompt = admitted[int(group[1:])]
+        number = int(prompt.prompt_id.removeprefix("0/"))
+        return workload.length_s(number, prompt.num_handed_back, int(rollout[1:]))
+
+    played = play_run(
+        FakeEngine(latency_s=latency_s),
+        settings,
+        num_groups=4,
+        num_batches=40,
+        train_s=workload.train_s,
+        source=Feed(Endless(), seed=0, shuffle=False),
+        journal=journal,
+        timeout_s=None,
+        group_size=workload.group_size,
+        capacity=workload.num_slots,
+        max_hand_backs=workload.max_hand_backs,
+    )
+    batches = [[(group.group_id, group.oldest_version) for group in one.groups] for one in played.batches]
+    assert [list(groups) for _, groups in simulation.batches] == batches
+    counts = [played.counts[f"rollout/{name}"] for name in ("dropped", "given_up")]
+    assert [outcome.num_handed_back, outcome.num_given_up] == counts
+    assert outcome.batches_per_s == pytest.approx(40 / (played.at_s[-1] + workload.train_s))
+    assert (outcome.num_handed_back > 10) == (on_overdue == "drop"), "it was to be about that"

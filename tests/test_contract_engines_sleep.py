@@ -1,8 +1,9 @@
-"""Sleep and wake, of every engine server."""
+"""Sleep and wake, and pushes in chunks into weights that slept, of every engine server."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from engine_contract import (
     BOTH,
@@ -13,10 +14,12 @@ from engine_contract import (
     contract,
     flip_last_bit,
     health,
+    load,
     prepare,
     push,
     refused,
     said,
+    staged,
     until,
     until_decoding,
     versions_of,
@@ -25,8 +28,6 @@ from engine_contract import (
 from engine_kinds import LONG, SLOTS, Server
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.records import SamplingRequest
 
 pytest_plugins = ["engine_under_test"]
 
@@ -52,9 +53,7 @@ async def test_sleep_says_how_much_it_freed_and_twice_is_once(server: Server, en
 
 
 @contract
-async def test_after_sleep_and_wake_with_the_same_weights_every_bit_of_the_answers_is_as_before(
-    server: Server, engine: EngineClient
-) -> None:
+async def test_after_sleep_and_wake_every_bit_is_as_before(server: Server, engine: EngineClient) -> None:
     version = await be_awake(engine, server)
     requests = [server.request(max_tokens=100, seed=seed, temperature=0.9) for seed in range(SLOTS + 2)]
     before = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
@@ -80,9 +79,7 @@ async def test_after_sleep_and_wake_with_the_same_weights_every_bit_of_the_answe
 
 
 @contract
-async def test_sleep_aborts_what_runs_and_what_queues_runs_after_the_wake(
-    server: Server, engine: EngineClient
-) -> None:
+async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engine: EngineClient) -> None:
     version = await be_awake(engine, server)
     requests = [server.request(max_tokens=LONG, seed=seed) for seed in range(SLOTS)]
     running = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
@@ -109,9 +106,8 @@ async def test_sleep_aborts_what_runs_and_what_queues_runs_after_the_wake(
 
 
 @contract
-async def test_who_waits_at_a_sleeping_server_can_be_aborted_and_can_go_away(
-    server: Server, engine: EngineClient
-) -> None:
+async def test_a_request_at_a_sleeping_server_can_end(server: Server, engine: EngineClient) -> None:
+    """It can be aborted, and its client can go away."""
     await be_awake(engine, server)
     await engine.sleep(["kv"])
     waiting = asyncio.create_task(engine.generate_segment(server.request(request_id="waits")))
@@ -126,9 +122,8 @@ async def test_who_waits_at_a_sleeping_server_can_be_aborted_and_can_go_away(
 
 
 @contract
-async def test_restore_brings_back_what_served_and_refuses_what_has_changed_meanwhile(
-    server: Server, engine: EngineClient
-) -> None:
+async def test_restore_refuses_what_has_changed_meanwhile(server: Server, engine: EngineClient) -> None:
+    """And brings back what served."""
     server.needs(server.traits.reads_files, "it reads no file")
     version = await be_awake(engine, server)
     before = await engine.generate_segment(server.request())
@@ -167,29 +162,99 @@ async def test_sleep_ends_a_commit_that_waited_for_what_ran(server: Server, engi
     assert versions_of(await queued) == [old + 1]
 
 
+# pushes in chunks into weights that slept
+
+
 @contract
-async def test_a_request_of_the_pool_lives_through_a_whole_turn(server: Server, engine: EngineClient) -> None:
+async def test_only_a_whole_push_in_order_is_served(server: Server, engine: EngineClient) -> None:
+    """What woke without content serves nothing before; requests wait."""
+    old = await be_awake(engine, server) + 1
+    await engine.commit(old, await prepare(engine, server, old, scale=1.5), "abort")
+    expected = await engine.generate_segment(server.request(max_tokens=60))
+    await engine.sleep(BOTH)
+    await engine.wake(BOTH)
+    waiting = asyncio.create_task(engine.generate_segment(server.request(max_tokens=60)))
+    await waits(engine, waiting)
+    (first, last), digest = chunks_of(server, old + 1, scale=1.5)
+    await refused(engine.commit(old + 1, digest, "abort"))
+    await refused(engine.load_chunk(last))
+    await load(engine, first)
+    await refused(engine.commit(old + 1, digest, "abort"))
+    await refused(engine.load_chunk(last))
+    await load(engine, first)
+    await refused(engine.load_chunk(last.model_copy(update={"version": old + 2})))
+    for chunk in (first, last):
+        await load(engine, chunk)
+        await waits(engine, waiting)
+    assert engine.policy_version == (await health(engine)).policy_version == old
+    committed = await engine.commit(old + 1, digest, "abort")
+    assert (committed.digest, committed.num_interrupted) == (digest, 0), "what waits never ran"
+    answer = await waiting
+    assert versions_of(answer) == [old + 1]
+    assert (answer.token_ids, answer.logprobs) == (expected.token_ids, expected.logprobs)
+    assert (await engine.commit(old + 1, digest, "abort")).num_interrupted == 0, "the same again is no error"
+
+
+@contract
+async def test_chunks_that_are_not_what_was_sent_are_refused(server: Server, engine: EngineClient) -> None:
+    server.needs(server.traits.reads_files, "it reads no file")
     old = await be_awake(engine, server)
-    pool = EnginePool([engine], slots=SLOTS)
-    told: list[int] = []
-    temperature = 1.0 if server.traits.resumes_draws else 0.0
-    request = SamplingRequest(f"turn/{old}", (1, 2, 3), server.traits.waited, temperature=temperature, seed=9)
-    running = asyncio.create_task(pool.generate(request, on_tokens=told.extend))
-    await until(engine, lambda _: len(told) > 0)
-    freed = await engine.sleep(BOTH)
-    taken = await engine.wake(["weights"])
-    chunks, digest = chunks_of(server, old + 1)
-    for chunk in chunks:
-        assert await engine.load_chunk(chunk) == chunk.digest
+    before = await engine.generate_segment(server.request())
+    await engine.sleep(["weights"])
+    await engine.wake(["weights"])
+    (first, last), digest = chunks_of(server, old + 1)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"digest": "0" * 32}, first.digest),
+        ({"num_tensors": 99}, "announced were 99"),
+        ({"path": str(server.folder / "nowhere.safetensors")}, "nowhere"),
+    ]
+    for changes, match in wrong:
+        await refused(engine.load_chunk(first.model_copy(update=changes)), match)
+        await refused(engine.load_chunk(last), "loaded is nothing")
+    await load(engine, first)
+    twice = first.model_copy(update={"index": 1, "is_last": True})
+    await refused(engine.load_chunk(twice), "came in an earlier chunk")
+    await load(engine, first)
+    await load(engine, last)
+    await refused(engine.commit(old + 1, "0" * 32, "abort"), digest)
+    await refused(engine.commit(old + 1, digest, "abort"), "nothing")
+    await push(engine, server, old + 1)
+    assert (await engine.generate_segment(server.request())).token_ids == before.token_ids
+
+
+@contract
+async def test_serving_and_sleeping_weights_are_not_written(server: Server, engine: EngineClient) -> None:
+    old = await be_awake(engine, server)
+    before = await engine.generate_segment(server.request())
+    (chunk, *_), digest = chunks_of(server, old + 1, scale=2.0)
+    await refused(engine.load_chunk(chunk), "served")
+    after = await engine.generate_segment(server.request())
+    assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+    digest = await prepare(engine, server, old + 1)
+    await engine.sleep(["weights"])
+    await refused(engine.load_chunk(chunk), "asleep")
+    await refused(engine.commit(old + 1, digest, "abort"), "asleep")
+    await refused(engine.prepare(staged(server, old + 1)), "asleep")
+    await engine.wake(["weights"])
+    digest = await prepare(engine, server, old + 1)
     await engine.commit(old + 1, digest, "abort")
-    taken_kv = await engine.wake(["kv"])
-    num_taken = taken.num_bytes + taken_kv.num_bytes
-    assert num_taken <= freed.num_bytes
-    assert (num_taken > 0) == server.traits.frees_memory
-    completion = await running
-    assert tuple(told) == completion.token_ids
-    assert [span.version for span in completion.version_spans] == [old, old + 1]
-    alone = await engine.generate_segment(
-        server.request(max_tokens=server.traits.waited, seed=9, temperature=temperature)
-    )
-    assert completion.token_ids == tuple(alone.token_ids), "the same weights before and after"
+    answer = await engine.generate_segment(server.request())
+    assert versions_of(answer) == [old + 1], "staged weights fill woken ones as well"
+    assert (answer.token_ids, answer.logprobs) == (before.token_ids, before.logprobs)
+
+
+@contract
+async def test_what_served_can_be_pushed_again_but_none_older(server: Server, engine: EngineClient) -> None:
+    server.needs(server.traits.reads_files, "it takes any version")
+    version = await be_awake(engine, server)
+    before = await engine.generate_segment(server.request())
+    await engine.sleep(BOTH)
+    await engine.wake(BOTH)
+    (older, *_), _ = chunks_of(server, version - 1)
+    await refused(engine.load_chunk(older), "cannot be loaded after")
+    others, wrong = chunks_of(server, version, scale=3.0)
+    for chunk in others:
+        await load(engine, chunk)
+    await refused(engine.commit(version, wrong, "abort"))
+    await push(engine, server, version)
+    assert (await engine.generate_segment(server.request())).token_ids == before.token_ids

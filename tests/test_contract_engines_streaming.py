@@ -5,33 +5,20 @@ not streamed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Any
 
 import pytest
-from engine_contract import check_whole, contract, prepare, until, versions_of
+from engine_contract import BOTH, be_awake, check_whole, contract, prepare, push, until, versions_of
 from engine_kinds import LONG, SLOTS, Server
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_calls import GenerateChunk, GenerateResponse
 from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.checks import spans_of
 
 pytest_plugins = ["engine_under_test"]
-
-
-async def stream(
-    engine: EngineClient, request: GenerateRequest, on_chunk: Callable[[GenerateChunk], None] = lambda _: None
-) -> tuple[list[GenerateChunk], GenerateResponse]:
-    """The chunks of a streamed answer, and what came last."""
-    chunks: list[GenerateChunk] = []
-
-    def told(chunk: GenerateChunk) -> None:
-        chunks.append(chunk)
-        on_chunk(chunk)
-
-    return chunks, await engine.generate_segment(request, on_chunk=told)
 
 
 def joined(chunks: list[GenerateChunk], last: GenerateResponse) -> GenerateResponse:
@@ -45,81 +32,75 @@ def joined(chunks: list[GenerateChunk], last: GenerateResponse) -> GenerateRespo
 
 
 @contract
-async def test_chunks_and_what_comes_last_are_bit_for_bit_the_answer_that_is_not_streamed(
-    server: Server, engine: EngineClient
-) -> None:
-    settings = [
-        (1, 1.0, 1.0),
-        (2, 0.7, 1.0),
-        (41, 0.0, 1.0),
-        (300, 1.0, 1.0),
-        (310, 1.0, 0.9),
-        (400, 1.3, 1.0),
-    ]
+async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine: EngineClient) -> None:
+    """Chunks and what comes last are the answer that is not streamed."""
+    settings = [(1, 1.0, 1.0), (2, 0.7, 1.0), (41, 0.0, 1.0)]
+    settings += [(300, 1.0, 1.0), (310, 1.0, 0.9), (400, 1.3, 1.0)]
     requests = [
         server.request(max_tokens=tokens, seed=tokens, temperature=temperature, top_p=top_p)
         for tokens, temperature, top_p in settings
     ]
     whole = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
-    streamed = await asyncio.gather(*(stream(engine, request) for request in requests))
-    for expected, (chunks, last) in zip(whole, streamed, strict=True):
+    came: list[list[GenerateChunk]] = [[] for _ in requests]
+    streams = (
+        engine.generate_segment(one, on_chunk=to.append) for one, to in zip(requests, came, strict=True)
+    )
+    for expected, chunks, last in zip(whole, came, await asyncio.gather(*streams), strict=True):
         check_whole(last, server)
         assert joined(chunks, last) == expected
         assert last.token_ids, "the token that ends an answer comes with its finish_reason"
-    assert all(len(chunks) > 5 for chunks, _ in streamed[3:])
+    assert all(len(chunks) > 5 for chunks in came[3:])
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 @contract
-async def test_a_publish_in_mid_stream_changes_the_version_once(
-    server: Server, engine: EngineClient, interrupt: Interrupt
-) -> None:
+async def test_a_publish_in_mid_stream(server: Server, engine: EngineClient, interrupt: Interrupt) -> None:
+    """The version changes once."""
     old = engine.policy_version
     max_tokens = server.traits.waited if interrupt == "wait" else LONG
     digest = await prepare(engine, server, old + 1, scale=1.25)
-    came = [asyncio.Event() for _ in range(SLOTS)]
+    came: list[list[GenerateChunk]] = [[] for _ in range(SLOTS)]
     requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]
     tasks = [
-        asyncio.create_task(stream(engine, request, lambda _, one=one: one.set()))
-        for request, one in zip(requests, came, strict=True)
+        asyncio.create_task(engine.generate_segment(request, on_chunk=chunks.append))
+        for request, chunks in zip(requests, came, strict=True)
     ]
-    for one in came:
-        await one.wait()
+    await until(engine, lambda _: all(came))
     await engine.commit(old + 1, digest, interrupt)
     goes_on = interrupt.startswith("keep") and server.traits.keeps_streams
-    for task in tasks:
-        chunks, last = await task
-        answer = joined(chunks, last)
+    for task, chunks in zip(tasks, came, strict=True):
+        answer = joined(chunks, await task)
         check_whole(answer, server)
         assert versions_of(answer) == ([old, old + 1] if goes_on else [old])
-        assert chunks
         assert (len(answer.token_ids) == max_tokens) == (goes_on or interrupt == "wait")
         assert answer.finish_reason == ("length" if goes_on or interrupt == "wait" else "abort")
 
 
-@pytest.mark.parametrize("interrupt", ["abort", "keep"])
+@pytest.mark.parametrize("how", ["abort", "keep", "sleep"])
 @contract
-async def test_a_request_that_publishes_interrupt_goes_on_and_each_token_is_told_once(
-    server: Server, engine: EngineClient, interrupt: Interrupt
-) -> None:
-    old = engine.policy_version + 1
-    await engine.commit(old, await prepare(engine, server, old), "abort")
+async def test_a_pools_request_tells_each_token_once(server: Server, engine: EngineClient, how: Any) -> None:
+    """It goes on over publishes and over whole turns of sleep and wake."""
+    old = await be_awake(engine, server)
     pool = EnginePool([engine], slots=SLOTS)
-    temperature = 1.0 if server.traits.resumes_draws else 0.0
-    request = SamplingRequest(f"told/{old}", (1, 2, 3), server.traits.waited, temperature=temperature, seed=3)
+    settings = {"temperature": 1.0 if server.traits.resumes_draws else 0.0, "seed": 3}
+    request = SamplingRequest(f"{how}/{old}", (1, 2, 3), server.traits.waited, **settings)  # type: ignore[arg-type]
     told: list[int] = []
     running = asyncio.create_task(pool.generate(request, on_tokens=told.extend))
     for version in (old + 1, old + 2):
         num_told = len(told)
         await until(engine, lambda _, n=num_told: len(told) > n)  # type: ignore[misc]
-        digest = await prepare(engine, server, version)
-        await engine.commit(version, digest, interrupt)
+        if how != "sleep":
+            await engine.commit(version, await prepare(engine, server, version), how)
+            continue
+        freed = await engine.sleep(BOTH)
+        taken = (await engine.wake(["weights"])).num_bytes
+        await push(engine, server, version)
+        taken += (await engine.wake(["kv"])).num_bytes
+        assert taken <= freed.num_bytes
+        assert (taken > 0) == server.traits.frees_memory
     completion = await running
     assert tuple(told) == completion.token_ids
-    assert len(told) == server.traits.waited
+    assert len(told) == pool.stats().tokens == server.traits.waited
     assert [span.version for span in completion.version_spans] == [old, old + 1, old + 2]
-    assert pool.stats().tokens == server.traits.waited
-    whole = await engine.generate_segment(
-        server.request(max_tokens=server.traits.waited, seed=3, temperature=temperature)
-    )
+    whole = await engine.generate_segment(server.request(max_tokens=server.traits.waited, **settings))
     assert completion.token_ids == tuple(whole.token_ids), "the same weights under each version"

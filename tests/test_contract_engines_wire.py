@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_contract import generate, until
@@ -19,9 +20,7 @@ from asyncrl.messages.base import find_fatal
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_a_server_answers_to_the_secret_alone_and_ends_when_its_parent_is_gone(
-    kind: str, tmp_path: Path
-) -> None:
+def test_a_server_answers_to_the_secret_alone_and_ends_with_its_parent(kind: str, tmp_path: Path) -> None:
     with engine_process(kind, spec_of(kind, tmp_path), tmp_path) as child:
         server = server_of(kind, child, tmp_path)
 
@@ -41,10 +40,13 @@ def test_a_server_answers_to_the_secret_alone_and_ends_when_its_parent_is_gone(
         assert child.process.wait(timeout=60) == 3
 
 
-@pytest.mark.parametrize("kind", OURS)
-def test_an_unknown_key_in_the_spec_ends_the_server_with_its_name(kind: str, tmp_path: Path) -> None:
-    with engine_process(kind, spec_of(kind, tmp_path, sluts=3), tmp_path) as child:
+@pytest.mark.parametrize(
+    ("kind", "spec"), [*((kind, {"sluts": 3}) for kind in OURS), ("embedded", {"model_path": "sluts"})]
+)
+def test_a_spec_that_cannot_be_served_ends_a_server(kind: str, spec: dict[str, Any], tmp_path: Path) -> None:
+    with engine_process(kind, spec_of(kind, tmp_path) | spec, tmp_path) as child:
         assert child.process.wait(timeout=60) == 1
         fatal = find_fatal(child.read_log())
     assert fatal is not None
     assert "sluts" in fatal.error
+    assert ("model.path" in fatal.way_out) == ("model_path" in spec)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_in_process import make_qwen3, make_request, running_engine, staging_request, weights_of
+from engine_in_process import answered, drawn, make_qwen3, make_request, publish, running_engine, stage_file
 
-from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, GenerateResponse
+from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
 from asyncrl_servers.embedded.decode_loop import Engine
 
 ODD = {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101}
@@ -61,23 +61,18 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(sized_model: tupl
     for slots in (3, 17, 40):
         with running_engine(folder, slots=slots) as engine:
             shuffled = random.Random(slots).sample(requests, len(requests))
-            others = [
-                request.model_copy(update={"request_id": f"other {request.request_id}", "seed": 1})
-                for request in requests
-            ]
-            mixed = [request for pair in zip(shuffled, others, strict=True) for request in pair]
+            mixed = []
+            for request in shuffled:
+                other = {"request_id": f"other {request.request_id}", "seed": 1}
+                mixed += [request, request.model_copy(update=other)]
             answers = answers_of(engine, mixed)
             assert {request_id: answers[request_id] for request_id in alone} == alone
 
 
-def test_an_aborted_request_goes_on_with_the_bits_that_the_uninterrupted_one_has(
-    sized_model: tuple[Path, int],
-) -> None:
+def test_an_aborted_request_goes_on_with_the_bits_of_the_whole_one(sized_model: tuple[Path, int]) -> None:
     folder, vocab_size = sized_model
-    requests = [
-        request.model_copy(update={"max_tokens": 90, "top_p": 1.0})
-        for request in varied_requests(vocab_size, 6, seed=2)
-    ]
+    long = {"max_tokens": 90, "top_p": 1.0}
+    requests = [one.model_copy(update=long) for one in varied_requests(vocab_size, 6, seed=2)]
     with running_engine(folder, slots=6) as engine:
         whole = answers_of(engine, requests)
     with running_engine(folder, slots=3) as engine:
@@ -97,8 +92,7 @@ def test_an_aborted_request_goes_on_with_the_bits_that_the_uninterrupted_one_has
                 num_aborts += 1
                 token_ids += future.result(timeout=60).token_ids
                 logprobs += future.result(timeout=60).logprobs
-            expected = whole[request.request_id]
-            assert (token_ids, logprobs) == (expected.token_ids, expected.logprobs)
+            assert (token_ids, logprobs) == drawn(whole[request.request_id])
         assert num_aborts > len(requests)
 
 
@@ -112,13 +106,9 @@ def test_a_swap_to_equal_weights_changes_no_bit_of_a_kept_request(tmp_path: Path
         whole = answers_of(engine, requests)
         futures = [engine.submit(request) for request in requests]
         for version in (1, 2, 3):
-            staged = engine.prepare(staging_request(weights_of(folder), version, tmp_path))
-            commit: dict[str, Any] = {"version": version, "digest": staged.digest, "interrupt": interrupt}
-            assert engine.commit(CommitRequest(**commit)).result(timeout=60).version == version
-        for future in futures:
-            answer = future.result(timeout=60)
-            expected = whole[answer.request_id]
-            assert (answer.token_ids, answer.logprobs) == (expected.token_ids, expected.logprobs)
+            publish(engine, stage_file(folder, version, tmp_path), interrupt)
+        for answer in (future.result(timeout=60) for future in futures):
+            assert drawn(answer) == drawn(whole[answer.request_id])
 
 
 def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp_path: Path) -> None:
@@ -127,9 +117,7 @@ def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp
     with running_engine(folder, slots=3, max_length=1300) as engine:
         short = [make_request(f"short {index}", prompt_ids=prompt[: 100 + index]) for index in range(2)]
         beside = answers_of(engine, [*short, make_request("long", prompt_ids=prompt, max_tokens=40)])["long"]
-        first = engine.submit(make_request("first", prompt_ids=prompt, max_tokens=15)).result(timeout=60)
-        resumed = (*prompt, *first.token_ids)
-        request = make_request("rest", prompt_ids=resumed, max_tokens=25, num_resumed=15)
-        rest = engine.submit(request).result(timeout=60)
+        first = answered(engine, prompt_ids=prompt, max_tokens=15)
+        rest = answered(engine, prompt_ids=(*prompt, *first.token_ids), max_tokens=25, num_resumed=15)
     assert first.token_ids + rest.token_ids == beside.token_ids
     assert first.logprobs + rest.logprobs == beside.logprobs

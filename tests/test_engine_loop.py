@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
-from engine_in_process import make_qwen3, make_request, make_spec, running_engine, staging_request, weights_of
+from engine_in_process import answered, drawn, make_qwen3, make_request, make_spec, running_engine, stage_file
 from tiny_model import make_tiny_model
 
 from asyncrl.http import Refused
-from asyncrl.messages.engine_calls import CommitRequest, GenerateResponse
+from asyncrl.messages.engine_calls import CommitRequest
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.engine_app import TokenStream
 
 
@@ -29,13 +28,8 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen3(tmp_path_factory.mktemp("loop") / "other", seed=1, num_hidden_layers=2)
 
 
-def answered(engine: Engine, **fields: Any) -> GenerateResponse:
-    return engine.submit(make_request(**fields)).result(timeout=60)
-
-
-def test_a_prompt_that_stands_in_a_slot_is_not_prefilled_again_until_the_weights_change(
-    folder: Path, other_folder: Path, tmp_path: Path
-) -> None:
+def test_a_prompt_in_a_slot_is_not_prefilled_again(folder: Path, other_folder: Path, tmp_path: Path) -> None:
+    """Until the weights change."""
     engine, prefilled = build_engine(make_spec(folder, slots=3)), list[int]()
     prefill = engine.runner.prefill
     engine.runner.prefill = lambda jobs: (prefilled.append(len(jobs)), prefill(jobs))[1]  # type: ignore[method-assign]
@@ -47,7 +41,7 @@ def test_a_prompt_that_stands_in_a_slot_is_not_prefilled_again_until_the_weights
     while not futures[3].done():
         engine.turn()
     assert prefilled == [1], "by then two came later than the others"
-    staged = engine.prepare(staging_request(weights_of(other_folder), 1, tmp_path))
+    staged = engine.prepare(stage_file(other_folder, 1, tmp_path))
     commit = engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep_kv"))
     while not futures[-1].done():
         engine.turn()
@@ -56,7 +50,7 @@ def test_a_prompt_that_stands_in_a_slot_is_not_prefilled_again_until_the_weights
     answers = [future.result(timeout=0) for future in futures]
     with running_engine(other_folder) as fresh:
         expected = answered(fresh, prompt_ids=(4, 5, 6), seed=7, max_tokens=30)
-    assert (answers[-1].token_ids, answers[-1].logprobs) == (expected.token_ids, expected.logprobs)
+    assert drawn(answers[-1]) == drawn(expected)
     assert len({tuple(answer.token_ids) for answer in answers}) == 8, "each seed draws tokens of its own"
 
 
@@ -65,7 +59,7 @@ def test_a_kept_request_goes_on_over_its_tokens_read_anew_or_over_the_old_cache(
     folder: Path, other_folder: Path, tmp_path: Path, interrupt: str
 ) -> None:
     engine, at = build_engine(make_spec(folder)), 30
-    staged = engine.prepare(staging_request(weights_of(other_folder), 1, tmp_path))
+    staged = engine.prepare(stage_file(other_folder, 1, tmp_path))
     future = engine.submit(make_request(max_tokens=200))
     for _ in range(at - 1):  # the first turn gives two tokens: prefill, and a step
         engine.turn()
@@ -80,7 +74,7 @@ def test_a_kept_request_goes_on_over_its_tokens_read_anew_or_over_the_old_cache(
     with running_engine(other_folder) as engine:
         resumed = (1, 2, 3, *answer.token_ids[:at])
         fresh = answered(engine, prompt_ids=resumed, max_tokens=200 - at, num_resumed=at)
-    is_fresh = (answer.token_ids[at:], answer.logprobs[at:]) == (fresh.token_ids, fresh.logprobs)
+    is_fresh = (answer.token_ids[at:], answer.logprobs[at:]) == drawn(fresh)
     assert is_fresh == (interrupt == "keep")
 
 
@@ -97,9 +91,7 @@ def test_an_end_of_sequence_token_ends_the_answer_and_belongs_to_it(tmp_path: Pa
         assert not eos_ids & set(answer.token_ids[:-1])
 
 
-def test_a_stop_string_ends_the_answer_also_when_it_lies_over_the_joint_of_a_resumed_request(
-    tiny_model_dir: Path,
-) -> None:
+def test_a_stop_string_ends_the_answer_also_over_the_joint_of_a_resumed_one(tiny_model_dir: Path) -> None:
     with running_engine(tiny_model_dir) as engine:
         tokenizer = engine.runner.loaded.tokenizer
         assert tokenizer is not None
@@ -107,9 +99,8 @@ def test_a_stop_string_ends_the_answer_also_when_it_lies_over_the_joint_of_a_res
         text = tokenizer.decode(whole.token_ids, skip_special_tokens=True)
         stop = ["not in there", text[10:14]]
         stopped = answered(engine, max_tokens=60, seed=3, stop=stop)
-        assert stopped.finish_reason == "stop"
         found = tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
-        assert found == text[: text.index(stop[1]) + 4]
+        assert (found, stopped.finish_reason) == (text[: text.index(stop[1]) + 4], "stop")
         assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
         cut = len(stopped.token_ids) - 2
         prompt = (1, 2, 3, *whole.token_ids[:cut])
@@ -120,8 +111,8 @@ def test_a_stop_string_ends_the_answer_also_when_it_lies_over_the_joint_of_a_res
 def test_weights_that_are_not_finite_end_the_engine_under_their_version(folder: Path, tmp_path: Path) -> None:
     crashes: list[BaseException] = []
     engine = build_engine(make_spec(folder, slots=1), crashes.append)
-    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights_of(folder).items()}
-    staged = engine.prepare(staging_request(broken, 1, tmp_path))
+    broken = {name: torch.full_like(one, torch.nan) for name, one in engine.weights._parameters.items()}
+    staged = engine.prepare(stage_file(broken, 1, tmp_path))
     future = engine.submit(make_request(max_tokens=200))
     engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep"))
     engine.start()
@@ -131,16 +122,11 @@ def test_weights_that_are_not_finite_end_the_engine_under_their_version(folder: 
     assert not future.done(), "the process ends with on_crash: nothing is answered from broken weights"
 
 
-def test_no_commit_hashes_weights_not_even_the_first(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_commit_hashes_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the first: decoding would stand still meanwhile."""
     engine = build_engine(make_spec(folder))
-    staged = engine.prepare(staging_request(weights_of(folder), 1, tmp_path))
-
-    def hash_them(_: object) -> str:
-        raise AssertionError("decoding stands still while weights are hashed")
-
-    monkeypatch.setattr("asyncrl_servers.embedded.loaded_weights.digest_tensors", hash_them)
+    staged = engine.prepare(stage_file(folder, 1, tmp_path))
+    monkeypatch.delattr("asyncrl_servers.embedded.loaded_weights.digest_tensors")
     committed = engine.commit(CommitRequest(version=1, digest=staged.digest))
     engine.turn()
     assert committed.result(timeout=0).version == 1
@@ -157,39 +143,26 @@ def test_requests_beyond_the_queues_bound_are_refused(folder: Path) -> None:
     engine.stop()
 
 
-def test_all_streams_together_wake_the_event_loop_at_most_once_a_decode_step(
+@pytest.mark.asyncio
+async def test_all_streams_wake_the_event_loop_once_a_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_loop, "TELL_S", 0.0)
     engine = build_engine(make_spec(folder))
 
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
-        wakes: list[object] = []
-
-        class Counting:
-            def call_soon_threadsafe(self, *given: Any) -> None:
-                wakes.append(given)
-                loop.call_soon_threadsafe(*given)
-
-        streams = [TokenStream() for _ in range(3)]
-        for stream in streams:
-            stream.loop = cast(asyncio.AbstractEventLoop, Counting())
-        futures = [
-            engine.submit(make_request(f"r{index}", max_tokens=30), stream)
-            for index, stream in enumerate(streams)
-        ]
-        plain = engine.submit(make_request("plain", max_tokens=30))
-        for turn in range(1, 10):
-            engine.turn()
-            assert len(wakes) == turn
-        while not plain.done():
-            engine.turn()
-        await asyncio.sleep(0)
-        whole = plain.result(timeout=0)
-        for stream, future in zip(streams, futures, strict=True):
-            (chunk,) = stream.take_nowait()
-            assert (chunk.token_ids, chunk.logprobs) == (whole.token_ids[:-1], whole.logprobs[:-1])
-            assert future.result(timeout=0).token_ids == whole.token_ids
-
-    asyncio.run(story())
+    wakes = Mock(wraps=asyncio.get_running_loop())
+    streams = [TokenStream() for _ in range(3)]
+    for index, stream in enumerate(streams):
+        stream.loop = wakes
+        engine.submit(make_request(f"r{index}", max_tokens=30), stream)
+    plain = engine.submit(make_request("plain", max_tokens=30))
+    for turn in range(1, 10):
+        engine.turn()
+        assert wakes.call_soon_threadsafe.call_count == turn
+    while not plain.done():
+        engine.turn()
+    await asyncio.sleep(0)
+    whole = plain.result(timeout=0)
+    for stream in streams:
+        (chunk,) = stream.take_nowait()
+        assert (chunk.token_ids, chunk.logprobs) == (whole.token_ids[:-1], whole.logprobs[:-1])

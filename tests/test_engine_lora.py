@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_in_process import make_qwen3, make_request, make_spec, running_engine, staging_request, weights_of
+from engine_in_process import answered, make_qwen3, make_spec, publish, running_engine, stage_file, weights_of
+from trainer_cases import batch_of, changed
 from trainer_cases import make_spec as make_trainer_spec
 
 from asyncrl.http import Refused
-from asyncrl.messages.engine_calls import CommitRequest, GenerateResponse, PrepareRequest
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.engine_calls import CommitRequest, PrepareRequest
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded import build_engine as build
@@ -54,24 +54,17 @@ def merged(folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -
 
 
 def lora_request(tensors: dict[str, torch.Tensor], version: int, scratch: Path) -> PrepareRequest:
-    return staging_request(tensors, version, scratch).model_copy(update={"kind": "lora"})
-
-
-def publish(engine: Engine, request: PrepareRequest) -> None:
-    assert engine.prepare(request).digest == request.digest
-    commit = CommitRequest(version=request.version, digest=request.digest)
-    assert engine.commit(commit).result(timeout=60).version == request.version
+    return stage_file(tensors, version, scratch).model_copy(update={"kind": "lora"})
 
 
 def sampled(engine: Engine) -> tuple[list[int], list[float]]:
-    answer = engine.submit(make_request(max_tokens=40)).result(timeout=60)
+    answer = answered(engine, max_tokens=40)
     return answer.token_ids, answer.logprobs
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_give_the_tokens_and_logprobs_of_merged_weights_and_each_publish_starts_from_the_base(
-    folder: Path, tmp_path: Path, dtype: str
-) -> None:
+def test_adapters_give_what_merged_weights_give_bit_by_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
+    """Each publish starts from the base."""
     # The second file leaves a layer of the first out, and brings another one: nothing of the first may stay.
     files = [adapters(folder), adapters(folder, (Q_PROJ, "model.layers.0.mlp.up_proj"), seed=1, rank=2)]
     answers = []
@@ -81,7 +74,7 @@ def test_adapters_give_the_tokens_and_logprobs_of_merged_weights_and_each_publis
             for version, tensors in enumerate(files, start=1):
                 full = merged(folder, tensors, getattr(torch, dtype))
                 request = lora_request(tensors, version, tmp_path)
-                publish(engine, request if kind == "lora" else staging_request(full, version, tmp_path))
+                publish(engine, request if kind == "lora" else stage_file(full, version, tmp_path))
                 found.append(sampled(engine))
             answers.append(found)
     assert answers[0] == answers[1]
@@ -93,18 +86,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({f"{Q_PROJ}.lora_B.weight": None}, rf"lacks \['{Q_PROJ}.lora_B.weight'\]"),
     ({"scale": torch.tensor(torch.nan)}, "scale in .* is nan"),
     ({f"{Q_PROJ}.weight": torch.zeros(2)}, rf"unknown tensors \['{Q_PROJ}.weight'\]"),
-    (
-        {"lm_head.lora_A.weight": torch.zeros(4, 8), "lm_head.lora_B.weight": torch.zeros(8, 4)},
-        r"adapters for \['lm_head'\]",
-    ),
+    ({f"lm_head.lora_{one}.weight": torch.zeros(4, 4) for one in "AB"}, r"adapters for \['lm_head'\]"),
     ({f"{Q_PROJ}.lora_A.weight": torch.zeros(3, 128)}, r"A \(3, 128\).*B \(128, 4\)"),
     ({}, "announced were"),
 ]
 
 
-def test_adapters_that_do_not_fit_are_refused_by_name_and_nothing_of_them_is_served(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_adapters_that_do_not_fit_are_refused_and_not_served(folder: Path, tmp_path: Path) -> None:
     with running_engine(folder) as engine:
         before, digest = sampled(engine), digest_tensors(engine.weights._parameters)
         for changes, message in BAD:
@@ -112,32 +100,26 @@ def test_adapters_that_do_not_fit_are_refused_by_name_and_nothing_of_them_is_ser
             request = lora_request(tensors, 7, tmp_path)
             if not changes:
                 request = request.model_copy(update={"digest": "0" * 32})
-            with pytest.raises(Refused, match=message) as refusal:
+            with pytest.raises(Refused, match=message):
                 engine.prepare(request)
-            assert refusal.value.status == 409
             with pytest.raises(Refused, match="staged is nothing"):
                 engine.commit(CommitRequest(version=7, digest=request.digest)).result(timeout=60)
         assert (sampled(engine), digest_tensors(engine.weights._parameters)) == (before, digest)
 
 
-def test_adapters_are_refused_once_the_base_has_been_replaced(folder: Path, tmp_path: Path) -> None:
+def test_adapters_are_refused_without_the_base_of_the_start(folder: Path, tmp_path: Path) -> None:
     with running_engine(folder) as engine:
         publish(engine, lora_request(adapters(folder), 1, tmp_path))
-        publish(engine, staging_request(weights_of(folder), 2, tmp_path))
+        publish(engine, stage_file(folder, 2, tmp_path))
         with pytest.raises(Refused, match="no longer has the weights that it started with"):
             engine.prepare(lora_request(adapters(folder), 3, tmp_path))
         assert engine.weights._base is None, "the first weights are not kept for nothing"
-
-
-def test_an_engine_without_weights_refuses_adapters(folder: Path, tmp_path: Path) -> None:
-    engine = SimulatedEngine(SimulatedSpec(name="engine-0", slots=1, max_length=10))
+    simulated = SimulatedEngine(SimulatedSpec(name="engine-0", slots=1, max_length=10))
     with pytest.raises(Refused, match="no weights to merge them over"):
-        engine.prepare(lora_request(adapters(folder), 1, tmp_path))
+        simulated.prepare(lora_request(adapters(folder), 1, tmp_path))
 
 
-def test_the_memory_of_the_base_under_the_adapters_is_counted_at_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_the_base_under_adapters_is_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     staged: list[int] = []
     monkeypatch.setattr(build, "check_memory", lambda _, **given: staged.append(given["staged_bytes"]))
     for has_adapters in (False, True):
@@ -149,51 +131,30 @@ def test_the_memory_of_the_base_under_the_adapters_is_counted_at_start(
 # The trainer's adapters in the engine.
 
 
-def batch_of(
-    answers: list[GenerateResponse], prompts: list[tuple[int, ...]], version: int
-) -> tuple[BatchHeader, BatchArrays]:
-    rows, masks, logprobs, trajectories, end = [], [], [], [], 0
-    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        rows.append([*prompt, *answer.token_ids])
-        masks += [False] * len(prompt) + [True] * len(answer.token_ids)
-        logprobs += [0.0] * len(prompt) + answer.logprobs
-        start, end = end, end + len(rows[-1])
-        ids = {"group_index": 0, "group_id": version, "sample_index": index, "prompt_id": "p"}
-        trajectories.append(TrajectoryHeader(**ids, start=start, end=end, reward=index % 2))
-    mask = np.array(masks)
-    arrays = BatchArrays(
-        token_ids=np.concatenate(rows).astype(np.int32),
-        loss_mask=mask,
-        behaviour_logprobs=np.array(logprobs, np.float32),
-        versions=np.where(mask, version, -1).astype(np.int32),
-    )
-    header = BatchHeader(version=version, min_version=version, mask_older=False, trajectories=trajectories)
-    return header, arrays
-
-
 @pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.25)])
-def test_engine_and_trainer_agree_on_fresh_tokens_after_each_publish_of_adapters(
-    folder: Path, tmp_path: Path, dtype: str, limit: float
-) -> None:
-    spec = make_trainer_spec(
-        folder, tmp_path, dtype=dtype, transport="lora", trainer={"lora": {"rank": 8}, "learning_rate": 3e-3}
-    )
-    step = TrainStep(spec)
+def test_engine_and_trainer_agree_on_adapters(folder: Path, tmp_path: Path, dtype: str, limit: float) -> None:
+    """On the logprobs of fresh tokens, after each publish."""
+    trainer = {"lora": {"rank": 8}, "learning_rate": 3e-3}
+    step = TrainStep(make_trainer_spec(folder, tmp_path, dtype=dtype, transport="lora", trainer=trainer))
     gaps = []
     with running_engine(folder, dtype=dtype) as engine:
         prompts = [(1, 2, 3), (4, 5, 6, 7), (8,), (9, 10)]
         for version in range(4):
-            futures = [
-                engine.submit(make_request(f"{version}-{index}", prompt, seed=index))
-                for index, prompt in enumerate(prompts)
-            ]
-            answers = [future.result(timeout=60) for future in futures]
-            header, arrays = batch_of(answers, prompts, version)
-            gaps.append(step.train(header, arrays)["policy/logprob_gap_max"])
+            answers = [answered(engine, prompt_ids=one, seed=seed) for seed, one in enumerate(prompts)]
+            rows, logprobs = [], list[float]()
+            for prompt, answer in zip(prompts, answers, strict=True):
+                mask = [False] * len(prompt) + [True] * len(answer.token_ids)
+                rows.append(([*prompt, *answer.token_ids], mask))
+                logprobs += [0.0] * len(prompt) + answer.logprobs
+            header, arrays = batch_of([rows])
+            for index, one in enumerate(header.trajectories):
+                header.trajectories[index] = one.model_copy(update={"reward": float(index % 2)})
+            header = header.model_copy(update={"version": version, "min_version": version})
+            versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
+            sampled_as = {"behaviour_logprobs": np.array(logprobs, np.float32), "versions": versions}
+            gaps.append(step.train(header, changed(arrays, **sampled_as))["policy/logprob_gap_max"])
             answer = step.export(tmp_path / f"v{version + 1}.safetensors")
             publish(engine, PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields))))
         for name, weight in step._lazy_weights().items():
-            assert torch.equal(weight, engine.weights._parameters[name]), (
-                f"{name}: trainer and engine merge by the same rule"
-            )
+            assert torch.equal(weight, engine.weights._parameters[name]), "both merge by the same rule"
     assert max(gaps) <= limit, gaps

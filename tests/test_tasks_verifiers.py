@@ -32,13 +32,12 @@ def in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def task_of(name: str = "calculator_env", args: dict[str, Any] | None = None, **settings: Any) -> PromptTask:
-    return build_task(
-        TaskConfig(verifiers=True, **settings), 0, load_taskset=lambda: load_taskset(name, args or {})
-    )
+    config = TaskConfig(verifiers=True, **settings)
+    return build_task(config, 0, load_taskset=lambda: load_taskset(name, args or {}))
 
 
-def prompts_of(task: PromptTask, count: int, seed: int = 0) -> list[Prompt]:
-    feed = Feed(task, seed=seed, shuffle=True)
+def prompts_of(task: PromptTask, count: int) -> list[Prompt]:
+    feed = Feed(task, seed=0, shuffle=True)
     return [feed.next_nowait() for _ in range(count)]
 
 
@@ -47,9 +46,7 @@ def test_the_prompts_are_the_tasks_of_the_environment_with_ids_that_stay() -> No
     first, second = (prompts_of(task_of(args=args), 40) for _ in range(2))
     assert first == second
     assert len({prompt.prompt_id for prompt in first}) == 40
-    assert {prompt.prompt_id.partition("/")[2] for prompt in first[:20]} == {
-        str(index) for index in range(20)
-    }
+    assert {prompt.prompt_id for prompt in first[:20]} == {f"0/{index}" for index in range(20)}
     assert [message["role"] for message in first[0].messages] == ["system", "user"]
     assert first[0].messages[1]["content"].startswith("What is ")
 
@@ -63,16 +60,7 @@ def test_the_info_of_a_prompt_goes_through_json_and_makes_the_task_again() -> No
         assert task_class.data_type().model_validate(row) == task.data
 
 
-def test_a_task_that_cannot_be_made_ends_the_run_and_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match="task 3 of GuessingTaskset: making it raised LookupError: no more rows"
-    ):
-        task_of("guessing_env_for_test", {"taskset": {"fail_at": 3}})
-
-
-def test_prompts_in_messages_are_shown_as_text_and_pictures_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_messages_are_shown_as_text_and_pictures_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     import calculator_env
     import verifiers.v1 as vf
 
@@ -87,23 +75,22 @@ def test_prompts_in_messages_are_shown_as_text_and_pictures_are_refused(
 
     monkeypatch.setattr(calculator_env.CalculatorTaskset, "load", load)
     (shown,) = prompts_of(task_of(), 1)
-    assert [(message["role"], message["content"]) for message in shown.messages] == [
-        ("user", "What is\n1 + 1?"),
-        ("assistant", ""),
-        ("tool", "2"),
-    ]
+    texts = [(message["role"], message["content"]) for message in shown.messages]
+    assert texts == [("user", "What is\n1 + 1?"), ("assistant", ""), ("tool", "2")]
     picture = vf.ImageUrlContentPart(image_url=vf.ImageUrlSource(url="https://example.org/a.png"))
     prompt[0] = vf.UserMessage(content=[picture])
     with pytest.raises(ConfigError, match="prompt of task 0 has a part of type image_url"):
         task_of()
 
 
-def test_checking_a_config_loads_the_environment_and_reads_no_tasks() -> None:
+def test_checking_a_config_loads_the_environment_and_reads_no_tasks_and_one_that_fails_is_named() -> None:
     config = TaskConfig(verifiers=True)
     args = {"taskset": {"fail_at": 0}}
     task, words = look_at_task(config, 0, load_taskset=lambda: load_taskset("guessing_env_for_test", args))
     assert task is None
     assert words == "verifiers GuessingTaskset (its tasks are read when the run starts)"
+    with pytest.raises(ConfigError, match="task 3 of GuessingTaskset: making it raised LookupError: no more"):
+        task_of("guessing_env_for_test", {"taskset": {"fail_at": 3}})
     with pytest.raises(ConfigError, match="No module named 'no_such_env'"):
         look_at_task(config, 0, load_taskset=lambda: load_taskset("no_such_env", {}))
     with pytest.raises(ConfigError, match="give this task a source of its own"):
@@ -114,7 +101,7 @@ def test_checking_a_config_loads_the_environment_and_reads_no_tasks() -> None:
 def test_a_reward_that_nobody_gives_is_a_failed_rollout(tmp_path: Path, source: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "Hi", "answer": "x"}\n')
-    task_config = TaskConfig(**({"verifiers": True} if source == "verifiers" else {"files": [str(path)]}))
+    task_config = TaskConfig(verifiers=True) if source == "verifiers" else TaskConfig(files=[str(path)])
     task = task_of() if task_config.verifiers else build_task(task_config, 0)
     (prompt,) = prompts_of(task, 1)
     said = f"prompt {prompt.prompt_id}: no reward came with the rollout"
@@ -125,19 +112,14 @@ def test_a_reward_that_nobody_gives_is_a_failed_rollout(tmp_path: Path, source: 
             score(prompt, "a completion")
 
 
-def run_config(task: dict[str, Any], generator: dict[str, Any] | None = None, **more: Any) -> RunConfig:
-    return RunConfig.model_validate(
-        {"model": {"scratch": SCRATCH}, "task": task, "generator": generator or {}, **more}
-    )
-
-
 def test_the_shipped_config_and_the_page_make_prompts() -> None:
     page = (EXAMPLE.parents[1] / "docs" / "verifiers.md").read_text(encoding="utf-8")
     shown = [yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)]
     shipped = load_config(EXAMPLE / "calculator.yaml").generator.model_dump(exclude_unset=True)
     assert any(part["generator"] == shipped for part in shown)
     for part in shown:
-        config = run_config(part["task"], part["generator"])
+        given = {"model": {"scratch": SCRATCH}, "task": part["task"], "generator": part["generator"]}
+        config = RunConfig.model_validate(given)
         assert config.generator.verifiers is not None
         if config.generator.verifiers == "calculator_env":
             assert len(task_of(args=config.generator.args)) == 1000

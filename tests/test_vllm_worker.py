@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_in_process import make_qwen3, staging_request, weights_of
+from engine_in_process import make_qwen3, stage_file, weights_of
 from vllm_process import VllmProcess, vllm_process
 
 from asyncrl.weights.tensor_files import digest_tensors
@@ -48,7 +48,7 @@ class House:
         """Write weights as the trainer does, and say what they are."""
         folder = self.folder / str(next(self.versions))
         folder.mkdir()
-        return staging_request(tensors, 0, folder).model_dump(exclude={"version", "kind"})
+        return stage_file(tensors, 0, folder).model_dump(exclude={"version", "kind"})
 
     def stage(self, version: int, **request: Any) -> dict[str, Any]:
         """Ask until it is staged, or refused."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_in_process import make_qwen3, staging_request, weights_of
+from engine_in_process import make_qwen3, stage_file, weights_of
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
@@ -106,7 +106,7 @@ class House:
     ) -> ExportResponse:
         """Write them as the trainer does, with its canary."""
         tensors = {name: one.contiguous() for name, one in weights.items()}
-        request = staging_request(tensors, version, self.scratch).model_dump(exclude={"kind"})
+        request = stage_file(tensors, version, self.scratch).model_dump(exclude={"kind"})
         canary = self.canary(weights) if has_canary else None
         self.pushed[version] = weights
         return ExportResponse(**request, canary=canary).model_copy(update=changes)

@@ -1,0 +1,130 @@
+"""The tasks and rewards that come with the package: reasoning-gym by name, letters, and math."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from asyncrl.config import TaskConfig
+from asyncrl.errors import ConfigError
+from asyncrl.messages.records import Prompt
+from asyncrl.tasks import Feed, TaskScorer, build_task
+from asyncrl.tasks.letters import Letters
+from asyncrl.tasks.scorer import ProcessPool, ThreadPool
+from asyncrl.tasks.sources import math_reward
+from asyncrl.tasks.task import RowTask
+
+# reasoning-gym
+
+TWO_DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+def gym(name: str = "chain_sum", *, seed: int = 1, **settings: Any) -> Any:
+    values = {"size": 20, "args": TWO_DIGITS, **settings}
+    return build_task(TaskConfig(reasoning_gym=name, **values), seed=seed)
+
+
+def test_prompts_of_the_gym_are_those_of_the_library_and_of_the_seed() -> None:
+    import reasoning_gym
+
+    theirs = reasoning_gym.create_dataset("chain_sum", size=20, seed=1, **TWO_DIGITS)
+    ours = [gym().prompt(i).content for i in range(20)]
+    assert ours == [theirs[i]["question"] for i in range(20)]
+    assert ours != [gym(seed=2).prompt(i).content for i in range(20)]
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "leg_counting", "countdown", "rush_hour"])
+def test_reference_answers_score_1_and_others_less_by_the_library_itself(name: str) -> None:
+    task = gym(name, args=TWO_DIGITS if name == "chain_sum" else {}, size=2)
+    prompt = Feed(task, seed=0, shuffle=False).next_nowait()
+    assert 0.0 <= task.score(prompt, "I do not know") < 1.0
+    if (answer := prompt.answer["answer"]) is not None:
+        assert task.score(prompt, f"{answer}") == task.score(prompt, f"I <answer>{answer}</answer>") == 1.0
+        if name == "chain_sum":
+            assert task.score(prompt, f"It is {answer}") == len(answer) / len(f"It is {answer}")
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "said"),
+    [
+        ("chain_sums", {}, r"task.reasoning_gym=chain_sums(.|\n)*did you mean chain_sum"),
+        ("chain_sum", {"min_term": 2}, "'min_term'; its settings are .*max_terms, min_digits, min_terms"),
+        ("chain_sum", {"min_terms": 5, "max_terms": 2}, "do not suit reasoning-gym's chain_sum"),
+    ],
+)
+def test_what_the_gym_does_not_know_is_refused(name: str, args: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        gym(name, args=args)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ConfigError, match=r"Way out: pip install -e '\.\[harness\]'"):
+        gym()
+
+
+# letters: honest, dense, and not to be had by doing the same thing every time
+
+LETTERS = Letters(size=1000, seed=0)
+
+
+def test_the_right_letters_score_1_and_nothing_else_does() -> None:
+    feed = Feed(LETTERS, seed=0, shuffle=False)
+    for prompt in (feed.next_nowait() for _ in range(len(LETTERS))):
+        letter, count = prompt.messages[-1]["content"].split(" ")
+        right = letter * int(count)
+        assert LETTERS.score(prompt, right) == 1.0
+        for wrong in ("", right + letter, right[1:], right[1:] + "9", right + " "):
+            assert 0.0 <= LETTERS.score(prompt, wrong) < 1.0
+
+
+def test_each_step_towards_the_letters_pays() -> None:
+    prompt = Prompt("0/0", ({"role": "user", "content": "b 4"},))
+    lengths = ["b" * 20, "b" * 9, "b" * 6, "b" * 5, "b" * 4]
+    for ladder in (["", "acac", "abac", "abab", "abbb", "bbbb"], lengths):
+        assert sorted(ladder, key=lambda text: LETTERS.score(prompt, text)) == ladder
+
+
+@pytest.mark.parametrize(
+    "args", [{"letters": "aab"}, {"letters": "a1"}, {"median_count": 50.0}, {"sigma": -1.0}]
+)
+def test_settings_that_make_no_letters_are_refused(args: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"asyncrl.tasks.letters:Letters(.|\n)*raised ValueError"):
+        build_task(TaskConfig(python="asyncrl.tasks.letters:Letters", args=args), seed=0)
+
+
+# math
+
+CASES = [
+    ("42", "The answer is 42.", 1.0),
+    ("42", "The answer is 41.", 0.0),
+    ("42", "I do not know", 0.0),
+    ("\\frac{1}{2}", "0.5", 1.0),
+    ("x^2+2x+1", "$(x+1)^2$", 1.0),
+    ("5 + 3 = <<5+3=8>>8 apples and 10 more.\n#### 18", "Therefore 18", 1.0),
+    ("The answer is 42", "42", 1.0),
+    ("\\sin x", "$\\sin(x)$", 1.0),
+]
+
+
+@pytest.mark.parametrize(("answer", "completion", "reward"), CASES)
+def test_the_same_mathematics_is_right(answer: object, completion: str, reward: float) -> None:
+    """However it is written."""
+    assert math_reward(Prompt("0/0", ()), completion, answer) == reward
+
+
+@pytest.mark.parametrize("answer", [None, "", "???"])
+def test_a_reference_that_is_no_mathematics_is_an_error_and_not_a_reward_of_0(answer: object) -> None:
+    with pytest.raises(ValueError, match="cannot read the reference answer"):
+        math_reward(Prompt("0/0", ()), "42", answer)
+
+
+def test_math_runs_in_processes_unless_the_config_says_otherwise() -> None:
+    task = RowTask([], str, lambda prompt, completion: 0.0, prompt_column="prompt", answer_column=None)
+    cases = (({}, ProcessPool), ({"reward_pool": "thread"}, ThreadPool), ({"reward": "m:f"}, ThreadPool))
+    for settings, kind in cases:
+        config = TaskConfig(**{"files": ["x.jsonl"], "reward": "math", **settings})
+        assert isinstance(TaskScorer(task, config, seed=0)._pool, kind)
