@@ -80,10 +80,11 @@ def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
 
 
 def make_producers(
-    sink: Any, source: Any, journal: Any, spawn: Any, generator: Generator, **settings: Any
+    sink: Any, spawn: Any, generator: Generator, *, source: Any = None, journal: Any = None, **settings: Any
 ) -> Producers:
     values = {"group_size": 2, "capacity": 8, "max_failed_groups": 3, "max_hand_backs": 3} | settings
     limits = {"timeout_s": values.pop("timeout_s", 100.0), "retries": values.pop("retries", 0)}
+    source, journal = source or FakeSource(), journal or MemoryJournal()
     return Producers(sink, source, RolloutRunner(generator, **limits), spawn=spawn, journal=journal, **values)
 
 

@@ -37,9 +37,9 @@ class House:
     ) -> None:
         self.tasks, self.engine = asyncio.TaskGroup(), engine or FakeEngine()
         self.sink, self.source, self.journal = FakeSink(num_tickets), FakeSource(), MemoryJournal()
-        parts = self.sink, self.source, self.journal, self.tasks.create_task
         generator = generator or single_turn(self.engine, scorer)
-        self.producers = make_producers(*parts, generator, **({"capacity": 4, "retries": 1} | settings))
+        values = {"capacity": 4, "retries": 1, "source": self.source, "journal": self.journal} | settings
+        self.producers = make_producers(self.sink, self.tasks.create_task, generator, **values)
 
     async def __aenter__(self) -> House:
         await self.tasks.__aenter__()

@@ -25,7 +25,7 @@ from asyncrl.messages.trainer_calls import Canary, ExportResponse
 from asyncrl.waits import uncut
 from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, safetensors_head
 
-RESUME_LIMIT_S, RESUME_TRIES = 10.0, 2
+RESUME_LIMIT_S = 10.0
 ADAPTER = "policy-adapter"
 SCALE = "scale"
 _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
@@ -273,7 +273,9 @@ class Commit:
     async def _swap(self, interrupt: Interrupt) -> None:
         process, clock = self._process, asyncio.get_running_loop().time
         if process.asleep:  # nothing runs, and a wake resumes
-            await self._load_under_label(interrupt)
+            process.begin_load_nowait(self._load.version, keeps_kv=interrupt == "keep_kv")
+            await self._load.load(process)
+            await process.set_label(self._label)
             return
         num_running, started = len(process.sent), clock()
         mode, keeps_kv = ("keep", True) if interrupt == "keep_kv" else (interrupt, False)
@@ -306,27 +308,20 @@ class Commit:
         num_kept = len(kept) if self._load.canary is None else self._rules.slots - 1
         return [segment for segment in sent if segment.is_streamed] + kept[num_kept:]
 
-    async def _load_under_label(self, interrupt: Interrupt) -> None:
-        process = self._process
-        process.begin_load_nowait(self._load.version, keeps_kv=interrupt == "keep_kv")
-        await self._load.load(process)
-        await process.set_label(self._label)
-
     async def _resume(self) -> None:
         """Called even if it is unknown whether the pause arrived: a resume too many does nothing. So it is
         asked again if its connection broke: vLLM closes those that were idle for 5 s.
         """
-        process, fault = self._process, ""
-        for _ in range(RESUME_TRIES):
+        process, clock = self._process, asyncio.get_running_loop().time
+        until_s = clock() + RESUME_LIMIT_S
+        for is_last in (False, True):
             try:
                 async with process.calls():
-                    await process.tell("/resume", timeout_s=RESUME_LIMIT_S)
-                    return
+                    return await process.tell("/resume", timeout_s=max(0.1, until_s - clock()))
             except EngineError as error:  # a process that was given up is broken already
-                fault = error.fault
-        process.break_nowait(
-            f"was paused and could not be resumed: {fault}", rule="a pause ends with its commit"
-        )
+                if is_last or process.is_cut or clock() >= until_s:
+                    what = f"was paused and could not be resumed: {error.fault}"
+                    return process.break_nowait(what, rule="a pause ends with its commit")
 
     async def _is_true(self, attempt: int) -> bool:
         """Whether the canary agrees. Raises EngineError if it does not, and this was the last attempt."""
