@@ -273,9 +273,7 @@ class Commit:
     async def _swap(self, interrupt: Interrupt) -> None:
         process, clock = self._process, asyncio.get_running_loop().time
         if process.asleep:  # nothing runs, and a wake resumes
-            process.begin_load_nowait(self._load.version, keeps_kv=interrupt == "keep_kv")
-            await self._load.load(process)
-            await process.set_label(self._label)
+            await self._load_under_label(interrupt)
             return
         num_running, started = len(process.sent), clock()
         mode, keeps_kv = ("keep", True) if interrupt == "keep_kv" else (interrupt, False)
@@ -308,10 +306,13 @@ class Commit:
         num_kept = len(kept) if self._load.canary is None else self._rules.slots - 1
         return [segment for segment in sent if segment.is_streamed] + kept[num_kept:]
 
+    async def _load_under_label(self, interrupt: Interrupt) -> None:
+        self._process.begin_load_nowait(self._load.version, keeps_kv=interrupt == "keep_kv")
+        await self._load.load(self._process)
+        await self._process.set_label(self._label)
+
     async def _resume(self) -> None:
-        """Called even if it is unknown whether the pause arrived: a resume too many does nothing. So it is
-        asked again if its connection broke: vLLM closes those that were idle for 5 s.
-        """
+        """A resume too many does nothing, so it is asked again: vLLM closes connections that were idle for 5 s."""
         process, clock = self._process, asyncio.get_running_loop().time
         until_s = clock() + RESUME_LIMIT_S
         for is_last in (False, True):
