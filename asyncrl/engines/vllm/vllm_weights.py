@@ -312,7 +312,7 @@ class Commit:
         await self._process.set_label(self._label)
 
     async def _resume(self) -> None:
-        """A resume too many does nothing, so it is asked again: vLLM closes connections that were idle for 5 s."""
+        """A resume too many does nothing, so it is asked again: vLLM closes connections idle for 5 s."""
         process, clock = self._process, asyncio.get_running_loop().time
         until_s = clock() + RESUME_LIMIT_S
         for is_last in (False, True):
