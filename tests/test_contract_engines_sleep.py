@@ -71,7 +71,7 @@ async def test_after_sleep_and_wake_every_bit_is_as_before(server: Server, engin
         assert versions_of(new) == [version + 1]
     await engine.sleep(["weights"])
     if server.traits.reads_again:
-        await refused(engine.wake(["weights"], restore=True), "nowhere")
+        await refused(engine.wake(["weights"], restore=True), "lies in no file")
         assert (await health(engine)).asleep == ["weights"]
     else:
         await engine.wake(["weights"], restore=True)

@@ -165,7 +165,7 @@ class SleepHistories(RuleBasedStateMachine):
         must_restore = restore and "weights" in parts and not self.has_content
         woken = self.engine.wake(WakeRequest(parts=parts, restore=restore))
         if must_restore and not self.can_restore:
-            with pytest.raises(Refused, match="chunk by chunk"):
+            with pytest.raises(Refused, match="lies in no file"):
                 self.answer(woken)
             return
         self.answer(woken)

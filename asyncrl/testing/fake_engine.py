@@ -108,7 +108,7 @@ class FakeParts:
     def wake(self, request: calls.WakeRequest) -> Moved:
         if "weights" in request.parts and request.restore and not self.has_content:
             if not self.can_restore:
-                raise self._refused("/wake", "what served came in chunks, and is nowhere whole")
+                raise self._refused("/wake", "what served came in chunks, and lies in no file")
             self.has_content = True
         taken = set(request.parts) & self.asleep
         self.asleep -= taken
