@@ -22,14 +22,14 @@ quickstart: setup
 	$(BIN)/asyncrl run configs/quickstart.yaml
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not slow and not vllm and not gpu"
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 -m "not slow and not vllm and not gpu"
 
-# Two at a time: either one waits more than it works.
+# At once: each waits more than it works.
 test-slow: setup
 	$(MAKE) -j2 test-runs test-vllm
 
 test-runs:
-	$(BIN)/python -m pytest -q -m "(slow or gpu) and not vllm" --durations=10
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "(slow or gpu) and not vllm" --durations=10
 
 test-vllm:
 	$(BIN)/python -m pytest -q -m vllm --durations=10
