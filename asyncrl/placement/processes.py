@@ -74,7 +74,7 @@ class ForeignProcess:
         """Does nothing: the run did not start this server, so it does not end it."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class ChildProcess:
     """A server of the run in a process of its own. Knows how to start, watch and end it, and no message.
 
@@ -132,17 +132,16 @@ class ChildProcess:
         try:
             spec_path.write_text(self.spec, encoding="utf-8")
             with bind_socket(self.name, self.port) as listener, self.log_path.open("ab") as log:
-                await self._start(
-                    ["--spec", str(spec_path), "--fd", str(listener.fileno())], listener, log.fileno()
-                )
+                await self._start_on(listener, log.fileno(), spec_path)
         except OSError as error:
             if error.errno not in OURS:
                 raise
             raise out_of(f"cannot start {self.name}", error.errno, self.name) from error
 
-    async def _start(self, arguments: Sequence[str], listener: socket.socket, log: int) -> None:
+    async def _start_on(self, listener: socket.socket, log: int, spec_path: Path) -> None:
         self._log_start, self.url = os.fstat(log).st_size, f"http://127.0.0.1:{listener.getsockname()[1]}"
         env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **self.env}
+        arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
         stdin, self._stdin = os.pipe()
         try:
             files = [stdin, log, log, listener.fileno()]
