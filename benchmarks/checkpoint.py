@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
 

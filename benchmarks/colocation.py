@@ -49,7 +49,7 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.placement.devices import find_cuda_devices, place
-from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.supervise import Supervision
@@ -338,10 +338,8 @@ def note(
             "push: commit": push.commit_s,
         }
     )
-    onloaded, weights = (
-        phases[name]["num_bytes"] for name in ("trainer onloads", "trainer offloads weights")
-    )
-    case.moved.append(onloaded + (onloaded - weights) + weights + phases["push weights"]["num_bytes"])
+    onloaded = phases["trainer: onload weights and optimizer"]["num_bytes"]
+    case.moved.append(2 * onloaded + phases["publisher: push weights"]["num_bytes"])
 
 
 def show(

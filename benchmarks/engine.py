@@ -36,7 +36,7 @@ from report import options, reported
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

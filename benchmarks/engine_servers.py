@@ -16,8 +16,8 @@ from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller
-from asyncrl.messages.engine_calls import EngineHealth
-from asyncrl.placement.choices import find_vllm_python, import_folder
+from asyncrl.messages.calls import EngineHealth
+from asyncrl.placement.fit import find_vllm_python, import_folder
 from asyncrl.placement.processes import ChildProcess
 
 START_S = 600.0

@@ -19,7 +19,7 @@ from gateway_load import Chat, Wire, request_bytes
 from pydantic_core import from_json, to_json
 
 from asyncrl.http import Caller
-from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
+from asyncrl.messages.calls import EngineHealth, GenerateRequest
 from asyncrl.placement.processes import ChildProcess, bind_socket
 
 HERE = Path(__file__).parent

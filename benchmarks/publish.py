@@ -43,7 +43,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Caller
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.records import SamplingRequest
-from asyncrl.placement.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.weights.export import export_weights, named_weights
 
 SLOTS, MAX_LENGTH = 8, 256

@@ -23,7 +23,7 @@ from report import options, reported
 from trainer_case import EQUAL_LENGTH, long_tailed_lengths, make_batch, make_tiny
 from transformers import AutoModelForCausalLM
 
-from asyncrl.messages.trainer_calls import unpack_batch
+from asyncrl.messages.calls import unpack_batch
 from asyncrl.trainer.model import packing
 from asyncrl.trainer.model.policy import Policy
 

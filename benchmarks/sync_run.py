@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, PrepareRequest
+from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareRequest, TrainResponse
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
-from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.plan import engine_threads

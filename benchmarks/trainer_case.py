@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import ScratchConfig
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
     TrajectoryHeader,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Credit, TrajectoryHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader, Credit, TrajectoryHeader
 
 VOCAB = range(6, 52)
 

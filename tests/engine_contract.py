@@ -22,8 +22,13 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, weights_digest
-from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest, GenerateResponse
-from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
+from asyncrl.messages.calls import (
+    EngineHealth,
+    ExportChunkResponse,
+    ExportResponse,
+    GenerateRequest,
+    GenerateResponse,
+)
 from asyncrl.testing.virtual_time import run_virtual
 
 BOTH: list[EnginePart] = ["kv", "weights"]

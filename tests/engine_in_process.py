@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from asyncrl.messages.engine_calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
+from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

@@ -23,7 +23,7 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.http import Caller
-from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.calls import GenerateRequest
 from asyncrl.testing.fake_engine import FakeEngineServer
 
 SLOTS, MAX_LENGTH, VOCAB_SIZE = 4, 2600, 50

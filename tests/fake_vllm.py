@@ -26,9 +26,8 @@ from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import Canary, ExportResponse, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest
-from asyncrl.messages.trainer_calls import Canary, ExportResponse
 from asyncrl.testing.virtual_time import run_virtual
 
 DECODE_S, TRANSIT_S = 0.01, 0.004

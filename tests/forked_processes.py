@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from asyncrl.messages.base import SECRET_ENV
 from asyncrl.placement.fork_server import PRELOADED, ForkServer, adopting
@@ -62,7 +63,8 @@ class _Forked(subprocess.Popen[Any]):
 
 @functools.cache
 def _warm_parent() -> ForkServer:
-    server = ForkServer(_ENVIRONMENT, MODULES)
+    with patch.dict(os.environ, _ENVIRONMENT, clear=True):
+        server = ForkServer(MODULES)
     atexit.register(server.close)
     return server
 

@@ -73,8 +73,8 @@ class ByteTokenizer:
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """A SamplingEngine that says `answer(request)`, a few bytes at a time, and is interrupted by a publish in
-    the middle of each answer.
+    """In place of an EnginePool, one that says `answer(request)`, a few bytes at a time, and is interrupted
+    by a publish in the middle of each answer.
 
     With `gate`, an answer stands still in its middle until the gate is set.
     """

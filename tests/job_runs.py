@@ -19,7 +19,7 @@ import forked_processes
 import psutil
 import yaml
 
-from asyncrl.placement.staging import shared_memory_root
+from asyncrl.placement.lease import shared_memory_root
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

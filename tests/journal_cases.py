@@ -13,6 +13,7 @@ import numpy as np
 
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
+from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import (
     Batch,
     Group,
@@ -24,7 +25,6 @@ from asyncrl.messages.records import (
     Trajectory,
     VersionSpan,
 )
-from asyncrl.messages.trainer_calls import Credit
 
 RUN_ID = "a run"
 

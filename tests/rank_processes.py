@@ -19,7 +19,7 @@ from trainer_cases import make_spec
 
 from asyncrl.http import Caller
 from asyncrl.messages.base import SECRET_ENV
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
     ExportResponse,

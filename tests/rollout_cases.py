@@ -37,7 +37,7 @@ def one_token(sample_index: int, version: int = 0, reward: float = 0.5) -> Any:
 
 
 class FakeSink:
-    """A GroupSink that gives `allow(n)` tickets and keeps what it is told."""
+    """In place of a Buffer, one that gives `allow(n)` tickets and keeps what it is told."""
 
     def __init__(self, num_tickets: int = 0, *, start_version: int = 0) -> None:
         self.start_version = start_version

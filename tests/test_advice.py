@@ -42,7 +42,7 @@ EXTERNAL = ("cat", "curl", "export", "ln", "mkdir", "pip", "printf", "source", "
 NO_SETTINGS = frozenset(
     """agent.harness config.eval datasets.load_dataset e.g fs.file kernel.yama.ptrace_scope
     net.ipv4.ip_local_port_range node.device prompt.info rollout.oversample session.api_key session.base_url
-    session.client settings.clip_low task.answer task.seed tokenizer.model trainer_calls.pack_batch""".split()
+    session.client settings.clip_low task.answer task.seed tokenizer.model""".split()
 )
 """Dotted names in prose that are of the kernel, of Python or of other frameworks."""
 START = r"(?:[A-Z][A-Z0-9_]*=\S* +)*(?:cd \S+ && )?(?:\.venv/bin/)?(?:asyncrl|python|bash|make) "

@@ -27,7 +27,7 @@ from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
 from asyncrl.algorithms.advantages import grpo, overlong_penalty
-from asyncrl.messages.trainer_calls import BatchArrays
+from asyncrl.messages.calls import BatchArrays
 from asyncrl.trainer.model.packing import pack
 from asyncrl.trainer.objective import BatchNumbers, Objective
 

@@ -17,8 +17,8 @@ from rollout_cases import virtual
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.filter import GroupFilter
 from asyncrl.errors import TaskError
+from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import Group
-from asyncrl.messages.trainer_calls import Credit
 from asyncrl.testing.virtual_time import all_blocked
 
 

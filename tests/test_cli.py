@@ -26,7 +26,7 @@ run --help -> 0: --resume
 work --help -> 0: ASYNCRL_WORKER_KEY
 keys buffer -> 0: buffer.max_staleness (integer, default 1)
 keys bufer -> 2: did you mean buffer?
-check configs/quickstart.yaml rollout.num_engines=2 -> 0: trainer-0 ... engine-1 ... memory of cpu:
+check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... memory of cpu:
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
 simulate configs/quickstart.yaml --devices 1 -> 2: --devices
 status docs -> 2: Way out:

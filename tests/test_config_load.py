@@ -62,7 +62,7 @@ def test_a_file_that_is_no_config_is_refused_with_the_place(tmp_path: Path, text
 
 @pytest.mark.parametrize("value", ["2024-13-45", "0x_", "9" * 5000, "[" * 3000, "{[a]: 1}", "'", "{a: 1"])
 def test_a_value_that_yaml_fails_on_in_any_way_is_a_config_error(good: Path, value: str) -> None:
-    assert "the value is not YAML" in refusal(good, f"task.args.x={value}")
+    assert "is not a key of a section with a YAML value" in refusal(good, f"task.args.x={value}")
     good.write_text(f"{GOOD}\nseed: {value}\n")
     assert "cannot read the config" in refusal(good)
 

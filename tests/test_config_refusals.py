@@ -1,4 +1,6 @@
-"""Settings that exclude each other are refused with what to write instead; those that can work are taken."""
+"""Settings that exclude each other are refused with what to write instead, when they are read or placed; what
+can work is taken.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import pytest
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.placement.devices import place
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
 OWN = "task.verifiers=true task.files=none task.reward=none"
@@ -51,11 +54,12 @@ HERE model.path=none model.scratch={architecture: {}, characters: ab} -> model.s
 HERE placement.rollout=trainer buffer.max_staleness=0 -> which those of rollout.urls cannot
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit
 weight_sync.transport=disk -> give a folder that trainer and engines share
-weight_sync.disk_dir=/data -> transport=disk writes each version into disk_dir, and no other does
+weight_sync.disk_dir=/data -> disk writes each version there, and no other does
 HERE weight_sync.transport=nccl -> needs engines that the run itself starts
 HERE trainer.lora={rank: 4} weight_sync.transport=lora -> needs engines that the run itself starts
-rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read; set
+rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read
 rollout.engine=vllm weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
+weight_sync.transport=lora -> set trainer.lora={rank: 16}
 weight_sync.transport=ipc -> is vLLM's own weight transfer, and rollout.engine=embedded has none
 """
 TAKEN = r"""
@@ -82,7 +86,7 @@ def settings(line: str) -> list[str]:
 def test_settings_that_exclude_each_other_are_refused_with_what_to_write(path: Path, line: str) -> None:
     given, _, says = line.partition(" -> ")
     with pytest.raises(ConfigError) as caught:
-        load_config(path, settings(given))
+        place(load_config(path, settings(given)), num_cuda=0)
     assert says in str(caught.value)
 
 

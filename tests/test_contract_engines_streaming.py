@@ -14,7 +14,7 @@ from engine_kinds import LONG, SLOTS, Server
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.engine_calls import GenerateChunk, GenerateResponse
+from asyncrl.messages.calls import GenerateChunk, GenerateResponse
 from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.checks import spans_of
 

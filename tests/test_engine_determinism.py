@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine_in_process import answered, drawn, make_qwen3, make_request, publish, running_engine, stage_file
 
-from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import GenerateRequest, GenerateResponse
 from asyncrl_servers.embedded.decode_loop import Engine
 
 ODD = {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101}

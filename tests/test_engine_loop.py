@@ -12,7 +12,7 @@ from engine_in_process import answered, drawn, make_qwen3, make_request, make_sp
 from tiny_model import make_tiny_model
 
 from asyncrl.http import Refused
-from asyncrl.messages.engine_calls import CommitRequest
+from asyncrl.messages.calls import CommitRequest
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.engine_app import TokenStream

@@ -15,7 +15,7 @@ from trainer_cases import batch_of, changed
 from trainer_cases import make_spec as make_trainer_spec
 
 from asyncrl.http import Refused
-from asyncrl.messages.engine_calls import CommitRequest, PrepareRequest
+from asyncrl.messages.calls import CommitRequest, PrepareRequest
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded import build_engine as build

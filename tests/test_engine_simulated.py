@@ -13,7 +13,7 @@ import pytest
 from engine_in_process import make_request
 from rollout_cases import virtual
 
-from asyncrl.messages.engine_calls import CommitRequest, PrepareRequest
+from asyncrl.messages.calls import CommitRequest, PrepareRequest
 from asyncrl_servers.simulated.latency_engine import SimulatedEngine
 from asyncrl_servers.simulated.simulated_state import SimulatedSpec
 from asyncrl_servers.weight_state import Staged

@@ -24,7 +24,7 @@ from test_engine_lora import adapters, lora_request
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.http import Caller, Refused
 from asyncrl.messages.base import EnginePart, Moved
-from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
+from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

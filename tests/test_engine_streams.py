@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, Refused
-from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
 from asyncrl_servers.engine_app import TokenStream, engine_app
 
 CHUNKS = [

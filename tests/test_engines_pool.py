@@ -17,8 +17,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import CallGarbled, CallRefused
 from asyncrl.messages.base import ErrorBody, Interrupt
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
-from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked
 

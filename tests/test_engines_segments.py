@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from asyncrl.engines.engine import SegmentCheck
 from asyncrl.engines.pool import Router, SegmentJoin
 from asyncrl.errors import EngineError
-from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import PartialCompletion, SamplingRequest, VersionSpan
 
 PARTIAL = PartialCompletion((11, 12, 13), (-1.0, -2.0, -3.0), (VersionSpan(0, 2, 4), VersionSpan(2, 3, 5)), 2)

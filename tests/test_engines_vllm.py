@@ -17,9 +17,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import Interrupt, weights_digest
-from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest
-from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 NUM_SPECIAL = 6

@@ -29,9 +29,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.engine_calls import GenerateChunk
+from asyncrl.messages.calls import ExportChunkResponse, GenerateChunk
 from asyncrl.messages.records import Completion, SamplingRequest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
 from asyncrl.testing.virtual_time import all_blocked
 
 

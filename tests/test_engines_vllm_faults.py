@@ -31,7 +31,7 @@ from asyncrl.engines.vllm.sampling import joint_watch
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RequestRefused
 from asyncrl.messages.base import Interrupt
-from asyncrl.messages.engine_calls import GenerateResponse
+from asyncrl.messages.calls import GenerateResponse
 from asyncrl.testing.virtual_time import all_blocked
 
 PHASES = ["/pause", "/abort_requests", "asyncrl_load", "/update_weight_version", "/resume"]

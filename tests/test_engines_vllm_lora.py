@@ -21,7 +21,7 @@ from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.engines.vllm.vllm_weights import write_adapter_folder
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import Interrupt, find_fatal
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import export_weights
 
 RANK, SCALE = 4, 0.35

@@ -19,8 +19,8 @@ from rollout_cases import single_turn, virtual
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
-from asyncrl.messages.trainer_calls import ExportResponse
 from asyncrl.rollouts.evaluation import Evaluation, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.testing.fake_engine import FakeEngineServer

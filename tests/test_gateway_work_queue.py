@@ -28,6 +28,7 @@ from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
 from asyncrl.http import Caller
 from asyncrl.messages import work as shapes
+from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 
@@ -343,7 +344,7 @@ async def test_the_largest_results_of_a_worker_are_taken_however_small_a_call_mu
     async with gateway_world(extra_routes=desk.queue.routes(), max_body_bytes=2**10) as world:
         caller = Caller("w", world.url, "k")
         rewards = {f"{number:0240}": 0.0 for number in range(1000)}
-        failure = shapes.FailureMessage(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
+        failure = ErrorBody(error="é" * 4000, rule="é" * 4000, way_out="é" * 4000)
         for number, said in enumerate(({"outcome": Outcome(turn_rewards=rewards)}, {"failure": failure})):
             running = desk.run(number)
             (item,) = await desk.take()

@@ -23,7 +23,7 @@ from sync_run import SyncRun
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.config import EvalConfig, load_config
-from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.records import Completion
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer

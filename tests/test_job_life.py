@@ -21,8 +21,8 @@ from rollout_cases import virtual
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
 from asyncrl.journal.journal import Journal
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
-from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run import loop as job
 from asyncrl.run.build import end_server
 from asyncrl.run.colocate import SideBySide

@@ -41,8 +41,8 @@ from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, read_resume
 from asyncrl.journal.story import batch_story, events, group_story, totals
 from asyncrl.journal.tokens import decode_partial, decode_trajectory, encode_partial, encode_trajectory
+from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import GroupId, PartialCompletion, Trajectory, VersionSpan
-from asyncrl.messages.trainer_calls import Credit
 
 NUM_GROUPS = 30
 

@@ -20,8 +20,8 @@ from stuck_runs import play
 
 from asyncrl.config import load_config
 from asyncrl.config.load import all_keys
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
-from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluator import EvalResult
 from asyncrl.run.report import Reporter

@@ -10,7 +10,7 @@ import pytest
 from placement_cases import EVAL, TURNS, URLS, VLLM, load, placed
 
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
-from asyncrl.config.placement import numbers_of
+from asyncrl.config.sections import device_numbers
 from asyncrl.errors import ConfigError
 from asyncrl.placement import devices
 from asyncrl.placement.devices import CudaDevice, Placement, child_environ, find_cuda_devices, place
@@ -26,16 +26,16 @@ SPLIT = [VLLM, "rollout.tensor_parallel=2"]
 
 @pytest.mark.parametrize(
     ("text", "numbers"),
-    [("auto", None), ("cpu", None), ("all", None), ("2", (2,)), ("[3, 1]", (3, 1)), ("2-4", (2, 3, 4))],
+    [("auto", None), ("cpu", None), ("all", None), ("2", [2]), ("[3, 1]", [3, 1]), ("2-4", [2, 3, 4])],
 )
 def test_every_form_is_read_and_written_back_as_it_was(
-    text: str, numbers: tuple[int, ...] | None, tmp_path: Path
+    text: str, numbers: list[int] | None, tmp_path: Path
 ) -> None:
     config = load(f"placement.trainer={text}", "placement.rollout=cpu")
     (tmp_path / "config.yaml").write_text(run_config_yaml(config))
     assert load_config(tmp_path / "config.yaml") == config
     assert str(config.placement.trainer) == text
-    assert numbers_of(config.placement.trainer) == numbers
+    assert device_numbers(config.placement.trainer) == numbers
 
 
 NO_FORMS = "gpu true none -1 3-1 0,1 [] [0,0] [0,cpu] rollout node0.1 0:1 [0.1,0.2] host@0".split()
@@ -48,18 +48,6 @@ TOO_MANY = "all cuda 0-1 [0,1]".split()
 def test_anything_else_is_refused(key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"placement.{key}"):
         load(f"placement.{key}={text}")
-
-
-@pytest.mark.parametrize(
-    ("trainer", "rollout"), [("auto", "trainer"), ("all", "all"), ("0", "[0]"), ("0-1", "[1, 0]")]
-)
-def test_turns_need_max_staleness_0_and_that_is_known_when_the_config_is_read(
-    trainer: str, rollout: str
-) -> None:
-    devices = [f"placement.trainer={trainer}", f"placement.rollout={rollout}"]
-    load(*devices, ZERO)
-    with pytest.raises(ConfigError, match=r"buffer.max_staleness=1 .*; set buffer.max_staleness=0, or"):
-        load(*devices, "buffer.max_staleness=1")
 
 
 # ---- which device each process gets
@@ -103,8 +91,7 @@ def test_both_sides_get_what_is_written_or_what_the_other_side_leaves(
 
 def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
     placement = placed(5, *SPLIT, "rollout.num_engines=2")
-    assert [placement.devices_of(index) for index in range(2)] == [cuda(1, 2), cuda(3, 4)]
-    assert placed(2, VLLM).devices_of(0) == cuda(1)
+    assert placement.engines == (cuda(1, 2), cuda(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +99,8 @@ def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
     [
         (1, [], "set buffer.max_staleness=0, or give placement.rollout"),
         (1, ["placement.trainer=all", "placement.rollout=0"], "could never be used"),
+        (2, ["placement.trainer=0-1", "placement.rollout=[1, 0]", TWO_RANKS], "set buffer.max_staleness=0"),
+        (0, ["placement.rollout=trainer"], "set buffer.max_staleness=0"),
         (2, [ZERO, TWO_RANKS, "placement.trainer=all", "placement.rollout=0"], "share [0]"),
         (4, ["placement.trainer=0-3", "placement.rollout=cpu"], "set trainer.world_size=4, or name 1"),
         (3, ["placement.trainer=0", "placement.rollout=1-2"], "set rollout.num_engines=2, or name 1"),
@@ -227,4 +216,4 @@ def test_a_child_sees_its_devices_in_order_and_by_the_names_of_the_parent(
     shown = {"CUDA_VISIBLE_DEVICES": "GPU-bbbb,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     assert child_environ(("cuda:1", "cuda:0"), named) == shown
     assert child_environ(("cpu",), ()) == child_environ(("none",), named) == {}
-    assert Placement(("cuda:0",), ("none",), None, "apart").is_on_cuda
+    assert Placement(("cuda:0",), (("none",),), None, "apart").is_on_cuda

@@ -14,8 +14,8 @@ import pytest
 from rollout_cases import one_token
 
 from asyncrl.errors import RolloutFailure, RolloutTimeout
-from asyncrl.messages.protocols import RolloutSession
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout, Work
+from asyncrl.messages.work import RolloutSession
 from asyncrl.rollouts.generators import HarnessGenerator
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
 from asyncrl.testing.virtual_time import run_virtual

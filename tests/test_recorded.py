@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from recorded_cases import SAMPLED_BY, make_branch, make_prompt, make_record, rollouts_equal, write
 
 from asyncrl.errors import ConfigError
+from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import Trajectory, VersionSpan
-from asyncrl.messages.trainer_calls import Credit
 from asyncrl.rollouts.recording import RecordedRollout, RecordFile, read_recording
 
 

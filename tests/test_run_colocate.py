@@ -32,13 +32,13 @@ def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_
         assert not house.announced
         await house.step()
         assert phases(house) == [
-            "engines sleep",
-            "trainer onloads",
-            "trainer offloads gradients and optimizer",
-            "engines wake weights",
-            "push weights",
-            "trainer offloads weights",
-            "engines wake kv",
+            "engines: sleep kv and weights",
+            "trainer: onload weights and optimizer",
+            "trainer: offload gradients and optimizer",
+            "engines: wake weights",
+            "publisher: push weights",
+            "trainer: offload weights",
+            "engines: wake kv",
         ]
         assert house.announced == [1]
         assert house.published == [(1, "w|p0#0")]
@@ -156,7 +156,7 @@ def test_what_was_not_asked_for_or_arrives_changed_is_never_announced(change: An
         await house.step()
 
     error = fails(story)
-    assert "'push weights'" in str(error)
+    assert "'publisher: push weights'" in str(error)
     assert what in str(error)
     assert isinstance(error.__cause__, PublishError)
     assert houses[0].announced == []

@@ -18,8 +18,8 @@ from rollout_cases import make_producers, single_turn
 from test_tasks_feed import Numbers
 
 from asyncrl.journal.journal import Journal
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Prompt, UnfinishedGroup
-from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer

@@ -97,7 +97,7 @@ def test_the_digests_are_of_weights_and_tokenizer_and_of_nothing_else(tmp_path: 
         folder.mkdir(exist_ok=True)
         (folder / name).write_text(content)
         config = make_config(tmp_path, **({"model": model} if model else {}))
-        sampled = sampled_by(config, folder, Placement(("cpu",), ("cpu",), None, "apart"))
+        sampled = sampled_by(config, folder, Placement(("cpu",), (("cpu",),), None, "apart"))
         return sampled.model_digest, sampled.tokenizer
 
     digests("model.safetensors", "weights")

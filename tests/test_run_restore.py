@@ -19,8 +19,8 @@ from asyncrl.checkpoints.folder import Checkpoints, Whole
 from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError
 from asyncrl.journal.story import events
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
-from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer, recover_trainer

@@ -16,7 +16,7 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
-from asyncrl.messages.engine_calls import EngineHealth
+from asyncrl.messages.calls import EngineHealth
 from asyncrl.placement.devices import CudaDevice, place
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.processes import ChildProcess, ForeignProcess

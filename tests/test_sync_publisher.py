@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
-from asyncrl.messages.engine_calls import CommitResponse
+from asyncrl.messages.calls import CommitResponse
 from asyncrl.messages.records import Batch
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer

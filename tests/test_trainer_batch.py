@@ -18,7 +18,7 @@ from trainer_cases import MakeStep, changed, make_batch
 from transformers import AutoModelForCausalLM
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.trainer.batch_checks import check_batch, find_units, loss_tokens
 from asyncrl.trainer.model import packing
 from asyncrl.trainer.model.packing import mini_batches, pack, split_tokens

@@ -17,7 +17,7 @@ from trainer_cases import MakeStep, make_batch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import Canary, ExportChunkResponse
+from asyncrl.messages.calls import Canary, ExportChunkResponse
 from asyncrl.trainer.model.packing import pack_texts
 
 NUM_TOKENS = 160

@@ -18,7 +18,7 @@ from trainer_cases import MakeStep, full_disk, make_batch
 from asyncrl.errors import TrainerError
 from asyncrl.http import CallRefused, Refused
 from asyncrl.messages.base import Moved, TrainerPart
-from asyncrl.messages.trainer_calls import StateRequest, TrainerHealth
+from asyncrl.messages.calls import StateRequest, TrainerHealth
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trainer_cases import Rows, assert_all_close, batch_of, random_groups, trees
 
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.trainer.model import attention as attention_kernels
 from asyncrl.trainer.model import packing
 from asyncrl.trainer.model.attention import packed_attention, plain_attention

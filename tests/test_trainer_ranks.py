@@ -23,7 +23,7 @@ from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RoomError
 from asyncrl.http import CallLost, CallRefused
 from asyncrl.messages.base import find_fatal
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
     ExportChunkRequest,

@@ -17,7 +17,7 @@ from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, unpack_batch
+from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.trainer.model import parts as loading
 from asyncrl.trainer.policy_metrics import MIN_ENGINE_TOKENS, Gap, gap_fault, learning_rate_at
 from asyncrl.trainer.step import TrainStep

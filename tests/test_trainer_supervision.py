@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError, TrainerError, TrainerLost
 from asyncrl.messages.base import Moved
+from asyncrl.messages.calls import OffloadRequest
 from asyncrl.messages.records import Batch
-from asyncrl.messages.trainer_calls import OffloadRequest
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer

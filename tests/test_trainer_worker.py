@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.http import Caller, CallRefused
 from asyncrl.messages.base import find_fatal
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
     ExportResponse,
     StateRequest,
     TrainerHealth,

@@ -12,7 +12,7 @@ from test_sync_broadcast import FakeSender
 
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.sync.broadcast import Broadcasts
 
 

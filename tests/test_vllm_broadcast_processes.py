@@ -23,11 +23,12 @@ from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
 from asyncrl.http import Caller
-from asyncrl.messages.engine_calls import GenerateRequest, LoadChunkRequest
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
+    GenerateRequest,
+    LoadChunkRequest,
     TrainResponse,
     pack_batch,
 )

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from asyncrl.http import Refused
 from asyncrl.messages import base
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.calls import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
 from asyncrl.weights.chunk_export import cut

@@ -27,8 +27,13 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller, Refused
 from asyncrl.messages.base import ChunkMemory, EnginePart, MemoryHandle
-from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.calls import (
+    CommitRequest,
+    ExportChunkResponse,
+    LoadChunkRequest,
+    SleepRequest,
+    WakeRequest,
+)
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import GRANULE, CudaDriver, make_cuda_memory, make_file

@@ -15,7 +15,7 @@ from trainer_cases import make_batch
 
 from asyncrl.http import CallRefused, Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import LazyWeights
 from asyncrl.weights.nccl import BroadcastTransport, GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import digest_tensors

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
 

@@ -18,8 +18,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import CallRefused
 from asyncrl.messages.base import ErrorBody, Moved
+from asyncrl.messages.calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
-from asyncrl.messages.trainer_calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.run.colocate import TakingTurns
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
@@ -224,7 +224,9 @@ class House(EngineRooms):
         """
         engines, trainer = set().union(*(fake.held for fake in self.fakes)), self.worker.held
         lease = self.turns.lease
-        if lease.state == "idle" or lease.phase.startswith(("trainer offloads", "engines wake", "push")):
+        if lease.state == "idle" or lease.phase.startswith(
+            ("trainer: offload", "engines: wake", "publisher")
+        ):
             return  # what dies in there recovers beside the weights of the others
         if lease.state == "handover":
             engines, trainer = engines if trainer - {"weights"} else engines & {"kv"}, trainer

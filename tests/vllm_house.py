@@ -21,8 +21,7 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.http import Caller
-from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
-from asyncrl.messages.trainer_calls import Canary, ExportResponse
+from asyncrl.messages.calls import Canary, EngineHealth, ExportResponse, GenerateRequest
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 
 SLOTS, MAX_LENGTH, CANARY_LIMIT = 16, 768, 1e-3

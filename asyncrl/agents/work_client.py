@@ -23,6 +23,7 @@ from asyncrl.agents.harness import (
 )
 from asyncrl.errors import AsyncrlError, ConfigError, ConnectionShortage, RolloutFailure, RolloutTimeout
 from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome
 from asyncrl.messages.work import (
     MAX_OUTCOME_BYTES,
@@ -30,7 +31,6 @@ from asyncrl.messages.work import (
     Accepted,
     AliveAnswer,
     AliveRequest,
-    FailureMessage,
     ResultRequest,
     TakeAnswer,
     TakeRequest,
@@ -258,11 +258,11 @@ def _checked(outcome: Outcome) -> Outcome:
     return checked
 
 
-def _failure(item: WorkItem, error: BaseException) -> FailureMessage:
+def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
     """Fit for JSON, whatever a harness has put into its exception."""
     rule, way_out = "", "the worker's log has the traceback."
     what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}: {error}"
     if isinstance(error, AsyncrlError):
         what, rule, way_out = error.what, error.rule, error.way_out
     words = [text[:_MAX_WORDS].encode("utf-8", errors="replace").decode() for text in (what, rule, way_out)]
-    return FailureMessage(error=words[0], rule=words[1], way_out=words[2])
+    return ErrorBody(error=words[0], rule=words[1], way_out=words[2])

@@ -13,10 +13,10 @@ from asyncrl.config.model_task import ModelConfig as ModelConfig
 from asyncrl.config.model_task import Outcomes as Outcomes
 from asyncrl.config.model_task import ScratchConfig as ScratchConfig
 from asyncrl.config.model_task import TaskConfig as TaskConfig
-from asyncrl.config.placement import PlacementConfig as PlacementConfig
 from asyncrl.config.run_config import RunConfig as RunConfig
 from asyncrl.config.sections import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.sections import CheckpointConfig as CheckpointConfig
 from asyncrl.config.sections import LoraConfig as LoraConfig
+from asyncrl.config.sections import PlacementConfig as PlacementConfig
 from asyncrl.config.sections import SupervisionConfig as SupervisionConfig
 from asyncrl.config.sections import TrainerConfig as TrainerConfig

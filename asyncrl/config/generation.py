@@ -3,16 +3,56 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from asyncrl.config.model_task import TaskConfig
 from asyncrl.config.sections import FrozenConfig, Port
-from asyncrl.config.transports import WAYS, Way
+from asyncrl.config.transports import TRANSPORTS, TransportFacts
 from asyncrl.messages.base import Interrupt, TransportName
 
 OnOverdue = Literal["wait", "mask", "drop"]
+EngineKind = Literal["embedded", "vllm", "simulated"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What settings and placement ask of an engine kind; how it behaves is in asyncrl/run/engine_kinds.py.
+
+    `settings`: keys of the section `rollout` that are for it alone.
+    """
+
+    settings: tuple[str, ...] = ()
+    has_model: bool = True
+    has_own_python: bool = False
+    """Its servers run under rollout.vllm_python."""
+    receives_transfers: bool = False
+    """Weights may come from device to device."""
+    opens_chunks: bool = True
+    """In turns it opens the memory that chunks of weights lie in."""
+    stages_weights: bool = True
+    """Apart from the trainer it holds the next weights beside the serving ones."""
+    sleeps_on_cpu: bool = True
+    """In turns it can free its memory there."""
+    cpu_kv_block: int = 1
+    """On the CPU its KV cache has whole blocks of so many tokens."""
+
+
+ENGINES: dict[EngineKind, EngineFacts] = {
+    "embedded": EngineFacts(),
+    "simulated": EngineFacts(settings=("simulated",), has_model=False),
+    "vllm": EngineFacts(
+        settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
+        has_own_python=True,
+        receives_transfers=True,
+        opens_chunks=False,
+        stages_weights=False,
+        sleeps_on_cpu=False,
+        cpu_kv_block=128,
+    ),
+}
 
 
 class SimulatedConfig(FrozenConfig):
@@ -42,7 +82,7 @@ class RolloutConfig(FrozenConfig):
     """Rollouts of one prompt, scored against each other."""
     num_engines: int = Field(default=1, ge=1)
     """Engine servers."""
-    engine: Literal["embedded", "vllm", "simulated"] = "embedded"
+    engine: EngineKind = "embedded"
     """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a
     latency model without a model, for load tests: its tokens are random, so nothing is learnt."""
     simulated: SimulatedConfig = SimulatedConfig()
@@ -89,6 +129,11 @@ class RolloutConfig(FrozenConfig):
     """Ports of the engine servers on 127.0.0.1, one each (none = any free ones)."""
 
     @property
+    def facts(self) -> EngineFacts:
+        """What this kind of engine needs and can."""
+        return ENGINES[self.engine]
+
+    @property
     def max_length(self) -> int:
         """Most tokens of prompt and completion together."""
         return self.max_prompt_tokens + self.max_tokens
@@ -103,12 +148,11 @@ class RolloutConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _settings_fit_the_engine(self) -> Self:
-        of_engines = {"simulated": ("simulated",), "vllm": ("vllm", "vllm_python", "urls", "tensor_parallel")}
-        for engine, names in of_engines.items():
-            if self.engine != engine and (given := self.given(*names)):
+        for engine, facts in ENGINES.items():
+            if self.engine != engine and (given := self.given(*facts.settings)):
                 raise ValueError(
                     f"rollout.{given[0]} is for rollout.engine={engine}, and rollout.engine={self.engine}; "
-                    f"set rollout.engine={engine}, or remove it"
+                    "set that, or remove it"
                 )
         for name, values in {"ports": self.ports, "urls": self.urls}.items():
             if values is not None and not len(values) == len(set(values)) == self.num_engines:
@@ -118,8 +162,7 @@ class RolloutConfig(FrozenConfig):
                 )
         if self.urls is not None and (given := self.given("ports", "vllm", "tensor_parallel")):
             raise ValueError(
-                f"rollout.{given[0]} is for servers that the run starts, and rollout.urls names others; "
-                f"remove one"
+                f"rollout.{given[0]} is for servers that the run starts; remove it or rollout.urls"
             )
         return self
 
@@ -147,9 +190,8 @@ class BufferConfig(FrozenConfig):
     def _look_ahead_fits(self) -> Self:
         if self.look_ahead != "auto" and self.look_ahead > self.max_staleness:
             raise ValueError(
-                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}, so "
-                "a group could start that is too old when its turn comes; set buffer.look_ahead to auto or "
-                f"0..{self.max_staleness}, or raise buffer.max_staleness to {self.look_ahead}"
+                f"buffer.look_ahead={self.look_ahead} is above buffer.max_staleness={self.max_staleness}: "
+                f"a group could start that is too old in its turn; set it to auto or 0..{self.max_staleness}"
             )
         return self
 
@@ -183,8 +225,7 @@ class EvalConfig(FrozenConfig):
     def _samples_differ(self) -> Self:
         if self.samples > 1 and self.temperature == 0:
             raise ValueError(
-                f"eval.samples={self.samples} completions of a prompt are all the same at "
-                "eval.temperature=0; set eval.samples to 1, or eval.temperature above 0"
+                f"eval.samples={self.samples} are all the same at eval.temperature=0; set one of them to 1"
             )
         return self
 
@@ -222,17 +263,16 @@ class WeightSyncConfig(FrozenConfig):
     """
 
     @property
-    def way(self) -> Way:
+    def facts(self) -> TransportFacts:
         """What this transport needs and can."""
-        return WAYS[self.transport]
+        return TRANSPORTS[self.transport]
 
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> Self:
-        if self.way.is_file_shared != (self.disk_dir is not None):
+        if self.facts.is_file_shared != (self.disk_dir is not None):
             raise ValueError(
-                f"weight_sync.transport={self.transport} with weight_sync.disk_dir={self.disk_dir}: "
-                "transport=disk writes each version into disk_dir, and no other does; give a folder that "
-                "trainer and engines share, or none"
+                f"transport={self.transport} with disk_dir={self.disk_dir}: disk writes each version there, "
+                "and no other does; give a folder that trainer and engines share, or none"
             )
         return self
 

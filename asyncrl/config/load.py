@@ -73,11 +73,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         return RunConfig.model_validate(values)
     except ValidationError as error:
         lines = [_explain(dict(problem), str(path)) for problem in error.errors()]
-        raise ConfigError(
-            "\n  ".join(lines),
-            way_out="correct the file or the key=value after it; `asyncrl check CONFIG` validates without "
-            "starting a run.",
-        ) from error
+        way_out = "correct the file or the key=value after it; `asyncrl check CONFIG` starts no run."
+        raise ConfigError("\n  ".join(lines), way_out=way_out) from error
 
 
 def run_config_yaml(config: RunConfig) -> str:
@@ -102,31 +99,28 @@ def _parse(text: str, kind: type[yaml.SafeLoader], name: str) -> Any:
 
 
 def _with(values: Any, override: str) -> dict[str, Any]:
-    """A copy with that setting; what an alias in the file shares stays as it was elsewhere."""
+    """The values with that setting."""
     key, separator, text = override.partition("=")
+    names = key.split(".")
     try:
+        if not (separator and all(names)):
+            raise ValueError("it is no key=value")
         is_free = key not in all_keys()  # inside task.args, say: no model is there to know what none means
         value = None if text == "none" and is_free else _parse(text, yaml.SafeLoader, key)
-    except _NO_YAML as error:
+        return _set(values, names, value)
+    except (TypeError, *_NO_YAML) as error:
         raise ConfigError(
-            f"override {override[:80]!r}: the value is not YAML: {str(error)[:400]}",
-            way_out="quote the value.",
+            f"override {override[:80]!r} is not a key of a section with a YAML value: {str(error)[:400]}",
+            way_out="write it like buffer.max_staleness=4, and quote texts that YAML does not read.",
         ) from error
-    whole = target = dict(values) if isinstance(values, dict) else {}
-    *sections, name = key.split(".")
-    for section in sections:
-        inner = target.get(section)
-        target[section] = dict(inner) if isinstance(inner, dict) else inner if inner is not None else {}
-        target = target[section]
-        if not isinstance(target, dict):
-            break
-    if not (separator and name and isinstance(target, dict)):
-        raise ConfigError(
-            f"override {override!r} is not key=value with a key of a section",
-            way_out="write it like buffer.max_staleness=4.",
-        )
-    target[name] = value
-    return whole
+
+
+def _set(section: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+    """A copy with that setting; what an alias in the file shares stays as it was elsewhere."""
+    name, *inner = names
+    copied = {} if section is None else {**section}
+    copied[name] = _set(copied.get(name), inner, value) if inner else value
+    return copied
 
 
 def _explain(problem: Mapping[str, Any], path: str) -> str:
@@ -190,12 +184,13 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     """(section, what it is about, its keys), in the order of the config; the first one, '', holds the
     top-level keys.
     """
-    tops = {name: _section_of(info) for name, info in RunConfig.model_fields.items()}
-    fields = {name: _key(name, info) for name, info in _fields(RunConfig)}
-    yield "", "Settings outside any section.", [fields[name] for name, model in tops.items() if model is None]
-    for name, model in tops.items():
+    all_known = [_key(name, info) for name, info in _fields(RunConfig)]
+    models = {name: _section_of(info) for name, info in RunConfig.model_fields.items()}
+    tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
+    yield "", "Settings outside any section.", tops
+    for name, model in models.items():
         if model is not None:
-            keys = [key for full, key in fields.items() if full.startswith(f"{name}.")]
+            keys = [key for key in all_known if key.name.startswith(f"{name}.")]
             yield name, " ".join((model.__doc__ or "").split()), keys
 
 
@@ -206,11 +201,11 @@ def describe_keys(section: str | None = None) -> str:
     found = [(name, about, keys) for name, about, keys in sections() if section in (None, name)]
     if not found:
         names = [name for name, _, _ in sections() if name]
-        closest = difflib.get_close_matches(str(section), names, n=1)
-        raise ConfigError(
-            f"there is no section {section}" + (f"; did you mean {closest[0]}?" if closest else ""),
-            way_out=f"give one of {', '.join(names)}, or none for all.",
+        closest = "".join(
+            f"; did you mean {name}?" for name in difflib.get_close_matches(str(section), names, n=1)
         )
+        way_out = f"give one of {', '.join(names)}, or none for all."
+        raise ConfigError(f"there is no section {section}{closest}", way_out=way_out)
     lines = []
     for name, about, keys in found:
         lines.append(f"{name or 'top level'}: {about}")

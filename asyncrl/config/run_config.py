@@ -8,13 +8,13 @@ from pydantic import Field, model_validator
 
 from asyncrl.config.generation import BufferConfig, EvalConfig, ObserveConfig, RolloutConfig, WeightSyncConfig
 from asyncrl.config.model_task import GatewayConfig, GeneratorConfig, ModelConfig, TaskConfig
-from asyncrl.config.placement import PlacementConfig
 from asyncrl.config.sections import (
     GROUP_ADVANTAGES,
     AlgorithmConfig,
     CheckpointConfig,
     FrozenConfig,
     JournalConfig,
+    PlacementConfig,
     SupervisionConfig,
     TrainerConfig,
 )
@@ -67,7 +67,7 @@ class RunConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
-        trainer, rollout, buffer = self.trainer, self.rollout, self.buffer
+        trainer, rollout, checkpoint = self.trainer, self.rollout, self.checkpoint
         if trainer.num_groups % trainer.mini_batches:
             raise ValueError(
                 f"trainer.mini_batches={trainer.mini_batches} does not divide "
@@ -77,13 +77,12 @@ class RunConfig(FrozenConfig):
         if trainer.world_size > sequences:
             raise ValueError(
                 f"trainer.world_size={trainer.world_size} is above the {sequences} sequences of an optimizer "
-                "step (num_groups * rollout.group_size / mini_batches), so some processes would never have "
-                "work; lower it"
+                "step (num_groups * rollout.group_size / mini_batches): some would have no work; lower it"
             )
-        if rollout.engine == "simulated" and trainer.logprob_gap_limit is not None:
+        if not rollout.facts.has_model and trainer.logprob_gap_limit is not None:
             raise ValueError(
-                f"trainer.logprob_gap_limit={trainer.logprob_gap_limit} compares the logprobs of engines and "
-                "trainer, and the tokens of rollout.engine=simulated are no model's; remove it"
+                f"trainer.logprob_gap_limit={trainer.logprob_gap_limit} compares logprobs of engines and "
+                f"trainer, and the tokens of rollout.engine={rollout.engine} are no model's; remove it"
             )
         if rollout.urls is not None and self.model.path is None:
             raise ValueError(
@@ -91,35 +90,26 @@ class RunConfig(FrozenConfig):
                 "it; give model.path, or remove rollout.urls"
             )
         if trainer.cpu_offload and self.placement.trainer == "cpu":
-            raise ValueError(
-                "trainer.cpu_offload moves weights from a CUDA device to the host, and "
-                "placement.trainer=cpu; set it to false"
-            )
+            raise ValueError("placement.trainer=cpu has nothing for trainer.cpu_offload; set it to false")
         if rollout.group_size == 1:
             advantage = self.algorithm.advantage if self.algorithm.advantage in GROUP_ADVANTAGES else None
-            if advantage or buffer.filter == "equal_rewards":
+            if advantage or self.buffer.filter == "equal_rewards":
                 what = f"algorithm.advantage={advantage}" if advantage else "buffer.filter=equal_rewards"
                 raise ValueError(
-                    f"{what} compares the rollouts of a prompt, and rollout.group_size=1; set "
-                    f"rollout.group_size "
-                    "to 2 or more, or algorithm.advantage=reinforce_pp and buffer.filter=none"
+                    f"{what} compares the rollouts of a prompt, and rollout.group_size=1; set it to 2 or "
+                    "more, or algorithm.advantage=reinforce_pp and buffer.filter=none"
                 )
         every = None if self.eval is None else self.eval.every
-        if self.checkpoint.keep_best and (
-            not every or not self.checkpoint.every or every % self.checkpoint.every
-        ):
+        if checkpoint.keep_best and (not every or not checkpoint.every or every % checkpoint.every):
             raise ValueError(
-                f"checkpoint.keep_best needs evaluations of versions that have a checkpoint: "
-                f"checkpoint.every={self.checkpoint.every} must divide eval.every={every}"
+                "checkpoint.keep_best needs evaluations of versions that have a checkpoint: "
+                f"checkpoint.every={checkpoint.every} must divide eval.every={every}"
             )
         if self.algorithm.overlong_tokens > rollout.max_tokens:
             raise ValueError(
                 f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is above "
                 f"rollout.max_tokens={rollout.max_tokens}; lower it"
             )
-        conflict = self.weight_sync.way.conflict(self) or self.placement.conflict_with(buffer.max_staleness)
-        if conflict:
-            raise ValueError(conflict)
         return self
 
     @model_validator(mode="after")
@@ -127,11 +117,11 @@ class RunConfig(FrozenConfig):
         task, generator = self.task, self.generator
         if task.verifiers != (generator.verifiers is not None):
             raise ValueError(
-                f"task.verifiers={str(task.verifiers).lower()} with "
-                f"generator.verifiers={generator.verifiers}: a "
-                "verifiers environment runs its own tasks and no others; set both, or none"
+                f"task.verifiers={str(task.verifiers).lower()} with generator.verifiers={generator.verifiers}"
+                ": a verifiers environment runs its own tasks and no others; set both, or none"
             )
-        if not task.has_score and (generator.outcomes == "none" or not generator.is_harness):
+        has_harness = generator.is_harness and generator.outcomes != "none"
+        if not task.has_score and not has_harness:
             raise ValueError(
                 "task.reward is missing, and no harness returns a reward (generator.outcomes); give "
                 "module:function, or `math` for answers checked by math-verify"
@@ -140,10 +130,8 @@ class RunConfig(FrozenConfig):
             return self
         held_out = self.eval.task
         if held_out.replay is not None:
-            raise ValueError(
-                "eval.task.replay is not for evaluations, which sample anew each time; remove it"
-            )
-        if not held_out.has_score and (generator.outcomes == "none" or not self.evaluates_agent):
+            raise ValueError("eval.task.replay is not for evaluations, which sample anew; remove it")
+        if not held_out.has_score and not (has_harness and self.evaluates_agent):
             what = "task.verifiers cannot be evaluated" if held_out.verifiers else "task.reward is missing"
             raise ValueError(
                 f"eval.{what}: an evaluation samples single completions or rollouts of the generator's "

@@ -1,12 +1,22 @@
-"""The base of all sections; `trainer` and `algorithm`, and those of what survives and of what happens when a
-part dies or hangs: `checkpoint`, `journal`, `supervision`.
+"""The base of all sections; `trainer`, `algorithm` and `placement`, and those of what survives and of what
+happens when a part dies or hangs: `checkpoint`, `journal`, `supervision`.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 
 class FrozenConfig(BaseModel):
@@ -24,13 +34,9 @@ class FrozenConfig(BaseModel):
         """
         if not isinstance(values, dict):
             return values
-        return {
-            key: None if value == "none" and cls._may_be_null(key) else value for key, value in values.items()
-        }
-
-    @classmethod
-    def _may_be_null(cls, key: Any) -> bool:
-        return key in cls.model_fields and type(None) in get_args(cls.model_fields[key].annotation)
+        fields = cls.model_fields.items()
+        nullable = {name for name, info in fields if type(None) in get_args(info.annotation)}
+        return {key: None if value == "none" and key in nullable else value for key, value in values.items()}
 
     def given(self, *names: str) -> list[str]:
         """Those of `names` that are not at their default."""
@@ -41,7 +47,7 @@ Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA where there is a device, else CPU."""
 
 DType = Literal["auto", "float32", "bfloat16"]
-"""What auto is in a run: placement/choices.py. A process that is started alone takes bfloat16 on CUDA and
+"""What auto is in a run: placement/fit.py. A process that is started alone takes bfloat16 on CUDA and
 float32 on a CPU.
 """
 
@@ -172,10 +178,54 @@ class AlgorithmConfig(FrozenConfig):
     def _reward_takes_k1(self) -> Self:
         if self.kl_coefficient > 0 and self.kl_in == "reward" and self.kl_estimator != "k1":
             raise ValueError(
-                f"kl_in=reward with kl_estimator={self.kl_estimator}: the penalty in the reward is the sum "
-                "of current - reference, which is k1; set algorithm.kl_estimator=k1"
+                f"kl_in=reward with kl_estimator={self.kl_estimator}: the penalty in the reward sums current "
+                "- reference, which is k1; set algorithm.kl_estimator=k1"
             )
         return self
+
+
+Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt]
+"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, or a range like 0-3. How many there
+are is read later."""
+DEVICE_WORDS = ("auto", "cpu", "cuda", "all")
+
+
+def device_numbers(devices: Any) -> list[int] | None:
+    """The device numbers that are written out; None for a word, and for what is no form."""
+    if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
+        devices = [*range(int(match[1]), int(match[2]) + 1)]
+    numbers = devices if isinstance(devices, list) else [devices]
+    is_form = numbers and all(type(number) is int and number >= 0 for number in numbers)
+    return numbers if is_form and len(set(numbers)) == len(numbers) else None
+
+
+class PlacementConfig(FrozenConfig):
+    """Which device each side uses. Both on the same CUDA devices, or rollout: trainer, means that they take
+    turns (docs/colocation.md).
+    """
+
+    trainer: Devices = "auto"
+    """Devices of the trainer, one for each of trainer.world_size processes: cpu, the number of a CUDA device,
+    a list [0, 1], a range 0-3, all. cuda = as many as needed; auto = the same, or cpu where there is none."""
+    rollout: Devices = "auto"
+    """Devices of the engines, which are spread over them: as for the trainer, or `trainer`: the same devices,
+    in turns. auto and cuda = those that the trainer leaves; where it leaves none, the same in turns at
+    buffer.max_staleness=0, else refused."""
+    eval: Literal["auto", "cpu"] | NonNegativeInt = "auto"
+    """Device of the eval engine: cpu or the number of one CUDA device (auto = one that no other part uses,
+    else with the engines).
+    """
+
+    @field_validator("trainer", "rollout", mode="before")
+    @classmethod
+    def _is_a_form(cls, value: Any, info: ValidationInfo) -> Any:
+        words = (*DEVICE_WORDS, "trainer") if info.field_name == "rollout" else DEVICE_WORDS
+        if value not in words and device_numbers(value) is None:
+            raise ValueError(
+                f"give {', '.join(words)}, a device number like 0, a list like [0, 1] that names each once, "
+                "or a range like 0-3, of this machine"
+            )
+        return value
 
 
 class CheckpointConfig(FrozenConfig):
@@ -198,8 +248,7 @@ class CheckpointConfig(FrozenConfig):
     def _multiples_exist(self) -> Self:
         if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
             raise ValueError(
-                f"keep_every={self.keep_every} is not a multiple of every={self.every}, so there would be no "
-                "such checkpoint; set it to a multiple, or to none"
+                f"keep_every={self.keep_every} is not a multiple of every={self.every}; set it to one or none"
             )
         return self
 

@@ -13,15 +13,16 @@ from typing import Protocol
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
-from asyncrl.messages.engine_calls import (
+from asyncrl.messages.calls import (
     CommitResponse,
     EngineHealth,
+    ExportChunkResponse,
+    ExportResponse,
     GenerateChunk,
     GenerateRequest,
     GenerateResponse,
     Span,
 )
-from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 
 OnChunk = Callable[[GenerateChunk], None]
 _LOGPROB_SLACK = 1e-3

@@ -11,12 +11,14 @@ from asyncrl.engines.engine import Lifeline, OnChunk, SegmentCheck
 from asyncrl.errors import RequestRefused
 from asyncrl.http import Answer, Caller, CallRefused
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
-from asyncrl.messages.engine_calls import (
+from asyncrl.messages.calls import (
     AbortRequest,
     AbortResponse,
     CommitRequest,
     CommitResponse,
     EngineHealth,
+    ExportChunkResponse,
+    ExportResponse,
     GenerateChunk,
     GenerateRequest,
     GenerateResponse,
@@ -27,7 +29,6 @@ from asyncrl.messages.engine_calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 
 
 class EngineServer:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
-from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.waits import waiting
 
@@ -34,7 +34,7 @@ class PoolStats:
 
 
 class EnginePool:
-    """The SamplingEngine over M servers.
+    """Samples on M servers: one logical request in, one joined completion out.
 
     Life: a logical request is routed to one server and stays there, segment after segment, until it stops,
         its budget is used, or its caller is cancelled. If its server is lost, it keeps what came and goes on

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.journal.schema import damaged
+from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import PartialCompletion, Trajectory, VersionSpan
-from asyncrl.messages.trainer_calls import Credit
 
 FORMAT = 1
 _LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from typing import Literal
@@ -55,12 +56,9 @@ def fatal_line(error: ErrorBody) -> str:
 
 def find_fatal(log: str) -> ErrorBody | None:
     """The error in the last such line of a log, if there is one."""
-    for line in reversed(log.splitlines()):
-        if line.startswith(FATAL_PREFIX):
-            try:
-                return ErrorBody.model_validate_json(line.removeprefix(FATAL_PREFIX))
-            except ValueError:
-                return None
+    lines = [line for line in log.splitlines() if line.startswith(FATAL_PREFIX)]
+    with contextlib.suppress(ValueError, IndexError):
+        return ErrorBody.model_validate_json(lines[-1].removeprefix(FATAL_PREFIX))
     return None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
-from asyncrl.messages.trainer_calls import Credit
+from asyncrl.messages.calls import Credit
 
 LARGEST_NUMBER = 1e18
 """Largest absolute value of rewards and metrics: means, squares and sums of many stay finite in float32."""
@@ -50,12 +50,8 @@ class VersionSpan:
         """[start, end, version, engine], for files; the engine is left out where it is not known, as in files
         before it was recorded.
         """
-        return [
-            int(self.start),
-            int(self.end),
-            int(self.version),
-            *([int(self.engine)] if self.engine >= 0 else []),
-        ]
+        span = (self.start, self.end, self.version, self.engine)
+        return [int(number) for number in (span if self.engine >= 0 else span[:3])]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Messages between the gateway and the workers that run harnesses.
+"""Messages between the gateway and the workers that run harnesses, and what producers know of the gateway.
 
 Workers call the gateway, never the other way round, so that a worker may live behind any firewall. They show
 the worker key as `Authorization: Bearer KEY`; it opens no session, and no session's key opens these routes:
@@ -15,12 +15,14 @@ the worker key as `Authorization: Bearer KEY`; it opens no session, and no sessi
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 from pydantic import ConfigDict, Field
 
-from asyncrl.messages.base import Message
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.base import ErrorBody, Message
+from asyncrl.messages.records import Outcome, Rollout, Work
 
 WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 """Environment variable with the worker key; every user of the machine can read command lines."""
@@ -35,14 +37,6 @@ MAX_MESSAGE_BYTES = 2**22
 """Largest message of a worker: an outcome, the sentences of a failure, the ids of all its items.
 gateway.max_body_bytes limits calls and not these messages.
 """
-
-
-class FailureMessage(Message):
-    """Why an attempt failed: what, the rule, the way out."""
-
-    error: str
-    rule: str = ""
-    way_out: str = ""
 
 
 class WorkItem(Message):
@@ -121,7 +115,7 @@ class ResultRequest(WorkerMessage):
 
     item_id: str
     outcome: Outcome | None = None
-    failure: FailureMessage | None = None
+    failure: ErrorBody | None = None
 
 
 class Accepted(Message):
@@ -142,3 +136,89 @@ class WorkerHealth(Message):
     loop_lag_s: float
     gateway_lost_s: float | None = None
     num_abandoned: int = 0
+
+
+# Interfaces of the gateway and the tokenizer, which lie on one floor with each other.
+
+
+class RolloutSession(Protocol):
+    """One attempt of a rollout, as its harness sees it: a key for /v1/chat/completions, and the tokens that
+    were sampled with it.
+    """
+
+    key: str
+    """The bearer token. Unguessable; dies with the session."""
+
+    def end_nowait(self, reason: str) -> None:
+        """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
+        reason stays.
+        """
+        ...
+
+    def while_open(self) -> AbstractAsyncContextManager[None]:
+        """A block that raises RolloutFailure if the session is ended by another part than its owner: the work
+        of its harness would be lost.
+        """
+        ...
+
+    def last_text(self) -> str:
+        """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
+        ...
+
+    def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
+        """Everything that was sampled, by branches. Raises RolloutFailure if that is nothing, or `outcome`
+        names what is not there.
+        """
+        ...
+
+
+class SessionHost(Protocol):
+    """What producers need of the gateway."""
+
+    def open_nowait(
+        self, rollout_id: str, *, prompt_id: str, sample_index: int, attempt: int, route_key: str
+    ) -> RolloutSession:
+        """A new session; the caller has to end it. Seeds derive from `prompt_id` (Prompt.seed_id), sample,
+        attempt and call.
+        """
+        ...
+
+
+class WorkQueue(Protocol):
+    """What producers need of the queue that gives work to harnesses."""
+
+    async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
+        """Let a worker run it; `started` is called once a worker has taken it. Raises RolloutFailure (data).
+
+        Cancelling this call takes the work back: the worker learns of it at its next sign of life.
+        """
+        ...
+
+
+class ChatRenderer(Protocol):
+    """What the gateway needs of the tokenizer: the template and the encoding apart."""
+
+    end_ids: frozenset[int]
+    """Tokens that end a turn."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The chat as text. Raises ValueError if the template refuses it."""
+        ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids; special tokens are known by their text, none is added. Raises ValueError for text that
+        is no Unicode.
+
+        For a long text it runs in a thread, beside any of these methods in others.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the ids."""
+        ...

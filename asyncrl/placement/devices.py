@@ -1,5 +1,5 @@
-"""Which device each trainer rank and each engine gets, and whether the two sides take turns; and which CUDA
-devices this machine has. Imports no torch.
+"""Which device each trainer rank and each engine gets, whether the two sides take turns, and where chunks of
+weights lie; and which CUDA devices this machine has. Imports no torch.
 
 How `placement` is read, where a machine has N CUDA devices:
 
@@ -26,18 +26,12 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config import RunConfig
-from asyncrl.config.placement import (
-    PARTLY_WAY_OUT,
-    TURNS_WAY_OUT,
-    numbers_of,
-    partly_shared,
-    turns_need_no_staleness,
-)
-from asyncrl.config.transports import DevicesInUse
+from asyncrl.config.sections import device_numbers
+from asyncrl.config.transports import refuse_transport
 from asyncrl.errors import ConfigError
 
 Mode = Literal["apart", "colocated"]
-Numbers = tuple[int, ...] | None
+Numbers = Sequence[int] | None
 """Numbers of CUDA devices, None for the CPU."""
 NO_DEVICE = "none"
 """Where a simulated engine runs, and one that the run did not start."""
@@ -45,25 +39,24 @@ NO_DEVICE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices by name (cpu, cuda:0, ...): of each trainer rank, of each engine, of the eval engine (None:
-    there is none). `parallel`: all devices of each engine, where one is split over several; `rollout` has the
-    first.
+    """Devices by name (cpu, cuda:0, ...): of each trainer rank, all of each engine, and that of the eval
+    engine (None: there is none).
     """
 
     trainer: tuple[str, ...]
-    rollout: tuple[str, ...]
+    engines: tuple[tuple[str, ...], ...]
     evaluation: str | None
     mode: Mode
-    parallel: tuple[tuple[str, ...], ...] = ()
 
-    def devices_of(self, index: int) -> tuple[str, ...]:
-        """All devices of one engine."""
-        return self.parallel[index] if self.parallel else (self.rollout[index],)
+    @property
+    def rollout(self) -> tuple[str, ...]:
+        """The first device of each engine."""
+        return tuple(devices[0] for devices in self.engines)
 
     @property
     def engine_devices(self) -> list[str]:
         """Devices of all engines, each named once."""
-        return [*dict.fromkeys(device for n in range(len(self.rollout)) for device in self.devices_of(n))]
+        return [*dict.fromkeys(device for devices in self.engines for device in devices)]
 
     @property
     def is_on_cuda(self) -> bool:
@@ -74,41 +67,48 @@ class Placement:
 def place(config: RunConfig, num_cuda: int) -> Placement:
     """The placement on a machine with so many CUDA devices. Raises ConfigError."""
     trainer, rollout = _numbers(config, num_cuda)
-    both = set(trainer or ()) & set(rollout or ())
-    is_turns = bool(both) or config.placement.rollout == "trainer"
-    if trainer is not None and rollout is not None and both and set(trainer) != set(rollout):
-        raise ConfigError(partly_shared(trainer, rollout), way_out=f"{PARTLY_WAY_OUT}.")
-    if is_turns and config.buffer.max_staleness > 0:
-        written = (
-            f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
-        )
+    shared = sorted(set(trainer or ()) & set(rollout or ()))
+    is_turns = bool(shared) or config.placement.rollout == "trainer"
+    written = f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
+    if shared and set(trainer or ()) != set(rollout or ()):
         raise ConfigError(
-            f"{turns_need_no_staleness(written, config.buffer.max_staleness)} ({num_cuda} CUDA devices)",
-            way_out=f"{TURNS_WAY_OUT}: cpu, or CUDA devices that a smaller trainer.world_size leaves.",
+            f"{written} share {shared} and not the others, which would wait with them in turns",
+            way_out="give both the same (placement.rollout=trainer, buffer.max_staleness=0), or other ones.",
+        )
+    if is_turns and config.buffer.max_staleness > 0:
+        raise ConfigError(
+            f"{written} are the same devices ({num_cuda} CUDA devices here), in turns: every batch is "
+            f"on-policy, and buffer.max_staleness={config.buffer.max_staleness} could never be used",
+            way_out="set buffer.max_staleness=0, or give placement.rollout devices of its own: cpu, or CUDA "
+            "devices that a smaller trainer.world_size leaves.",
         )
     _check_numbers(config, trainer, rollout)
-    engines, split = config.rollout.num_engines, config.rollout.tensor_parallel
-    ranks, dealt = _deal(trainer, config.trainer.world_size), _deal(rollout, engines * split)
-    firsts = dealt[::split]
-    _check_vllm(config, firsts, is_turns=is_turns)
-    refusal = config.weight_sync.way.refuse(config, DevicesInUse(ranks, firsts, is_turns))
-    if refusal is not None:
-        what, rule, way_out = refusal
-        raise ConfigError(what, rule=rule, way_out=f"{way_out}.")
-    is_simulated = config.rollout.engine == "simulated"
+    num, split = config.rollout.num_engines, config.rollout.tensor_parallel
+    ranks, dealt = _deal(trainer, config.trainer.world_size), _deal(rollout, num * split)
+    refuse_transport(config, ranks, dealt, is_turns=is_turns)
+    _check_engines(config, dealt, is_turns=is_turns)
+    engines = tuple(dealt[start : start + split] for start in range(0, len(dealt), split))
     if _takes_no_device(config):
-        firsts, dealt = (NO_DEVICE,) * engines, ()
+        engines, dealt = ((NO_DEVICE,),) * num, ()
     evaluation = None
     if config.eval is not None:
-        evaluation = NO_DEVICE if is_simulated else _eval_device(config, ranks, dealt, num_cuda)
-    parallel = tuple(dealt[start : start + split] for start in range(0, len(dealt), split))
-    mode: Mode = "colocated" if is_turns else "apart"
-    return Placement(ranks, firsts, evaluation, mode, parallel if split > 1 else ())
+        has_device = config.rollout.facts.has_model
+        evaluation = _eval_device(config, ranks, dealt, num_cuda) if has_device else NO_DEVICE
+    return Placement(ranks, engines, evaluation, "colocated" if is_turns else "apart")
+
+
+def chunk_device(config: RunConfig, placement: Placement) -> str | None:
+    """The device whose memory holds the chunks that trainer and engines both open; None: chunks are files."""
+    opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
+    devices = {*placement.trainer, *placement.rollout}
+    # rank 0 gathers them on its device, and an engine sees its own devices alone
+    is_one = placement.mode == "colocated" and opens_memory and len(devices) == 1
+    return placement.trainer[0] if is_one else None
 
 
 def _takes_no_device(config: RunConfig) -> bool:
     """A latency model, and servers that the run did not start."""
-    return config.rollout.engine == "simulated" or config.rollout.urls is not None
+    return not config.rollout.facts.has_model or config.rollout.urls is not None
 
 
 def _numbers(config: RunConfig, num_cuda: int) -> tuple[Numbers, Numbers]:
@@ -123,10 +123,10 @@ def _numbers(config: RunConfig, num_cuda: int) -> tuple[Numbers, Numbers]:
         rollout, is_rollout_open = None, False
     if is_trainer_open:
         taken = () if is_rollout_open else rollout or ()
-        trainer = tuple(number for number in range(num_cuda) if number not in taken)[:size] or rollout
+        trainer = [number for number in range(num_cuda) if number not in taken][:size] or rollout
     if is_rollout_open:
         split = config.rollout.tensor_parallel
-        left = tuple(number for number in range(num_cuda) if number not in (trainer or ()))
+        left = [number for number in range(num_cuda) if number not in (trainer or ())]
         whole = left[: len(left) // split * split] or left
         rollout = whole[: config.rollout.num_engines * split] or trainer
     return trainer, rollout
@@ -142,9 +142,9 @@ def _named(key: str, devices: object, num_cuda: int) -> tuple[Numbers, bool]:
             rule="it needs the NVIDIA driver, a torch built with CUDA, and CUDA_VISIBLE_DEVICES to show it",
             way_out=f"set {key}=cpu (or auto: CUDA where there is a device, else cpu).",
         )
-    numbers = numbers_of(devices)
+    numbers = device_numbers(devices)
     if numbers is None:
-        return tuple(range(num_cuda)), devices != "all"
+        return range(num_cuda), devices != "all"
     if max(numbers) >= num_cuda:
         raise ConfigError(
             f"{key}={devices} names cuda:{max(numbers)}",
@@ -156,47 +156,42 @@ def _named(key: str, devices: object, num_cuda: int) -> tuple[Numbers, bool]:
 
 def _check_numbers(config: RunConfig, trainer: Numbers, rollout: Numbers) -> None:
     """Each rank has a device of its own, each engine as many as it is split over, and none named is idle."""
-    size, engines, split = (
-        config.trainer.world_size,
-        config.rollout.num_engines,
-        config.rollout.tensor_parallel,
-    )
+    size, num, split = config.trainer.world_size, config.rollout.num_engines, config.rollout.tensor_parallel
     if trainer is not None and len(trainer) != size:
         raise ConfigError(
-            f"placement.trainer={config.placement.trainer} is {len(trainer)} CUDA devices, and "
-            f"trainer.world_size={size}",
-            rule="each trainer process has a device of its own, and none may be idle",
+            f"placement.trainer={config.placement.trainer} is {len(trainer)} CUDA devices for "
+            f"trainer.world_size={size} processes with one each",
             way_out=f"set trainer.world_size={len(trainer)}, or name {size} devices in placement.trainer.",
         )
     if rollout is None or _takes_no_device(config):
         return
-    if len(rollout) % split or len(rollout) > engines * split:
-        fewer = f", or name {engines * split} devices in placement.rollout"
+    if len(rollout) % split or len(rollout) > num * split:
+        is_whole = len(rollout) % split == 0
+        fitting = f"num_engines={len(rollout) // split}" if is_whole else "tensor_parallel=1"
         raise ConfigError(
-            f"placement.rollout={config.placement.rollout} is {len(rollout)} CUDA devices, and "
-            f"rollout.num_engines={engines}, rollout.tensor_parallel={split}",
-            rule="an engine works on rollout.tensor_parallel devices of its own, and none may be idle",
-            way_out=f"set rollout.num_engines={len(rollout) // split}{fewer}."
-            if len(rollout) % split == 0
-            else f"set rollout.tensor_parallel=1{fewer}.",
+            f"placement.rollout={config.placement.rollout} is {len(rollout)} CUDA devices for "
+            f"rollout.num_engines={num} with rollout.tensor_parallel={split} each",
+            way_out=f"set rollout.{fitting}, or name {num * split} devices in placement.rollout.",
         )
 
 
-def _check_vllm(config: RunConfig, engines: Sequence[str], *, is_turns: bool) -> None:
-    """What vLLM cannot do on the CPU."""
-    if config.rollout.engine != "vllm" or "cpu" not in engines:
-        return
-    if is_turns:
+def _check_engines(config: RunConfig, devices: Sequence[str], *, is_turns: bool) -> None:
+    """What engines cannot do that are not ours, or on the CPU."""
+    rollout = config.rollout
+    if rollout.urls is not None and config.placement.rollout == "trainer":
+        what = "placement.rollout=trainer lets engines sleep in turns, which those of rollout.urls cannot"
+        raise ConfigError(what, way_out="remove rollout.urls, or set placement.rollout=auto.")
+    if is_turns and "cpu" in devices and not rollout.facts.sleeps_on_cpu:
+        what = f"in turns an engine frees its memory, which rollout.engine={rollout.engine} on the CPU cannot"
         raise ConfigError(
-            f"placement.rollout={config.placement.rollout} has a vLLM on the CPU take turns with the trainer",
-            rule="in turns an engine frees its memory while it sleeps, and vLLM on the CPU cannot",
-            way_out="set placement.rollout=cpu (side by side), or rollout.engine=embedded.",
+            what, way_out="set placement.rollout=cpu (side by side), or rollout.engine=embedded."
         )
-    if config.rollout.tensor_parallel > 1 and config.rollout.urls is None:
+    if rollout.tensor_parallel > 1 and "cpu" in devices and rollout.urls is None:
+        what = (
+            f"rollout.tensor_parallel={rollout.tensor_parallel} splits engines over CUDA devices, not the CPU"
+        )
         raise ConfigError(
-            f"rollout.tensor_parallel={config.rollout.tensor_parallel}, and the engines are on the CPU",
-            rule="an engine is split over CUDA devices; on the CPU it works with rollout.threads",
-            way_out="set rollout.tensor_parallel=1, or name CUDA devices in placement.rollout.",
+            what, way_out="set rollout.tensor_parallel=1, or name devices in placement.rollout."
         )
 
 
@@ -213,9 +208,8 @@ def _eval_device(config: RunConfig, ranks: Sequence[str], engines: Sequence[str]
     if written == "cpu" or (written == "auto" and (not num_cuda or "cpu" in engines)):
         return "cpu"
     if written == "auto":
-        free = [
-            device for device in _deal(tuple(range(num_cuda)), num_cuda) if device not in (*ranks, *engines)
-        ]
+        everything = _deal(range(num_cuda), num_cuda)
+        free = [device for device in everything if device not in (*ranks, *engines)]
         used = sorted(engines, key=lambda name: (engines.count(name), -engines.index(name)))
         device = [*free, *used, "cpu"][0]
     else:

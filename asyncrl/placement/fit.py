@@ -1,28 +1,75 @@
-"""Refuses a plan that cannot fit, with the numbers and a setting that does: memory by device, then
-descriptors and ports. Starts nothing.
+"""Whether a run fits this machine: the type of its weights, the Python of vLLM's servers, and its plan, as
+text. It is refused where memory of a device or descriptors cannot be enough, with a setting that does. Starts
+nothing.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
+from importlib.resources import files
 from pathlib import Path
 
-from asyncrl.config import LoraConfig, RunConfig
-from asyncrl.errors import ConfigError
-from asyncrl.placement.devices import place
-from asyncrl.placement.plan import Phase, Plan, lay_out, size_text
+import asyncrl
+from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
+from asyncrl.config.transports import transport_words
+from asyncrl.errors import ConfigError, install_extra
+from asyncrl.placement.devices import Placement, chunk_device, find_cuda_devices, place
+from asyncrl.placement.plan import Memory, Phase, Plan, lay_out
 
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Of /proc/cpuinfo, where a CPU multiplies in bfloat16; the last one is ARM's."""
+CPUINFO = Path("/proc/cpuinfo")
 OTHERS = 256
 """Descriptors that the controller has besides: files, logs, pipes, heartbeats, pushes."""
-PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
+    if not CPUINFO.is_file():
+        return False
+    lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not BFLOAT16_FLAGS.isdisjoint(flags.partition(":")[2].split())
+
+
+def settle_dtype(config: RunConfig, *, begun: str | None = None) -> tuple[RunConfig, str]:
+    """The config with a type in place of `model.dtype: auto`, and what to tell people ("" = nothing).
+
+    `begun`: the type of the resumed run, which auto then stands for. Raises ConfigError for a placement that
+    cannot be.
+    """
+    placement = place(config, len(find_cuda_devices()))
+    is_on_cpu = "cpu" in (*placement.trainer, *placement.engine_devices)
+    is_slow = is_on_cpu and not cpu_has_bfloat16()
+    if config.model.dtype != "auto":
+        slow = (
+            "model.dtype=bfloat16, and this CPU has no instructions for it: its steps take 8.6 times as long "
+            "as in float32, measured; model.dtype=float32 (or auto) is faster here"
+        )
+        return config, slow if is_slow and config.model.dtype == "bfloat16" else ""
+    if begun not in (None, "auto"):
+        dtype, why = begun, "as the run began"
+    elif is_slow:
+        dtype, why = "float32", "this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16)"
+    else:
+        dtype = "bfloat16"
+        why = "this CPU has instructions for it" if is_on_cpu else "trainer and engines are on CUDA"
+    return _changed(config, "model", dtype=dtype), f"model.dtype: auto is {dtype}: {why}"
 
 
 def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
-    """Raise ConfigError if a device needs more memory in some phase than it has free, or the run more
-    connections than it can have. A device whose free memory is not known is left to those that load there.
+    """Raise ConfigError if a device needs more memory in some phase than it has free, the run more
+    descriptors than it can have, or a vLLM that is not there. A device whose free memory is not known is left
+    to those that load there.
     """
+    needed_python(config)
     worst = _worst(plan)
     if worst is not None:
         lacking, device, phase = worst
@@ -32,7 +79,6 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
         raise ConfigError(
             f"{'the run' if mode == 'apart' else phase} needs {size_text(free + lacking)} of memory on "
             f"{device} ({parts}), and {size_text(free)} are free",
-            rule="weights, gradients, optimizer state, activations and KV caches must fit, in each phase",
             way_out=_way_out(plan, config),
         )
     refuse_too_many_connections(config)
@@ -70,7 +116,7 @@ def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         yield f"rollout.slots={slots}", _changed(config, "rollout", slots=slots)
     checkpointing = _changed(config, "trainer", gradient_checkpointing=True)
     yield "trainer.gradient_checkpointing=true", checkpointing
-    while (tokens := tokens // 2) >= config.rollout.max_prompt_tokens + config.rollout.max_tokens:
+    while (tokens := tokens // 2) >= config.rollout.max_length:
         yield f"trainer.micro_batch_tokens={tokens}", _changed(config, "trainer", micro_batch_tokens=tokens)
     in_turns = _changed(config, "placement", rollout="trainer")
     in_turns = _changed(in_turns, "buffer", max_staleness=0, look_ahead="auto")
@@ -83,39 +129,132 @@ def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:
 
 
 def refuse_too_many_connections(config: RunConfig) -> None:
-    """Raise ConfigError if descriptors (the hard limit: the run takes all of it) or source ports cannot be
-    enough while each rollout makes one call.
+    """Raise ConfigError if descriptors (the hard limit: the run takes all of it) cannot be enough while each
+    rollout makes one call.
     """
-    is_agent, engines = config.generator.is_harness, config.rollout.num_engines
+    is_agent = config.generator.is_harness
     crowd = config.gateway.max_connections if is_agent else 0
     evaluating = 0 if config.eval is None else config.eval.slots
-    rollouts, key, each = config.rollout.slots * engines, "rollout.slots", engines
+    key, each, rollouts = "rollout.slots", config.rollout.num_engines, config.rollout.slots
     if is_agent and config.generator.concurrency != "auto":
-        rollouts, key, each = config.generator.concurrency, "generator.concurrency", 1
+        key, each, rollouts = "generator.concurrency", 1, config.generator.concurrency
+    rollouts *= each
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = rollouts + evaluating + crowd + OTHERS
-    if hard != resource.RLIM_INFINITY and needed > hard:
-        left = max(1, (hard - needed + rollouts) // each)
-        lower = f"{key}={left}"
-        if crowd and hard - needed + crowd >= rollouts:
-            lower = f"gateway.max_connections={hard - needed + crowd}"
-        raise ConfigError(
-            f"the run needs {needed} descriptors ({rollouts} for rollouts, {evaluating} for evaluations, "
-            f"{crowd} for the gateway, {OTHERS} for everything else), and this process may have {hard}",
-            rule="each connection is a descriptor; a run can take the hard limit of RLIMIT_NOFILE",
-            way_out=f"raise the limit (LimitNOFILE of a service, ulimit nofile of docker), or write {lower}.",
-        )
-    if not PORT_RANGE.is_file():
+    lacking = rollouts + evaluating + crowd + OTHERS - hard
+    if hard == resource.RLIM_INFINITY or lacking <= 0:
         return
-    first, last = map(int, PORT_RANGE.read_text(encoding="ascii").split())
-    ports = last - first + 1
-    others = evaluating if config.evaluates_agent else 0
-    to_gateway = rollouts + others if is_agent else 0
-    if max(to_gateway, -(-rollouts // engines)) > ports:
-        most = (ports - others if is_agent else ports * engines) // each
+    lower = f"{key}={max(1, (rollouts - lacking) // each)}"
+    if crowd - lacking >= rollouts:
+        lower = f"gateway.max_connections={crowd - lacking}"
+    raise ConfigError(
+        f"the run needs {hard + lacking} descriptors ({rollouts} for rollouts, {evaluating} for evaluations, "
+        f"{crowd} for the gateway, {OTHERS} for all else), and RLIMIT_NOFILE is {hard} at most",
+        way_out=f"raise the limit (LimitNOFILE of a service, ulimit nofile of docker), or write {lower}.",
+    )
+
+
+# The Python of vLLM's servers.
+
+CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
+VENV_ENV, VENV_NAME = "VENV_VLLM", ".venv-vllm"
+"""Environment variable that `make setup-vllm` takes its folder from, and that folder otherwise."""
+ASK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+ASK_TIMEOUT_S = 30.0
+PACKAGES = ("asyncrl", "asyncrl_servers")
+
+
+def needed_python(config: RunConfig) -> Path | None:
+    """The Python of the servers that need vLLM; None if none does. Raises ConfigError if it has no vLLM."""
+    starts_any = config.rollout.urls is None or config.eval is not None
+    return find_vllm_python(config.rollout) if config.rollout.facts.has_own_python and starts_any else None
+
+
+def find_vllm_python(rollout: RolloutConfig) -> Path:
+    """rollout.vllm_python, else this Python, else the one of `make setup-vllm`. Raises ConfigError if it has
+    no vLLM.
+    """
+    given = rollout.vllm_python
+    named = Path(shutil.which(Path(given).expanduser()) or given)
+    own = Path(os.environ.get(VENV_ENV) or CHECKOUT / VENV_NAME) / "bin" / "python"
+    # not resolved: a venv's python is a link to one that does not have its packages
+    pythons = [python.absolute() for python in ([Path(sys.executable), own] if given == "auto" else [named])]
+    found = next(filter(has_vllm, pythons), None)
+    if found is None:
         raise ConfigError(
-            f"the run needs {to_gateway} connections to the gateway and {-(-rollouts // engines)} to each "
-            f"engine, and this machine has {ports} ports for each of them",
-            rule="connections to one address have a source port each, of net.ipv4.ip_local_port_range",
-            way_out=f"widen it (sysctl -w net.ipv4.ip_local_port_range='1024 65535'), or write {key}={most}.",
+            f"rollout.vllm_python={given}, and {' and '.join(map(str, pythons))} cannot import vllm",
+            way_out=f"{install_extra('vllm')} (CUDA), or `make setup-vllm` there (CPU); or name another.",
         )
+    return found
+
+
+@functools.cache
+def has_vllm(python: Path) -> bool:
+    """Asks that Python where vllm is, without importing it, which would take seconds."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        done = subprocess.run([python, "-c", ASK], env=environ, capture_output=True, timeout=ASK_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def import_folder(folder: Path) -> Path:
+    """`folder` with links to our two packages and nothing else, for PYTHONPATH: another Python must not see
+    our site-packages.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PACKAGES:
+        link, target = folder / name, Path(str(files(name))).resolve()
+        if not link.is_symlink() or link.readlink() != target:
+            link.unlink(missing_ok=True)  # of an installation that has moved since
+            link.symlink_to(target)
+    return folder
+
+
+# The plan as text: what `asyncrl check` prints.
+
+
+def size_text(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def plan_text(plan: Plan, config: RunConfig) -> str:
+    """Processes with their bytes, how weights travel, and what each device needs of what it has free."""
+    num = plan.shape.num_parameters
+    size = f"{num:,} parameters" if num else "not on disk yet, so its memory is not known"
+    rows = [("process", "device", "threads", [field.name for field in fields(Memory)], "what")]
+    for process in plan.processes:
+        sizes = [size_text(size) if size else "-" for size in astuple(process.memory)]
+        rows.append((process.name, process.device, str(process.threads or "-"), sizes, process.note))
+    lines = [f"model: {size}", ""]
+    for name, device, threads, sizes, what in rows:
+        columns = "".join(f"{size:>12}" for size in sizes)
+        lines.append(f"{name:<12} {device:<7} {threads:>7} {columns}  {what}")
+    lines += ["", f"mode: {transport_text(config, plan.placement)}"]
+    if (python := needed_python(config)) is not None:
+        lines.append(f"python: ours is {sys.executable}, vLLM's is {python}")
+    for device, free in plan.free_bytes.items():
+        needs = plan.peak_bytes(device)
+        if device != "cpu" and not any(needs.values()):
+            lines.append(f"not used: {device}")
+            continue
+        by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())
+        in_turns = f", the most of {by_phase}" if plan.placement.mode == "colocated" else ""
+        has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
+        beside = ", before the Python processes (about 0.5 GiB each)" if device == "cpu" else ""
+        lines.append(f"memory of {device}: {size_text(max(needs.values()))}{in_turns}; {has}{beside}")
+    return "\n".join(lines)
+
+
+def transport_text(config: RunConfig, placement: Placement) -> str:
+    """Mode and transport in one line."""
+    trainer = ", ".join(dict.fromkeys(placement.trainer))
+    if placement.mode == "colocated":
+        device, size = chunk_device(config, placement), size_text(config.weight_sync.chunk_bytes)
+        on_cpu = "as files in shared memory" if device is None else "through shared memory"
+        how = on_cpu if device in (None, "cpu") else f"by CUDA IPC on {device}"
+        return f"colocated on {trainer}, in turns: weights go {how} in chunks of {size}"
+    engines = "elsewhere" if config.rollout.urls else f"on {', '.join(placement.engine_devices)}"
+    words = transport_words(config, is_on_cuda=placement.is_on_cuda)
+    return f"apart (trainer on {trainer}, engines {engines}): {words}"

@@ -97,10 +97,8 @@ class ForkServer:
     It dies with the controller, however that ends (PR_SET_PDEATHSIG).
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None, modules: Sequence[str] = PRELOADED) -> None:
-        """`env`: the environment of the server (None: ours), for variables that libraries read when they are
-        loaded. If this process has imported all of `modules`, the server is forked from it.
-        """
+    def __init__(self, modules: Sequence[str] = PRELOADED) -> None:
+        """If this process has imported all of `modules`, the server is forked from it."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._turn = asyncio.Lock()
@@ -108,7 +106,7 @@ class ForkServer:
         self.modules = frozenset(modules)
         with theirs:
             if not all(name in sys.modules for name in modules):
-                self.pid = _start_by_exec(theirs, modules, os.environ if env is None else env)
+                self.pid = _start_by_exec(theirs, modules)
             elif (pid := os.fork()) == 0:
                 self._socket.close()
                 _serve_or_exit(theirs, modules, os.getppid())
@@ -195,9 +193,9 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _start_by_exec(requests: socket.socket, modules: Sequence[str], env: Mapping[str, str]) -> int:
+def _start_by_exec(requests: socket.socket, modules: Sequence[str]) -> int:
     """`python -m` of this module, in an environment where loading a library starts no thread."""
-    inherited = {name: value for name, value in env.items() if name not in NEVER_INHERITED}
+    inherited = {name: value for name, value in os.environ.items() if name not in NEVER_INHERITED}
     inherited |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM]
     actions = [(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)]

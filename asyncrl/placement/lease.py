@@ -1,5 +1,5 @@
-"""Decides whose turn it is on devices that trainer and engines share, and hands them over. It touches no
-device: a function that it is given makes the calls.
+"""Who holds what trainer and engines share: the devices, in turns (Lease), and the folder in which weights
+lie on their way (staging).
 
 A turn goes  generating -> handover -> training -> handover -> generating. What a handover does, and what
 undoes it, is data here:
@@ -20,11 +20,21 @@ of the three, not the sum.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import tempfile
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
-from asyncrl.errors import AsyncrlError, RoomError
+from asyncrl.config import WeightSyncConfig
+from asyncrl.errors import AsyncrlError, ConfigError, RoomError
 from asyncrl.messages.base import Moved
 from asyncrl.waits import TimeLimit, uncut, waiting
 
@@ -45,25 +55,20 @@ class Call:
 
     of: Literal["engines", "trainer", "publisher"]
     verb: Literal["sleep", "wake", "offload", "onload", "push"]
-    parts: tuple[Any, ...] = ()
+    parts: tuple[Any, ...] = ("weights",)
     restore: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A named part of a handover: one call, and the calls that undo it, in their order."""
-
-    name: str
-    call: Call
-    undo: tuple[Call, ...] = ()
+    def __str__(self) -> str:
+        return f"{self.of}: {self.verb} {' and '.join(self.parts)}"
 
 
-SLEEP = Call("engines", "sleep", ("kv", "weights"))
-WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake", ("weights",)), Call("engines", "wake", ("kv",))
-ONLOAD_WEIGHTS = Call("trainer", "onload", ("weights",))
-OFFLOAD_WEIGHTS = Call("trainer", "offload", ("weights",))
+Phase: TypeAlias = tuple[Call, tuple[Call, ...]]
+"""A call, and the calls that undo it, in their order."""
+
+SLEEP, PUSH = Call("engines", "sleep", ("kv", "weights")), Call("publisher", "push")
+WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake"), Call("engines", "wake", ("kv",))
+ONLOAD_WEIGHTS, OFFLOAD_WEIGHTS = Call("trainer", "onload"), Call("trainer", "offload")
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
-PUSH = Call("publisher", "push")
 BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
 """An engine cannot reload weights that came chunk by chunk. The trainer still has that version: all engines
 sleep first, then it pushes the version again.
@@ -71,40 +76,26 @@ sleep first, then it pushes the version again.
 
 TURNS: dict[Side, tuple[Phase, ...]] = {
     "trainer": (
-        Phase("engines sleep", SLEEP, BACK_TO_ENGINES),
-        Phase("trainer onloads", Call("trainer", "onload", ("weights", "optimizer")), (OFFLOAD_REST,)),
+        (SLEEP, BACK_TO_ENGINES),
+        (Call("trainer", "onload", ("weights", "optimizer")), (OFFLOAD_REST,)),
     ),
     "engines": (
-        Phase(
-            "trainer offloads gradients and optimizer",
-            OFFLOAD_REST,
-            (Call("trainer", "onload", ("optimizer",)),),
-        ),
-        Phase("engines wake weights", WAKE_WEIGHTS, (Call("engines", "sleep", ("weights",)),)),
-        Phase("push weights", PUSH),
-        Phase("trainer offloads weights", OFFLOAD_WEIGHTS, (ONLOAD_WEIGHTS,)),
-        Phase("engines wake kv", WAKE_KV, (Call("engines", "sleep", ("kv",)),)),
+        (OFFLOAD_REST, (Call("trainer", "onload", ("optimizer",)),)),
+        (WAKE_WEIGHTS, (Call("engines", "sleep"),)),
+        (PUSH, ()),
+        (OFFLOAD_WEIGHTS, (ONLOAD_WEIGHTS,)),
+        (WAKE_KV, (Call("engines", "sleep", ("kv",)),)),
     ),
 }
 FIRST: dict[Side, tuple[Phase, ...]] = {
     "engines": (
-        Phase(
-            "trainer offloads everything", Call("trainer", "offload", ("weights", "gradients", "optimizer"))
-        ),
-        Phase("engines wake weights", Call("engines", "wake", ("weights",), restore=True)),
-        Phase("engines wake kv", WAKE_KV),
+        (Call("trainer", "offload", ("weights", "gradients", "optimizer")), ()),
+        (Call("engines", "wake", restore=True), ()),
+        (WAKE_KV, ()),
     ),
-    "trainer": tuple(Phase(phase.name, phase.call) for phase in TURNS["trainer"]),
+    "trainer": tuple((call, ()) for call, _ in TURNS["trainer"]),
 }
 """The start of a run, before any turn: there is nothing to go back to, and it may be begun again."""
-
-
-@dataclass(frozen=True, slots=True)
-class HandoverReport:
-    """One handover that is over: seconds, and bytes that were freed, taken or moved."""
-
-    seconds: float
-    num_bytes: int
 
 
 class Lease:
@@ -139,8 +130,10 @@ class Lease:
     def __repr__(self) -> str:
         return f"<Lease {self.state}{f': {self.phase}' if self.phase else ''}, owner {self.owner}>"
 
-    async def hand_to(self, to: Side) -> HandoverReport:
-        """Hand the devices over. Raises RoomError, after which the side that had them has them still."""
+    async def hand_to(self, to: Side) -> Moved:
+        """Hand the devices over; returns the bytes that were freed, taken or moved. Raises RoomError, after
+        which the side that had them has them still.
+        """
         if self.state in ("handover", "broken") or self.owner == to:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             raise RoomError("placement", f"a handover to the {to} cannot begin ({why})")
@@ -149,23 +142,23 @@ class Lease:
         began_s, total_bytes = clock(), 0
         self._on_event("handover", {"from": self.state, "to": to})
         self.state = "handover"
-        for number, phase in enumerate(phases, start=1):
-            self.phase, phase_began_s = phase.name, clock()
+        for number, (call, _) in enumerate(phases, start=1):
+            self.phase, phase_began_s = str(call), clock()
             try:
-                num_bytes, error = await self._make(phase.call)
+                num_bytes, error = await self._make(call)
             except asyncio.CancelledError as cancelled:
                 raise await self._undo(phases[:number], "it was cancelled", cancelled) from None
             if error is not None:
                 raise await self._undo(phases[:number], _shown(error), error)
             total_bytes += num_bytes
-            detail = {"phase": phase.name, "seconds": clock() - phase_began_s, "num_bytes": num_bytes}
+            detail = {"phase": self.phase, "seconds": clock() - phase_began_s, "num_bytes": num_bytes}
             self.phase = ""
             self._on_event("handover phase", detail)
         self.state, self.owner = RESTING[to], to
         self.num_handovers += 1
-        report = HandoverReport(clock() - began_s, total_bytes)
-        self._on_event("handed over", {"to": to, "seconds": report.seconds})
-        return report
+        moved = Moved(num_bytes=total_bytes, seconds=clock() - began_s)
+        self._on_event("handed over", {"to": to, "seconds": moved.seconds})
+        return moved
 
     async def _make(self, call: Call) -> tuple[int, BaseException | None]:
         """Bytes of the call on all it is made on, and the first error. Returns once all of them are over."""
@@ -185,11 +178,9 @@ class Lease:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise RoomError(
-                name,
-                f"{verb} was not done within weight_sync.timeout_s={self._timeout_s} s",
-                way_out=f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}.",
-            ) from None
+            what = f"{verb} was not done within weight_sync.timeout_s={self._timeout_s} s"
+            way_out = f"raise weight_sync.timeout_s if the machine is slow, else read the log of {name}."
+            raise RoomError(name, what, way_out=way_out) from None
 
     async def _undo(self, begun: Sequence[Phase], why: str, error: BaseException) -> BaseException:
         """Undo what had begun, done or not; returns what is to be raised. A cancellation meanwhile does not
@@ -219,11 +210,11 @@ class Lease:
         """Make the calls, one after the other. The first one that fails breaks the lease, and the rest are
         not made: the memory for them may not be free.
         """
-        for phase in reversed(begun):
-            for call in phase.undo:
+        for undone, calls in reversed(begun):
+            for call in calls:
                 _, error = await self._make(call)
                 if error is not None:
-                    undo = f"so did undoing {phase.name!r} ({_shown(error)})"
+                    undo = f"so did undoing {str(undone)!r} ({_shown(error)})"
                     self.broken = f"{self.phase!r} failed ({why}), and {undo}"
                     self.state, self.owner, self.phase = "broken", None, ""
                     return
@@ -232,3 +223,124 @@ class Lease:
 
 def _shown(error: BaseException) -> str:
     return error.what if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
+
+
+# Staging: the run's folder in shared memory, or on a disk. It is held by a lock of its owner, so that a later
+# run can clear what a killed one left.
+#
+# The kernel releases the lock when its owner ends. The lock is seen from every container, where a pid means
+# nothing. A folder without a lock file is left alone. A new folder that is removed before it is locked is
+# made again. On a disk the name begins with the host's, because machines may not see each other's locks.
+
+LOCK = "lock"
+_GONE = ".gone"
+"""End of the name of one that is being removed: the pattern of the names finds it still."""
+_held: dict[Path, int] = {}
+"""The folders of this process, and the descriptors that hold them."""
+
+
+def shared_memory_root() -> Path:
+    """/dev/shm where there is one, else the temporary directory."""
+    shm = Path("/dev/shm")
+    return shm if os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def disk_root(weight_sync: WeightSyncConfig) -> Path | None:
+    """The folder that weight_sync.disk_dir names, made if it is not there; None for shared memory. Raises
+    ConfigError. Blocks.
+    """
+    if weight_sync.disk_dir is None:
+        return None
+    folder = Path(weight_sync.disk_dir).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        what = f"weight_sync.disk_dir={weight_sync.disk_dir} cannot be made or written to: {error}"
+        way_out = "name a folder that trainer and engines share, and that this user may write to."
+        raise ConfigError(what, way_out=way_out) from error
+    return folder
+
+
+def new_staging_dir(disk_dir: Path | None = None) -> Path:
+    """Make a staging folder, which is ours until remove_staging_dir or the end of this process. Raises
+    RoomError. Blocks.
+    """
+    while True:
+        name = _pattern(disk_dir).replace("*", f"{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        folder = (disk_dir or shared_memory_root()) / name
+        try:
+            folder.mkdir(mode=0o700)
+            (folder / LOCK).touch(mode=0o600)
+            lock = _lock(folder / LOCK)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            what = f"cannot make the folder {folder} for weights, and lock it: {error.strerror}"
+            way_out = "free space there, check its rights, or name another weight_sync.disk_dir."
+            raise RoomError("placement", what, way_out=way_out) from error
+        if lock is not None:
+            _held[folder] = lock
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)  # it was taken for an old one before it was locked
+
+
+def remove_staging_dir(folder: Path) -> None:
+    """Remove a folder of ours. Blocks."""
+    if (lock := _held.pop(folder, None)) is not None:
+        _remove(folder, lock)
+
+
+def clear_stale_staging(disk_dir: Path | None = None) -> list[Path]:
+    """Remove the folders that no process holds any more; returns them. Blocks."""
+    removed = []
+    for path in (disk_dir or shared_memory_root()).glob(f"{_pattern(disk_dir)}/{LOCK}"):
+        with contextlib.suppress(OSError):  # another user's, or it is being removed
+            if path.parent not in _held and (lock := _lock(path)) is not None:
+                _remove(path.parent, lock)
+                removed.append(path.parent)
+    return removed
+
+
+def clear_own_staging() -> None:
+    """Remove this process's own folders; for an end so abrupt that no other cleanup runs."""
+    for folder in list(_held):
+        remove_staging_dir(folder)
+
+
+def _pattern(disk_dir: Path | None) -> str:
+    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+    return "asyncrl-*" if disk_dir is None else f"asyncrl-{host}-*"
+
+
+def _lock(path: Path) -> int | None:
+    """The descriptor that holds the file until it is closed, which no child inherits; None if another process
+    has it or removed it. Raises OSError, above all where the file system knows no locks.
+    """
+    descriptor, is_ours = os.open(path, os.O_RDWR | os.O_CLOEXEC), False
+    try:
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(descriptor), path.stat())
+    finally:
+        if not is_ours:
+            os.close(descriptor)
+    return descriptor if is_ours else None
+
+
+def _remove(folder: Path, lock: int) -> None:
+    """The lock goes last: a process that is killed in the middle leaves a folder that the next one removes.
+
+    It is renamed first: a process that ends late finds it no more, and writes nothing into it meanwhile.
+    """
+    try:
+        with contextlib.suppress(OSError):  # it is gone already, or what is left is for the next one
+            if not folder.name.endswith(_GONE):
+                folder = folder.rename(folder.with_name(folder.name + _GONE))
+            for path in folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path.name != LOCK:
+                    path.unlink(missing_ok=True)
+            shutil.rmtree(folder)
+    finally:
+        os.close(lock)

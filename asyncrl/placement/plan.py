@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,15 +19,20 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import ModelConfig, RunConfig
-from asyncrl.placement.choices import chunk_device, find_vllm_python
-from asyncrl.placement.devices import NO_DEVICE, CudaDevice, Mode, Placement, find_cuda_devices, place
+from asyncrl.placement.devices import (
+    NO_DEVICE,
+    CudaDevice,
+    Mode,
+    Placement,
+    chunk_device,
+    find_cuda_devices,
+    place,
+)
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
 CPU_MICRO_BATCH_TOKENS = 2048
 """Most tokens that the trainer packs into one forward pass on the CPU."""
-VLLM_CPU_BLOCK_TOKENS, VLLM_CPU_MIN_KV_BYTES = 128, 2**26
-"""As asyncrl_servers/vllm/memory.py has them."""
 
 Phase = Literal["generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -80,10 +84,7 @@ class ProcessPlan:
         match self.side, phase:
             case ("trainer", "generation") | ("engine", "training") | ("host", "training"):
                 return 0
-            case (
-                "trainer",
-                "publish",
-            ):  # gradients are dropped, the optimizer is moved before the engines wake
+            case "trainer", "publish":  # no gradients, and the optimizer is moved before the engines wake
                 return memory.weights + memory.copies
             case "engine", "publish":  # the KV cache wakes last
                 return memory.weights
@@ -96,16 +97,13 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All processes, where they are, and what each device has free (None: not known). `vllm_python`: the
-    Python of the processes that need vLLM, None if none does.
-    """
+    """All processes, where they are, and what each device has free (None: not known)."""
 
     placement: Placement
     processes: tuple[ProcessPlan, ...]
     shape: ModelShape
     free_bytes: Mapping[str, int | None]
     num_cuda: int
-    vllm_python: Path | None = None
 
     def peak_bytes(self, device: str) -> dict[Phase, int]:
         """What all processes of a device hold in each phase."""
@@ -133,30 +131,25 @@ def trainer_threads(config: RunConfig) -> int:
 def make_plan(config: RunConfig, cuda: Sequence[CudaDevice] | None = None) -> Plan:
     """The plan of a run on this machine; `cuda`: the devices that it shows, else they are looked for.
 
-    Raises ConfigError for a placement that cannot be, and for a vLLM that is not there.
+    Raises ConfigError for a placement that cannot be.
     """
     devices = find_cuda_devices() if cuda is None else cuda
     placement, shape = place(config, len(devices)), model_shape(config.model)
     free: dict[str, int | None] = {"cpu": psutil.virtual_memory().available}
     free |= {f"cuda:{number}": device.free_bytes for number, device in enumerate(devices)}
-    needs_vllm = config.rollout.engine == "vllm" and (config.rollout.urls is None or config.eval is not None)
-    python = find_vllm_python(config.rollout) if needs_vllm else None
-    return Plan(placement, lay_out(config, shape, placement), shape, free, len(devices), python)
+    return Plan(placement, lay_out(config, shape, placement), shape, free, len(devices))
 
 
 def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
     """Every process with its bytes."""
     plans = [ProcessPlan("controller", "controller", "cpu", 1, Memory(), "rollouts, buffer, publisher")]
     threads, ranks = trainer_threads(config), config.trainer.world_size
-    what = (
-        "weights and AdamW state" if config.trainer.lora is None else "weights, and AdamW state of adapters"
-    )
+    what = "weights and AdamW state" if config.trainer.lora is None else "weights, AdamW state of adapters"
     for rank, device in enumerate(placement.trainer):
-        memory = trainer_memory(config, shape, device)
-        plans.append(ProcessPlan(f"trainer-{rank}", "trainer", device, threads, memory, _part(what, ranks)))
-    for index in range(len(placement.rollout)):
-        devices, slots = placement.devices_of(index), config.rollout.slots
-        plans += _engine(config, shape, placement.mode, f"engine-{index}", devices, slots)
+        memory, note = trainer_memory(config, shape, device), _part(what, ranks)
+        plans.append(ProcessPlan(f"trainer-{rank}", "trainer", device, threads, memory, note))
+    for index, devices in enumerate(placement.engines):
+        plans += _engine(config, shape, placement.mode, f"engine-{index}", devices, config.rollout.slots)
     if config.eval is not None and placement.evaluation is not None:
         plans += _engine(config, shape, "apart", EVAL_ENGINE, (placement.evaluation,), config.eval.slots)
     return (*plans, *_shared(config, shape, placement, plans))
@@ -168,17 +161,21 @@ def _engine(
     """One engine, a line for each device that it is split over."""
     side: Side = "eval" if name == EVAL_ENGINE else "engine"
     if devices[0] == NO_DEVICE:
-        what = "simulated" if config.rollout.urls is None else "not started by the run"
+        what = config.rollout.engine if config.rollout.urls is None else "not started by the run"
         return [ProcessPlan(name, side, NO_DEVICE, 0, Memory(), f"{what}, {slots} sequences at once")]
-    # vLLM leaves the next weights in staging until they serve
-    is_staging, is_vllm = mode == "apart", config.rollout.engine == "vllm"
-    memory = engine_memory(config, shape, devices[0], slots, is_staging=is_staging and not is_vllm)
-    cache = f"KV cache of {slots} x {config.rollout.max_prompt_tokens + config.rollout.max_tokens} tokens"
-    note = _part(f"{'vLLM, ' if is_vllm else ''}weights, {cache}", len(devices))
+    facts, length = config.rollout.facts, config.rollout.max_length
+    item, block = item_bytes(config.model.dtype, devices[0]), facts.cpu_kv_block
+    weights, each = (
+        shape.num_parameters * item,
+        length if devices[0] != "cpu" else -(-length // block) * block,
+    )
+    copies = weights if mode == "apart" and facts.stages_weights else 0
+    memory = Memory(weights=weights, copies=copies, kv=slots * each * shape.kv_per_token * item)
+    note = _part(f"{config.rollout.engine}: weights, KV cache of {slots} x {length} tokens", len(devices))
     part, threads = memory.split(len(devices)), engine_threads(config)
-    names = [name, *(f"{name}/{rank}" for rank in range(1, len(devices)))]
     return [
-        ProcessPlan(of, side, device, threads, part, note) for of, device in zip(names, devices, strict=True)
+        ProcessPlan(f"{name}/{rank}" if rank else name, side, device, threads, part, note)
+        for rank, device in enumerate(devices)
     ]
 
 
@@ -188,72 +185,51 @@ def _part(what: str, num: int) -> str:
 
 def _shared(
     config: RunConfig, shape: ModelShape, placement: Placement, plans: Sequence[ProcessPlan]
-) -> list[ProcessPlan]:
+) -> Iterator[ProcessPlan]:
     """Memory that no process holds alone: weights on their way, and what turns move off a CUDA device."""
-    way, lora, exported = config.weight_sync.way, config.trainer.lora, shape.num_parameters
-    exported *= item_bytes(config.model.dtype, placement.trainer[0])
+    sync, lora, first = config.weight_sync, config.trainer.lora, placement.trainer[0]
+    size = shape.num_parameters * item_bytes(config.model.dtype, first)
     if placement.mode == "colocated":
-        chunk, device = (
-            min(config.weight_sync.chunk_bytes, exported),
-            chunk_device(config, placement) or "cpu",
-        )
-        shared = [ProcessPlan("staging", "staging", device, 0, Memory(weights=chunk), "a chunk of weights")]
+        chunk, device = Memory(weights=min(sync.chunk_bytes, size)), chunk_device(config, placement) or "cpu"
+        yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
         if placement.is_on_cuda:
             held = [plan.memory for plan in plans if plan.side == "trainer"]
-            weights, optimizer = sum(each.weights for each in held), sum(each.optimizer for each in held)
-            moved = Memory(weights, copies=sum(each.copies for each in held), optimizer=optimizer)
+            sums = (sum(each) for each in zip(*map(astuple, held), strict=True))
+            moved = replace(Memory(*sums), gradients=0, activations=0)
             note = "the trainer's state while the engines have the device"
-            shared.append(ProcessPlan("offloaded", "host", "cpu", 0, moved, note))
-        return shared
-    if way.sends_adapters and lora is not None:
-        exported = shape.num_adapter_parameters(lora.rank) * 4
-    size, shared = Memory(weights=exported), []
-    if way.is_one_kept:
+            yield ProcessPlan("offloaded", "host", "cpu", 0, moved, note)
+        return
+    if sync.facts.sends_adapters and lora is not None:
+        size = shape.num_adapter_parameters(lora.rank) * 4
+    if sync.facts.is_one_kept:
         note = "the copy that the trainer sends from"
-        shared.append(ProcessPlan("held", "staging", placement.trainer[0], 0, size, note))
-    has_file = config.eval is not None if way.is_one_kept else not way.is_file_shared
+        yield ProcessPlan("held", "staging", first, 0, Memory(weights=size), note)
+    has_file = config.eval is not None if sync.facts.is_one_kept else not sync.facts.is_file_shared
     if has_file:
         note = "weights on their way, in shared memory"
-        shared.append(ProcessPlan("staging", "staging", "cpu", 0, size, note))
-    return shared
+        yield ProcessPlan("staging", "staging", "cpu", 0, Memory(weights=size), note)
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     """Of one rank: weights that compute, AdamW's two moments (and float32 masters, where they are not the
     model's own), one micro-batch.
     """
-    trainer, item = config.trainer, item_bytes(config.model.dtype, device)
-    trained = shape.num_parameters
-    working = trained * item if item == 2 or trainer.lora is not None else 0
-    if trainer.lora is not None:
-        trained = shape.num_adapter_parameters(trainer.lora.rank)
+    trainer, lora, item = config.trainer, config.trainer.lora, item_bytes(config.model.dtype, device)
+    trained = shape.num_parameters if lora is None else shape.num_adapter_parameters(lora.rank)
+    working = shape.num_parameters * item if item == 2 or lora is not None else 0
     # else the model, its shards or its adapters are float32
-    has_masters = item == 2 and trainer.lora is None and trainer.world_size == 1
-    has_reference = config.algorithm.kl_coefficient > 0 and trainer.lora is None
+    has_masters = item == 2 and lora is None and trainer.world_size == 1
+    has_reference = config.algorithm.kl_coefficient > 0 and lora is None
     whole = Memory(
         weights=working if has_masters else working + trained * 4,
         copies=shape.num_parameters * item if has_reference else 0,
         gradients=trained * 4,
         optimizer=trained * (12 if has_masters else 8),
     )
-    tokens = trainer.micro_batch_tokens
-    tokens = min(tokens, CPU_MICRO_BATCH_TOKENS) if device == "cpu" else tokens
+    most = CPU_MICRO_BATCH_TOKENS if device == "cpu" else trainer.micro_batch_tokens
+    tokens = min(trainer.micro_batch_tokens, most)
     activations = shape.activation_bytes(tokens, item, trainer.gradient_checkpointing)
     return replace(whole.split(trainer.world_size), activations=activations)
-
-
-def engine_memory(
-    config: RunConfig, shape: ModelShape, device: str, slots: int, *, is_staging: bool
-) -> Memory:
-    """Of one engine; `is_staging`: it reads the next weights beside the serving ones."""
-    item = item_bytes(config.model.dtype, device)
-    length = config.rollout.max_prompt_tokens + config.rollout.max_tokens
-    weights, token_bytes = shape.num_parameters * item, shape.kv_per_token * item
-    kv = slots * length * token_bytes
-    if config.rollout.engine == "vllm" and device == "cpu":  # whole blocks a sequence, one over, and a floor
-        blocks = slots * -(-length // VLLM_CPU_BLOCK_TOKENS) + 1
-        kv = max(VLLM_CPU_MIN_KV_BYTES, blocks * VLLM_CPU_BLOCK_TOKENS * token_bytes)
-    return Memory(weights=weights, copies=weights if is_staging else 0, kv=kv)
 
 
 def item_bytes(dtype: str, device: str) -> int:
@@ -312,56 +288,3 @@ def _shape(architecture: Mapping[str, Any], num_stored: int) -> ModelShape:
     embeddings *= 1 if architecture.get("tie_word_embeddings", False) else 2
     estimate = embeddings + layers * (attention + 3 * hidden * intermediate)  # norms are too small to count
     return ModelShape(num_stored or estimate, hidden, intermediate, layers, 2 * layers * kv_heads * head_dim)
-
-
-# The plan as text: what `asyncrl check` prints.
-
-
-def size_text(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def plan_text(plan: Plan, config: RunConfig) -> str:
-    """Processes with their bytes, how weights travel, and what each device needs of what it has free."""
-    columns = [field.name for field in fields(Memory)]
-    num = plan.shape.num_parameters
-    size = f"{num:,} parameters" if num else "not on disk yet, so its memory is not known"
-    rows = [("process", "device", "threads", columns, "what")]
-    for process in plan.processes:
-        sizes = [size_text(size) if size else "-" for size in astuple(process.memory)]
-        rows.append((process.name, process.device, str(process.threads or "-"), sizes, process.note))
-    lines = [f"model: {size}", ""]
-    lines += [
-        f"{name:<12} {device:<7} {threads:>7} {''.join(f'{size:>12}' for size in sizes)}  {what}"
-        for name, device, threads, sizes, what in rows
-    ]
-    lines += ["", f"mode: {transport_text(config, plan.placement)}"]
-    if plan.vllm_python is not None:
-        lines.append(f"python: ours is {sys.executable}, vLLM's is {plan.vllm_python}")
-    for device, free in plan.free_bytes.items():
-        needs = plan.peak_bytes(device)
-        if device != "cpu" and not any(needs.values()):
-            lines.append(f"not used: {device}")
-            continue
-        by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())
-        in_turns = f", the most of {by_phase}" if len(set(needs.values())) > 1 else ""
-        has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
-        beside = ", before the Python processes (about 0.5 GiB each)" if device == "cpu" else ""
-        lines.append(f"memory of {device}: {size_text(max(needs.values()))}{in_turns}; {has}{beside}")
-    return "\n".join(lines)
-
-
-def transport_text(config: RunConfig, placement: Placement) -> str:
-    """Mode and transport in one line."""
-    trainer, sync = ", ".join(dict.fromkeys(placement.trainer)), config.weight_sync
-    if placement.mode == "colocated":
-        device = chunk_device(config, placement)
-        how = "as files in shared memory" if device is None else "through shared memory"
-        how = how if device in (None, "cpu") else f"by CUDA IPC on {device}"
-        return (
-            f"colocated on {trainer}, in turns: weights go {how} in chunks of {size_text(sync.chunk_bytes)}"
-        )
-    engines = "elsewhere" if config.rollout.urls else f"on {', '.join(placement.engine_devices)}"
-    words = sync.way.words(is_on_cuda=placement.is_on_cuda, disk_dir=sync.disk_dir)
-    return f"apart (trainer on {trainer}, engines {engines}): {words}"

@@ -57,12 +57,10 @@ class ForeignProcess:
         """Sleep for ever."""
         await asyncio.Event().wait()
 
-    async def watch(self) -> None:
-        """Sleep for ever."""
-        await self.wait()
+    watch = wait
 
     def death(self) -> RoomError:
-        """Never asked for, because wait() does not return."""
+        """Of a server whose end cannot be observed."""
         return RoomError(self.name, f"the server at {self.url} ended")
 
     def log_tail(self) -> str:
@@ -87,7 +85,7 @@ class ChildProcess:
         guard of a vLLM server) has GROUP_TIMEOUT_S for that.
 
     `secret` opens its own server, `secrets` are others that it has by name. `python`: the one that it runs
-    under (None: ours); another finds our packages through PYTHONPATH in `env` (choices.import_folder).
+    under (None: ours); another finds our packages through PYTHONPATH in `env` (fit.import_folder).
     """
 
     name: str
@@ -107,9 +105,6 @@ class ChildProcess:
     _process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = field(default=None, init=False)
     _stdin: int | None = field(default=None, init=False)
     _log_start: int = field(default=0, init=False)
-
-    def __repr__(self) -> str:
-        return f"<ChildProcess {self.name} {self.url or 'not started'} exit={self.returncode}>"
 
     @property
     def log_path(self) -> Path:
@@ -131,32 +126,30 @@ class ChildProcess:
 
         Raises ConnectionShortage where this machine has no descriptor, port or memory left for that.
         """
+        spec_path = self.run_dir / "specs" / f"{self.name}.json"
+        for path in (spec_path, self.log_path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            await self._start()
+            spec_path.write_text(self.spec, encoding="utf-8")
+            with bind_socket(self.name, self.port) as listener, self.log_path.open("ab") as log:
+                await self._start_on(listener, log.fileno(), spec_path)
         except OSError as error:
             if error.errno not in OURS:
                 raise
             raise out_of(f"cannot start {self.name}", error.errno, self.name) from error
 
-    async def _start(self) -> None:
-        spec_path = self.run_dir / "specs" / f"{self.name}.json"
-        for path in (spec_path, self.log_path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        spec_path.write_text(self.spec, encoding="utf-8")
-        with bind_socket(self.name, self.port) as listener, self.log_path.open("ab") as log:
-            self._log_start = log.tell()
-            self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            stdin, self._stdin = os.pipe()
-            try:
-                self._process = await start_process(
-                    self.module,
-                    ["--spec", str(spec_path), "--fd", str(listener.fileno())],
-                    env={"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **self.env},
-                    files=[stdin, log.fileno(), log.fileno(), listener.fileno()],
-                    python=self.python,
-                )
-            finally:
-                os.close(stdin)
+    async def _start_on(self, listener: socket.socket, log: int, spec_path: Path) -> None:
+        self._log_start, self.url = os.fstat(log).st_size, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **self.env}
+        arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
+        stdin, self._stdin = os.pipe()
+        try:
+            files = [stdin, log, log, listener.fileno()]
+            self._process = await start_process(
+                self.module, arguments, files=files, env=env, python=self.python
+            )
+        finally:
+            os.close(stdin)
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             os.write(self._stdin, json.dumps({**self.secrets, SECRET_ENV: self.secret}).encode() + b"\n")
 
@@ -212,13 +205,13 @@ class ChildProcess:
                 _signal_group(process.pid, signal.SIGTERM)
                 await self._ends_within(timeout_s)
             self.kill_nowait()
-            await asyncio.to_thread(wait_group, process.pid)
+            members = await asyncio.to_thread(group_members, process.pid)
+            await asyncio.to_thread(psutil.wait_procs, members, GROUP_TIMEOUT_S)
             _signal_group(process.pid, signal.SIGKILL)
             if not await self._ends_within(KILL_TIMEOUT_S):
                 self.left = (
-                    f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after "
-                    "SIGKILL: the kernel ends it when a driver or network file system lets go of it; until "
-                    "then its devices and memory are taken"
+                    f"process {process.pid} of {self.name} is still there {KILL_TIMEOUT_S:g} s after SIGKILL"
+                    ", in a driver or network file system: its devices and memory are taken meanwhile"
                 )
                 logger.warning("%s", self.left)
         if self._stdin is not None:
@@ -306,11 +299,6 @@ def group_members(leader: int) -> list[psutil.Process]:
             if is_other and member.status() != psutil.STATUS_ZOMBIE:
                 found.append(member)
     return found
-
-
-def wait_group(leader: int) -> None:
-    """Return once the other members have ended, or after GROUP_TIMEOUT_S. Blocks."""
-    psutil.wait_procs(group_members(leader), timeout=GROUP_TIMEOUT_S)
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

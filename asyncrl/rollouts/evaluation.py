@@ -12,7 +12,7 @@ from typing import Literal
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, PublishError, RoomError
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.waits import TimeLimit, waiting
 

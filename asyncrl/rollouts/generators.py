@@ -8,17 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import PromptUnusable, RolloutFailure
-from asyncrl.messages.protocols import (
-    ChatTokenizer,
-    RolloutSession,
-    SamplingEngine,
-    Scorer,
-    SessionHost,
-    WorkQueue,
-)
 from asyncrl.messages.records import Completion, GroupId, Outcome, Rollout, SamplingRequest, Trajectory, Work
+from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.tasks.scorer import TaskScorer
 
 
 class SingleTurn:
@@ -26,9 +22,9 @@ class SingleTurn:
 
     def __init__(
         self,
-        engine: SamplingEngine,
-        tokenizer: ChatTokenizer,
-        scorer: Scorer,
+        engine: EnginePool,
+        tokenizer: HFChatTokenizer,
+        scorer: TaskScorer,
         *,
         run_seed: int,
         max_tokens: int,
@@ -108,7 +104,7 @@ class HarnessGenerator:
     The clock of rollout.timeout_s is held while the work is queued, and runs on once a worker has taken it.
     """
 
-    def __init__(self, host: SessionHost, queue: WorkQueue, scorer: Scorer) -> None:
+    def __init__(self, host: SessionHost, queue: WorkQueue, scorer: TaskScorer) -> None:
         self._host, self._queue, self._scorer = host, queue, scorer
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:

@@ -11,10 +11,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
+from asyncrl.buffer.buffer import Buffer
 from asyncrl.errors import EngineError, RolloutFailure, TaskError, WouldWait
-from asyncrl.messages.protocols import GroupSink, PromptSource, RolloutJournal
+from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
+from asyncrl.tasks.feed import Feed
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +110,8 @@ class Producers:
 
     def __init__(
         self,
-        sink: GroupSink,
-        source: PromptSource,
+        sink: Buffer,
+        source: Feed,
         runner: RolloutRunner,
         *,
         spawn: Spawn,
@@ -117,7 +119,7 @@ class Producers:
         capacity: int,
         max_failed_groups: int,
         max_hand_backs: int,
-        journal: RolloutJournal,
+        journal: Journal,
     ) -> None:
         self._sink, self._source, self._runner = sink, source, runner
         self._spawn, self._journal = spawn, journal

@@ -23,8 +23,8 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from asyncrl.errors import ConfigError, JournalError, RoomError
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
 from asyncrl.messages.base import Message
-from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Prompt, Rollout
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 NO_GROUP = 0
 Read = TypeVar("Read")
@@ -237,7 +237,7 @@ class RolloutRecorder:
     """
 
     def __init__(
-        self, file: RecordFile | None, tokenizer: ChatRenderer, *, warn: Callable[[str], None]
+        self, file: RecordFile | None, tokenizer: HFChatTokenizer, *, warn: Callable[[str], None]
     ) -> None:
         self._file, self._tokenizer, self._warn = file, tokenizer, warn
         self.num_recorded = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from asyncrl.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
-from asyncrl.messages.protocols import RolloutJournal
+from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, PartialCompletion, Prompt, Rollout
 from asyncrl.waits import TimeLimit, waiting
 
@@ -208,7 +208,7 @@ class RolloutRunner:
         *,
         slots: Slots,
         order: tuple[int, ...],
-        journal: RolloutJournal | None = None,
+        journal: Journal | None = None,
         resumed: tuple[int, PartialCompletion] | None = None,
         name: str = "",
     ) -> Rollout | FailedRollout:

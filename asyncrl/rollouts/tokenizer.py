@@ -20,7 +20,7 @@ ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
 
 
 class HFChatTokenizer:
-    """A ChatTokenizer and ChatRenderer over a model's folder.
+    """A ChatRenderer over a model's folder.
 
     It loads tokenizer.json by itself, because AutoTokenizer imports torch; only a model without that file
     takes the way over AutoTokenizer, which converts it. Every method may run in several threads at once.

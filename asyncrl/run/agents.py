@@ -19,7 +19,6 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RoomError
 from asyncrl.files import write_whole
 from asyncrl.http import Caller
-from asyncrl.messages.protocols import SamplingEngine
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
@@ -49,7 +48,7 @@ def num_rollouts(config: RunConfig) -> int:
 
 def make_gateway(
     config: RunConfig,
-    engines: SamplingEngine,
+    engines: EnginePool,
     tokenizer: HFChatTokenizer,
     *,
     worker_key: str,
@@ -100,7 +99,7 @@ class Harnessing:
     """
 
     def __init__(
-        self, job: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, supervision: Supervision
+        self, job: Life, engines: EnginePool, tokenizer: HFChatTokenizer, supervision: Supervision
     ) -> None:
         config, run_dir = job.config, job.run_dir
         is_remote = config.generator.remote

@@ -19,11 +19,16 @@ from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.lease import ROUTINE
-from asyncrl.placement.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
+from asyncrl.placement.lease import (
+    ROUTINE,
+    clear_stale_staging,
+    disk_root,
+    new_staging_dir,
+    remove_staging_dir,
+)
 from asyncrl.rollouts.evaluation import Evaluation, Schedule
 from asyncrl.rollouts.evaluator import EvalResult, Evaluator
 from asyncrl.rollouts.generators import HarnessGenerator, Replay
@@ -152,7 +157,7 @@ class Parts:
                 recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
             ),
         )
-        if config.weight_sync.way.is_one_kept:
+        if config.weight_sync.facts.is_one_kept:
             self.meeting = Broadcasts(self.trainer, self.staging_dir, timeout_s=config.weight_sync.timeout_s)
             for target in self.targets:
                 assert isinstance(target, VllmServer), "the config has it so"
@@ -265,7 +270,7 @@ class Parts:
             on_published=self._published,
             on_lost=self._on_lost,
             is_rolling=config.weight_sync.rolling,
-            is_one_kept=config.weight_sync.way.is_one_kept,
+            is_one_kept=config.weight_sync.facts.is_one_kept,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
         )

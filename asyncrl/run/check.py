@@ -30,9 +30,8 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.http import die_with_parent, fail, secret_of
 from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.messages.records import Prompt
-from asyncrl.placement.choices import settle_dtype
-from asyncrl.placement.fit import refuse_what_cannot_fit
-from asyncrl.placement.plan import make_plan, plan_text
+from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle_dtype
+from asyncrl.placement.plan import make_plan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.recorded import open_replay

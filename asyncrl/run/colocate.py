@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.messages.base import Moved
-from asyncrl.placement.lease import Call, HandoverReport, Lease, Side
+from asyncrl.placement.lease import Call, Lease, Side
 from asyncrl.sync.publisher import Publisher
 from asyncrl.waits import uncut, waiting
 
@@ -122,7 +122,7 @@ class TakingTurns:
         self._num_needing = 0
         self._changed = asyncio.Event()
         self._num_phases = 0
-        self.last: dict[Side, HandoverReport] = {}
+        self.last: dict[Side, Moved] = {}
         """The last handover to the trainer, and the one to the engines since, if there was one."""
 
     def __repr__(self) -> str:
@@ -214,7 +214,7 @@ class TakingTurns:
             while self.lease.state in ("generating", "handover") and not self._num_needing:
                 await self._changed.wait()
 
-    async def _hand_to_trainer(self) -> HandoverReport:
+    async def _hand_to_trainer(self) -> Moved:
         """A trainer that is down starts first, on devices from which the engines have gone; that has limits
         of its own.
         """

@@ -18,8 +18,8 @@ from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.vllm.facts import VllmFacts
 from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.http import Caller
-from asyncrl.placement.choices import find_vllm_python, import_folder
 from asyncrl.placement.devices import NO_DEVICE
+from asyncrl.placement.fit import find_vllm_python, import_folder
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -67,7 +67,7 @@ class Embedded:
             "device": device.partition(":")[0],
             "threads": engine_threads(self.config),
             "deterministic": self.rollout.deterministic,
-            "has_adapters": self.config.weight_sync.way.sends_adapters,
+            "has_adapters": self.config.weight_sync.facts.sends_adapters,
         }
 
     def process(self, run_dir: Path) -> Body:
@@ -144,7 +144,7 @@ class Vllm(Embedded):
             slots=self.slots(caller.name),
             max_length=self.rollout.max_length,
             end_ids=tuple(sorted(tokenizer.end_ids)),
-            has_adapters=config.weight_sync.way.sends_adapters,
+            has_adapters=config.weight_sync.facts.sends_adapters,
             device=device.partition(":")[0],
             special_ids=_special_ids(tokenizer),
             starts_fresh=is_eval or self.rollout.urls is None,

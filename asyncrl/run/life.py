@@ -24,7 +24,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.http import OURS, out_of
 from asyncrl.observe.console import outliving
-from asyncrl.placement.staging import clear_own_staging
+from asyncrl.placement.lease import clear_own_staging
 from asyncrl.run.start import Server, note_deaths
 from asyncrl.waits import uncut
 

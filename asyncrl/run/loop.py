@@ -25,9 +25,8 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.watchdog import Watchdog
-from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.fit import refuse_what_cannot_fit
+from asyncrl.placement.fit import refuse_what_cannot_fit, settle_dtype
 from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts, run_id
 from asyncrl.run.life import Life, logging_to, make_run_dir

@@ -16,8 +16,8 @@ from typing import Any
 from asyncrl.checkpoints.folder import sync_records
 from asyncrl.config import RunConfig
 from asyncrl.files import LOST, write_whole
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
-from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import TOTALS, Totals, batch_metrics, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, write_reward_plot

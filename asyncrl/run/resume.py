@@ -24,8 +24,8 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.files import settle_folder
 from asyncrl.journal.read import ResumeState, reading
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
-from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.run.life import run_again
 from asyncrl.run.supervise_trainer import load_batches
 from asyncrl.trainer.model_folder import MODEL_PIN

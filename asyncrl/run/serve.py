@@ -30,8 +30,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
 from asyncrl.observe.console import outliving
-from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
+from asyncrl.placement.fit import settle_dtype
 from asyncrl.rollouts.recording import RecordFile, RolloutRecorder
 from asyncrl.run.agents import Harnessing, make_gateway, make_generator, model_name
 from asyncrl.run.build import find_task

@@ -22,11 +22,9 @@ from asyncrl.engines.vllm.vllm_server import VllmServer
 from asyncrl.errors import EngineError, RoomError
 from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
 from asyncrl.messages.base import Moved
-from asyncrl.messages.engine_calls import EngineHealth, SleepRequest
-from asyncrl.messages.trainer_calls import TrainerHealth
+from asyncrl.messages.calls import EngineHealth, SleepRequest, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.placement.choices import chunk_device
-from asyncrl.placement.devices import Placement, child_environ, find_cuda_devices
+from asyncrl.placement.devices import Placement, child_environ, chunk_device, find_cuda_devices
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, trainer_threads
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
@@ -262,7 +260,7 @@ class Launcher:
             return [self._engine_server(child, key) for child in foreign]
         ports: Sequence[int | None] = rollout.ports or [None] * rollout.num_engines
         return [
-            self._engine(f"engine-{number}", self.placement.devices_of(number), port)
+            self._engine(f"engine-{number}", self.placement.engines[number], port)
             for number, port in enumerate(ports)
         ]
 

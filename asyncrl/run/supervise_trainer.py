@@ -16,8 +16,8 @@ from asyncrl.errors import CheckpointError, RoomError, TrainerError, TrainerLost
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
+from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.messages.records import Batch
-from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.run.start import Server
 from asyncrl.run.supervise import GRACE_S, Supervision, Supervisor, until_lost
 from asyncrl.trainer.trainer_client import TrainerClient

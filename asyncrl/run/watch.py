@@ -14,8 +14,7 @@ import psutil
 from asyncrl.config import RunConfig
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
 from asyncrl.http import CallLost, CallRefused
-from asyncrl.messages.engine_calls import EngineHealth
-from asyncrl.messages.trainer_calls import TrainerHealth
+from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.metrics import GAUGES
 from asyncrl.observe.watchdog import ChildState, Reported, Watchdog

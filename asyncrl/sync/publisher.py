@@ -14,7 +14,7 @@ from pathlib import Path
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, PublishError
 from asyncrl.messages.base import Interrupt, Moved
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.sync.push import OnLost, Push, PushReport, WeightTrainer
 from asyncrl.waits import TimeLimit, waiting
 

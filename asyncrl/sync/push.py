@@ -12,8 +12,7 @@ from typing import Protocol, TypeVar
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Interrupt
-from asyncrl.messages.engine_calls import CommitResponse
-from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
+from asyncrl.messages.calls import CommitResponse, ExportChunkResponse, ExportResponse
 from asyncrl.waits import TimeLimit, waiting
 
 Result = TypeVar("Result")

@@ -17,7 +17,7 @@ from asyncrl.tasks.task import Item, PromptTask, as_messages, caught
 
 
 class Feed:
-    """The PromptSource of a run.
+    """Where producers take prompts from.
 
     The first draws are the prompts of `first`, if there are any. Draw number k after them, of a task with n
     prompts, is place k mod n of epoch k div n. Life of a prompt: drawn, then consumed (without a call of the

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class TaskScorer:
-    """The Scorer of a run: `task.score` inline, in threads or in processes, as `task.reward_pool` says.
+    """`task.score` inline, in threads or in processes, as `task.reward_pool` says.
 
     An async score function is awaited on the event loop, with the same limit and no bound on how many at once
     (in `process` it runs in a process like any other). A call that does not end when it is cancelled is given

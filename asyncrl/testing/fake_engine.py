@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from asyncrl.http import Answer, Part
-from asyncrl.messages import engine_calls as calls
+from asyncrl.messages import calls
 from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.testing.fake_server import FakeServer
 

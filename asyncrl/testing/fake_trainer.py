@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from asyncrl.http import Answer
-from asyncrl.messages.engine_calls import EngineHealth
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
+    EngineHealth,
     ExportResponse,
     TrainerHealth,
     TrainResponse,

@@ -1,6 +1,4 @@
-"""A fake, with behaviour, for every Protocol in messages/protocols.py, for the virtual clock. No process is
-started.
-"""
+"""Fakes, with behaviour, of engines, tasks and tokenizer, for the virtual clock. No process is started."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from itertools import count
 from typing import Literal
 
 from asyncrl.errors import RewardFailure
+from asyncrl.messages.calls import ExportResponse, TrainResponse
 from asyncrl.messages.records import (
     Batch,
     Completion,
@@ -19,12 +18,12 @@ from asyncrl.messages.records import (
     SamplingRequest,
     VersionSpan,
 )
-from asyncrl.messages.trainer_calls import ExportResponse, TrainResponse
 from asyncrl.testing.fake_engine import END_TOKEN
 
 
 class FakeEngine:
-    """A SamplingEngine with a latency for each request and no servers: `tokens` z, under `policy_version`.
+    """In place of an EnginePool, with a latency for each request and no servers: `tokens` z, under
+    `policy_version`.
 
     `latency_s(request)` seconds after it was sent, a request is answered; `tokens(request)` says with how
     many.
@@ -76,7 +75,7 @@ class FakeEngine:
 
 
 class FakeTokenizer:
-    """A ChatTokenizer with one token a character: its code point; the prompts' contents one after the
+    """In place of the tokenizer, one token a character: its code point; the prompts' contents one after the
     other.
     """
 
@@ -90,7 +89,7 @@ class FakeTokenizer:
 
 
 class FakeSource:
-    """A PromptSource that never ends: prompts p0, p1, ..., after those that were handed back."""
+    """In place of a Feed, one that never ends: prompts p0, p1, ..., after those that were handed back."""
 
     def __init__(self) -> None:
         self.handed_back: list[Prompt] = []
@@ -111,8 +110,8 @@ class FakeSource:
 
 
 class FakeScorer:
-    """A Scorer that answers `reward(prompt, completion)` after `latency_s`; a text instead of a number is a
-    failure.
+    """In place of a TaskScorer, one that answers `reward(prompt, completion)` after `latency_s`; a text
+    instead of a number is a failure.
     """
 
     def __init__(

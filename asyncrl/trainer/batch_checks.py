@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, Credit, TrajectoryHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader, Credit, TrajectoryHeader
 
 BoolN = npt.NDArray[np.bool_]
 IntN = npt.NDArray[np.int64]

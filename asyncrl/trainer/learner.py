@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, pack_batch
+from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.trainer.batch_checks import check_batch, loss_tokens
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
 from asyncrl.trainer.model.parts import TrainedModel, make_optimizer, reshard
@@ -302,7 +302,7 @@ class Learner:
             f"{self.policy_version}, the batch is saved in {self._save_failed(batch)}",
             rule=rule,
             way_out=way_out
-            or "look at the batch with asyncrl.messages.trainer_calls.unpack_batch; lower "
+            or "look at the batch with asyncrl.messages.calls.unpack_batch; lower "
             "trainer.learning_rate or trainer.max_grad_norm.",
         )
 

@@ -21,7 +21,7 @@ from asyncrl.algorithms.losses import interpolate, kl, kl_reward_penalty
 from asyncrl.algorithms.registry import WHOLE_BATCH, resolve
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.trainer.batch_checks import find_units
 from asyncrl.trainer.model.packing import BoolN, MicroBatch
 from asyncrl.trainer.spec import TrainerSpec

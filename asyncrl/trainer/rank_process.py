@@ -38,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused, child_arguments, die_with_parent, fail, make_app, serve
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, ErrorBody, Moved, fatal_line
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
     ExportChunkRequest,
     ExportChunkResponse,
     ExportResponse,
@@ -228,7 +228,7 @@ def _perform(step: TrainStep, command: Command) -> Any:
         try:
             header, arrays = unpack_batch(command.body)
         except ValueError as error:
-            raise Refused(422, str(error), rule="the body is trainer_calls.pack_batch") from error
+            raise Refused(422, str(error), rule="the body is what pack_batch makes") from error
         return step.train(header, arrays)
     arguments = dict(command.arguments)
     if "path" in arguments:

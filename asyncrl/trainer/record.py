@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.files import LOST, cut_at, lines_from_end
-from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader
 
 
 def trained_line(

@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
 from asyncrl.messages.base import TrainerPart
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
     Canary,

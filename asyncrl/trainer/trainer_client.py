@@ -15,8 +15,7 @@ from pydantic import BaseModel
 from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
-from asyncrl.messages.records import Batch, Trajectory
-from asyncrl.messages.trainer_calls import (
+from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
     ExportChunkRequest,
@@ -30,6 +29,7 @@ from asyncrl.messages.trainer_calls import (
     TrajectoryHeader,
     pack_batch,
 )
+from asyncrl.messages.records import Batch, Trajectory
 from asyncrl.waits import waiting
 
 Answer = TypeVar("Answer", bound=BaseModel)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.http import Refused
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import export_weights
 from asyncrl.weights.transport import Exported, Transport, only_gathered
 

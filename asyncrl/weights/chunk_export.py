@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import joint_digest
-from asyncrl.messages.trainer_calls import ExportChunkResponse
+from asyncrl.messages.calls import ExportChunkResponse
 from asyncrl.weights.export import LazyWeights, entries_of, gathered, sizes_of
 from asyncrl.weights.tensor_files import digest_of_tensor, write_tensors
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.files import open_as, whole_folder
 from asyncrl.messages.base import joint_digest
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.tensor_files import digest_of_tensor, dtype_name, write_tensors
 
 

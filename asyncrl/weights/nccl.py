@@ -29,7 +29,7 @@ from torch import Tensor
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, SentChunk, SentWeights
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.chunk_export import cut
 from asyncrl.weights.export import LazyWeights, entries_of, gather_along, gathered, manifest_of, sizes_of
 from asyncrl.weights.ipc import copy_placed, lay_out, views

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, TransportName
-from asyncrl.messages.trainer_calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import LazyWeights, export_weights, gather_along
 
 

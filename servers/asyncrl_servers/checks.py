@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.http import Refused, child_arguments, fail
-from asyncrl.messages.engine_calls import GenerateRequest, Span
+from asyncrl.messages.calls import GenerateRequest, Span
 
 Spec = TypeVar("Spec", bound=BaseModel)
 

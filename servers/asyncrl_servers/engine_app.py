@@ -17,7 +17,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from asyncrl.http import make_app
 from asyncrl.messages.base import Moved
-from asyncrl.messages.engine_calls import (
+from asyncrl.messages.calls import (
     AbortRequest,
     AbortResponse,
     CommitRequest,

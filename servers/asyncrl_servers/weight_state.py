@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import EnginePart, joint_digest
-from asyncrl.messages.engine_calls import CommitRequest, LoadChunkRequest, PrepareRequest
+from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, PrepareRequest
 from asyncrl.weights.tensor_files import RESEND
 
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")

@@ -1,3 +1,3 @@
-"""The OpenAI-compatible endpoint over a SamplingEngine, and the record of what it sampled. It knows nothing
+"""The OpenAI-compatible endpoint over a EnginePool, and the record of what it sampled. It knows nothing
 of rewards, groups or staleness.
 """

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from asyncrl.agents.endpoint.requests import MAX_TOOLS, CallRequest
 from asyncrl.agents.endpoint.tool_calls import ParsedAnswer, ToolFormat, overlap
-from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion
+from asyncrl.messages.work import ChatRenderer
 
 REPLACEMENT = "\ufffd"
 """What decoding writes for bytes that are not a character, for instance an incomplete one."""

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import RolloutFailure
+from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import Outcome, Rollout, Trajectory, VersionSpan
-from asyncrl.messages.trainer_calls import Credit
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.capture import PromptText

@@ -13,8 +13,8 @@ import numpy as np
 
 from asyncrl.agents.endpoint.branches import Node, make_rollout
 from asyncrl.errors import RolloutFailure
-from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion, Outcome, Rollout
+from asyncrl.messages.work import ChatRenderer
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -17,8 +17,8 @@ from asyncrl.agents.endpoint.openai_form import NO_RETRY, ApiError, ChatForm, in
 from asyncrl.agents.endpoint.requests import CallRequest, CallRules, RequestReader
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
-from asyncrl.messages.protocols import SamplingEngine
 from asyncrl.messages.records import SamplingRequest
 
 Value = TypeVar("Value")
@@ -51,7 +51,7 @@ class EngineRoute:
     def __init__(
         self,
         sessions: Sessions,
-        engine: SamplingEngine,
+        engine: EnginePool,
         tokenizer: GatewayTokenizer,
         tool_format: ToolFormat,
         rules: CallRules,

@@ -20,8 +20,8 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import Sessions
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
+from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError, RoomError
-from asyncrl.messages.protocols import SamplingEngine
 
 _BACKLOG = 1024
 _CLOSE_S = 2.0
@@ -42,7 +42,7 @@ class Gateway:
 
     def __init__(
         self,
-        engine: SamplingEngine,
+        engine: EnginePool,
         tokenizer: GatewayTokenizer,
         tool_format: ToolFormat,
         rules: CallRules,
@@ -65,7 +65,7 @@ class Gateway:
 
     def add_route(
         self,
-        engine: SamplingEngine,
+        engine: EnginePool,
         *,
         temperature: float,
         seed_of: SeedOf,

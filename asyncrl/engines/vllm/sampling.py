@@ -15,7 +15,7 @@ from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
 from asyncrl.engines.vllm.vllm_routes import GENERATE, Finish, Generated, LabelSpan, vllm_request
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.http import CallLost, CallRefused
-from asyncrl.messages.engine_calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
 
 Decode = Callable[[Sequence[int]], str]
 _NO_LOGPROB = -9999.0

@@ -13,7 +13,7 @@ from asyncrl.engines.vllm.vllm_routes import Routes, Said
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import EnginePart
-from asyncrl.messages.engine_calls import GenerateRequest
+from asyncrl.messages.calls import GenerateRequest
 
 START_LABEL = "default"
 """vLLM's label for the weights that it started with."""

@@ -27,14 +27,15 @@ from asyncrl.engines.vllm.vllm_weights import (
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
-from asyncrl.messages.engine_calls import (
+from asyncrl.messages.calls import (
     CommitResponse,
     EngineHealth,
+    ExportChunkResponse,
+    ExportResponse,
     GenerateRequest,
     GenerateResponse,
     LoadChunkRequest,
 )
-from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse
 from asyncrl.waits import TimeLimit
 
 _TAGS: dict[EnginePart, str] = {"weights": "weights", "kv": "kv_cache"}

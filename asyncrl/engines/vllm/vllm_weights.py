@@ -20,8 +20,7 @@ from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
 from asyncrl.engines.vllm.vllm_routes import GENERATE, Generated, Routes, vllm_request
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import GroupSeat, Interrupt, weights_digest
-from asyncrl.messages.engine_calls import CommitResponse
-from asyncrl.messages.trainer_calls import Canary, ExportResponse
+from asyncrl.messages.calls import Canary, CommitResponse, ExportResponse
 from asyncrl.waits import uncut
 from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, safetensors_head
 

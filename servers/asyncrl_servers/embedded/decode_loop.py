@@ -16,7 +16,7 @@ from torch import Tensor
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import Moved
-from asyncrl.messages.engine_calls import (
+from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
     EngineHealth,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.http import Refused
-from asyncrl.messages.engine_calls import LoadChunkRequest, PrepareRequest
+from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
 from asyncrl.weights.adapters import linear_parameters, read_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.tensor_files import digest_of_tensor, digest_tensors, read_or_refuse

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import GenerateRequest, GenerateResponse
 from asyncrl_servers.checks import spans_of, uniform_draws
 from asyncrl_servers.engine_app import TokenStream
 

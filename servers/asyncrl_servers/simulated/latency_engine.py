@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import EnginePart, Moved, joint_digest, tensor_digest
-from asyncrl.messages.engine_calls import (
+from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
     EngineHealth,

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import GenerateRequest, GenerateResponse
 from asyncrl_servers.checks import spans_of, uniform_draws
 from asyncrl_servers.engine_app import TokenStream
 

@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from asyncrl.http import Refused
-from asyncrl.messages.engine_calls import LoadChunkRequest, PrepareRequest
+from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
 from asyncrl.weights.chunk_export import cut
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.tensor_files import digest_of_tensor, read_or_refuse

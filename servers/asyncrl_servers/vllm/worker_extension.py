@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import GroupSeat
-from asyncrl.messages.engine_calls import PrepareRequest
+from asyncrl.messages.calls import PrepareRequest
 from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_of_tensor
 from asyncrl_servers.vllm.loader import Loader

@@ -1,0 +1,378 @@
+"""Messages of engine servers, of the trainer worker, and the batch on its way to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.numpy import load as load_safetensors
+from safetensors.numpy import save as save_safetensors
+
+from asyncrl.messages.base import ChunkMemory, EnginePart, Interrupt, Message, TrainerPart, WeightKind
+
+
+class Span(Message):
+    """Sampled tokens [start, end) of this answer were sampled under policy_version `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+class GenerateRequest(Message):
+    """Sample up to `max_tokens` after `prompt_ids`.
+
+    `stream`: the answer is a line of JSON a GenerateChunk, as tokens are sampled, and last the
+    GenerateResponse, whose tokens are those after the last chunk's: chunks and response, joined, are what the
+    same request without `stream` answers. The token that ends an answer comes in the response, never in a
+    chunk.
+
+    The last `num_resumed` ids of the prompt were sampled by an earlier segment of the same logical request:
+    they count for stop strings that lie over the joint, and nothing else. The draw of each token depends on
+    (`seed`, its absolute position, counted from the first prompt id) alone.
+    """
+
+    request_id: str
+    prompt_ids: list[int] = Field(min_length=1)
+    num_resumed: int = Field(default=0, ge=0)
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    stop: list[str] = Field(default=[], max_length=16)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    stream: bool = False
+
+
+class GenerateChunk(Message):
+    """Some tokens of a streamed answer, all sampled under policy_version `version`; `logprobs` as in
+    GenerateResponse.
+    """
+
+    token_ids: list[int] = Field(min_length=1)
+    logprobs: list[float]
+    version: int
+
+
+class GenerateResponse(Message):
+    """`finish_reason` abort: the partial answer of a request that a publish or an /abort interrupted.
+
+    `logprobs`: float32 values in nats, of the distribution that was sampled from (temperature and top_p
+    applied; temperature 0 is greedy, with the logprobs of temperature 1). Spans cover every token once, in
+    order.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]
+    version_spans: list[Span]
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+class AbortRequest(Message):
+    """Abort these requests; None aborts all."""
+
+    request_ids: list[str] | None = None
+
+
+class AbortResponse(Message):
+    """The ids that were running or queued here and now end with finish_reason abort. Unknown ids are left
+    out.
+    """
+
+    aborted: list[str]
+
+
+class WeightsBody(Message):
+    """A set of tensors, pushed as `version`; `digest` is `asyncrl.messages.base.weights_digest` of them."""
+
+    version: int = Field(ge=0)
+    digest: str
+    num_tensors: int
+    num_bytes: int
+
+
+class ChunkBody(WeightsBody):
+    """Chunk `index` of the weights: in the safetensors file `path`, or in `memory`, which engines of the
+    trainer's device open.
+    """
+
+    index: int = Field(ge=0)
+    path: str = ""
+    memory: ChunkMemory | None = None
+    is_last: bool
+
+
+class PrepareRequest(WeightsBody):
+    """Read the safetensors file `path` into staging beside the serving weights.
+
+    `kind` weights: a whole set of them. lora: adapters for the weights that the server started with, as
+    `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer that has one,
+    and the scalar `scale`; staged is base + scale * B A, computed in float32. `digest` is that of the tensors
+    in the file, in either case.
+    """
+
+    path: str
+    kind: WeightKind = "weights"
+
+
+class PrepareResponse(Message):
+    """`digest` of the tensors as they were read into staging, computed by the server, not copied from the
+    request.
+    """
+
+    version: int
+    digest: str
+
+
+class CommitRequest(Message):
+    """Swap to the staged weights, whose digest must be `digest`, and serve on as `version`."""
+
+    version: int = Field(ge=0)
+    digest: str
+    interrupt: Interrupt = "abort"
+
+
+class CommitResponse(Message):
+    """`digest` is that of the weights now serving; `pause_s` the time in which no token could be decoded."""
+
+    version: int
+    digest: str
+    pause_s: float
+    num_interrupted: int
+
+
+class SleepRequest(Message):
+    """Free the memory of these parts. Aborts what runs; requests that come now wait until all parts are
+    awake. Idempotent.
+    """
+
+    parts: list[EnginePart] = ["kv", "weights"]
+
+
+class WakeRequest(Message):
+    """Take memory for these parts again. Weights that are awake have no content until a push is committed,
+    unless `restore`: then they are loaded again from where the serving ones came from. Idempotent.
+    """
+
+    parts: list[EnginePart]
+    restore: bool = False
+
+
+class LoadChunkRequest(ChunkBody):
+    """Load this chunk of a push into the awake weights. `is_last`: the next request of the push is /commit,
+    with the digest of all tensors.
+    """
+
+    @property
+    def place(self) -> str:
+        """Where the tensors are, for messages."""
+        return self.path if self.memory is None else f"chunk {self.index} in {self.memory.handle.kind} memory"
+
+
+class LoadChunkResponse(Message):
+    """`digest` of the tensors as they were loaded, computed by the server."""
+
+    version: int
+    index: int
+    digest: str
+
+
+class EngineHealth(Message):
+    """Answer of GET /health of an engine server. `max_length` bounds prompt plus completion, in tokens."""
+
+    name: str
+    kind: str
+    policy_version: int
+    slots: int
+    max_length: int
+    num_running: int
+    num_queued: int
+    tokens_generated: int
+    device: str
+    decode_s: float = 0.0
+    """Seconds spent in prefill and decode so far."""
+    asleep: list[EnginePart] = []
+
+
+# The trainer worker.
+
+
+class OffloadRequest(Message):
+    """Move these parts of the trainer's state off its device (/offload), or back onto it (/onload).
+    Idempotent.
+    """
+
+    parts: list[TrainerPart]
+
+
+class Canary(Message):
+    """Logprobs of a fixed short text, computed by the trainer with the weights that it exports. An engine
+    that has loaded them must compute the same.
+
+    `logprobs` are those of token_ids[1:], each after all ids before it, and `next_logprob` is that of the
+    most likely id after the last one: float32 values in nats at temperature 1.
+    """
+
+    token_ids: list[int] = Field(min_length=2)
+    logprobs: list[float] = Field(min_length=1)
+    next_logprob: float
+
+
+class ExportChunkRequest(Message):
+    """Write chunk `index` of the current weights, weight_sync.chunk_bytes at most (or one tensor), into the
+    one staging file or memory.
+
+    Chunks are asked for in order, from 0; each replaces the one before.
+    """
+
+    version: int = Field(ge=0)
+    index: int = Field(ge=0)
+
+
+class ExportChunkResponse(ChunkBody):
+    """A chunk is ready. With `is_last`, `whole_digest` is the digest of the tensors of all chunks, and
+    `canary` theirs.
+    """
+
+    whole_digest: str = ""
+    canary: Canary | None = None
+
+
+class TrainerHealth(Message):
+    """Answer of GET /health of the trainer worker."""
+
+    policy_version: int
+    device: str
+    is_busy: bool
+    offloaded: list[TrainerPart] = []
+
+
+class TrainResponse(Message):
+    """One optimizer step was taken: the new version and its metrics by full name (`policy/loss`, ...).
+
+    `not_finite`: metrics that a skipped step has left without a number.
+    """
+
+    policy_version: int
+    metrics: dict[str, float]
+    not_finite: list[str] = []
+
+
+class ExportResponse(WeightsBody):
+    """A set of weights in staging: all of them, or the adapters alone (see PrepareRequest).
+
+    `path` is a safetensors file that every
+    engine server of this machine can read. `canary` is what the trainer says of a short text with these
+    weights, if it was asked to. `is_held`: the trainer holds them to send them itself (/broadcast); `path`
+    may be '' then.
+    """
+
+    path: str
+    kind: WeightKind = "weights"
+    canary: Canary | None = None
+    is_held: bool = False
+
+
+class SaveRequest(Message):
+    """Write the current weights and tokenizer as a Hugging Face folder; not `merged`: the adapters alone, as
+    a peft folder.
+    """
+
+    path: str
+    merged: bool = True
+
+
+class StateRequest(Message):
+    """Save what is needed to go on into the new folder `path` (/begin_save_state answers once the copy is
+    made, /wait_save_state once it is written), or go on from there (/load_state). Of a folder to load, the
+    client has compared every file with the checkpoint's manifest.
+    """
+
+    path: str
+
+
+# A batch on its way to the trainer.
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Tokens [start, end) of a trajectory, counted from its first, answer for `reward` as part `unit` of
+    their rollout.
+
+    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
+    have one reward.
+    """
+
+    start: int
+    end: int
+    reward: float
+    unit: int
+
+
+class TrajectoryHeader(Message):
+    """One trajectory of a batch: branch `branch` of a rollout. Its tokens are [start, end) of the packed
+    arrays.
+
+    `reward` is the rollout's. Where its branches have `credits`, those stand in for it in the advantage.
+    """
+
+    group_index: int
+    group_id: int
+    sample_index: int
+    prompt_id: str
+    start: int
+    end: int
+    reward: float
+    branch: int = 0
+    credits: list[Credit] = []
+
+
+class BatchHeader(Message):
+    """What /train carries beside the arrays. Tokens older than `min_version` get no loss, or the batch is
+    refused.
+    """
+
+    version: int
+    min_version: int
+    mask_older: bool
+    trajectories: list[TrajectoryHeader]
+
+
+class BatchArrays(BaseModel):
+    """Arrays of a batch, trajectories one after the other: N tokens in all, one entry each.
+
+    token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
+    where a token was not sampled; engines int16 [N], the number of the engine server that sampled it, -1
+    where that is not known.
+    """
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    token_ids: npt.NDArray[np.int32]
+    loss_mask: npt.NDArray[np.bool_]
+    behaviour_logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    engines: npt.NDArray[np.int16] = Field(
+        default_factory=lambda given: np.full(len(given["token_ids"]), -1, np.int16)
+    )
+
+
+def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
+    """Body of POST /train: one safetensors blob, the header as JSON in its first array."""
+    blob = np.frombuffer(header.model_dump_json().encode(), dtype=np.uint8)
+    body: bytes = save_safetensors({"header": blob, **dict(arrays)})
+    return body
+
+
+def unpack_batch(body: bytes) -> tuple[BatchHeader, BatchArrays]:
+    """The inverse of pack_batch. Raises ValueError if the body is not such a blob."""
+    try:
+        tensors: dict[str, Any] = load_safetensors(body)
+        header = BatchHeader.model_validate(json.loads(tensors.pop("header").tobytes()))
+        return header, BatchArrays(**tensors)
+    except Exception as error:
+        raise ValueError(f"not a batch: {error}") from error
