@@ -13,13 +13,15 @@ import heapq
 import math
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from statistics import fmean
 
 from asyncrl.buffer.buffer import WaitMeter
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.staleness import HandedBack, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.messages.records import GroupId
 
 
@@ -73,7 +75,7 @@ class SimulationResult:
 class _Rollout:
     length_s: float
     started_s: float = math.inf
-    oldest: int = 0
+    version: int = 0
 
 
 @dataclass(slots=True)
@@ -82,6 +84,10 @@ class _Group:
     num_handed_back: int
     rollouts: list[_Rollout]
     num_unfinished: int
+
+    @property
+    def oldest(self) -> int:
+        return min(rollout.version for rollout in self.rollouts)
 
 
 class Simulation:
@@ -92,16 +98,16 @@ class Simulation:
     def __init__(self, rule: StalenessRule, workload: Workload, *, auto: LookAhead | None = None) -> None:
         self.rule, self.workload, self.auto = rule, workload, auto
         self.now_s = 0.0
-        self._num_drawn = 0
-        self._back: list[tuple[int, int]] = []  # heap: (prompt, its num_handed_back)
-        self._events: list[tuple[float, int, str, int, int]] = []  # heap; the number keeps the order of calls
-        self._numbers = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap; numbered in the order of calls
+        self._event_numbers = count()
         self._groups: dict[GroupId, _Group] = {}
         self._queue: deque[tuple[GroupId, int]] = deque()
         self._free_slots = workload.num_slots
-        self._served_at_s = [0.0]
-        self._trained = 0
+        self._num_drawn = 0
+        self._back: list[tuple[int, int]] = []  # heap: (prompt, its num_handed_back)
+        self._num_trained = 0
         self._is_publishing = self._is_training = False
+        self._served_at_s = [0.0]
         self._meter = WaitMeter(0.0, rule.waits_for)
         self._last_take_s = 0.0
         self._num_spare = 0
@@ -119,20 +125,13 @@ class Simulation:
             if not self._events:
                 waits_for = self.rule.waits_for
                 raise RuntimeError(f"deadlock: batch {self.rule.next_batch} waits for {waits_for}")
-            self.now_s, _, kind, first, second = heapq.heappop(self._events)
-            match kind:
-                case "rollout":
-                    self._rollout_done(GroupId(first), second)
-                case "trained":
-                    self._train_done()
-                    self._take_if_formed()  # the trainer asks at once, before any admission
-                case "published":
-                    self._publish_done(first)
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
             self._settle()
         return self._result()
 
-    def _at(self, delay_s: float, kind: str, first: int = 0, second: int = 0) -> None:
-        heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), kind, first, second))
+    def _after(self, delay_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now_s + delay_s, next(self._event_numbers), event))
 
     def _settle(self) -> None:
         """Do all that can be done now: start in free slots, take a batch."""
@@ -149,9 +148,9 @@ class Simulation:
             group_id, index = self._queue.popleft()
             if group_id in self._groups:  # else it was dropped while it waited
                 rollout = self._groups[group_id].rollouts[index]
-                rollout.started_s, rollout.oldest = self.now_s, self.rule.served
+                rollout.started_s, rollout.version = self.now_s, self.rule.served
                 self._free_slots -= 1
-                self._at(rollout.length_s, "rollout", group_id, index)
+                self._after(rollout.length_s, partial(self._rollout_done, group_id))
 
     def _admit(self) -> None:
         ticket = self.rule.admit_nowait()
@@ -162,21 +161,18 @@ class Simulation:
         self._groups[ticket.group_id] = _Group(prompt, num_handed_back, rollouts, size)
         self._queue.extend((ticket.group_id, index) for index in range(size))
 
-    def _rollout_done(self, group_id: GroupId, index: int) -> None:
+    def _rollout_done(self, group_id: GroupId) -> None:
         group = self._groups.get(group_id)
         if group is None:
             return  # dropped meanwhile: its slots were freed then
         self._free_slots += 1
         group.num_unfinished -= 1
-        if group.num_unfinished:
-            return
-        oldest = min(rollout.oldest for rollout in group.rollouts)
-        back = self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served)
-        if back is not None:
-            self._hand_back(back)
+        served = self.rule.served
+        if not group.num_unfinished and self.rule.finish_nowait(group_id, oldest=group.oldest, newest=served):
+            self._hand_back(group_id)
 
-    def _hand_back(self, handed_back: HandedBack) -> None:
-        group = self._groups.pop(handed_back.group_id)
+    def _hand_back(self, group_id: GroupId) -> None:
+        group = self._groups.pop(group_id)
         self._counts["handed_back"] += 1
         if group.num_handed_back < self.workload.max_hand_backs:
             heapq.heappush(self._back, (group.prompt, group.num_handed_back + 1))
@@ -192,50 +188,50 @@ class Simulation:
         self._meter.change(self.now_s, rule.waits_for)
         if rule.waits_for is not None:
             return
-        wait = self._meter.report()
         self._look_aheads.append(rule.look_ahead)
         choice = rule.take_nowait()
         taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
-        groups = tuple((int(group_id), self._weigh(choice.version, group)) for group_id, group in taken)
-        self.batches.append((choice.version, groups))
-        for handed_back in choice.handed_back:
-            self._hand_back(handed_back)
+        for _, group in taken:
+            self._weigh(choice.version, group)
+        self.batches.append((choice.version, tuple((group_id, group.oldest) for group_id, group in taken)))
+        for group_id in choice.handed_back:
+            self._hand_back(group_id)
         if self.auto is not None:
-            interval_s = self.now_s - self._last_take_s
+            interval_s, wait = self.now_s - self._last_take_s, self._meter.report()
             rule.set_look_ahead(self.auto.batch_taken(interval_s, wait, self._num_spare))
         self._last_take_s = self.now_s
         self._is_training = True
-        self._at(self.workload.train_s, "trained")
+        self._after(self.workload.train_s, self._train_done)
 
-    def _weigh(self, version: int, group: _Group) -> int:
-        """Count ages and masked tokens of a group in batch `version`; return its oldest version."""
-        oldest = min(rollout.oldest for rollout in group.rollouts)
+    def _weigh(self, version: int, group: _Group) -> None:
+        """Count ages and masked tokens of a group in batch `version`."""
         masks, max_staleness = self.rule.overdue.masks, self.rule.max_staleness
-        age, min_version = version - oldest, version - max_staleness
+        age, min_version = version - group.oldest, version - max_staleness
         self._counts["late"] += age > max_staleness and not masks
         self._ages.append(min(age, max_staleness) if masks else age)
         for rollout in group.rollouts:
             self._tokens += rollout.length_s
-            if masks and rollout.oldest < min_version:
+            if masks and rollout.version < min_version:
                 self._masked += min(rollout.length_s, self._served_at_s[min_version] - rollout.started_s)
-        return oldest
 
     def _train_done(self) -> None:
-        self._trained += 1
+        self._num_trained += 1
         self._is_training = False
         self._num_spare = self.rule.num_ready // self.rule.num_groups - 1
         self._meter = WaitMeter(self.now_s, self.rule.waits_for)
         self._publish()
+        self._take_if_formed()  # the trainer asks at once, before any admission
 
     def _publish(self) -> None:
-        if not self._is_publishing and self._trained > self.rule.served:
+        if not self._is_publishing and self._num_trained > self.rule.served:
             self._is_publishing = True
+            published = partial(self._published, self._num_trained)
             if self.workload.publish_s:
-                self._at(self.workload.publish_s, "published", self._trained)
+                self._after(self.workload.publish_s, published)
             else:
-                self._publish_done(self._trained)
+                published()
 
-    def _publish_done(self, version: int) -> None:
+    def _published(self, version: int) -> None:
         self._is_publishing = False
         self._served_at_s += [self.now_s] * (version - self.rule.served)
         self.rule.set_served_nowait(version)

@@ -39,6 +39,28 @@ class Case:
     on_overdue: OnOverdue = "wait"
     num_batches: int = 200
 
+    def play(self, max_staleness: int = 0, num_trainer: int | None = None) -> SimulationResult:
+        """`num_trainer` devices train and the others generate, at the same time as far as the bound allows.
+        None: every device generates, then every device trains, and each turn pays its handovers.
+        """
+        num_training = self.num_devices if num_trainer is None else num_trainer
+        num_generating = self.num_devices - (num_trainer or 0)
+        rule = StalenessRule(
+            num_groups=self.num_groups,
+            num_batches=self.num_batches,
+            max_staleness=max_staleness,
+            on_overdue=self.on_overdue,
+            look_ahead=max_staleness,
+        )
+        workload = Workload(
+            num_slots=self.slots * num_generating,
+            sigma=self.sigma,
+            group_size=self.group_size,
+            train_s=self.num_groups * self.group_size / self.slots / self.ratio / num_training,
+            publish_s=self.handover_s if num_trainer is None else 0.0,
+        )
+        return Simulation(rule, workload).run()
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -54,42 +76,9 @@ class Split:
     break_even_s: float
 
 
-def apart(case: Case, max_staleness: int, num_trainer: int) -> SimulationResult:
-    """`num_trainer` devices train and the others generate, at the same time as far as the bound allows."""
-    return _play(case, max_staleness, case.num_devices - num_trainer, num_trainer, 0.0)
-
-
-def in_turns(case: Case) -> SimulationResult:
-    """Every device generates, then every device trains; nothing overlaps, and each turn pays its
-    handovers.
-    """
-    return _play(case, 0, case.num_devices, case.num_devices, case.handover_s)
-
-
-def _play(
-    case: Case, max_staleness: int, generating: int, training: int, publish_s: float
-) -> SimulationResult:
-    """A whole run; look_ahead is as large as the bound lets it be."""
-    rule = StalenessRule(
-        num_groups=case.num_groups,
-        num_batches=case.num_batches,
-        max_staleness=max_staleness,
-        on_overdue=case.on_overdue,
-        look_ahead=max_staleness,
-    )
-    workload = Workload(
-        num_slots=case.slots * generating,
-        sigma=case.sigma,
-        group_size=case.group_size,
-        train_s=case.num_groups * case.group_size / case.slots / case.ratio / training,
-        publish_s=publish_s,
-    )
-    return Simulation(rule, workload).run()
-
-
 def best_split(case: Case, max_staleness: int, turns: SimulationResult) -> Split:
     """The split with most batches a second."""
-    outcomes = {num: apart(case, max_staleness, num) for num in range(1, case.num_devices)}
+    outcomes = {num: case.play(max_staleness, num) for num in range(1, case.num_devices)}
     num_trainer = max(outcomes, key=lambda num: outcomes[num].batches_per_s)
     best = outcomes[num_trainer]
     break_even_s = 1 / best.batches_per_s - 1 / turns.batches_per_s + case.handover_s
@@ -98,36 +87,17 @@ def best_split(case: Case, max_staleness: int, turns: SimulationResult) -> Split
 
 def break_even(case: Case, bounds: Sequence[int] = BOUNDS) -> tuple[SimulationResult, list[Split]]:
     """Turns, and the best split at each bound."""
-    turns = in_turns(case)
+    turns = case.play()
     return turns, [best_split(case, bound, turns) for bound in bounds]
 
 
-def simulation_text(
-    config: RunConfig,
-    *,
-    num_devices: int,
-    ratio: float,
-    sigma: float,
-    handover_s: float,
-    num_batches: int = 200,
-) -> str:
-    """What `asyncrl simulate` prints: turns against splits, with the groups, slots and on_overdue of the
-    config.
-    """
-    num_groups, rollout = config.trainer.num_groups, config.rollout
-    return case_text(
-        Case(
-            num_devices,
-            num_groups,
-            rollout.group_size,
-            rollout.slots,
-            ratio,
-            sigma,
-            handover_s,
-            config.buffer.on_overdue,
-            num_batches,
-        )
-    )
+def case_of(
+    config: RunConfig, num_devices: int, ratio: float, sigma: float, handover_s: float, num_batches: int = 200
+) -> Case:
+    """With the groups, slots and on_overdue of the config."""
+    rollout, on_overdue = config.rollout, config.buffer.on_overdue
+    sizes = (num_devices, config.trainer.num_groups, rollout.group_size, rollout.slots)
+    return Case(*sizes, ratio, sigma, handover_s, on_overdue, num_batches)
 
 
 def case_text(case: Case) -> str:
@@ -152,7 +122,5 @@ def case_text(case: Case) -> str:
 
 
 def _line(name: str, outcome: SimulationResult, gain: float, even: str) -> str:
-    idle = f"{outcome.idle_fraction:.0%}"
-    return (
-        f"{name:<28} {outcome.batches_per_s:>9.3f} {gain:>8.2f} {idle:>12} {outcome.age_mean:>8.2f}  {even}"
-    ).rstrip()
+    numbers = f"{outcome.batches_per_s:>9.3f} {gain:>8.2f} {outcome.idle_fraction:>12.0%}"
+    return f"{name:<28} {numbers} {outcome.age_mean:>8.2f}  {even}".rstrip()

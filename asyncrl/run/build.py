@@ -24,8 +24,7 @@ from asyncrl.observe.run_files import read_evaluations
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
 from asyncrl.placement.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
-from asyncrl.rollouts.evaluation import Evaluation, Schedule
-from asyncrl.rollouts.evaluator import EvalResult, Evaluator
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
 from asyncrl.rollouts.generators import HarnessGenerator, Replay
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner, derive_seed

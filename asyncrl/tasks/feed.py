@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.task import Item, PromptTask, as_messages, caught
+from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, user_code
 
 
 class Feed:
@@ -158,15 +158,14 @@ class Feed:
 
     def _make_prompt(self, epoch: int, index: int) -> Prompt:
         place = f"prompt {index} of {self._name}"
-        with caught() as boundary:
-            found = self._task.prompt(index)
+        try:
+            with user_code():
+                found = self._task.prompt(index)
             item = found if isinstance(found, Item) else Item(found)
             messages = as_messages(item.content, place)
-        if boundary.error is not None:
-            what = f"{place}: making it {boundary.failure}"
-            if isinstance(boundary.error, ConfigError):  # as_messages
-                what = boundary.error.what
-            raise TaskError("tasks", what, way_out="correct the task's prompt().") from boundary.error
+        except (UserCodeFailed, ConfigError) as error:
+            what = error.what if isinstance(error, ConfigError) else f"{place}: making it {error}"
+            raise TaskError("tasks", what, way_out="correct the task's prompt().") from error
         if self._system_prompt is not None:
             if messages[0]["role"] == "system":
                 raise TaskError(

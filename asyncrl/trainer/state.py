@@ -4,7 +4,7 @@ That is the float32 master weights and AdamW's moments by parameter name, the co
 and each rank's random generators of torch. The learning rate is a function of these counts, the initial
 weights of a KL penalty are those of model.path; neither is saved. With adapters (trainer.lora) the weights
 below them are not saved either. The folder is part of a checkpoint, which is whole once its manifest is
-written (asyncrl/checkpoints/manifest.py):
+written (asyncrl/checkpoints/folder.py):
 
     __R_N.distcp    the shards that rank R wrote, by torch.distributed.checkpoint (DCP)
     .metadata       where each shard of each tensor lies: DCP's index, a pickle
@@ -69,7 +69,7 @@ class Progress(BaseModel):
     num_skipped_in_a_row: int = 0
 
 
-class TrainerManifest(BaseModel):
+class SavedState(BaseModel):
     """state.json. `lora`: the LoraConfig, None where all weights are trained."""
 
     model_config = ConfigDict(frozen=True)
@@ -131,7 +131,7 @@ class TrainerState:
         }
         live = self._live(stepped, self._own_rng())
         self._copy(live, content_of)
-        manifest = TrainerManifest(
+        manifest = SavedState(
             model_path=self._model_path,
             lora=self._lora,
             world_size=self._ranks.size,
@@ -169,7 +169,7 @@ class TrainerState:
             torch.cuda.set_rng_state(live[f"rng.cuda.{self._ranks.rank}"], self._device)
         return manifest.progress
 
-    def _write(self, path: Path, live: dict[str, Tensor], manifest: TrainerManifest) -> None:
+    def _write(self, path: Path, live: dict[str, Tensor], manifest: SavedState) -> None:
         """On the writing thread: the copies, laid out over the ranks as `live` is, which is not read."""
         with _errors(path):
             writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
@@ -220,10 +220,10 @@ class TrainerState:
     def _shapes(self) -> dict[str, list[int]]:
         return {name: list(master.shape) for name, master in self._masters.named.items()}
 
-    def _fitting_manifest(self, path: Path) -> TrainerManifest:
+    def _fitting_manifest(self, path: Path) -> SavedState:
         way_out, difference = "give the folder of a whole checkpoint.", ""
         try:
-            manifest = TrainerManifest.model_validate_json((path / STATE).read_bytes())
+            manifest = SavedState.model_validate_json((path / STATE).read_bytes())
         except (OSError, ValidationError) as error:
             raise Refused(422, f"{path / STATE} cannot be read: {error}", way_out=way_out) from error
         here, there = self._shapes(), manifest.shapes
