@@ -151,7 +151,7 @@ def simulate(
     """What taking turns on all devices would give against splitting them, at several bounds, in virtual time.
     Starts nothing.
     """
-    from asyncrl.buffer.turns_or_split import case_of, case_text
+    from asyncrl.buffer.simulation import case_of, case_text
 
     loaded = load_config(config, overrides or [])
     typer.echo(case_text(case_of(loaded, devices, ratio, sigma, handover_s)))

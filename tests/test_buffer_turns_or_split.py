@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.buffer.turns_or_split import Case, best_split, break_even, case_of, case_text
+from asyncrl.buffer.simulation import Case, best_split, break_even, case_of, case_text
 from asyncrl.config import load_config
 from asyncrl.placement.devices import place
 

@@ -65,15 +65,12 @@ def make_trajectory(
     trajectory.
     """
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
-    loss_mask = np.zeros(num_prompt + num_sampled, dtype=np.bool_)
-    loss_mask[num_prompt:] = True
-    logprobs = np.zeros(num_prompt + num_sampled, dtype=np.float32)
-    logprobs[num_prompt:] = completion.behaviour_logprobs
+    logprobs = (0.0,) * num_prompt + completion.behaviour_logprobs
     return Trajectory(
         sample_index=sample_index,
         token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        behaviour_logprobs=logprobs,
+        loss_mask=np.repeat([False, True], [num_prompt, num_sampled]),
+        behaviour_logprobs=np.array(logprobs, dtype=np.float32),
         version_spans=tuple(
             replace(span, start=span.start + num_prompt, end=span.end + num_prompt)
             for span in completion.version_spans

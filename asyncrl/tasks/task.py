@@ -88,6 +88,7 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
         ) from error
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RowTask:
     """A task out of rows: one column is the prompt, one may be the answer, the others are `info`; `score` is
     a function. `place` is what errors call the row at an index.
@@ -95,25 +96,21 @@ class RowTask:
     Every row is looked at when the task is built, so that a bad one ends the run before it has started.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        place: Callable[[int], str],
-        score: Score,
-        *,
-        prompt_column: str,
-        answer_column: str | None,
-    ) -> None:
-        self.rows, self.score = rows, score
-        self.prompt_column, self.answer_column = prompt_column, answer_column
-        for index, row in enumerate(rows):
-            for column in (prompt_column, answer_column):
+    rows: Sequence[Mapping[str, Any]]
+    place: Callable[[int], str]
+    score: Score
+    prompt_column: str
+    answer_column: str | None
+
+    def __post_init__(self) -> None:
+        for index, row in enumerate(self.rows):
+            place = self.place(index)
+            for column in (self.prompt_column, self.answer_column):
                 if column is not None and column not in row:
-                    raise ConfigError(
-                        f"{place(index)} has no column {column}; its columns are {', '.join(map(str, row))}",
-                        way_out="set task.prompt_column and task.answer_column (or none) to two of them.",
-                    )
-            as_messages(row[prompt_column], f"{place(index)}, column {prompt_column}")
+                    what = f"{place} has no column {column}; its columns are {', '.join(map(str, row))}"
+                    way_out = "set task.prompt_column and task.answer_column (or none) to two of them."
+                    raise ConfigError(what, way_out=way_out)
+            as_messages(row[self.prompt_column], f"{place}, column {self.prompt_column}")
 
     def __repr__(self) -> str:
         return f"<RowTask {len(self)} prompts, {self.prompt_column} -> {self.answer_column}>"

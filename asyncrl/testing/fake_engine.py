@@ -113,13 +113,12 @@ class FakeParts:
     def load(self, request: calls.LoadChunkRequest) -> None:
         """One more chunk of the push."""
         self.check_weights_awake("/load_chunk")
+        if self.has_content:
+            raise self._refused("/load_chunk", "the weights are being served")
         if request.index == 0:
             self.pushed = []
-        is_next = request.index == len(self.pushed)
-        if self.has_content or not is_next or {one.version for one in self.pushed} - {request.version}:
-            raise self._refused(
-                "/load_chunk", f"version {request.version}: chunk {request.index} is not next"
-            )
+        if request.index != len(self.pushed) or any(one.version != request.version for one in self.pushed):
+            raise self._refused("/load_chunk", f"chunk {request.index} does not come next")
         self.pushed.append(request)
 
     def take_push(self, version: int) -> None:

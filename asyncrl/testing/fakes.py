@@ -124,12 +124,10 @@ class FakeScorer:
         latency_s: float = 0.0,
     ) -> None:
         self._reward, self.latency_s = reward, latency_s
-        self.scored: list[tuple[str, str]] = []
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         """The reward, or RewardFailure."""
         await asyncio.sleep(self.latency_s)
-        self.scored.append((prompt.prompt_id, completion))
         reward = self._reward(prompt, completion)
         if isinstance(reward, str):
             raise RewardFailure(f"the reward of {prompt.prompt_id} failed: {reward}")

@@ -69,7 +69,7 @@ class Progress(BaseModel):
     num_skipped_in_a_row: int = 0
 
 
-class SavedState(BaseModel):
+class TrainerManifest(BaseModel):
     """state.json. `lora`: the LoraConfig, None where all weights are trained."""
 
     model_config = ConfigDict(frozen=True)
@@ -131,7 +131,7 @@ class TrainerState:
         }
         live = self._live(stepped, self._own_rng())
         self._copy(live, content_of)
-        manifest = SavedState(
+        manifest = TrainerManifest(
             model_path=self._model_path,
             lora=self._lora,
             world_size=self._ranks.size,
@@ -169,7 +169,7 @@ class TrainerState:
             torch.cuda.set_rng_state(live[f"rng.cuda.{self._ranks.rank}"], self._device)
         return manifest.progress
 
-    def _write(self, path: Path, live: dict[str, Tensor], manifest: SavedState) -> None:
+    def _write(self, path: Path, live: dict[str, Tensor], manifest: TrainerManifest) -> None:
         """On the writing thread: the copies, laid out over the ranks as `live` is, which is not read."""
         with _errors(path):
             writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
@@ -220,10 +220,10 @@ class TrainerState:
     def _shapes(self) -> dict[str, list[int]]:
         return {name: list(master.shape) for name, master in self._masters.named.items()}
 
-    def _fitting_manifest(self, path: Path) -> SavedState:
+    def _fitting_manifest(self, path: Path) -> TrainerManifest:
         way_out, difference = "give the folder of a whole checkpoint.", ""
         try:
-            manifest = SavedState.model_validate_json((path / STATE).read_bytes())
+            manifest = TrainerManifest.model_validate_json((path / STATE).read_bytes())
         except (OSError, ValidationError) as error:
             raise Refused(422, f"{path / STATE} cannot be read: {error}", way_out=way_out) from error
         here, there = self._shapes(), manifest.shapes
