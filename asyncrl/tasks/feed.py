@@ -69,19 +69,16 @@ class Feed:
         """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back
         already.
         """
-        self._hand_back(prompt.prompt_id, prompt.num_handed_back)
+        draw = self._draw_of(prompt.prompt_id)
+        if draw >= self.num_drawn or draw in self._handed_back:
+            raise ValueError(f"prompt {prompt.prompt_id} is not in use, so it cannot be handed back")
+        self._handed_back[draw] = prompt.num_handed_back
 
     def _draw_of(self, prompt_id: str) -> int:
         if (draw := self._first_draws.get(prompt_id)) is not None:
             return draw
         epoch, index = (int(part) for part in prompt_id.split("/"))
         return len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
-
-    def _hand_back(self, prompt_id: str, num_handed_back: int) -> None:
-        draw = self._draw_of(prompt_id)
-        if draw >= self.num_drawn or draw in self._handed_back:
-            raise ValueError(f"prompt {prompt_id} is not in use, so it cannot be handed back")
-        self._handed_back[draw] = num_handed_back
 
     @property
     def order(self) -> dict[str, Any]:
@@ -106,7 +103,7 @@ class Feed:
         self.num_drawn = num_drawn
         try:
             for prompt_id, num_handed_back in handed_back.items():
-                self._hand_back(prompt_id, num_handed_back)
+                self.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
         except (ValueError, IndexError) as error:
             what = f"prompt {prompt_id} is not among the first {num_drawn} draws of {self._name}"
             raise _another(what) from error

@@ -90,11 +90,9 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         what = f"task.python={spec} made a {type(task).__name__}, which lacks a method"
         rule = "a task has __len__(), prompt(index) and score(prompt, completion)"
         raise ConfigError(what, rule=rule, way_out="add it; examples/my_task.py shows one.")
-    for function, arguments, usage in (
-        (task.prompt, (0,), "prompt(index)"),
-        (task.score, (None, ""), "score(prompt, completion)"),
-    ):
-        check_call(function, arguments, {}, setting="task.python", spec=spec, usage=usage)
+    score = "score(prompt, completion)"
+    check_call(task.prompt, (0,), {}, setting="task.python", spec=spec, usage="prompt(index)")
+    check_call(task.score, (None, ""), {}, setting="task.python", spec=spec, usage=score)
     return task
 
 
