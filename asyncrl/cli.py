@@ -151,10 +151,10 @@ def simulate(
     """What taking turns on all devices would give against splitting them, at several bounds, in virtual time.
     Starts nothing.
     """
-    from asyncrl.buffer.turns_or_split import simulation_text
+    from asyncrl.buffer.simulation import case_of, case_text
 
     loaded = load_config(config, overrides or [])
-    typer.echo(simulation_text(loaded, num_devices=devices, ratio=ratio, sigma=sigma, handover_s=handover_s))
+    typer.echo(case_text(case_of(loaded, devices, ratio, sigma, handover_s)))
 
 
 @app.command()

@@ -21,7 +21,7 @@ from itertools import product
 
 from report import options, reported
 
-from asyncrl.buffer.turns_or_split import BOUNDS, Case, Split, break_even
+from asyncrl.buffer.simulation import BOUNDS, Case, Split, break_even
 
 NUM_DEVICES, NUM_GROUPS, GROUP_SIZE = 8, 16, 8
 RATIOS, SIGMAS, WAVES = (1.0, 4.0), (0.0, 0.5, 1.0), (1, 8)

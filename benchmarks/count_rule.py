@@ -38,10 +38,11 @@ class CountRule(StalenessRule):
         """It has ended: nothing is remembered of it."""
         del self._running[group_id]
 
-    def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> None:
+    def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
         """A group has finished, however old it is."""
         self.fail_nowait(group_id)
         self._ready[group_id] = oldest
+        return False
 
     def _pop_earliest(self) -> GroupId:
         group_id = min(self._ready) if self._is_oldest_first else next(iter(self._ready))

@@ -31,7 +31,7 @@ from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.start import Launcher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
-from asyncrl.testing.sync_reference import SyncParts, SyncStep, sync_reference
+from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
@@ -126,7 +126,7 @@ class SyncRun:
         self.engine.commit(CommitRequest(version=version, digest=export.digest)).result(timeout=600)
         Path(export.path).unlink()
 
-    def steps(self) -> list[SyncStep]:
+    def steps(self) -> list[Batch]:
         """Run the loop to its end; writes metrics.jsonl as it goes."""
         config, done = self.config, []
         started = time.monotonic()
@@ -137,16 +137,16 @@ class SyncRun:
                 group_size=config.rollout.group_size,
                 num_steps=config.trainer.num_steps,
             )
-            for step in loop:
+            for batch, report in loop:
                 line = {
-                    "step": step.batch.version,
+                    "step": batch.version,
                     "time_s": time.monotonic() - started,
-                    **batch_metrics(step.batch),
-                    **step.metrics,
+                    **batch_metrics(batch),
+                    **report.metrics,
                 }
                 file.write(json.dumps(line) + "\n")
                 file.flush()
-                done.append(step)
+                done.append(batch)
         self.trainer.save(self.run_dir / "final")
         return done
 
@@ -171,7 +171,7 @@ def main() -> None:
     finally:
         run.close()
     print(
-        f"{len(steps)} steps, last reward/mean {batch_metrics(steps[-1].batch)['reward/mean']:.3f}, in "
+        f"{len(steps)} steps, last reward/mean {batch_metrics(steps[-1])['reward/mean']:.3f}, in "
         f"{arguments.run_dir}"
     )
 

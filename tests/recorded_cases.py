@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from journal_cases import same_trajectory
 
 from asyncrl.messages.records import Prompt, Rollout, Trajectory, VersionSpan
-from asyncrl.rollouts.recording import RecordedRollout, RecordFile, SampledBy
+from asyncrl.rollouts.recording import RecordedRollout, RolloutRecorder, SampledBy
 
 SAMPLED_BY = SampledBy("aaaa", "float32", "bbbb", 1.0)
 
@@ -49,9 +51,11 @@ def rollouts_equal(one: Rollout, other: Rollout) -> bool:
     return len(one) == len(other) and all(map(same_trajectory, one, other))
 
 
-def write(path: Path, *records: RecordedRollout) -> Path:
-    file = RecordFile(path, SAMPLED_BY)
+def write(path: Path, *records: RecordedRollout, warn: Any = pytest.fail, **opened: Any) -> Path:
+    tokenizer: Any = SimpleNamespace(decode=lambda ids, skip_special_tokens: "said")
+    recorder = RolloutRecorder(tokenizer, warn=warn)
+    recorder.open(path, **{"sampled_by": SAMPLED_BY, **opened})
     for record in records:
-        file.append(record, ["said"] * len(record.rollout))
-    file.close()
+        recorder.record(record.prompt, record.reward, record.rollout)
+    recorder.close()
     return path

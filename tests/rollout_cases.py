@@ -15,8 +15,7 @@ from asyncrl.messages.records import Batch, Completion, Finished, Group, GroupId
 from asyncrl.rollouts.generators import SingleTurn, make_trajectory
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import Generator, RolloutRunner
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
 

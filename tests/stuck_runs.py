@@ -24,7 +24,7 @@ from asyncrl.run.watch import reported
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
+from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -76,7 +76,7 @@ class House:
         scorer = TaskScorer(SimpleNamespace(score=self._score), task, seed=0)
         generator = single_turn(pool, scorer, max_tokens=8)
         producers = make_producers(buffer, tasks.create_task, generator, timeout_s=None)
-        self.trainer_process = FakeTrainerProcess(self.worker)
+        self.trainer_process = FakeProcess(self.worker)
         trainer = SupervisedTrainer(
             TrainerClient(self.worker),
             [self.trainer_process],

@@ -19,8 +19,7 @@ from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.tasks import Feed
-from asyncrl.testing.fakes import FakeEngine
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import FakeEngine, MemoryJournal
 
 PAGE = Path(__file__).parent.parent / "docs" / "staleness.md"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.buffer.turns_or_split import Case, apart, best_split, break_even, in_turns, simulation_text
+from asyncrl.buffer.simulation import Case, best_split, break_even, case_of, case_text
 from asyncrl.config import load_config
 from asyncrl.placement.devices import place
 
@@ -23,19 +23,19 @@ def case(ratio: float = 1.0, sigma: float = 0.0, handover_s: float = 0.0, **valu
 
 def test_turns_use_all_devices_and_pay_handovers_and_a_split_at_0_waits_for_the_other_half() -> None:
     even = case(handover_s=0.5, num_batches=20)
-    turns = in_turns(even)  # 16 rollouts of 1 s in 16 slots, then 4 device-seconds on 4 devices
+    turns = even.play()  # 16 rollouts of 1 s in 16 slots, then 4 device-seconds on 4 devices
     assert 1 / turns.batches_per_s == pytest.approx(1.0 + 1.0 + 0.5, rel=0.03)
     assert turns.age_max == 0
-    split = apart(even, 0, num_trainer=2)  # 16 rollouts in 8 slots, then 4 device-seconds on 2 devices
+    split = even.play(0, num_trainer=2)  # 16 rollouts in 8 slots, then 4 device-seconds on 2 devices
     assert 1 / split.batches_per_s == pytest.approx(2.0 + 2.0, rel=0.03)
 
 
 def test_the_break_even_is_the_handover_that_makes_turns_as_slow_as_the_split() -> None:
     free = case(2.0, 0.3, num_devices=3)
-    split = best_split(free, 0, in_turns(free))
+    split = best_split(free, 0, free.play())
     assert split.break_even_s > 0
     even = case(2.0, 0.3, split.break_even_s, num_devices=3)
-    assert best_split(even, 0, in_turns(even)).gain == pytest.approx(1.0, rel=0.01)
+    assert best_split(even, 0, even.play()).gain == pytest.approx(1.0, rel=0.01)
 
 
 def test_with_a_tail_apart_at_1_wins_even_if_handovers_take_no_time_and_at_0_turns_win() -> None:
@@ -46,7 +46,7 @@ def test_with_a_tail_apart_at_1_wins_even_if_handovers_take_no_time_and_at_0_tur
 
 def test_what_simulate_prints_comes_from_the_config() -> None:
     config = load_config(ROOT / "configs" / "quickstart.yaml", ["buffer.on_overdue=mask", "rollout.slots=8"])
-    text = simulation_text(config, num_devices=2, ratio=1.0, sigma=0.5, handover_s=0.1, num_batches=10)
+    text = case_text(case_of(config, 2, ratio=1.0, sigma=0.5, handover_s=0.1, num_batches=10))
     assert "2 devices of 8 slots, 8 groups of 8 a batch (64 rollouts for 16 slots)" in text
     assert "on_overdue mask, 10 batches" in text
     assert re.search(r"^max_staleness 4, split 1\+1 +\d\.\d{3} +\d+\.\d{2}", text, flags=re.MULTILINE)

@@ -6,19 +6,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 from buffer_groups import make_buffer, make_group, wait_admit
-from hypothesis import given
-from hypothesis import strategies as st
 from rollout_cases import virtual
 
-from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.filter import GroupFilter
+from asyncrl.buffer.buffer import Buffer, rewards_of
 from asyncrl.errors import TaskError
 from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import Group
 from asyncrl.testing.virtual_time import all_blocked
 
 
@@ -98,38 +93,32 @@ def test_tokens_that_cannot_be_are_refused_and_change_nothing(oldest: int, newes
 # buffer.filter
 
 
-def is_filtered(group: Group, kind: Literal["none", "equal_rewards"] = "equal_rewards") -> bool:
-    return GroupFilter(kind, max_in_a_row=2).takes_nowait(group)
-
-
-@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=8))
-def test_a_group_of_equal_rewards_is_filtered_if_that_is_asked_for(rewards: list[float]) -> None:
-    group = make_group(0, *([0] for _ in rewards), rewards=rewards)
-    assert is_filtered(group) == all(reward == rewards[0] for reward in rewards)
-    assert not is_filtered(group, "none")
-
-
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
-        ([(0.5, 0.5), (0.5, 0.5)], True),
-        ([(0.0, 1.0), (0.0, 1.0)], False),  # one turn was better than the other
-        ([(0.5, 0.5), (1.0, 1.0)], False),
+        ([(0.5, 0.5), (0.5, 0.5)], {0.5}),
+        ([(0.0, 1.0), (0.0, 1.0)], {0.0, 1.0}),  # one turn was better than the other
+        ([(0.5, 0.5), (1.0, 1.0)], {0.5, 1.0}),
     ],
 )
-def test_rewards_of_parts_count_not_their_mean(rewards: list[tuple[float, float]], expected: bool) -> None:
+def test_rewards_of_parts_count_not_their_mean(
+    rewards: list[tuple[float, float]], expected: set[float]
+) -> None:
     group = make_group(0, *([0, 0] for _ in rewards), rewards=[sum(pair) / 2 for pair in rewards])
     branches = (
         replace(branch, credits=(Credit(2, 3, first, 0), Credit(3, 4, second, 1)))
         for branch, (first, second) in zip(group.trajectories, rewards, strict=True)
     )
-    assert is_filtered(replace(group, trajectories=tuple(branches))) == expected
+    assert rewards_of(replace(group, trajectories=tuple(branches))) == expected
 
 
 def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_reward_and_the_way_out() -> None:
-    found = GroupFilter("equal_rewards", max_in_a_row=3)
+    buffer = make_buffer(max_staleness=3, filter="equal_rewards", max_filtered_groups=3)
     same, other = ([0.25, 0.25], [0.0, 1.0])
     for rewards in (same, same, other, same, same):  # not in a row
-        assert found.takes_nowait(make_group(0, [0], [0], rewards=rewards)) == (rewards is same)
+        (group_id,) = admit(buffer, 1)
+        became = buffer.finish_nowait(make_group(group_id, [0], [0], rewards=rewards))
+        assert became == ("filtered" if rewards is same else "ready")
+    admit(buffer, 1)
     with pytest.raises(TaskError, match=r"3 groups in a row .*group 5, prompt p5: 0.25(.|\n)*Way out"):
-        found.takes_nowait(make_group(5, [0], [0], rewards=same))
+        buffer.finish_nowait(make_group(5, [0], [0], rewards=same))

@@ -90,7 +90,7 @@ def test_an_unreadable_one_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         return lambda path, *args, **named: (fails(path), call(path, *args, **named))[1]
 
     with monkeypatch.context() as broken:
-        broken.setattr("asyncrl.checkpoints.manifest.sha256_of", before(sha256_of))
+        broken.setattr("asyncrl.checkpoints.folder.sha256_of", before(sha256_of))
         broken.setattr("pathlib.Path.read_text", before(Path.read_text))
         broken.setattr("pathlib.Path.iterdir", before(Path.iterdir))
         with pytest.raises(CheckpointError, match="cannot be read: .*Too many open files") as caught:
@@ -130,7 +130,8 @@ def test_what_was_done_is_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "trained.jsonl").touch()
     (tmp_path / "metrics.jsonl").touch()
     make(tmp_path, 10)
-    assert synced == ["trained.jsonl", "metrics.jsonl", "eval.jsonl", tmp_path.name, "checkpoints"]
+    assert synced[0] == "manifest.json", "of what was made: all its files are on disk"
+    assert synced[2:] == ["trained.jsonl", "metrics.jsonl", "eval.jsonl", tmp_path.name, "checkpoints"]
 
 
 def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from rollout_cases import single_turn, virtual
 
 from asyncrl.errors import EngineError
 from asyncrl.messages.records import Prompt
-from asyncrl.rollouts.evaluator import EvalResult, Evaluator, Sample
+from asyncrl.rollouts.evaluation import EvalResult, Evaluator, Sample
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
 

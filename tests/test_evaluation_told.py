@@ -15,7 +15,7 @@ from asyncrl.config import EvalConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.status import render_status
 from asyncrl.placement.plan import trainer_threads
-from asyncrl.rollouts.evaluator import EvalResult, Sample
+from asyncrl.rollouts.evaluation import EvalResult, Sample
 from asyncrl.run.report import Reporter
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 

@@ -28,7 +28,7 @@ from asyncrl.agents.verifiers import VerifiersHarness, load_taskset
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure
 from asyncrl.messages.records import Rollout, SamplingRequest
-from asyncrl.tasks.verifiers_task import VerifiersTask
+from asyncrl.tasks.sources import VerifiersTask
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
 GUESSING = "guessing_env_for_test"

@@ -30,7 +30,7 @@ from asyncrl.run.life import close_within
 from asyncrl.run.loop import Job
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumePoint
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.model_folder import MODEL_PIN
 

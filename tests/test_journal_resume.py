@@ -30,7 +30,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import read_resume
 from asyncrl.journal.story import batch_story, events, group_story, totals
 from asyncrl.messages.records import Batch, GroupId, Ticket
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import MemoryJournal
 
 
 def test_a_run_finds_its_batches_ready_groups_running_groups_and_prompts_again(tmp_path: Path) -> None:

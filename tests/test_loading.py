@@ -69,7 +69,7 @@ def test_a_reward_function_scores_rows_and_needs_no_rows_to_be_built(here: Path)
         ("tasks_here:Goood", r"tasks_here has no Goood(.|\n)*did you mean Good\?"),
         ("tasks_here.Good", r"is not module:name"),
         ("tasks_here:number", r"is 7, which cannot be called"),
-        ("tasks_here:NoScore", r"made a NoScore without score; a task has __len__"),
+        ("tasks_here:NoScore", r"made a NoScore, which lacks a method; a task has __len__"),
         ("tasks_here:OddScore", r"cannot be called as score\(prompt, completion\)"),
         ('tasks_here:Good {"lenght": 2}', r"Good\(size=1000, seed=9, lenght=2\): got an unexpected"),
         ('tasks_here:Good {"length": -1}', r"ValueError: length=-1 is below 0 .tasks_here.py line 4."),

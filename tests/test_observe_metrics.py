@@ -23,7 +23,7 @@ from asyncrl.config.load import all_keys
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
-from asyncrl.rollouts.evaluator import EvalResult
+from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.run.report import Reporter
 from asyncrl.run.watch import gauges
 from asyncrl.trainer.record import append_line

@@ -16,8 +16,7 @@ from rollout_cases import FakeSink, make_producers, one_token, single_turn, virt
 from asyncrl.errors import EngineError, RequestRefused, TaskError
 from asyncrl.messages.records import GroupId, Prompt, Rollout, SamplingRequest
 from asyncrl.rollouts.rollout import RolloutAttempt
-from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked
 
 ALONE: dict[str, Any] = {"group_size": 1, "retries": 0}

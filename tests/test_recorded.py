@@ -19,7 +19,7 @@ from recorded_cases import SAMPLED_BY, make_branch, make_prompt, make_record, ro
 from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import Trajectory, VersionSpan
-from asyncrl.rollouts.recording import RecordedRollout, RecordFile, read_recording
+from asyncrl.rollouts.recording import RecordedRollout, read_recording
 
 
 @st.composite
@@ -76,10 +76,10 @@ def test_a_file_that_is_opened_again_goes_on_and_keeps_its_header(path: Path) ->
     write(path, make_record(0))
     write(path, make_record(1))
     assert [record.prompt.prompt_id for record in read_recording(path).rollouts] == ["0/0", "0/1"]
-    with pytest.raises(ConfigError, match=r"the weights: aaaa then, cccc now(.|\n)*Way out"):
-        RecordFile(path, replace(SAMPLED_BY, model_digest="cccc"))
+    with pytest.raises(ConfigError, match=r"model_digest: aaaa then, cccc now(.|\n)*Way out"):
+        write(path, sampled_by=replace(SAMPLED_BY, model_digest="cccc"))
     with pytest.raises(ConfigError, match="holds something already"):
-        RecordFile(path, SAMPLED_BY, must_be_new=True)
+        write(path, must_be_new=True)
     assert len(path.read_text().splitlines()) == 3
 
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_opened_again_goes_on_and_keeps_its_header(path: Path) ->
 def test_a_torn_last_line_is_refused_with_its_number(path: Path, cut: int) -> None:
     write(path, make_record(0), make_record(1))
     path.write_bytes(path.read_bytes()[:-cut])
-    for attempt in (lambda: read_recording(path), lambda: RecordFile(path, SAMPLED_BY)):
+    for attempt in (lambda: read_recording(path), lambda: write(path)):
         with pytest.raises(ConfigError, match=r"line 3 of .*r\.jsonl: it is torn"):
             attempt()
 
@@ -124,9 +124,8 @@ def test_what_is_no_recording_is_refused(path: Path, text: str) -> None:
 
 
 def test_a_prompt_that_json_would_change_is_not_recorded(path: Path) -> None:
-    file = RecordFile(path, SAMPLED_BY)
-    for answer in ((1, 2), {1: 2}, {"a"}, float("nan")):
-        with pytest.raises(ValueError, match="prompt 0/0 cannot be recorded"):
-            file.append(RecordedRollout(make_prompt(0, answer=answer), 1.0, (make_branch(),)), ["said"])
-    file.close()
+    said, answers = list[str](), ((1, 2), {1: 2}, {"a"}, float("nan"))
+    prompts = (make_prompt(0, answer=answer) for answer in answers)
+    write(path, *(RecordedRollout(prompt, 1.0, (make_branch(),)) for prompt in prompts), warn=said.append)
     assert read_recording(path).rollouts == ()
+    assert said == ["prompt 0/0 is not recorded: it is no plain JSON, or has tuples"] * 4

@@ -22,7 +22,7 @@ from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.messages.records import Batch
 from asyncrl.run.supervise_trainer import Checkpointer, recover_trainer
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import MemoryJournal
 
 LOST = TrainerLost("trainer", "no answer")
 NO_SPACE = CheckpointError("the trainer cannot save its state: no space left")

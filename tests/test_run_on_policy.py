@@ -22,8 +22,7 @@ from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Prompt, UnfinishedGroup
 from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.tasks import Feed
-from asyncrl.testing.fakes import FakeEngine, FakeScorer
-from asyncrl.testing.memory_journal import MemoryJournal
+from asyncrl.testing.fakes import FakeEngine, FakeScorer, MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual
 
 NUM_BATCHES, NUM_GROUPS = 4, 6

@@ -25,7 +25,7 @@ from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer, recover_trainer
 from asyncrl.tasks import Feed
-from asyncrl.testing.fake_trainer import FakeTrainerServer
+from asyncrl.testing.fake_server import FakeTrainerServer
 from asyncrl.trainer.trainer_client import TrainerClient
 
 

@@ -26,8 +26,8 @@ from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RoomError
 from asyncrl.messages.records import Rollout
 from asyncrl.messages.work import WORKER_KEY_ENV
-from asyncrl.rollouts.evaluator import Evaluator
-from asyncrl.rollouts.recording import RecordedRollout, RecordFile, RolloutRecorder, read_recording
+from asyncrl.rollouts.evaluation import Evaluator
+from asyncrl.rollouts.recording import RecordedRollout, RolloutRecorder, read_recording
 from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.run import agents
 from asyncrl.run.recorded import UserKey, result_table, try_rollouts, verdict
@@ -41,9 +41,11 @@ QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 class Desk:
     """A person's key over a real gateway with a scripted engine."""
 
-    def __init__(self, world: World, queue: RolloutQueue, file: RecordFile | None) -> None:
+    def __init__(self, world: World, queue: RolloutQueue, path: Path | None) -> None:
         self.world, self.said, self.broken = world, list[str](), list[RoomError]()
-        self.recorder = RolloutRecorder(file, world.engine.tokenizer, warn=self.said.append)
+        self.recorder = RolloutRecorder(world.engine.tokenizer, warn=self.said.append)
+        if path is not None:
+            self.recorder.open(path, SAMPLED_BY)
         life: Any = SimpleNamespace(say=self.said.append, on_broken=self.broken.append)
         self.people = UserKey(world.gateway, queue, self.recorder, life)
         self.headers = {"Authorization": f"Bearer {self.people.key}"}
@@ -63,7 +65,7 @@ def at_desk(story: Any, path: Path | None = None, engine: Any = None, **config: 
     async def live() -> None:
         queue = RolloutQueue(worker_key="k", model="m", lease_timeout_s=60.0, task_seed=lambda work: 0)
         async with gateway_world(engine, extra_routes=queue.routes(), **config) as world:
-            desk = Desk(world, queue, None if path is None else RecordFile(path, SAMPLED_BY))
+            desk = Desk(world, queue, path)
             await story(desk)
             desk.people.close()
             desk.recorder.close()
@@ -144,7 +146,7 @@ def test_a_recording_that_cannot_be_written_ends_the_command(tmp_path: Path) -> 
     async def story(desk: Desk) -> None:
         await desk.ask("Hi")
         desk.recorder.close()
-        desk.recorder._file._file = Path("/dev/full").open("w")  # type: ignore[union-attr]  # noqa: SIM115, ASYNC230
+        desk.recorder._file = Path("/dev/full").open("w")  # noqa: SIM115, ASYNC230
         status, told = await desk.outcome(reward=1.0)
         assert (status, "cannot be recorded" in told) == (400, True)
         assert "No space left on device" in str(desk.broken[0])

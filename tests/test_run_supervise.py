@@ -23,7 +23,7 @@ from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.supervise import until_lost
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fake_trainer import FakeEngineProcess
+from asyncrl.testing.fake_server import FakeProcess
 from asyncrl.testing.fakes import FakeTrainer
 from asyncrl.testing.virtual_time import all_blocked, stand_still
 
@@ -188,7 +188,7 @@ async def test_what_broke_a_call_is_named_and_not_the_heartbeat_that_was_cut_bec
         await is_cut.wait()
         raise error
 
-    process = FakeEngineProcess(FakeEngineServer("engine-0", slots=4, decode_s=DECODE_S))
+    process = FakeProcess(FakeEngineServer("engine-0", slots=4, decode_s=DECODE_S))
     cut = RoomError("engine-0", "does not answer: was given up before it answered /health")
     process.check_alive = lambda _: breaks(cut)  # type: ignore[method-assign, assignment]
     broken = EngineLost("engine-0", "answered 500 to a request: its engine died")

@@ -24,7 +24,7 @@ from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import TaskScorer, build_task
-from asyncrl.tasks.task import as_scored
+from asyncrl.tasks.task import UserCodeFailed, as_reward
 
 PROMPT = Prompt("0/7", ({"role": "user", "content": "say x"},), answer="x")
 
@@ -72,14 +72,15 @@ async def test_what_rewards_raise_is_a_failure(pool: str, function: Any, words: 
 
 @pytest.mark.parametrize("value", [1, False, 0.25, np.float32(0.25), np.bool_(True), np.array([0.5])])
 def test_numbers_of_all_kinds_are_rewards(value: Any) -> None:
-    assert as_scored(value).reward == float(np.asarray(value).item())
+    assert as_reward(value) == float(np.asarray(value).item())
 
 
 @pytest.mark.parametrize(
     "value", [None, "1.0", float("nan"), float("inf"), -1e19, 1j, [1.0], np.array([1.0, 2.0]), {}]
 )
 def test_what_is_no_finite_number_is_a_failure(value: Any) -> None:
-    assert as_scored(value).failure.startswith("returned ")
+    with pytest.raises(UserCodeFailed, match="^returned "):
+        as_reward(value)
 
 
 @virtual

@@ -17,7 +17,7 @@ from asyncrl.config import RunConfig, TaskConfig, load_config
 from asyncrl.errors import ConfigError, RewardFailure
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, TaskScorer, build_task
-from asyncrl.tasks import verifiers_task as of_tasks
+from asyncrl.tasks import sources as of_tasks
 from asyncrl.tasks.from_config import build_score, look_at_task
 from asyncrl.tasks.task import PromptTask
 

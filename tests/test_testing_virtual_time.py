@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 
 import pytest
@@ -41,11 +42,9 @@ def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
             for number in (10, 2, 1):
                 tasks.create_task(door.wait_open(), name=f"producer-{number}")
 
-    said = r"nothing can happen at t=42\.0 s: producer-1 waits in"
-    with pytest.raises(DeadlockError, match=said) as caught:
+    said = r"nothing can happen at t=42\.0 s:(.|\n)*task producer-1, producer-10, producer-2: Door.wait_open "
+    with pytest.raises(DeadlockError, match=said):
         run_virtual(story())
-    doors = [(f"producer-{number}", "Door.wait_open") for number in (1, 2, 10)]
-    assert (caught.value.now_s, caught.value.blocked) == (42.0, [*doors, ("main", "story")])
 
 
 def test_all_blocked_returns_when_nobody_else_can_move_and_no_time_has_passed() -> None:
@@ -81,7 +80,7 @@ def test_a_task_that_never_lets_the_clock_go_on_is_an_error() -> None:
     async def story() -> None:
         await asyncio.create_task(spin(), name="spinner")
 
-    said = r"time stands still after 500 rounds of the loop at t=0\.0 s: .*spinner waits in .*spin"
+    said = r"time stands still after 500 rounds of the loop at t=0\.0 s:(.|\n)*task spinner: .*spin"
     with pytest.raises(BusyLoopError, match=said):
         run_virtual(story(), max_rounds=500)
 
@@ -111,7 +110,7 @@ def test_left_over_tasks_are_cancelled_and_may_clean_up_and_one_that_does_not_en
     assert cleaned == ["linger"]
     with pytest.raises(KeyError, match="first") as caught:
         run_virtual(story(fails=True))
-    assert "left over waits in Door.wait_open" in caught.value.__notes__[0]
+    assert re.search("task left over: .*Door.wait_open", caught.value.__notes__[0])
 
 
 def test_an_error_in_a_callback_is_raised_and_not_only_logged() -> None:

@@ -22,7 +22,7 @@ from asyncrl.messages.calls import OffloadRequest
 from asyncrl.messages.records import Batch
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
-from asyncrl.testing.fake_trainer import FakeTrainerProcess, FakeTrainerServer
+from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -55,7 +55,7 @@ class House:
         self.tasks = tasks
         others = [FakeTrainerServer(f"trainer-{rank}") for rank in range(1, num_ranks)]
         self.server = MovableServer(train_s=TRAIN_S, peers=others)
-        self.ranks = [FakeTrainerProcess(server, start_s=START_S) for server in (self.server, *others)]
+        self.ranks = [FakeProcess(server, start_s=START_S) for server in (self.server, *others)]
         self.client = TrainerClient(self.server)
         self.journal: list[Batch] = []
         self.state_at, self.state = state_at, Path("states/one")

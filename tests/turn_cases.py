@@ -25,7 +25,7 @@ from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
-from asyncrl.testing.fake_trainer import FakeEngineProcess, FakeTrainerProcess, FakeTrainerServer
+from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -115,7 +115,7 @@ class EngineRooms:
         **publishing: Any,
     ) -> None:
         self.tasks, self.fakes, self.trainer = tasks, fakes, trainer
-        self.processes = [FakeEngineProcess(fake, start_s=START_S) for fake in fakes]
+        self.processes = [FakeProcess(fake, start_s=START_S) for fake in fakes]
         self.targets = [EngineServer(fake) for fake in fakes]
         self.events: list[tuple[str, Mapping[str, Any]]] = []
         self.told: list[str] = []
@@ -170,7 +170,7 @@ class House(EngineRooms):
 
     def __init__(self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20) -> None:
         self.worker = TurnTrainer()
-        self.worker_process = FakeTrainerProcess(self.worker, start_s=START_S)
+        self.worker_process = FakeProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
         self.batches: list[Batch] = []
         self.client = TrainerClient(self.worker)

@@ -27,7 +27,7 @@ from asyncrl.messages.records import Outcome
 from asyncrl.user_code import UserCalls
 
 INFO_KEY = "verifiers"
-"""Task.info has the task's own data under this key (asyncrl/tasks/verifiers_task.py)."""
+"""Task.info has the task's own data under this key (asyncrl/tasks/sources.py)."""
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """The library reads keys from the environment, one for the whole process; a session's key is in the address

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from asyncrl.buffer.filter import GroupFilter
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.staleness import HandedBack, StalenessRule, WaitCause
+from asyncrl.buffer.staleness import StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
-from asyncrl.errors import WouldWait
+from asyncrl.errors import TaskError, WouldWait
 from asyncrl.messages.records import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
 from asyncrl.waits import waiting
 
@@ -74,7 +73,6 @@ class Buffer:
             on_overdue=config.on_overdue,
             look_ahead=look_ahead,
         )
-        self._filter = GroupFilter(config.filter, max_in_a_row=config.max_filtered_groups)
         self._ready: dict[GroupId, Group] = {}
         self._opened, self._formed = asyncio.Event(), asyncio.Event()
         self._meter: WaitMeter | None = None
@@ -82,14 +80,7 @@ class Buffer:
         self.last_wait = WaitReport()
         """How the seconds of the last wait_batch split by cause."""
         self._last_take_s: float | None = None
-        self._num_filtered = self._filtered_tokens = 0
-
-    def __repr__(self) -> str:
-        rule = self.rule
-        return (
-            f"<Buffer batch {rule.next_batch}/{rule.num_batches}, v{rule.served} served, {rule.num_running} "
-            f"running, {rule.num_ready} ready of {rule.num_groups}, look_ahead {rule.look_ahead}>"
-        )
+        self._num_filtered = self._filtered_tokens = self._filtered_in_a_row = 0
 
     def restore_nowait(
         self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
@@ -127,20 +118,35 @@ class Buffer:
         Raises TaskError with the last of buffer.max_filtered_groups in a row. If `mask` leaves nothing of it,
         it goes straight to `on_handed_back`; a filtered group does not, for its prompt is not sampled again.
         """
-        if self._filter.takes_nowait(group):
-            self.rule.fail_nowait(group.group_id)
-            self._num_filtered += 1
-            self._filtered_tokens += sum(trajectory.num_sampled for trajectory in group.trajectories)
-            self._changed()
+        if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
+            self._filter(group)
             return "filtered"
+        self._filtered_in_a_row = 0
         oldest, newest = _versions(group)
-        handed_back = self.rule.finish_nowait(group.group_id, oldest=oldest, newest=newest)
+        is_useless = self.rule.finish_nowait(group.group_id, oldest=oldest, newest=newest)
         self._ready[group.group_id] = group
         self._changed()
-        if handed_back is not None:
-            self._hand_back(handed_back)
-            return "handed_back"
-        return "ready"
+        if is_useless:
+            self._hand_back(group.group_id)
+        return "handed_back" if is_useless else "ready"
+
+    def _filter(self, group: Group) -> None:
+        """Hand its admission back. Without an end to a row of these a run would sample for ever and never
+        train.
+        """
+        self._filtered_in_a_row += 1
+        if self._filtered_in_a_row >= self.config.max_filtered_groups:
+            raise TaskError(
+                self.name,
+                f"{self._filtered_in_a_row} groups in a row had one reward for all their rollouts, as has "
+                f"group {group.group_id}, prompt {group.prompt.prompt_id}: {rewards_of(group).pop():g}",
+                rule="buffer.filter replaces them; buffer.max_filtered_groups of them in a row end the run",
+                way_out="give easier prompts (harder ones at the highest reward), or set buffer.filter=none.",
+            )
+        self.rule.fail_nowait(group.group_id)
+        self._num_filtered += 1
+        self._filtered_tokens += sum(trajectory.num_sampled for trajectory in group.trajectories)
+        self._changed()
 
     def fail_nowait(self, group_id: GroupId) -> None:
         """The running group failed: its admission is handed back."""
@@ -187,8 +193,8 @@ class Buffer:
         groups = tuple(self._ready.pop(group_id) for group_id in choice.group_ids)
         min_version = max(0, choice.version - self.rule.max_staleness)
         self._changed()
-        for handed_back in choice.handed_back:
-            self._hand_back(handed_back)
+        for group_id in choice.handed_back:
+            self._hand_back(group_id)
         return Batch(choice.version, groups, min_version, mask_older=self.rule.overdue.masks)
 
     # ---- what is asked
@@ -238,10 +244,8 @@ class Buffer:
         }.get(rule.waits_for or "", "generation")
         batch = f"batch {rule.next_batch}: {rule.num_ready} of {rule.num_groups} groups are ready"
         if rule.oldest_running is not None:
-            group_id, start_version = rule.oldest_running
-            batch += (
-                f", {rule.num_running} run; the oldest is group g{group_id}, start_version {start_version}"
-            )
+            group_id, version = rule.oldest_running
+            batch += f", {rule.num_running} run; the oldest is group g{group_id}, start_version {version}"
         return f"{what} ({batch})"
 
     def _changed(self) -> None:
@@ -256,12 +260,23 @@ class Buffer:
             self._opened.set()
             self._opened = asyncio.Event()
 
-    def _hand_back(self, handed_back: HandedBack) -> None:
-        group = self._ready.pop(handed_back.group_id, None)
-        self._on_handed_back(handed_back.group_id, group, self.rule.overdue.reason)
+    def _hand_back(self, group_id: GroupId) -> None:
+        self._on_handed_back(group_id, self._ready.pop(group_id, None), self.rule.overdue.reason)
 
 
 def _versions(group: Group) -> tuple[int, int]:
     """(oldest, newest) version of any sampled token of the group."""
     versions = [span.version for trajectory in group.trajectories for span in trajectory.version_spans]
     return min(versions), max(versions)
+
+
+def rewards_of(group: Group) -> set[float]:
+    """What its rollouts earned, or, where they have credits, each of their parts.
+
+    A group that earned one reward has no gradient: each advantage against its mean is 0. Such groups are
+    replaced by dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2).
+    """
+    rewards = set[float]()
+    for trajectory in group.trajectories:
+        rewards.update([credit.reward for credit in trajectory.credits] or [trajectory.reward])
+    return rewards

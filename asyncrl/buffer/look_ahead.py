@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -60,7 +61,7 @@ class LookAhead:
         self.current = min(START, max_staleness)
         self._batch = 0
         self._settling = START  # batches after a change that still show the setting before it
-        self._samples: list[_Sample] = []
+        self._samples: deque[_Sample] = deque(maxlen=MEMORY)
         self._until_decision = FIRST_WINDOW
         self._trial_of: _Measured | None = None  # the setting that the present one is compared with
         self._raise_from, self._raise_hold = 0, FIRST_HOLD
@@ -78,10 +79,7 @@ class LookAhead:
         if self._settling > 0:
             self._settling -= 1
             return self.current
-        self._samples = [
-            *self._samples[1 - MEMORY :],
-            _Sample(interval_s, wait.generation_s + wait.publishing_s, num_spare),
-        ]
+        self._samples.append(_Sample(interval_s, wait.generation_s + wait.publishing_s, num_spare))
         self._until_decision -= 1
         if self._until_decision <= 0:
             self._until_decision = WINDOW
@@ -106,7 +104,7 @@ class LookAhead:
         return False
 
     def _steer(self) -> None:
-        window = self._samples[-WINDOW:]
+        window = list(self._samples)[-WINDOW:]
         half = len(window) // 2
         if _lack_fraction(window[:half]) < MIN_LACK_FRACTION < _lack_fraction(window[half:]):
             self._until_decision = half  # it has just begun: judge when the window shows nothing else
@@ -120,15 +118,12 @@ class LookAhead:
                 self._move(self.current + 1)
             elif self._batch >= self._raise_from and self.current < self.max_staleness:
                 without_lack = math.ceil((self.current + 1) / max(1 - lack, 1e-9) - 0.25) - 1
-                self._try(min(self.max_staleness, max(self.current + 1, without_lack)))
+                measured = self._measured()
+                self._move(min(self.max_staleness, max(self.current + 1, without_lack)))
+                self._trial_of, self._until_decision = measured, PROBE_WINDOW
         elif num_spare >= 1 and self.current > 1 and self._batch >= self._lower_from:
             self._move(self.current - 1)
             self._came_down = True
-
-    def _try(self, look_ahead: int) -> None:
-        measured = self._measured()
-        self._move(look_ahead)
-        self._trial_of, self._until_decision = measured, PROBE_WINDOW
 
     def _move(self, look_ahead: int) -> None:
         self.current, self._settling, self._until_decision = look_ahead, look_ahead + 1, WINDOW
@@ -137,7 +132,7 @@ class LookAhead:
 
     def _measured(self) -> _Measured:
         # at first the change may be of the workload, and new
-        samples = self._samples[-WINDOW:] if self._doubts else self._samples
+        samples = list(self._samples)[-WINDOW if self._doubts else 0 :]
         intervals = [max(sample.interval_s, 1e-9) for sample in samples]
         mean = fmean(intervals)
         return _Measured(self.current, mean, stdev(intervals) / math.sqrt(len(intervals)) / mean)

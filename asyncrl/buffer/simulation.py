@@ -1,5 +1,5 @@
 """Plays a whole run in virtual time: rollouts of random length, a trainer, weight pushes, and the staleness
-rule between them. No asyncio, no model.
+rule between them; and compares devices that take turns with devices that are split. No asyncio, no model.
 
 An event heap moves the time; the rule is the one that runs use. When groups start, and which prompt comes
 again, is as in the product: a test plays both. A rollout's length follows from the workload's seed, its
@@ -13,13 +13,17 @@ import heapq
 import math
 import random
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from statistics import fmean
 
 from asyncrl.buffer.buffer import WaitMeter
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.staleness import HandedBack, StalenessRule
+from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.config import RunConfig
+from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import GroupId
 
 
@@ -73,7 +77,7 @@ class SimulationResult:
 class _Rollout:
     length_s: float
     started_s: float = math.inf
-    oldest: int = 0
+    version: int = 0
 
 
 @dataclass(slots=True)
@@ -82,6 +86,10 @@ class _Group:
     num_handed_back: int
     rollouts: list[_Rollout]
     num_unfinished: int
+
+    @property
+    def oldest(self) -> int:
+        return min(rollout.version for rollout in self.rollouts)
 
 
 class Simulation:
@@ -92,16 +100,16 @@ class Simulation:
     def __init__(self, rule: StalenessRule, workload: Workload, *, auto: LookAhead | None = None) -> None:
         self.rule, self.workload, self.auto = rule, workload, auto
         self.now_s = 0.0
-        self._num_drawn = 0
-        self._back: list[tuple[int, int]] = []  # heap: (prompt, its num_handed_back)
-        self._events: list[tuple[float, int, str, int, int]] = []  # heap; the number keeps the order of calls
-        self._numbers = count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap; numbered in the order of calls
+        self._event_numbers = count()
         self._groups: dict[GroupId, _Group] = {}
         self._queue: deque[tuple[GroupId, int]] = deque()
         self._free_slots = workload.num_slots
-        self._served_at_s = [0.0]
-        self._trained = 0
+        self._num_drawn = 0
+        self._back: list[tuple[int, int]] = []  # heap: (prompt, its num_handed_back)
+        self._num_trained = 0
         self._is_publishing = self._is_training = False
+        self._served_at_s = [0.0]
         self._meter = WaitMeter(0.0, rule.waits_for)
         self._last_take_s = 0.0
         self._num_spare = 0
@@ -119,20 +127,13 @@ class Simulation:
             if not self._events:
                 waits_for = self.rule.waits_for
                 raise RuntimeError(f"deadlock: batch {self.rule.next_batch} waits for {waits_for}")
-            self.now_s, _, kind, first, second = heapq.heappop(self._events)
-            match kind:
-                case "rollout":
-                    self._rollout_done(GroupId(first), second)
-                case "trained":
-                    self._train_done()
-                    self._take_if_formed()  # the trainer asks at once, before any admission
-                case "published":
-                    self._publish_done(first)
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
             self._settle()
         return self._result()
 
-    def _at(self, delay_s: float, kind: str, first: int = 0, second: int = 0) -> None:
-        heapq.heappush(self._events, (self.now_s + delay_s, next(self._numbers), kind, first, second))
+    def _after(self, delay_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now_s + delay_s, next(self._event_numbers), event))
 
     def _settle(self) -> None:
         """Do all that can be done now: start in free slots, take a batch."""
@@ -149,9 +150,9 @@ class Simulation:
             group_id, index = self._queue.popleft()
             if group_id in self._groups:  # else it was dropped while it waited
                 rollout = self._groups[group_id].rollouts[index]
-                rollout.started_s, rollout.oldest = self.now_s, self.rule.served
+                rollout.started_s, rollout.version = self.now_s, self.rule.served
                 self._free_slots -= 1
-                self._at(rollout.length_s, "rollout", group_id, index)
+                self._after(rollout.length_s, partial(self._rollout_done, group_id))
 
     def _admit(self) -> None:
         ticket = self.rule.admit_nowait()
@@ -162,21 +163,18 @@ class Simulation:
         self._groups[ticket.group_id] = _Group(prompt, num_handed_back, rollouts, size)
         self._queue.extend((ticket.group_id, index) for index in range(size))
 
-    def _rollout_done(self, group_id: GroupId, index: int) -> None:
+    def _rollout_done(self, group_id: GroupId) -> None:
         group = self._groups.get(group_id)
         if group is None:
             return  # dropped meanwhile: its slots were freed then
         self._free_slots += 1
         group.num_unfinished -= 1
-        if group.num_unfinished:
-            return
-        oldest = min(rollout.oldest for rollout in group.rollouts)
-        back = self.rule.finish_nowait(group_id, oldest=oldest, newest=self.rule.served)
-        if back is not None:
-            self._hand_back(back)
+        served = self.rule.served
+        if not group.num_unfinished and self.rule.finish_nowait(group_id, oldest=group.oldest, newest=served):
+            self._hand_back(group_id)
 
-    def _hand_back(self, handed_back: HandedBack) -> None:
-        group = self._groups.pop(handed_back.group_id)
+    def _hand_back(self, group_id: GroupId) -> None:
+        group = self._groups.pop(group_id)
         self._counts["handed_back"] += 1
         if group.num_handed_back < self.workload.max_hand_backs:
             heapq.heappush(self._back, (group.prompt, group.num_handed_back + 1))
@@ -192,50 +190,50 @@ class Simulation:
         self._meter.change(self.now_s, rule.waits_for)
         if rule.waits_for is not None:
             return
-        wait = self._meter.report()
         self._look_aheads.append(rule.look_ahead)
         choice = rule.take_nowait()
         taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
-        groups = tuple((int(group_id), self._weigh(choice.version, group)) for group_id, group in taken)
-        self.batches.append((choice.version, groups))
-        for handed_back in choice.handed_back:
-            self._hand_back(handed_back)
+        for _, group in taken:
+            self._weigh(choice.version, group)
+        self.batches.append((choice.version, tuple((group_id, group.oldest) for group_id, group in taken)))
+        for group_id in choice.handed_back:
+            self._hand_back(group_id)
         if self.auto is not None:
-            interval_s = self.now_s - self._last_take_s
+            interval_s, wait = self.now_s - self._last_take_s, self._meter.report()
             rule.set_look_ahead(self.auto.batch_taken(interval_s, wait, self._num_spare))
         self._last_take_s = self.now_s
         self._is_training = True
-        self._at(self.workload.train_s, "trained")
+        self._after(self.workload.train_s, self._train_done)
 
-    def _weigh(self, version: int, group: _Group) -> int:
-        """Count ages and masked tokens of a group in batch `version`; return its oldest version."""
-        oldest = min(rollout.oldest for rollout in group.rollouts)
+    def _weigh(self, version: int, group: _Group) -> None:
+        """Count ages and masked tokens of a group in batch `version`."""
         masks, max_staleness = self.rule.overdue.masks, self.rule.max_staleness
-        age, min_version = version - oldest, version - max_staleness
+        age, min_version = version - group.oldest, version - max_staleness
         self._counts["late"] += age > max_staleness and not masks
         self._ages.append(min(age, max_staleness) if masks else age)
         for rollout in group.rollouts:
             self._tokens += rollout.length_s
-            if masks and rollout.oldest < min_version:
+            if masks and rollout.version < min_version:
                 self._masked += min(rollout.length_s, self._served_at_s[min_version] - rollout.started_s)
-        return oldest
 
     def _train_done(self) -> None:
-        self._trained += 1
+        self._num_trained += 1
         self._is_training = False
         self._num_spare = self.rule.num_ready // self.rule.num_groups - 1
         self._meter = WaitMeter(self.now_s, self.rule.waits_for)
         self._publish()
+        self._take_if_formed()  # the trainer asks at once, before any admission
 
     def _publish(self) -> None:
-        if not self._is_publishing and self._trained > self.rule.served:
+        if not self._is_publishing and self._num_trained > self.rule.served:
             self._is_publishing = True
+            published = partial(self._published, self._num_trained)
             if self.workload.publish_s:
-                self._at(self.workload.publish_s, "published", self._trained)
+                self._after(self.workload.publish_s, published)
             else:
-                self._publish_done(self._trained)
+                published()
 
-    def _publish_done(self, version: int) -> None:
+    def _published(self, version: int) -> None:
         self._is_publishing = False
         self._served_at_s += [self.now_s] * (version - self.rule.served)
         self.rule.set_served_nowait(version)
@@ -254,3 +252,118 @@ class Simulation:
             num_given_up=counts["given_up"],
             look_ahead_mean=fmean(self._look_aheads),
         )
+
+
+# Turns against splits: which makes more batches, and from which bound on. It is assumed that a slot decodes
+# at the same speed however many are busy, that training on k devices takes 1 / k of the time, and that
+# lengths are lognormal.
+
+BOUNDS = (0, 1, 2, 4)
+"""max_staleness of the rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Trainer and engines that take turns on all of `num_devices`, or have split them. Its unit of time is a
+    rollout's mean, 1 s.
+
+    `ratio`: device-seconds of generating a batch over those of training on it, with every slot busy. `sigma`:
+    shape of the lognormal lengths (0 = all the same). `handover_s`: both handovers of a turn, the push
+    included. `slots`: of a device that generates.
+    """
+
+    num_devices: int
+    num_groups: int
+    group_size: int
+    slots: int
+    ratio: float
+    sigma: float
+    handover_s: float
+    on_overdue: OnOverdue = "wait"
+    num_batches: int = 200
+
+    def play(self, max_staleness: int = 0, num_trainer: int | None = None) -> SimulationResult:
+        """`num_trainer` devices train and the others generate, at the same time as far as the bound allows.
+        None: every device generates, then every device trains, and each turn pays its handovers.
+        """
+        num_training = self.num_devices if num_trainer is None else num_trainer
+        num_generating = self.num_devices - (num_trainer or 0)
+        rule = StalenessRule(
+            num_groups=self.num_groups,
+            num_batches=self.num_batches,
+            max_staleness=max_staleness,
+            on_overdue=self.on_overdue,
+            look_ahead=max_staleness,
+        )
+        workload = Workload(
+            num_slots=self.slots * num_generating,
+            sigma=self.sigma,
+            group_size=self.group_size,
+            train_s=self.num_groups * self.group_size / self.slots / self.ratio / num_training,
+            publish_s=self.handover_s if num_trainer is None else 0.0,
+        )
+        return Simulation(rule, workload).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The fastest split at one bound. `gain`: its batches a second over those of turns. `break_even_s`: with
+    handovers of this length turns are as fast; below 0 the split wins even against handovers that take no
+    time.
+    """
+
+    max_staleness: int
+    num_trainer: int
+    outcome: SimulationResult
+    gain: float
+    break_even_s: float
+
+
+def best_split(case: Case, max_staleness: int, turns: SimulationResult) -> Split:
+    """The split with most batches a second."""
+    outcomes = {num: case.play(max_staleness, num) for num in range(1, case.num_devices)}
+    num_trainer = max(outcomes, key=lambda num: outcomes[num].batches_per_s)
+    best = outcomes[num_trainer]
+    break_even_s = 1 / best.batches_per_s - 1 / turns.batches_per_s + case.handover_s
+    return Split(max_staleness, num_trainer, best, best.batches_per_s / turns.batches_per_s, break_even_s)
+
+
+def break_even(case: Case, bounds: Sequence[int] = BOUNDS) -> tuple[SimulationResult, list[Split]]:
+    """Turns, and the best split at each bound."""
+    turns = case.play()
+    return turns, [best_split(case, bound, turns) for bound in bounds]
+
+
+def case_of(
+    config: RunConfig, num_devices: int, ratio: float, sigma: float, handover_s: float, num_batches: int = 200
+) -> Case:
+    """With the groups, slots and on_overdue of the config."""
+    rollout, on_overdue = config.rollout, config.buffer.on_overdue
+    sizes = (num_devices, config.trainer.num_groups, rollout.group_size, rollout.slots)
+    return Case(*sizes, ratio, sigma, handover_s, on_overdue, num_batches)
+
+
+def case_text(case: Case) -> str:
+    """One case as a table."""
+    turns, splits = break_even(case)
+    rollouts, slots = case.num_groups * case.group_size, case.slots * case.num_devices
+    lines = [
+        f"{case.num_devices} devices of {case.slots} slots, {case.num_groups} groups of {case.group_size} a "
+        f"batch ({rollouts} rollouts for {slots} slots); seconds are mean rollouts",
+        f"generation : training = {case.ratio:g}, lengths sigma {case.sigma:g}, on_overdue "
+        f"{case.on_overdue}, {case.num_batches} batches",
+        "",
+        f"{'':<28} {'batches/s':>9} {'of turns':>8} {'trainer idle':>12} {'data age':>8}  even at",
+        _line(f"in turns, handover {case.handover_s:g} s", turns, 1.0, ""),
+    ]
+    for split in splits:
+        parts = f"{split.num_trainer}+{case.num_devices - split.num_trainer}"
+        name = f"max_staleness {split.max_staleness}, split {parts}"
+        even = f"{split.break_even_s:.2f} s" if split.break_even_s > 0 else "none: wins anyway"
+        lines.append(_line(name, split.outcome, split.gain, even))
+    return "\n".join(lines)
+
+
+def _line(name: str, outcome: SimulationResult, gain: float, even: str) -> str:
+    numbers = f"{outcome.batches_per_s:>9.3f} {gain:>8.2f} {outcome.idle_fraction:>12.0%}"
+    return f"{name:<28} {numbers} {outcome.age_mean:>8.2f}  {even}".rstrip()

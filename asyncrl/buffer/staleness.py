@@ -17,20 +17,12 @@ WaitCause = Literal["generation", "stragglers", "publishing"]
 
 
 @dataclass(frozen=True, slots=True)
-class HandedBack:
-    """An admitted group that no batch can use any more; `was_ready` says whether it had finished."""
-
-    group_id: GroupId
-    was_ready: bool
-
-
-@dataclass(frozen=True, slots=True)
 class BatchChoice:
-    """Batch `version`: its groups in order of admission, and what taking it made unusable."""
+    """Batch `version`: its groups in order of admission, and the groups that no later batch can use."""
 
     version: int
     group_ids: tuple[GroupId, ...]
-    handed_back: tuple[HandedBack, ...]
+    handed_back: tuple[GroupId, ...]
 
 
 class StalenessRule:
@@ -72,11 +64,6 @@ class StalenessRule:
     # ---- what is asked
 
     @property
-    def consumed(self) -> int:
-        """Groups in batches taken."""
-        return self.next_batch * self.num_groups
-
-    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -87,7 +74,7 @@ class StalenessRule:
     @property
     def admitted(self) -> int:
         """Groups consumed or in flight. What failed or was handed back does not count."""
-        return self.consumed + self.num_running + self.num_ready
+        return self.next_batch * self.num_groups + self.num_running + self.num_ready
 
     @property
     def num_open(self) -> int:
@@ -176,11 +163,11 @@ class StalenessRule:
         self._add_running(group_id, self.served + self.max_staleness)
         return Ticket(group_id, start_version=self.served)
 
-    def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> HandedBack | None:
+    def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
         """A running group is ready; `oldest` and `newest` are the versions of its tokens.
 
-        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns the group if no batch
-        can use it any more.
+        Its deadline moves to oldest + max_staleness, never to an earlier batch. Returns whether it is
+        forgotten, for no batch can use it any more.
         """
         deadline = oldest + self.max_staleness
         assert self._running[group_id] <= deadline, f"group {group_id} has a token older than its ticket"
@@ -188,12 +175,12 @@ class StalenessRule:
         self.fail_nowait(group_id)
         last_use = self.overdue.last_use(deadline, newest + self.max_staleness)
         if last_use is not None and last_use < self.next_batch:
-            return HandedBack(group_id, was_ready=True)
+            return True
         self._ready[group_id] = deadline
         self._ready_due[deadline] += 1
         heapq.heappush(self._ready_order, (deadline, group_id))
         self._note_last_use(group_id, last_use)
-        return None
+        return False
 
     def fail_nowait(self, group_id: GroupId) -> None:
         """A running group has ended without being ready: its admission is handed back."""
@@ -251,14 +238,14 @@ class StalenessRule:
                 _count_down(self._ready_due, self._ready.pop(group_id))
                 return group_id
 
-    def _hand_back(self, version: int) -> list[HandedBack]:
+    def _hand_back(self, version: int) -> list[GroupId]:
         """Forget the groups that batch `version` was the last to have a use for; it did not take them."""
         handed_back = []
         for group_id in sorted(self._useless_after.pop(version, ())):
             for groups, due in ((self._ready, self._ready_due), (self._running, self._running_due)):
                 if group_id in groups:
                     _count_down(due, groups.pop(group_id))
-                    handed_back.append(HandedBack(group_id, was_ready=groups is self._ready))
+                    handed_back.append(group_id)
         return handed_back
 
 

@@ -1,4 +1,8 @@
-"""RUN_DIR/checkpoints: which are whole, which stay. The trainer writes into a folder that it is given."""
+"""RUN_DIR/checkpoints: which are whole, which stay. The trainer writes into a folder that it is given.
+
+The manifest of a checkpoint has the size and sha256 of every file, so that half a checkpoint is never taken
+for a whole one.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checkpoints.manifest import MANIFEST, check_manifest, damaged, unreadable, write_manifest
+from pydantic import BaseModel, ConfigDict
+
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointDamaged, CheckpointError
-from asyncrl.files import replace_folder, settle_folder, sync
+from asyncrl.files import replace_folder, settle_folder, sha256_of, sync, sync_tree
 
-CONTROLLER = "controller.json"
-TRAINER = "trainer"
+CONTROLLER, TRAINER, MANIFEST = "controller.json", "trainer", "manifest.json"
+FORMAT = 1
 RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl")
 """Files of the run directory that say what was done before the checkpoint: nothing after a resume writes that
 again.
 """
+CHECK_DISK = "check its disk, its permissions and the limit of open files, then start again."
 
 
 def sync_records(run_dir: Path) -> None:
@@ -33,6 +39,27 @@ def sync_records(run_dir: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             sync(run_dir / name)
     sync(run_dir)
+
+
+class FileEntry(BaseModel):
+    """One file of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """What a whole checkpoint consists of. `version`: batches trained when it was made; `files` by relative
+    path.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    format: int = FORMAT
+    version: int
+    files: dict[str, FileEntry]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +156,8 @@ class Checkpoints:
         """
         final = self.root / f"step_{version}"
         try:
-            (pending.folder / CONTROLLER).write_text(
-                json.dumps(controller, indent=1) + "\n", encoding="utf-8"
-            )
+            text = json.dumps(controller, indent=1) + "\n"
+            (pending.folder / CONTROLLER).write_text(text, encoding="utf-8")
             write_manifest(pending.folder, version)
             sync_records(self.root.parent)
             # it may be there: made by a run that was killed, and is replayed now
@@ -157,7 +183,7 @@ class Checkpoints:
         for version in reversed(self._settled(keep_unfinished)):
             folder = self.root / f"step_{version}"
             try:
-                return self._read(folder, version), passed_over
+                return read_whole(folder, version), passed_over
             except CheckpointDamaged as error:
                 passed_over.append(Damaged(folder, str(error)))
         return None, passed_over
@@ -173,22 +199,8 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         except OSError as error:
-            way_out = "check its disk, its permissions and the limit of open files, then start again."
-            raise CheckpointError(
-                f"{self.root} cannot be read: {error.strerror or error}", way_out=way_out
-            ) from error
-
-    def _read(self, folder: Path, version: int) -> Whole:
-        manifest = check_manifest(folder)
-        try:
-            controller = json.loads((folder / CONTROLLER).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise unreadable(folder, CONTROLLER, error) from error
-        except ValueError as error:
-            raise damaged(folder, f"{CONTROLLER} cannot be read: {error}") from error
-        if manifest.version != version:
-            raise damaged(folder, f"it is of version {manifest.version}, and was renamed by hand")
-        return Whole(version, folder, controller)
+            what = f"{self.root} cannot be read: {error.strerror or error}"
+            raise CheckpointError(what, way_out=CHECK_DISK) from error
 
     def oldest_version(self) -> int:
         """Oldest of the keep_last newest, 0 until there are so many: from there on the journal is needed, for
@@ -205,13 +217,11 @@ class Checkpoints:
         evaluated = [version for version in versions if version in self._rewards]
         if self.config.keep_best and evaluated:
             stay.add(max(evaluated, key=lambda version: (self._rewards[version], version)))
-        for version in versions:
-            if version not in stay:
-                folder = self.root / f"step_{version}"
-                with contextlib.suppress(OSError):  # what cannot be removed stays, and is whole
-                    # first: what is half removed must not look whole
-                    (folder / MANIFEST).unlink(missing_ok=True)
-                    shutil.rmtree(folder, ignore_errors=True)
+        for folder in (self.root / f"step_{version}" for version in versions if version not in stay):
+            with contextlib.suppress(OSError):  # what cannot be removed stays, and is whole
+                # first: what is half removed must not look whole
+                (folder / MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _cannot_write(self, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -224,3 +234,75 @@ class Checkpoints:
 def _versions_in(folders: Iterable[Path]) -> list[int]:
     kinds = (path.name.partition("_") for path in folders)
     return sorted(int(number) for kind, _, number in kinds if kind == "step" and number.isdigit())
+
+
+def write_manifest(folder: Path, version: int) -> None:
+    """Sync every file of `folder` to disk and write the manifest over them, last of all. Raises OSError."""
+    sync_tree(folder)
+    files = {
+        path.relative_to(folder).as_posix(): FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    path = folder / MANIFEST
+    path.write_text(Manifest(version=version, files=files).model_dump_json(indent=1) + "\n", encoding="utf-8")
+    sync(path)
+    sync(folder)
+
+
+def read_whole(folder: Path, version: int) -> Whole:
+    """Read every file of a checkpoint and compare it with the manifest.
+
+    Raises CheckpointDamaged that names what is wrong or missing, and CheckpointError if it cannot be told: a
+    file cannot be read, or a newer asyncrl wrote it.
+    """
+    found = _read_json(folder, MANIFEST)
+    if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {folder} has format {found['format']}, this version of asyncrl reads {FORMAT}",
+            way_out="resume with the asyncrl that wrote it, or a newer one.",
+        )
+    try:
+        manifest = Manifest.model_validate(found)
+    except ValueError as error:
+        raise _damaged(folder, f"{MANIFEST} cannot be read: {str(error).splitlines()[0]}") from error
+    for name, entry in manifest.files.items():
+        path = folder / name
+        try:
+            read = (path.stat().st_size, sha256_of(path))
+        except OSError as error:
+            raise _unreadable(folder, name, error) from error
+        if read != (written := (entry.size, entry.sha256)):
+            raise _damaged(folder, f"{name} has (bytes, sha256) {read} instead of {written}")
+    if manifest.version != version:
+        raise _damaged(folder, f"it is of version {manifest.version}, and was renamed by hand")
+    return Whole(version, folder, _read_json(folder, CONTROLLER))
+
+
+def _read_json(folder: Path, name: str) -> Any:
+    try:
+        return json.loads((folder / name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unreadable(folder, name, error) from error
+    except ValueError as error:
+        raise _damaged(folder, f"{name} cannot be read: {error}") from error
+
+
+def _unreadable(folder: Path, name: str, error: OSError) -> CheckpointError:
+    """A file that is not there is damage; one that the system does not read may be whole."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return _damaged(folder, f"{name} cannot be read: {error.strerror}")
+    return CheckpointError(
+        f"checkpoint {folder} cannot be read: {name}: {error.strerror or error}",
+        rule="a checkpoint counts as damaged only if a file was read and is wrong",
+        way_out=f"{CHECK_DISK} If it is lost, rename it to damaged_{folder.name}: an older one is taken.",
+    )
+
+
+def _damaged(folder: Path, why: str) -> CheckpointDamaged:
+    """It was read, and is not what was written."""
+    return CheckpointDamaged(
+        f"checkpoint {folder} is damaged: {why}",
+        rule="a checkpoint is used only if every file is as its manifest says",
+        way_out="an older one is taken if there is one; else copy the folder back, or start a new run.",
+    )

@@ -1,22 +1,146 @@
-"""The evaluations of a run, one after the other on an engine of their own."""
+"""The evaluations of a run, one after the other on an engine of their own: when, with which weights, and what
+the samples of the held-out prompts come to.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
 import os
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean, pstdev, stdev
 from typing import Literal
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import ConnectionShortage, PublishError, RoomError
+from asyncrl.errors import ConnectionShortage, EngineError, PublishError, RoomError
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.rollouts.evaluator import EvalResult, Evaluator
+from asyncrl.messages.records import GroupId, Prompt, Rollout
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
 from asyncrl.waits import TimeLimit, waiting
 
-log = logging.getLogger(__name__)
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One scored rollout: `length` in sampled tokens, of all its turns."""
+
+    prompt_id: str
+    reward: float
+    length: int
+    is_truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """All scored samples of one evaluation at `version`; `num_failed` others have no reward, the last for
+    `last_failure`.
+
+    `seconds` from the time the version was published until all was scored. `num_skipped` and `num_abandoned`:
+    evaluations so far that were due and did not begin, or did not end. `num_abandoned_calls`: of the eval
+    task's reward function, so far, that did not end when they were cancelled.
+    """
+
+    version: int
+    samples: Sequence[Sample]
+    num_failed: int = 0
+    last_failure: str = ""
+    seconds: float = 0.0
+    num_skipped: int = 0
+    num_abandoned: int = 0
+    num_abandoned_calls: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """By metric name. What needs a sample, or two prompts, is left out where there are none.
+
+        eval/reward_mean, eval/reward_std: over prompts, each the mean of its samples (population standard
+        deviation); eval/standard_error: of reward_mean (samples of one prompt are not independent, prompts
+        are); eval/length_mean: sampled tokens; eval/truncated_fraction: rollouts that ran into
+        rollout.max_tokens; eval/failed: samples without a reward, which are in none of the means.
+        """
+        metrics: dict[str, float] = {
+            "eval/version": self.version,
+            "eval/failed": self.num_failed,
+            "eval/seconds": self.seconds,
+            "eval/skipped": self.num_skipped,
+            "eval/abandoned": self.num_abandoned,
+            "eval/abandoned_calls": self.num_abandoned_calls,
+        }
+        if self.samples:
+            rewards: defaultdict[str, list[float]] = defaultdict(list)
+            for sample in self.samples:
+                rewards[sample.prompt_id].append(sample.reward)
+            means = [fmean(found) for found in rewards.values()]
+            metrics |= {
+                "eval/reward_mean": fmean(means),
+                "eval/reward_std": pstdev(means),
+                "eval/length_mean": fmean(sample.length for sample in self.samples),
+                "eval/truncated_fraction": fmean(sample.is_truncated for sample in self.samples),
+            }
+            if len(means) > 1:
+                metrics["eval/standard_error"] = stdev(means) / math.sqrt(len(means))
+        return metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluator:
+    """`samples` rollouts of each prompt, at most `slots` of them sampled at once, without retries.
+
+    `broken`: errors of the eval engine that reached a harness and not the generator; while there is one, a
+    failed rollout is no data.
+
+    Waits: evaluate sleeps in the generator; a rollout takes at most timeout_s (None: no limit).
+    Invariant: every token of a result was sampled at its version: any other raises. Seeds depend on prompt
+        and sample alone, so that two evaluations differ by the weights and by nothing else.
+    """
+
+    generator: Generator
+    prompts: Sequence[Prompt]
+    samples: int
+    slots: int
+    timeout_s: float | None = None
+    broken: list[RoomError] = field(default_factory=list)
+
+    async def evaluate(self, version: int) -> EvalResult:
+        """All samples, in the order of prompts. Raises RoomError if the engine is gone, or serves another
+        version.
+        """
+        self.broken.clear()
+        runner, slots = RolloutRunner(self.generator, timeout_s=self.timeout_s, retries=0), Slots(self.slots)
+        places = [(number, index) for number in range(len(self.prompts)) for index in range(self.samples)]
+
+        async def run(number: int, index: int) -> Rollout | FailedRollout:
+            group_id, prompt = GroupId(number), self.prompts[number]
+            name = f"eval-v{version}/{prompt.prompt_id}/s{index}"
+            return await runner.run(group_id, prompt, index, slots=slots, order=(number, index), name=name)
+
+        outcomes = await asyncio.gather(*(run(*place) for place in places), return_exceptions=True)
+        if self.broken:
+            raise self.broken[0]
+        samples, failures = list[Sample](), list[FailedRollout]()
+        for (number, _), outcome in zip(places, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+            if isinstance(outcome, FailedRollout):
+                failures.append(outcome)
+            else:
+                samples.append(_sample(self.prompts[number].prompt_id, outcome, version))
+        last_failure = str(failures[-1].failure) if failures else ""
+        return EvalResult(version, tuple(samples), len(failures), last_failure)
+
+
+def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
+    versions = sorted({span.version for branch in rollout for span in branch.version_spans})
+    if versions != [version]:
+        raise EngineError(
+            "engine-eval",
+            f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}",
+            rule=f"every token of this evaluation is sampled at policy_version {version}",
+            way_out="make sure that nothing else pushes weights to the eval engine, then start again.",
+        )
+    length = sum(branch.num_sampled for branch in rollout)
+    return Sample(prompt_id, rollout[0].reward, length, any(branch.is_truncated for branch in rollout))
 
 
 class Schedule:
@@ -40,8 +164,7 @@ class Schedule:
 
     def is_due_nowait(self, version: int) -> bool:
         """Whether `version` is to be evaluated; the next one is due at the following multiple then."""
-        is_due = self.is_next(version)
-        if is_due:
+        if is_due := self.is_next(version):
             self._next = (version // self.every + 1) * self.every
         return is_due
 
@@ -94,23 +217,18 @@ class Evaluation:
         self._pending: ExportResponse | None = None
         self._changed = asyncio.Event()
         self._limit: TimeLimit | None = None
-        self._stats = EvaluationStats("loading" if schedule.at_start else "idle")
-
-    def stats(self) -> EvaluationStats:
-        return self._stats
+        self.stats = EvaluationStats("loading" if schedule.at_start else "idle")
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py; those of eval.jsonl come with each result."""
-        stats = self._stats
-        return {
-            "evaluation/version": stats.version,
-            "evaluation/ended": stats.finished + stats.skipped + stats.abandoned,
-        }
+        stats = self.stats
+        num_ended = stats.finished + stats.skipped + stats.abandoned
+        return {"evaluation/version": stats.version, "evaluation/ended": num_ended}
 
     @property
     def is_off(self) -> bool:
         """The eval engine is gone."""
-        return self._stats.state == "off"
+        return self.stats.state == "off"
 
     def wants(self, version: int) -> bool:
         """Whether published_nowait would keep this version, without any change of state."""
@@ -118,16 +236,13 @@ class Evaluation:
 
     def published_nowait(self, manifest: ExportResponse) -> None:
         """Called while the exported file is the newest one: keep it if this version is due."""
-        version, stats = manifest.version, self._stats
+        version, stats = manifest.version, self.stats
         if self.is_off or not self._schedule.is_due_nowait(version):
             return
-        if (stats.state != "idle" or self._pending is not None) and version < self._schedule.last:
+        if self._pending is not None or (stats.state != "idle" and version < self._schedule.last):
             stats.skipped += 1
-            log.warning("policy_version %d is not evaluated: that of %d still runs", version, stats.version)
-            return
-        if self._pending is not None:  # due, not begun, and the last one is here
-            self._drop_pending()
-            stats.skipped += 1
+            if version < self._schedule.last:  # else it takes the place of the one that waits
+                return
         path = self._folder / f"eval-{version}.safetensors"
         try:
             os.link(manifest.path, path)
@@ -135,28 +250,22 @@ class Evaluation:
             what = f"the weights of policy_version {version} cannot be kept for the eval engine: {error}"
             self.give_up(RoomError(self.name, what, way_out="stage weights where hard links can be made."))
             return
-        self._pending = manifest.model_copy(update={"path": str(path)})
-        self._wake()
+        self._keep(manifest.model_copy(update={"path": str(path)}))
 
     async def run(self) -> None:
-        """Evaluate version after version until cancelled."""
+        """Evaluate version after version, until the last one or cancelled."""
         try:
             if self._schedule.at_start:
                 await self._evaluate(0, None)
-            while True:
+            while not self._schedule.is_over:
                 with waiting("a published version that is due", on="publisher"):
                     while self._pending is None:
                         await self._changed.wait()
                 manifest, self._pending = self._pending, None
-                try:
-                    await self._evaluate(manifest.version, manifest)
-                finally:
-                    _unlink(manifest)
-                if manifest.version >= self._schedule.last:
-                    self._schedule.is_over = True
-                    self._wake()
+                await self._evaluate(manifest.version, manifest)
+                self._schedule.is_over = manifest.version >= self._schedule.last
         finally:
-            self._drop_pending()
+            self._keep(None)
 
     async def wait_last(self) -> None:
         """Return once the last version is evaluated, or its evaluation was given up."""
@@ -168,12 +277,11 @@ class Evaluation:
         """The eval engine is gone: no evaluation from here on. Ends the one that runs; idempotent."""
         if self.is_off:
             return
-        self._stats.state = "off"
-        self._drop_pending()
+        self.stats.state = "off"
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time())
         self._on_trouble(f"the run goes on without evaluation: {error}")
-        self._wake()
+        self._keep(None)
 
     async def guard(self, watching: Awaitable[None]) -> None:
         """Watch over the eval engine: where `watching` raises RoomError, evaluation ends and the run does
@@ -190,7 +298,7 @@ class Evaluation:
         """
         if self.is_off:
             return
-        clock, stats = asyncio.get_running_loop().time, self._stats
+        clock, stats = asyncio.get_running_loop().time, self.stats
         started_s = clock()
         stats.state, stats.version = "loading", version
         self._limit = limit = TimeLimit(self.timeout_s)
@@ -199,11 +307,11 @@ class Evaluation:
         try:
             async with limit:
                 if manifest is not None:
-                    with waiting(f"policy_version {version} in it", on=self._target.name):
-                        await self._load(manifest)
+                    await self._load(manifest)
                 stats.state = "sampling"
-                what = f"the samples of policy_version {version}"
-                with waiting(what, on="engine-eval, the reward function"):
+                with waiting(
+                    f"the samples of policy_version {version}", on="engine-eval, the reward function"
+                ):
                     result = await self._evaluator.evaluate(version)
         except TimeoutError:
             if not limit.expired():
@@ -229,24 +337,23 @@ class Evaluation:
     async def _load(self, manifest: ExportResponse) -> None:
         """Both phases of a push, to an engine on which nothing runs."""
         sent = (manifest.version, manifest.digest)
-        found = (manifest.version, await self._target.prepare(manifest))
-        if found == sent:
-            report = await self._target.commit(manifest.version, manifest.digest, "abort")
-            found = (report.version, report.digest)
+        try:
+            with waiting(f"policy_version {manifest.version} in it", on=self._target.name):
+                found = (manifest.version, await self._target.prepare(manifest))
+                if found == sent:
+                    report = await self._target.commit(*sent, "abort")
+                    found = (report.version, report.digest)
+        finally:
+            _unlink(manifest)
         if found != sent:
-            raise PublishError(
-                self.name,
-                f"{self._target.name} has (policy_version, digest) {found}; the trainer sent {sent}",
-                rule="only weights that arrived as they were sent are evaluated",
-                way_out=f"read {self._target.name}'s log.",
-            )
+            what = f"{self._target.name} has (policy_version, digest) {found}; the trainer sent {sent}"
+            raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
 
-    def _drop_pending(self) -> None:
+    def _keep(self, manifest: ExportResponse | None) -> None:
+        """In place of what was kept before."""
         if self._pending is not None:
             _unlink(self._pending)
-            self._pending = None
-
-    def _wake(self) -> None:
+        self._pending = manifest
         self._changed.set()
         self._changed = asyncio.Event()
 

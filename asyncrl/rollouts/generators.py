@@ -4,46 +4,45 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.messages.records import Completion, GroupId, Outcome, Rollout, SamplingRequest, Trajectory, Work
-from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue
+from asyncrl.messages.work import SessionHost, WorkQueue
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
 
 
+@dataclass(frozen=True, slots=True)
 class SingleTurn:
-    """Prompt -> chat ids -> completion -> text -> reward -> Trajectory. No state of its own."""
+    """Prompt -> chat ids -> completion -> text -> reward -> Trajectory."""
 
-    def __init__(
-        self,
-        engine: EnginePool,
-        tokenizer: HFChatTokenizer,
-        scorer: TaskScorer,
-        *,
-        run_seed: int,
-        max_tokens: int,
-        max_prompt_tokens: int,
-        temperature: float,
-        stop: tuple[str, ...] = (),
-    ) -> None:
-        self._engine, self._tokenizer, self._scorer = engine, tokenizer, scorer
-        self.run_seed = run_seed
-        self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
-        self.temperature, self.stop = temperature, stop
+    engine: EnginePool
+    tokenizer: HFChatTokenizer
+    scorer: TaskScorer
+    run_seed: int
+    max_tokens: int
+    max_prompt_tokens: int
+    temperature: float
+    stop: tuple[str, ...] = ()
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, refused, or
         cannot be scored.
         """
-        prompt_ids = self._prompt_ids(attempt)
-        seed = derive_seed(self.run_seed, attempt.prompt.seed_id, attempt.sample_index, 0, attempt.attempt)
-        completion = await self._engine.generate(
+        prompt = attempt.prompt
+        prompt_ids = self.tokenizer.encode_chat(prompt.messages)
+        if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
+            raise PromptUnusable(
+                f"prompt {prompt.prompt_id} has {len(prompt_ids)} tokens",
+                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, never cut",
+                way_out="raise rollout.max_prompt_tokens, or leave long prompts out of the task.",
+            )
+        completion = await self.engine.generate(
             SamplingRequest(
                 # a retry may be sent before the server has seen that the first try is gone
                 request_id=f"{attempt.rollout_id}/t0/a{attempt.attempt}",
@@ -51,25 +50,15 @@ class SingleTurn:
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,
                 stop=self.stop,
-                seed=seed,
+                seed=derive_seed(self.run_seed, prompt.seed_id, attempt.sample_index, 0, attempt.attempt),
                 route_key=f"g{attempt.group_id}",
             ),
             partial=attempt.partial,
-            on_segment=functools.partial(attempt.on_segment, 0),
+            on_segment=functools.partial(attempt.keep_segment, 0),
         )
         attempt.stopped_sampling()
-        reward = await self._scorer.score(attempt.prompt, self._tokenizer.decode(completion.token_ids))
+        reward = await self.scorer.score(prompt, self.tokenizer.decode(completion.token_ids))
         return (make_trajectory(attempt.sample_index, prompt_ids, completion, reward),)
-
-    def _prompt_ids(self, attempt: RolloutAttempt) -> tuple[int, ...]:
-        prompt_ids = self._tokenizer.encode_chat(attempt.prompt.messages)
-        if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
-            raise PromptUnusable(
-                f"prompt {attempt.prompt.prompt_id} has {len(prompt_ids)} tokens",
-                rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, never cut",
-                way_out="raise rollout.max_prompt_tokens, or leave long prompts out of the task.",
-            )
-        return prompt_ids
 
 
 def make_trajectory(
@@ -79,15 +68,12 @@ def make_trajectory(
     trajectory.
     """
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
-    loss_mask = np.zeros(num_prompt + num_sampled, dtype=np.bool_)
-    loss_mask[num_prompt:] = True
-    logprobs = np.zeros(num_prompt + num_sampled, dtype=np.float32)
-    logprobs[num_prompt:] = completion.behaviour_logprobs
+    logprobs = (0.0,) * num_prompt + completion.behaviour_logprobs
     return Trajectory(
         sample_index=sample_index,
         token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),
-        loss_mask=loss_mask,
-        behaviour_logprobs=logprobs,
+        loss_mask=np.repeat([False, True], [num_prompt, num_sampled]),
+        behaviour_logprobs=np.array(logprobs, dtype=np.float32),
         version_spans=tuple(
             replace(span, start=span.start + num_prompt, end=span.end + num_prompt)
             for span in completion.version_spans
@@ -124,7 +110,8 @@ class HarnessGenerator:
                 outcome = await self._queue.run(work, started=attempt.clock.resume)
             session.end_nowait("its harness has finished")  # before the reward: what it left would sample on
             attempt.stopped_sampling()
-            reward = await self._reward(attempt, session, outcome)
+            if (reward := own_reward(outcome)) is None:
+                reward = await self._scorer.score(prompt, session.last_text())
             return session.rollout(index, outcome, reward)
         except RolloutFailure as failure:
             ends = f"the rollout failed: {failure.what}"
@@ -132,55 +119,43 @@ class HarnessGenerator:
         finally:
             session.end_nowait(ends)
 
-    async def _reward(self, attempt: RolloutAttempt, session: RolloutSession, outcome: Outcome) -> float:
-        """What the harness says, else the mean of its parts, else the task's own reward of the last
-        completion.
-        """
-        parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
-        if outcome.reward is None and not parts:
-            return await self._scorer.score(attempt.prompt, session.last_text())
-        return sum(parts) / len(parts) if outcome.reward is None else outcome.reward
+
+def own_reward(outcome: Outcome) -> float | None:
+    """What the harness says, else the mean of its parts; None: the task's own reward of the last completion
+    counts.
+    """
+    parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
+    return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
 
 
 RECORDED_VERSION = 0
 """Recorded rollouts are of the initial weights."""
 
 
+@dataclass(slots=True)
 class Replay:
-    """Recorded rollouts where the staleness bound allows it; another generator samples the others.
+    """Recorded rollouts where the staleness bound allows it; `generator` samples the others.
+
+    `recorded`: by prompt_id the rollouts of samples 0, 1, ... `start_version`: of a group that runs.
+    `num_taken`: recorded rollouts that were taken, so far.
 
     Invariant: no token is older than its group's start_version: a recorded rollout is taken only in a group
         that was admitted while the recorded version was served, so that the staleness rule holds for it as
         for any other.
     """
 
-    def __init__(
-        self,
-        generator: Generator,
-        recorded: Mapping[str, tuple[Rollout, ...]],
-        *,
-        start_version: Callable[[GroupId], int | None],
-    ) -> None:
-        """`recorded`: by prompt_id the rollouts of samples 0, 1, ... `start_version`: of a group that
-        runs.
-        """
-        self._generator, self._recorded, self._start_version = generator, recorded, start_version
-        self.num_taken = 0
-        """Recorded rollouts that were taken, so far."""
+    generator: Generator
+    recorded: Mapping[str, tuple[Rollout, ...]]
+    start_version: Callable[[GroupId], int | None]
+    num_taken: int = 0
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         """The recorded rollout, or one that is sampled; raises what the other generator raises."""
-        found = self._find(attempt)
-        if found is None:
-            return await self._generator.run_attempt(attempt)
-        attempt.stopped_sampling()
-        self.num_taken += 1
-        return found
-
-    def _find(self, attempt: RolloutAttempt) -> Rollout | None:
-        recorded = self._recorded.get(attempt.prompt.prompt_id, ())
+        recorded = self.recorded.get(attempt.prompt.prompt_id, ())
         is_first_try = attempt.attempt == 0 and attempt.partial is None
         is_recorded = is_first_try and attempt.sample_index < len(recorded)
-        if not is_recorded or self._start_version(attempt.group_id) != RECORDED_VERSION:
-            return None
+        if not is_recorded or self.start_version(attempt.group_id) != RECORDED_VERSION:
+            return await self.generator.run_attempt(attempt)
+        attempt.stopped_sampling()
+        self.num_taken += 1
         return recorded[attempt.sample_index]

@@ -212,14 +212,11 @@ class Producers:
         The rollouts that run are cancelled, and the prompt is generated again, first of all, unless that was
         max_hand_backs times.
         """
-        if group is None:
-            running = self._groups.pop(group_id)
-            running.cancel()
-            prompt = running.prompt
-        else:
-            prompt = group.prompt
+        unused = group or self._groups.pop(group_id)
+        if isinstance(unused, RunningGroup):
+            unused.cancel()
         self._counts["dropped"] += 1
-        again = self._end_unused(group_id, "handed_back", prompt, reason, may_succeed=True)
+        again = self._end_unused(group_id, "handed_back", unused.prompt, reason, may_succeed=True)
         if again is not None:
             self._source.hand_back_nowait(again)
 
@@ -266,12 +263,10 @@ class Producers:
     def _check_versions(self, ticket: Ticket, rollout: Rollout) -> None:
         oldest = min(branch.oldest_version for branch in rollout)
         if oldest < ticket.start_version:
-            raise EngineError(
-                self.name,
-                f"g{ticket.group_id}/r{rollout[0].sample_index} has tokens of version {oldest}",
-                rule=f"every engine served version {ticket.start_version} when its group was admitted",
-                way_out="read the engines' logs: one went back to older weights. Then start the run again.",
-            )
+            what = f"g{ticket.group_id}/r{rollout[0].sample_index} has tokens of version {oldest}"
+            rule = f"every engine served version {ticket.start_version} when its group was admitted"
+            way_out = "read the engines' logs: one went back to older weights. Then start the run again."
+            raise EngineError(self.name, what, rule=rule, way_out=way_out)
 
     def _complete(self, running: RunningGroup) -> None:
         group_id, prompt = running.ticket.group_id, running.prompt

@@ -11,12 +11,11 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TextIO, TypeVar
 
-import numpy as np
 from pydantic import Base64Bytes, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -86,20 +85,24 @@ class _RolloutLine(Message):
     branches: Annotated[list[_BranchLine], Field(min_length=1)]
 
 
-class RecordFile:
-    """A file to which rollouts are appended, one line each.
+class RolloutRecorder:
+    """The writer of `--record`. Until a file is opened it records nothing.
 
-    Life: opened: new, or with its lines checked and the same header -> append -> close. A line is written at
-        once, so that a process that is killed leaves whole lines, the last one aside.
+    Life: open, a new file or one with its lines checked and the same header -> record, once a rollout ->
+        close. A line is written at once, so that a process that is killed leaves whole lines, the last one
+        aside. A write that fails ends the command: --record was asked for.
     """
 
-    def __init__(self, path: Path, sampled_by: SampledBy, *, must_be_new: bool = False) -> None:
+    def __init__(self, tokenizer: HFChatTokenizer, *, warn: Callable[[str], None]) -> None:
+        self._tokenizer, self._warn = tokenizer, warn
+        self._file: TextIO | None = None
+        self._samples = Counter[str]()
+        self.num_recorded = 0
+
+    def open(self, path: Path, sampled_by: SampledBy, *, must_be_new: bool = False) -> None:
         """Raises ConfigError if it cannot be written, is no such file, is damaged, or was sampled from
         something else.
         """
-        self.path = path
-        self.before: tuple[RecordedRollout, ...] = ()
-        """What it held when it was opened."""
         try:
             has_lines = path.exists() and path.stat().st_size > 0
             if has_lines and must_be_new:
@@ -107,48 +110,57 @@ class RecordFile:
             if has_lines:
                 recording = read_recording(path)
                 refuse_difference(path, recording.sampled_by, sampled_by)
-                self.before = recording.rollouts
+                self._samples.update(record.prompt.prompt_id for record in recording.rollouts)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
             if not has_lines:
-                self._write({"format": "asyncrl-rollouts", "version": 2, **asdict(sampled_by)})
+                _write(self._file, {"format": "asyncrl-rollouts", "version": 2, **asdict(sampled_by)})
         except OSError as error:
             what = f"cannot write rollouts to {path}: {error}"
             raise ConfigError(what, way_out="name another file.") from error
 
-    def append(self, record: RecordedRollout, texts: Sequence[str]) -> None:
-        """Write a rollout; `texts` of its branches. Raises OSError, and ValueError for a prompt that would
-        not be the same when read.
+    def next_sample(self, prompt_id: str) -> int:
+        """Number of samples that there are of this prompt: the index of the next one."""
+        return self._samples[prompt_id]
+
+    def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
+        """Write it. Raises RoomError if the file cannot be written; a prompt that would not be the same when
+        read is left out, with a warning.
         """
-        given = record.prompt
-        prompt = {
-            "prompt_id": given.prompt_id,
-            "messages": list(given.messages),
-            "answer": given.answer,
-            "info": dict(given.info),
-        }
+        self._samples[prompt.prompt_id] += 1
+        if self._file is None:
+            return
+        row: dict[str, Any] = {"prompt_id": prompt.prompt_id, "messages": list(prompt.messages)}
+        row |= {"answer": prompt.answer, "info": dict(prompt.info)}
         try:
-            is_same = json.loads(json.dumps(prompt, allow_nan=False)) == prompt
+            is_same = json.loads(json.dumps(row, allow_nan=False)) == row
         except (TypeError, ValueError, RecursionError):
             is_same = False
         if not is_same:
-            raise ValueError(
-                f"prompt {given.prompt_id} cannot be recorded: it is no plain JSON, or has tuples"
-            )
-        branches = [
-            {"text": text, "tokens": base64.b64encode(encode_trajectory(NO_GROUP, branch)).decode()}
-            for branch, text in zip(record.rollout, texts, strict=True)
-        ]
-        index = record.rollout[0].sample_index
-        self._write({"prompt": prompt, "sample_index": index, "reward": record.reward, "branches": branches})
+            self._warn(f"prompt {prompt.prompt_id} is not recorded: it is no plain JSON, or has tuples")
+            return
+        branches = []
+        for branch in rollout:
+            text = self._tokenizer.decode(branch.token_ids.tolist(), skip_special_tokens=False)
+            tokens = base64.b64encode(encode_trajectory(NO_GROUP, branch)).decode()
+            branches.append({"text": text, "tokens": tokens})
+        line = {"prompt": row, "sample_index": rollout[0].sample_index, "reward": reward}
+        try:
+            _write(self._file, {**line, "branches": branches})
+        except OSError as error:
+            what = f"cannot write {self._file.name}: {error}"
+            raise RoomError("recording", what, way_out="free space, or name another file.") from error
+        self.num_recorded += 1
 
     def close(self) -> None:
         """Idempotent."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+
+def _write(file: TextIO, line: dict[str, Any]) -> None:
+    file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+    file.flush()
 
 
 def read_recording(path: Path) -> Recording:
@@ -190,26 +202,14 @@ def read_recording(path: Path) -> Recording:
 
 def refuse_difference(path: Path, recorded: SampledBy, now: SampledBy) -> None:
     """Raise ConfigError if the rollouts of a file were sampled from something else than what samples now."""
-    names = {
-        "model_digest": "the weights",
-        "dtype": "model.dtype",
-        "tokenizer": "tokenizer or chat template",
-        "temperature": "temperature",
-    }
-    pairs = [(what, getattr(recorded, name), getattr(now, name)) for name, what in names.items()]
-    differ = [f"{what}: {then} then, {new} now" for what, then, new in pairs if then != new]
+    pairs = [(name, getattr(recorded, name), new) for name, new in asdict(now).items()]
+    differ = [f"{name}: {then} then, {new} now" for name, then, new in pairs if then != new]
     if differ:
         raise ConfigError(
             f"the rollouts in {path} were sampled from something else: {'; '.join(differ)}",
             rule="recorded tokens are data of the policy that sampled them",
             way_out="use the model and the settings of the recording, or record anew with these.",
         )
-
-
-def spans_of(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> list[list[int]]:
-    """[start, end) of each run of true."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    return edges.reshape(-1, 2).tolist()
 
 
 def _parse(path: Path, number: int, line: str, shape: TypeAdapter[Read]) -> Read:
@@ -227,47 +227,3 @@ def _bad(path: Path, number: int, what: str) -> ConfigError:
         rule="every line of a recording is read, or none is",
         way_out=f"remove that line (sed -i {number}d FILE) if it is the last; else record anew.",
     )
-
-
-class RolloutRecorder:
-    """The writer of `--record`. Without a file it records nothing.
-
-    Life: opened with its file -> record, once a rollout -> close. A write that fails ends the command:
-        --record was asked for.
-    """
-
-    def __init__(
-        self, file: RecordFile | None, tokenizer: HFChatTokenizer, *, warn: Callable[[str], None]
-    ) -> None:
-        self._file, self._tokenizer, self._warn = file, tokenizer, warn
-        self.num_recorded = 0
-        before = file.before if file is not None else ()
-        self._samples = Counter(record.prompt.prompt_id for record in before)
-
-    def next_sample(self, prompt_id: str) -> int:
-        """Number of samples that there are of this prompt: the index of the next one."""
-        return self._samples[prompt_id]
-
-    def record(self, prompt: Prompt, reward: float | None, rollout: Rollout) -> None:
-        """Write it. Raises RoomError if the file cannot be written; a prompt that is no JSON is left out,
-        with a warning.
-        """
-        self._samples[prompt.prompt_id] += 1
-        if self._file is None:
-            return
-        decode = self._tokenizer.decode
-        texts = [decode(branch.token_ids.tolist(), skip_special_tokens=False) for branch in rollout]
-        try:
-            self._file.append(RecordedRollout(prompt, reward, rollout), texts)
-        except OSError as error:
-            what = f"cannot write {self._file.path}: {error}"
-            raise RoomError("recording", what, way_out="free space, or name another file.") from error
-        except ValueError as error:
-            self._warn(f"not recorded: {error}")
-            return
-        self.num_recorded += 1
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._file is not None:
-            self._file.close()

@@ -8,7 +8,7 @@ import hashlib
 import heapq
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from asyncrl.errors import PromptUnusable, RolloutFailure, RolloutTimeout, RoomError
@@ -143,8 +143,7 @@ class RolloutAttempt:
     """One try at one prompt. `rollout_id` (`g17/r3`) is the same for all attempts; `attempt` counts them from
     0. `stopped_sampling` is called once it needs no engine slot any more.
 
-    `partial`: what a killed run had sampled in this very attempt; `on_segment` takes (turn, all that was
-    sampled of it so far).
+    `partial`: what a killed run had sampled in this very attempt.
     """
 
     rollout_id: str
@@ -154,8 +153,13 @@ class RolloutAttempt:
     attempt: int
     stopped_sampling: Callable[[], None]
     partial: PartialCompletion | None = None
-    on_segment: Callable[[int, PartialCompletion], None] = lambda turn, partial: None
+    journal: Journal | None = None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
+
+    def keep_segment(self, turn: int, partial: PartialCompletion) -> None:
+        """Have the journal keep all that was sampled of this turn so far."""
+        if self.journal is not None:
+            self.journal.segment_nowait(self.group_id, self.sample_index, self.attempt, turn, partial)
 
 
 class Generator(Protocol):
@@ -224,11 +228,8 @@ class RolloutRunner:
         try:
             while True:
                 attempt = RolloutAttempt(
-                    rollout_id, group_id, prompt, sample_index, number, give_back, partial, clock=clock
+                    rollout_id, group_id, prompt, sample_index, number, give_back, partial, journal, clock
                 )
-                if journal is not None:
-                    on_segment = functools.partial(journal.segment_nowait, group_id, sample_index, number)
-                    attempt = replace(attempt, on_segment=on_segment)
                 slots.ask_nowait(rollout_id, order)
                 try:
                     await slots.wait(rollout_id)
@@ -271,10 +272,7 @@ class RolloutRunner:
                     way_out="if rollout/failed keeps rising, raise it, or lower rollout.max_tokens.",
                 )
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
-            broken = RolloutFailure(
-                f"{name} raised {type(error).__name__}: {error}", way_out="see logs/controller.log."
-            )
-            broken.__cause__ = error
-            return broken
+            what = f"{name} raised {type(error).__name__}: {error}"
+            return RolloutFailure(what, way_out="see logs/controller.log.")
         finally:
             attempt.clock.end()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
 from asyncrl.errors import ConfigError
 
@@ -73,8 +73,7 @@ class HFChatTokenizer:
         ends = (generation.get("eos_token_id"), model.get("eos_token_id"), tokenizer.eos_token_id)
         several = [end if isinstance(end, list) else [end] for end in ends if end is not None]
         self.end_ids = frozenset(end for ends in several for end in ends)
-        added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-        special = {token_id for token_id, token in added.items() if token.special}
+        special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.text_ids = frozenset(vocabulary.values()) - special - set(tokenizer.all_special_ids)
         falls_back = "ByteFallback" in repr(self._backend.decoder)
         self.byte_ids = frozenset(
@@ -111,18 +110,9 @@ class HFChatTokenizer:
 
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(chat, tokenize=False, **options)
-        except (
-            TemplateError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            LookupError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:  # sandboxed, but it may do anything
+            return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **options))
+        except Exception as error:  # sandboxed, but it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return text
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids. Special tokens are known by their text; none is added, since the template writes them
@@ -141,8 +131,7 @@ class HFChatTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of the ids, without the special tokens by default."""
-        text: str = self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return str(self._decoder.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
 def _load(model_path: str) -> Any:

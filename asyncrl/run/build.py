@@ -29,8 +29,7 @@ from asyncrl.placement.lease import (
     new_staging_dir,
     remove_staging_dir,
 )
-from asyncrl.rollouts.evaluation import Evaluation, Schedule
-from asyncrl.rollouts.evaluator import EvalResult, Evaluator
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
 from asyncrl.rollouts.generators import HarnessGenerator, Replay
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner, derive_seed

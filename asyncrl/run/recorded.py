@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import xxhash
 from rich.table import Table
 
@@ -26,7 +27,7 @@ from asyncrl.files import write_whole
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.plan import item_bytes
-from asyncrl.rollouts.generators import RECORDED_VERSION
+from asyncrl.rollouts.generators import RECORDED_VERSION, own_reward
 from asyncrl.rollouts.producers import Spawn
 from asyncrl.rollouts.recording import (
     RecordedRollout,
@@ -35,7 +36,6 @@ from asyncrl.rollouts.recording import (
     SampledBy,
     read_recording,
     refuse_difference,
-    spans_of,
 )
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
 from asyncrl.run.agents import num_rollouts
@@ -84,9 +84,7 @@ class UserKey:
         """An outcome was posted. Raises RolloutFailure, and nothing has changed, if it does not fit what was
         sampled.
         """
-        parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
-        reward = sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
-        session = self._session
+        reward, session = own_reward(outcome), self._session
         rollout = session.rollout(0, outcome, reward or 0.0)
         session.end_nowait("an outcome was posted: it ended this rollout, and the key goes on with a new one")
         self._session = self._open(session.sample_index + 1)
@@ -110,7 +108,8 @@ class UserKey:
 
 def num_turns(rollout: Rollout) -> int:
     """Completions: runs of sampled tokens."""
-    return sum(len(spans_of(branch.loss_mask)) for branch in rollout)
+    steps = (np.diff(branch.loss_mask.astype(np.int8), prepend=0) for branch in rollout)
+    return sum(int(np.count_nonzero(step == 1)) for step in steps)
 
 
 def num_tokens(rollout: Rollout) -> int:

@@ -25,7 +25,7 @@ from asyncrl.observe.run_files import lines_of, read_evaluations, read_steps, st
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.verdict import judge, summary_panel
 from asyncrl.observe.watchdog import Wait
-from asyncrl.rollouts.evaluator import EvalResult
+from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.run.build import Parts
 from asyncrl.run.life import Voice, refused_by_system, run_again
 from asyncrl.run.watch import gauges
@@ -207,7 +207,7 @@ class Reporter(Voice):
         optional = {
             "skipped_steps": self._num_skipped,
             "turns": parts.turns.status(),
-            "evaluation": None if parts.evaluation is None else asdict(parts.evaluation.stats()),
+            "evaluation": None if parts.evaluation is None else asdict(parts.evaluation.stats),
             "warnings": self._warnings,
         }
         self._recorder.write_status(

@@ -32,7 +32,7 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.observe.console import outliving
 from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.fit import settle_dtype
-from asyncrl.rollouts.recording import RecordFile, RolloutRecorder
+from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.run.agents import Harnessing, make_gateway, make_generator, model_name
 from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed
@@ -168,11 +168,11 @@ class GatewayServing(Serving):
         config, path = self.config, self._record
         self._task = (await find_task(self, is_needed=self._num_prompts is not None)).task
         launcher = await self.launch()
-        self._tokenizer, file = launcher.tokenizer, None
+        self._tokenizer, engines = launcher.tokenizer, launcher.engines()
+        self._recorder = RolloutRecorder(self._tokenizer, warn=self.warn)
         if path is not None:
             sampled = await asyncio.to_thread(sampled_by, config, launcher.model_path, launcher.placement)
-            file = RecordFile(path, sampled, must_be_new=self._num_prompts is not None)
-        self._recorder, engines = RolloutRecorder(file, self._tokenizer, warn=self.warn), launcher.engines()
+            self._recorder.open(path, sampled, must_be_new=self._num_prompts is not None)
         clients = [launcher.client(engine, self.warn) for engine in engines]
         self._pool = EnginePool(clients, slots=config.rollout.slots)
         await self.start(engines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -13,7 +12,7 @@ import numpy.typing as npt
 
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.task import Item, PromptTask, as_messages, caught
+from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, user_code
 
 
 class Feed:
@@ -49,18 +48,14 @@ class Feed:
         self._first_draws = {prompt.prompt_id: draw for draw, prompt in enumerate(self._first)}
         self.num_drawn = 0
         """Draws so far, repeated ones not counted."""
-        self._handed_back: list[int] = []  # heap of draws
-        self._counts: dict[int, int] = {}  # num_handed_back of each of them
+        self._handed_back: dict[int, int] = {}  # draw -> num_handed_back
         self._epoch = lru_cache(maxsize=4)(self._make_epoch)
 
     def next_nowait(self) -> Prompt:
         """The next prompt. Raises TaskError if the task cannot make it."""
-        if self._handed_back:
-            draw = heapq.heappop(self._handed_back)
-        else:
-            draw = self.num_drawn
-            self.num_drawn += 1
-        return self._make(draw, self._counts.pop(draw, 0))
+        draw = min(self._handed_back, default=self.num_drawn)
+        self.num_drawn = max(self.num_drawn, draw + 1)
+        return self._make(draw, self._handed_back.pop(draw, 0))
 
     def make_again(self, prompt_id: str, num_handed_back: int) -> Prompt:
         """A prompt that was drawn before. Raises TaskError if the task cannot make it."""
@@ -74,20 +69,16 @@ class Feed:
         """Put a drawn prompt at the front again. Raises ValueError if it was not drawn, or was handed back
         already.
         """
-        self._hand_back(prompt.prompt_id, prompt.num_handed_back)
+        draw = self._draw_of(prompt.prompt_id)
+        if draw >= self.num_drawn or draw in self._handed_back:
+            raise ValueError(f"prompt {prompt.prompt_id} is not in use, so it cannot be handed back")
+        self._handed_back[draw] = prompt.num_handed_back
 
     def _draw_of(self, prompt_id: str) -> int:
         if (draw := self._first_draws.get(prompt_id)) is not None:
             return draw
         epoch, index = (int(part) for part in prompt_id.split("/"))
         return len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
-
-    def _hand_back(self, prompt_id: str, num_handed_back: int) -> None:
-        draw = self._draw_of(prompt_id)
-        if draw >= self.num_drawn or draw in self._counts:
-            raise ValueError(f"prompt {prompt_id} is not in use, so it cannot be handed back")
-        heapq.heappush(self._handed_back, draw)
-        self._counts[draw] = num_handed_back
 
     @property
     def order(self) -> dict[str, Any]:
@@ -101,12 +92,7 @@ class Feed:
         """Raise TaskError if a saved order is another one."""
         for key, value in self.order.items():
             if saved.get(key) != value:
-                raise TaskError(
-                    "tasks",
-                    f"the saved position has {key}={saved.get(key)}, this run has {value}",
-                    rule="a position is valid only for the same task, seed and order",
-                    way_out="resume with the data and config of the saved run, or start a new one.",
-                )
+                raise _another(f"the saved position has {key}={saved.get(key)}, this run has {value}")
 
     def restore_nowait(self, num_drawn: int, handed_back: Mapping[str, int]) -> None:
         """Go on after `num_drawn` draws; `handed_back`: id -> num_handed_back. Every other drawn prompt is
@@ -117,18 +103,14 @@ class Feed:
         self.num_drawn = num_drawn
         try:
             for prompt_id, num_handed_back in handed_back.items():
-                self._hand_back(prompt_id, num_handed_back)
+                self.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
         except (ValueError, IndexError) as error:
-            raise TaskError(
-                "tasks",
-                f"prompt {prompt_id} is not among the first {num_drawn} draws of {self._name}",
-                rule="a run goes on with the same task, seed and order",
-                way_out="resume with the data of the killed run, or start a new one.",
-            ) from error
+            what = f"prompt {prompt_id} is not among the first {num_drawn} draws of {self._name}"
+            raise _another(what) from error
 
     def prompts_back(self) -> dict[str, int]:
         """Ids of the prompts that come again before any new one, in that order -> their num_handed_back."""
-        return {self._prompt_id(draw): count for draw, count in sorted(self._counts.items())}
+        return {self._prompt_id(draw): count for draw, count in sorted(self._handed_back.items())}
 
     def state(self) -> dict[str, Any]:
         """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the
@@ -158,21 +140,23 @@ class Feed:
 
     def _make_prompt(self, epoch: int, index: int) -> Prompt:
         place = f"prompt {index} of {self._name}"
-        with caught() as boundary:
-            found = self._task.prompt(index)
+        try:
+            with user_code():
+                found = self._task.prompt(index)
             item = found if isinstance(found, Item) else Item(found)
             messages = as_messages(item.content, place)
-        if boundary.error is not None:
-            what = f"{place}: making it {boundary.failure}"
-            if isinstance(boundary.error, ConfigError):  # as_messages
-                what = boundary.error.what
-            raise TaskError("tasks", what, way_out="correct the task's prompt().") from boundary.error
+        except (UserCodeFailed, ConfigError) as error:
+            what = error.what if isinstance(error, ConfigError) else f"{place}: making it {error}"
+            raise TaskError("tasks", what, way_out="correct the task's prompt().") from error
         if self._system_prompt is not None:
             if messages[0]["role"] == "system":
-                raise TaskError(
-                    "tasks",
-                    f"{place} begins with a system message of its own, and a chat has one",
-                    way_out="remove task.system_prompt, or the message.",
-                )
+                what = f"{place} begins with a system message of its own, and a chat has one"
+                raise TaskError("tasks", what, way_out="remove task.system_prompt, or the message.")
             messages = ({"role": "system", "content": self._system_prompt}, *messages)
         return Prompt(f"{epoch}/{index}", messages, item.answer, item.info)
+
+
+def _another(what: str) -> TaskError:
+    rule = "a run goes on with the same task, seed and order"
+    way_out = "resume with the data and config of the killed run, or start a new one."
+    return TaskError("tasks", what, rule=rule, way_out=way_out)

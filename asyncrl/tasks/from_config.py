@@ -11,9 +11,8 @@ from asyncrl.config import EvalConfig, TaskConfig
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.sources import GymTask, math_reward, read_dataset, read_files
-from asyncrl.tasks.task import PromptTask, RowTask, Score, caught
-from asyncrl.tasks.verifiers_task import VerifiersTask, no_reward
+from asyncrl.tasks.sources import GymTask, VerifiersTask, math_reward, read_dataset, read_files
+from asyncrl.tasks.task import PromptTask, RowTask, Score, UserCodeFailed, no_reward, user_code
 from asyncrl.user_code import check_call, load_function, load_object
 
 LoadTaskset = Callable[[], Any]
@@ -81,25 +80,19 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
     keywords = {"size": config.size, "seed": seed, **config.args}
     usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
     check_call(factory, (), keywords, setting="task.python", spec=spec, usage=usage)
-    with caught() as boundary:
-        task = factory(**keywords)
-    if boundary.error is not None:
-        raise ConfigError(
-            f"task.python={spec}: {usage} {boundary.failure}",
-            way_out="correct task.args, task.size, or the task.",
-        ) from boundary.error
-    if lacking := [name for name in ("__len__", "prompt", "score") if not hasattr(task, name)]:
-        raise ConfigError(
-            f"task.python={spec} made a {type(task).__name__} without {', '.join(lacking)}",
-            rule="a task has __len__(), prompt(index) and score(prompt, completion)",
-            way_out="add them; examples/my_task.py shows one.",
-        )
-    for function, arguments, usage in (
-        (task.prompt, (0,), "prompt(index)"),
-        (task.score, (None, ""), "score(prompt, completion)"),
-    ):
-        check_call(function, arguments, {}, setting="task.python", spec=spec, usage=usage)
-    assert isinstance(task, PromptTask)
+    try:
+        with user_code():
+            task = factory(**keywords)
+    except UserCodeFailed as failure:
+        what = f"task.python={spec}: {usage} {failure}"
+        raise ConfigError(what, way_out="correct task.args, task.size, or the task.") from failure
+    if not isinstance(task, PromptTask):
+        what = f"task.python={spec} made a {type(task).__name__}, which lacks a method"
+        rule = "a task has __len__(), prompt(index) and score(prompt, completion)"
+        raise ConfigError(what, rule=rule, way_out="add it; examples/my_task.py shows one.")
+    score = "score(prompt, completion)"
+    check_call(task.prompt, (0,), {}, setting="task.python", spec=spec, usage="prompt(index)")
+    check_call(task.score, (None, ""), {}, setting="task.python", spec=spec, usage=score)
     return task
 
 

@@ -9,44 +9,39 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass
 
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.task import Item
 
 
+@dataclass(frozen=True, kw_only=True)
 class Letters:
     """`size` prompts "LETTER COUNT"; letters are drawn evenly, counts from a lognormal, clipped to 1 ..
     max_count.
     """
 
-    def __init__(
-        self,
-        *,
-        size: int,
-        seed: int,
-        letters: str = "abcdef",
-        median_count: float = 4.0,
-        sigma: float = 0.8,
-        max_count: int = 40,
-    ) -> None:
-        if len(set(letters)) != len(letters) or not letters.isalpha():
-            raise ValueError(f"letters={letters!r}: give letters, each once")
-        if not 1 <= median_count <= max_count or sigma < 0:
-            raise ValueError(f"{median_count=}, {sigma=}, {max_count=}: not a spread of 1 .. max_count")
-        self._seed, self._size, self._letters = seed, size, letters
-        self._median_count, self._sigma, self._max_count = median_count, sigma, max_count
+    size: int
+    seed: int
+    letters: str = "abcdef"
+    median_count: float = 4.0
+    sigma: float = 0.8
+    max_count: int = 40
 
-    def __repr__(self) -> str:
-        return f"<Letters {self._size} prompts>"
+    def __post_init__(self) -> None:
+        if len(set(self.letters)) != len(self.letters) or not self.letters.isalpha():
+            raise ValueError("give letters, each once")
+        if not 1 <= self.median_count <= self.max_count or self.sigma < 0:
+            raise ValueError("median_count and sigma are no spread of 1 .. max_count")
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def prompt(self, index: int) -> Item:
         """Prompt number `index`, e.g. "b 7"."""
-        draw = random.Random(f"letters/{self._seed}/{index}")
-        count = round(self._median_count * math.exp(draw.gauss(0.0, self._sigma)))
-        return Item(f"{draw.choice(self._letters)} {min(max(count, 1), self._max_count)}")
+        draw = random.Random(f"letters/{self.seed}/{index}")
+        count = round(self.median_count * math.exp(draw.gauss(0.0, self.sigma)))
+        return Item(f"{draw.choice(self.letters)} {min(max(count, 1), self.max_count)}")
 
     def score(self, prompt: Prompt, completion: str) -> float:
         """0 .. 1, in three parts: 0.6 for the share of right letters, 0.35 for a length near the count, 0.05

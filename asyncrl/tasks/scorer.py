@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
@@ -20,12 +20,13 @@ from asyncrl.config import TaskConfig
 from asyncrl.errors import RewardFailure, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.from_config import build_score
-from asyncrl.tasks.task import PromptTask, Score, Scored, call, call_async, caught
-from asyncrl.tasks.verifiers_task import no_reward
-from asyncrl.user_code import UserCalls
+from asyncrl.tasks.task import PromptTask, Score, UserCodeFailed, call, call_async, no_reward, user_code
+from asyncrl.user_code import DaemonThreads, UserCalls
 from asyncrl.waits import Alarm, TimeLimit, waiting
 
 logger = logging.getLogger(__name__)
+
+TOO_SLOW = "did not return within {} s (task.reward_timeout_s)"
 
 
 class TaskScorer:
@@ -69,38 +70,40 @@ class TaskScorer:
         """
         if not self._has_score:
             raise no_reward(prompt)
-        with waiting("their rewards", on="the reward function"):
-            scored = await self._scored(prompt, completion)
-        if scored.failure:
+        try:
+            with waiting("their rewards", on="the reward function"):
+                return await self._reward(prompt, completion)
+        except UserCodeFailed as failure:
             raise RewardFailure(
-                f"the reward of prompt {prompt.prompt_id} {scored.failure}",
+                f"the reward of prompt {prompt.prompt_id} {failure}",
                 rule="a reward is one finite number",
                 way_out=f"correct the reward function; the completion began {completion[:80]!r}.",
-            )
-        return scored.reward
+            ) from failure
 
     async def aclose(self) -> None:
         """End the processes; idempotent. Threads end with the interpreter."""
         if isinstance(self._pool, ProcessPool):
             await self._pool.aclose()
 
-    async def _scored(self, prompt: Prompt, completion: str) -> Scored:
+    async def _reward(self, prompt: Prompt, completion: str) -> float:
         self._calls.check()
         if self._pool is None:
             answer = call(self._score, prompt, completion)
         else:
             answer = await self._pool.run(prompt, completion)
-        if isinstance(answer, Scored):
+        if isinstance(answer, float):
             return answer
-        try:
-            async with TimeLimit(self._timeout_s):
-                return await self._calls.run(call_async(answer))
-        except TimeoutError:
-            return _too_slow(self._timeout_s)
+        async with _within(self._timeout_s):
+            return await self._calls.run(call_async(answer))
 
 
-def _too_slow(timeout_s: float) -> Scored:
-    return Scored(failure=f"did not return within {timeout_s} s (task.reward_timeout_s)")
+@contextlib.asynccontextmanager
+async def _within(timeout_s: float) -> AsyncIterator[None]:
+    try:
+        async with TimeLimit(timeout_s):
+            yield
+    except TimeoutError:
+        raise UserCodeFailed(TOO_SLOW.format(timeout_s)) from None
 
 
 class ThreadPool:
@@ -116,11 +119,11 @@ class ThreadPool:
 
     def __init__(self, score: Score, config: TaskConfig) -> None:
         self._score, self._workers, self._timeout_s = score, config.reward_workers, config.reward_timeout_s
-        self._free = asyncio.Semaphore(self._workers)
+        self._threads, self._free = DaemonThreads(), asyncio.Semaphore(self._workers)
         self._overdue: set[Alarm] = set()
 
-    async def run(self, prompt: Prompt, completion: str) -> Scored | Awaitable[Any]:
-        """Raises TaskError if no worker will be free any more."""
+    async def run(self, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
+        """Raises UserCodeFailed, or TaskError if no worker will be free any more."""
         await self._free.acquire()
         if len(self._overdue) == self._workers:
             self._free.release()  # for the next waiting call
@@ -130,35 +133,17 @@ class ThreadPool:
                 f"2 * task.reward_timeout_s={self._timeout_s} s, and a thread that hangs cannot be ended",
                 way_out="set task.reward_pool=process, or correct the reward function.",
             )
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Scored | Awaitable[Any]] = loop.create_future()
         alarm = Alarm(2 * self._timeout_s, lambda: self._is_overdue(alarm))
+        loop = asyncio.get_running_loop()
+        called = loop.run_in_executor(self._threads, call, self._score, prompt, completion)
+        called.add_done_callback(lambda _: self._is_back(alarm))
+        async with _within(self._timeout_s):
+            return await asyncio.shield(called)
 
-        def work() -> None:
-            scored: Scored | Awaitable[Any]
-            try:
-                scored = call(self._score, prompt, completion)
-            # Ctrl-C goes to the main thread, so this is the score's own; unanswered, it keeps its worker
-            except BaseException as error:
-                scored = Scored(failure=f"raised {type(error).__name__}: {error}")
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: the run is over
-                loop.call_soon_threadsafe(self._finish, done, alarm, scored)
-
-        threading.Thread(target=work, name="reward", daemon=True).start()
-        try:
-            async with TimeLimit(self._timeout_s):
-                return await done
-        except TimeoutError:
-            return _too_slow(self._timeout_s)
-
-    def _finish(self, done: asyncio.Future[Any], alarm: Alarm, scored: Scored | Awaitable[Any]) -> None:
+    def _is_back(self, alarm: Alarm) -> None:
         alarm.cancel()
         self._overdue.discard(alarm)
         self._free.release()
-        if not done.done():
-            done.set_result(scored)
-        elif asyncio.iscoroutine(scored):
-            scored.close()
 
     def _is_overdue(self, alarm: Alarm) -> None:
         self._overdue.add(alarm)
@@ -190,8 +175,8 @@ class ProcessPool:
             context=multiprocessing.get_context("spawn"),
         )
 
-    async def run(self, prompt: Prompt, completion: str) -> Scored:
-        """Raises TaskError if the processes cannot start or cannot build the score function."""
+    async def run(self, prompt: Prompt, completion: str) -> float:
+        """Raises UserCodeFailed, or TaskError if the processes cannot start or build the score function."""
         async with self._free:
             try:
                 async with TimeLimit(self._timeout_s + START_LIMIT_S):
@@ -204,18 +189,19 @@ class ProcessPool:
         self._pool.stop()
         await asyncio.to_thread(self._pool.join)
 
-    async def _run(self, prompt: Prompt, completion: str) -> Scored:
+    async def _run(self, prompt: Prompt, completion: str) -> float:
         from pebble import ProcessExpired
 
         try:
             future = self._pool.schedule(_work, args=(prompt, completion), timeout=self._timeout_s)
-            answer: Scored | str = await asyncio.wrap_future(future)
+            answer: float | str = await asyncio.wrap_future(future)
         except TimeoutError:
-            return _too_slow(self._timeout_s)
+            raise UserCodeFailed(TOO_SLOW.format(self._timeout_s)) from None
         except ProcessExpired as error:
-            return Scored(failure=f"ended its process (exit code {error.exitcode})")
+            raise UserCodeFailed(f"ended its process (exit code {error.exitcode})") from error
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            return Scored(failure=f"cannot be called in a process: its prompt cannot be sent there: {error}")
+            what = f"cannot be called in a process: its prompt cannot be sent there: {error}"
+            raise UserCodeFailed(what) from error
         except (BrokenProcessPool, RuntimeError) as error:
             raise self._broken(f"died outside of any call ({error}); memory is the usual cause") from error
         if isinstance(answer, str):
@@ -235,10 +221,11 @@ def _start(config: TaskConfig, seed: int) -> None:
     """First thing in a worker process: die with the parent, and build the score function."""
     global _score
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
-    with caught() as boundary:
-        _score = build_score(config, seed)
-        return
-    _score = boundary.failure
+    try:
+        with user_code():
+            _score = build_score(config, seed)
+    except UserCodeFailed as failure:
+        _score = str(failure)
 
 
 def _die_with_parent() -> None:
@@ -248,13 +235,12 @@ def _die_with_parent() -> None:
         os._exit(3)
 
 
-def _work(prompt: Prompt, completion: str) -> Scored | str:
-    """In a worker process: what one call came to, or why no call can be made here."""
+def _work(prompt: Prompt, completion: str) -> float | str:
+    """In a worker process: the reward, or why no call can be made here. Raises UserCodeFailed."""
     if isinstance(_score, str):
         return _score
-    scored = call(_score, prompt, completion)
-    if isinstance(scored, Scored):
-        return scored
-    with caught() as boundary:  # no caller cancels in here: what a score function cancels is its own failure
-        return asyncio.run(call_async(scored))
-    return Scored(failure=boundary.failure)
+    answer = call(_score, prompt, completion)
+    if isinstance(answer, float):
+        return answer
+    with user_code():  # no caller cancels in here: what a score function cancels is its own failure
+        return asyncio.run(call_async(answer))

@@ -1,10 +1,11 @@
 """Where prompts and rewards come from: files, Hugging Face datasets, reasoning-gym
-(https://github.com/open-thought/reasoning-gym), and the `math` reward.
+(https://github.com/open-thought/reasoning-gym), verifiers environments, and the `math` reward.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import logging
 import re
@@ -13,12 +14,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.messages.records import Prompt
-from asyncrl.tasks.task import Item
+from asyncrl.tasks.task import Item, UserCodeFailed, no_reward, user_code
 
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
 """Rows, and the name of the row at an index in errors."""
+ROW = TypeAdapter(dict[str, Any])
 
 
 def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
@@ -51,19 +55,15 @@ def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            place, row = f"{path} line {number}", None
+            place = f"{path} line {number}"
             try:
-                row = json.loads(line)
-                why = f"is {type(row).__name__}"
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                why = f"is not JSON: {error}: {line[:80]!r}"
-            if not isinstance(row, dict):
+                found[place] = ROW.validate_json(line)
+            except ValidationError as error:
                 raise ConfigError(
-                    f"{place} {why}",
+                    f"{place} is not JSON, or no object: {error.errors()[0]['msg']}: {line[:80]!r}",
                     rule="a .jsonl file has one JSON object a line",
                     way_out='write it like {"prompt": "2+2?", "answer": "4"}.',
-                )
-            found[place] = row
+                ) from error
     return found
 
 
@@ -100,14 +100,7 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
                 found = found[split]
         else:
             found = datasets.load_dataset(name, split=split, **settings)
-    except (
-        datasets.exceptions.DatasetsError,
-        OSError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        KeyError,
-    ) as error:
+    except Exception as error:  # each kind of file, and the hub, has errors of its own
         raise ConfigError(
             f"{shown} cannot be loaded: {type(error).__name__}: {error}",
             way_out="check hub id or folder, task.split, subset (task.args: {name: ...}) and network.",
@@ -130,10 +123,8 @@ class GymTask:
             from reasoning_gym.factory import DATASETS, create_dataset
             from reasoning_gym.utils import extract_answer
         except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"task.reasoning_gym={name}: the package {error.name} is not installed",
-                way_out=install_extra("harness"),
-            ) from error
+            what = f"task.reasoning_gym={name}: the package {error.name} is not installed"
+            raise ConfigError(what, way_out=install_extra("harness")) from error
         if name not in DATASETS:
             close = difflib.get_close_matches(name, DATASETS, n=3)
             raise ConfigError(
@@ -144,11 +135,9 @@ class GymTask:
             self._dataset = create_dataset(name, size=size, seed=seed, **settings)
         except (TypeError, ValueError, AssertionError) as error:
             known = sorted(set(DATASETS[name][1].__dataclass_fields__) - {"size", "seed"})
-            raise ConfigError(
-                f"task.args={dict(settings)} do not suit reasoning-gym's {name}: {error}",
-                rule=f"its settings are {', '.join(known)}",
-                way_out="correct task.args.",
-            ) from error
+            what = f"task.args={dict(settings)} do not suit reasoning-gym's {name}: {error}"
+            rule = f"its settings are {', '.join(known)}"
+            raise ConfigError(what, rule=rule, way_out="correct task.args.") from error
         self._name, self._extract = name, extract_answer
 
     def __repr__(self) -> str:
@@ -170,6 +159,82 @@ class GymTask:
         entry = {"question": prompt.messages[-1]["content"], **prompt.answer}
         said = completion.strip() if answer is None else answer
         return float(self._dataset.score_answer(said, entry=entry))
+
+
+INFO_KEY = "verifiers"
+"""Item.info has the task's own data under this key: the worker builds the task again from them."""
+
+
+class VerifiersTask:
+    """The tasks of a verifiers environment (https://github.com/PrimeIntellect-ai/verifiers): `taskset` in its
+    own order; of one without an end the first `size`.
+
+    All are read when this is built, so that a bad one ends the run before it has started. The messages of a
+    prompt are only shown to people: the environment makes its own from the same data.
+    """
+
+    def __init__(self, taskset: Any, *, size: int) -> None:
+        """Raises ConfigError if a task cannot be made, or cannot be sent to a worker and built again
+        there.
+        """
+        self._name = type(taskset).__name__
+        fields = type(taskset).task_type().data_type().model_fields
+        if hidden := [name for name, field in fields.items() if field.exclude]:
+            raise self._unfit(f"its data leave out {', '.join(hidden)} when they are written as JSON")
+        found: list[Any] = []
+        try:
+            with user_code():
+                for task in itertools.islice(taskset, None if taskset.bounded else size):
+                    found.append(task.data)
+        except UserCodeFailed as failure:
+            what = f"task {len(found)} of {self._name}: making it {failure}"
+            way_out = "correct its taskset, or its settings in generator.args.taskset."
+            raise ConfigError(what, way_out=way_out) from failure
+        self._items = [self._item(data, index) for index, data in enumerate(found)]
+
+    def __repr__(self) -> str:
+        return f"<VerifiersTask {self._name}, {len(self)} prompts>"
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def prompt(self, index: int) -> Item:
+        """The task at `index`."""
+        return self._items[index]
+
+    def score(self, prompt: Prompt, completion: str) -> float:
+        """Raises RewardFailure: a text alone cannot be scored."""
+        raise no_reward(prompt)
+
+    def _item(self, data: Any, index: int) -> Item:
+        try:
+            row = data.model_dump(mode="json")
+            json.dumps(row, allow_nan=False)
+        except ValueError as error:
+            raise self._unfit(f"task {index} has a value that is not JSON ({error})") from error
+        messages = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+        if isinstance(data.prompt, str):
+            messages.append({"role": "user", "content": data.prompt})
+        else:
+            said = data.prompt or ()
+            messages += [{"role": one.role, "content": self._text(one.content, index)} for one in said]
+        opening = {"role": "user", "content": "(the environment opens the conversation)"}
+        return Item(messages or [opening], info={INFO_KEY: row})
+
+    def _text(self, content: Any, index: int) -> str:
+        """The text of a message; there may be none beside tool calls."""
+        if content is None or isinstance(content, str):
+            return content or ""
+        if others := [part.type for part in content if part.type != "text"]:
+            raise self._unfit(f"the prompt of task {index} has a part of type {others[0]}, and not of text")
+        return "\n".join(part.text for part in content)
+
+    def _unfit(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self._name}: {what}",
+            rule="the data of a task are text that goes to a worker as JSON, whole",
+            way_out="correct the environment's task data.",
+        )
 
 
 # The `math` reward: is the completion's final answer the reference answer, as mathematics? (math-verify

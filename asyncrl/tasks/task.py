@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import math
+import contextlib
 import numbers
+import threading
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RewardFailure
 from asyncrl.messages.base import Message
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import LARGEST_NUMBER, Prompt
 
 Content = str | Sequence[Mapping[str, str]]
 """A prompt as users write it: the user's text, or chat messages with `role` and `content`."""
@@ -61,6 +61,12 @@ class _ChatMessage(Message):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, Field(strict=True)]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_none(cls, given: Any) -> Any:
+        """Fields that are None are left out: parquet has them."""
+        return {k: v for k, v in given.items() if v is not None} if isinstance(given, Mapping) else given
+
 
 _CHAT = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
 
@@ -68,21 +74,11 @@ _CHAT = TypeAdapter(Annotated[list[_ChatMessage], Field(min_length=1)])
 def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
     """The chat messages of a prompt's content; `where` is how an error calls its place.
 
-    Fields that are None are left out (parquet has them). Raises ConfigError if it is neither a text nor a
-    list of messages with a known role and a text each.
+    Raises ConfigError if it is neither a text nor a list of messages with a known role and a text each.
     """
-    chat = content
-    if isinstance(content, str):
-        chat = [{"role": "user", "content": content}] if content else []
-    elif isinstance(content, Sequence):
-        chat = [
-            {key: value for key, value in message.items() if value is not None}
-            if isinstance(message, Mapping)
-            else message
-            for message in content
-        ]
+    chat = [{"role": "user", "content": content}] if isinstance(content, str) and content else content
     try:
-        _CHAT.validate_python(chat)
+        return tuple(message.model_dump() for message in _CHAT.validate_python(chat))
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(
@@ -90,9 +86,9 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
             rule="a prompt is a text, or a list of chat messages with `role` and `content`, not empty",
             way_out="correct it, or name the right column as task.prompt_column.",
         ) from error
-    return tuple(chat)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RowTask:
     """A task out of rows: one column is the prompt, one may be the answer, the others are `info`; `score` is
     a function. `place` is what errors call the row at an index.
@@ -100,25 +96,21 @@ class RowTask:
     Every row is looked at when the task is built, so that a bad one ends the run before it has started.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        place: Callable[[int], str],
-        score: Score,
-        *,
-        prompt_column: str,
-        answer_column: str | None,
-    ) -> None:
-        self.rows, self.score = rows, score
-        self.prompt_column, self.answer_column = prompt_column, answer_column
-        for index, row in enumerate(rows):
-            for column in (prompt_column, answer_column):
+    rows: Sequence[Mapping[str, Any]]
+    place: Callable[[int], str]
+    score: Score
+    prompt_column: str
+    answer_column: str | None
+
+    def __post_init__(self) -> None:
+        for index, row in enumerate(self.rows):
+            place = self.place(index)
+            for column in (self.prompt_column, self.answer_column):
                 if column is not None and column not in row:
-                    raise ConfigError(
-                        f"{place(index)} has no column {column}; its columns are {', '.join(map(str, row))}",
-                        way_out="set task.prompt_column and task.answer_column (or none) to two of them.",
-                    )
-            as_messages(row[prompt_column], f"{place(index)}, column {prompt_column}")
+                    what = f"{place} has no column {column}; its columns are {', '.join(map(str, row))}"
+                    way_out = "set task.prompt_column and task.answer_column (or none) to two of them."
+                    raise ConfigError(what, way_out=way_out)
+            as_messages(row[self.prompt_column], f"{place}, column {self.prompt_column}")
 
     def __repr__(self) -> str:
         return f"<RowTask {len(self)} prompts, {self.prompt_column} -> {self.answer_column}>"
@@ -133,86 +125,73 @@ class RowTask:
         return Item(content, None if self.answer_column is None else info.pop(self.answer_column), info)
 
 
-LARGEST_REWARD = 1e18
-"""Largest absolute value: means, squares and sums of many rewards stay finite in float32. The gateway has the
-same limit for the outcomes of harnesses.
-"""
+class UserCodeFailed(Exception):  # noqa: N818  it is data of one rollout, or told as a ConfigError
+    """What the user's code raised or returned, in words that follow its name. Fit to cross a process."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What a call of a score function came to: a finite `reward`, or `failure` in words. Plain values: fit to
-    cross a process.
-    """
-
-    reward: float = math.nan
-    failure: str = ""
-
-
-class caught:  # noqa: N801  reads like contextlib.suppress
-    """Keeps an exception of the user's code in `failure`, in words, and goes on. Cancellation of the caller
-    and Ctrl-C pass.
+@contextlib.contextmanager
+def user_code() -> Iterator[None]:
+    """Raises UserCodeFailed for whatever the block raises. Cancellation of the caller and Ctrl-C pass.
 
     This is the rollout boundary of rewards: what the user's code raises is data about one rollout. So is a
     CancelledError of something that it awaited and that was cancelled elsewhere: asyncio would silently drop
     a task that ends with it.
     """
-
-    failure = ""
-    error: BaseException | None = None
-
-    def __enter__(self) -> caught:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, (Exception, SystemExit, asyncio.CancelledError)):
-            return False
-        if isinstance(error, asyncio.CancelledError) and _is_being_cancelled():
-            return False
-        frames = traceback.extract_tb(trace)
-        place = f" ({Path(frames[-1].filename).name} line {frames[-1].lineno})" if frames else ""
-        self.failure, self.error = f"raised {type(error).__name__}: {error}{place}", error
-        return True
+    try:
+        yield
+    except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        if isinstance(error, UserCodeFailed) or _is_for_us(error):
+            raise
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name} line {frame.lineno}"
+        raise UserCodeFailed(f"raised {type(error).__name__}: {error} ({place})") from error
 
 
-def _is_being_cancelled() -> bool:
-    """Whether the task that this runs in is being cancelled. False in a thread, or outside of a loop."""
+def _is_for_us(error: BaseException) -> bool:
+    """Ctrl-C, which goes to the main thread alone, and a cancellation of the task that this runs in."""
+    if isinstance(error, KeyboardInterrupt):
+        return threading.current_thread() is threading.main_thread()
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no loop runs in this thread
         return False
-    return task is not None and task.cancelling() > 0
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-def call(score: Score, prompt: Prompt, completion: str) -> Scored | Awaitable[Any]:
-    """Call `score`. An awaitable is for the caller to await, in call_async."""
-    with caught() as boundary:
+def call(score: Score, prompt: Prompt, completion: str) -> float | Awaitable[Any]:
+    """The reward, or what an async function has returned, for call_async. Raises UserCodeFailed."""
+    with user_code():
         value: Any = score(prompt, completion)
-        return value if isinstance(value, Awaitable) else as_scored(value)
-    return Scored(failure=boundary.failure)
+        return value if isinstance(value, Awaitable) else as_reward(value)
 
 
-async def call_async(value: Awaitable[Any]) -> Scored:
-    """Await what an async score function has returned."""
-    with caught() as boundary:
-        return as_scored(await value)
-    return Scored(failure=boundary.failure)
+async def call_async(value: Awaitable[Any]) -> float:
+    """Await what an async score function has returned. Raises UserCodeFailed."""
+    with user_code():
+        return as_reward(await value)
 
 
-def as_scored(value: Any) -> Scored:
-    """A number as a reward: int, float, bool, numpy's, or an array or tensor with one element. All else is a
-    failure.
+def as_reward(value: Any) -> float:
+    """A number as a reward: int, float, bool, numpy's, or an array or tensor with one element. Raises
+    UserCodeFailed for all else.
     """
     number = value
     if hasattr(value, "item"):
-        with caught():
+        with contextlib.suppress(Exception):
             number = value.item()
     if not isinstance(number, numbers.Real):
         hint = "; is a `return` missing?" if value is None else ""
-        return Scored(failure=f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}")
+        raise UserCodeFailed(f"returned {value!r:.80} ({type(value).__name__}), not a number{hint}")
     reward = float(number)
-    if not abs(reward) <= LARGEST_REWARD:
-        return Scored(failure=f"returned {reward}; rewards are finite, and {LARGEST_REWARD:g} at most")
-    return Scored(reward)
+    if not abs(reward) <= LARGEST_NUMBER:
+        raise UserCodeFailed(f"returned {reward}; rewards are finite, and {LARGEST_NUMBER:g} at most")
+    return reward
+
+
+def no_reward(prompt: Prompt) -> RewardFailure:
+    """The failure of a rollout whose harness gave no reward, where the task has none either."""
+    return RewardFailure(
+        f"prompt {prompt.prompt_id}: no reward came with the rollout, and the task has no reward function",
+        rule="each rollout needs a reward, from its harness (or verifiers environment) or from the task",
+        way_out="return one from the harness, add one to the environment, or set task.reward.",
+    )

@@ -22,7 +22,7 @@ END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26
 """Sampled tokens are the letters a..z, one id a character, and END_TOKEN."""
 
-Steps = AsyncGenerator[tuple["FakeRun", calls.GenerateResponse | None], None]
+Reason = Literal["abort", "stop", "length"]
 
 
 def fake_token(weights: str, seed: int, ids: Sequence[int], end_fraction: float) -> tuple[int, float]:
@@ -43,6 +43,7 @@ class FakeRun:
         self.drawn: list[tuple[int, float, int]] = []
         """(token, logprob, version)."""
         self.num_sent = 0
+        self.ended: Reason | None = None
 
     def abort(self) -> None:
         self.is_aborted = True
@@ -53,30 +54,25 @@ class FakeRun:
         self.changed.clear()
         await self.changed.wait()
 
-    def take(self) -> dict[str, Any]:
-        """What was not sent yet; it counts as sent."""
-        new, self.num_sent = self.drawn[self.num_sent :], len(self.drawn)
-        spans: list[calls.Span] = []
-        for version, tokens in groupby(new, key=itemgetter(2)):
-            start = spans[-1].end if spans else 0
-            spans.append(calls.Span(start=start, end=start + len(list(tokens)), version=version))
-        return {
-            "token_ids": [token for token, _, _ in new],
-            "logprobs": [logprob for _, logprob, _ in new],
-            "version_spans": spans,
-        }
-
     def chunks(self) -> list[calls.GenerateChunk]:
-        """What was not sent yet, a chunk a version."""
-        new = self.take()
-        return [
-            calls.GenerateChunk(
-                token_ids=new["token_ids"][span.start : span.end],
-                logprobs=new["logprobs"][span.start : span.end],
-                version=span.version,
-            )
-            for span in new["version_spans"]
-        ]
+        """What was not sent yet, a chunk a version; it counts as sent."""
+        new, self.num_sent = self.drawn[self.num_sent :], len(self.drawn)
+        found = []
+        for version, drawn in groupby(new, key=itemgetter(2)):
+            token_ids, logprobs, _ = map(list, zip(*drawn, strict=True))
+            found.append(calls.GenerateChunk(token_ids=token_ids, logprobs=logprobs, version=version))
+        return found
+
+    def answer(self) -> dict[str, Any]:
+        """The fields of its GenerateResponse, with what was not sent yet."""
+        token_ids, logprobs, spans = list[int](), list[float](), list[calls.Span]()
+        for chunk in self.chunks():
+            start, end = len(token_ids), len(token_ids) + len(chunk.token_ids)
+            spans.append(calls.Span(start=start, end=end, version=chunk.version))
+            token_ids += chunk.token_ids
+            logprobs += chunk.logprobs
+        fields = {"token_ids": token_ids, "logprobs": logprobs, "version_spans": spans}
+        return {**fields, "request_id": self.request.request_id, "finish_reason": self.ended}
 
 
 class FakeParts:
@@ -143,8 +139,8 @@ class FakeEngineServer(FakeServer):
     Life: a request queues -> holds one of `slots` -> draws a token every `decode_s` -> END_TOKEN, max_tokens
         or abort. A commit closes the gate, ends or keeps what runs, swaps for `swap_s`, opens the gate. It
         may sleep part by part; what comes meanwhile queues until it can serve again.
-    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer), `mangle_chunk`,
-        `chunk_tokens` (tokens of a streamed chunk), `parts` (its memory).
+    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer), `chunk_tokens`
+        (tokens of a streamed chunk), `parts` (its memory).
     """
 
     def __init__(
@@ -164,7 +160,6 @@ class FakeEngineServer(FakeServer):
         self.end_fraction, self.max_length, self._first_weights = end_fraction, max_length, weights
         self.refuse: Callable[[calls.GenerateRequest], str] = lambda _: ""
         self.mangle: Callable[[calls.GenerateResponse], calls.GenerateResponse] = lambda answer: answer
-        self.mangle_chunk: Callable[[calls.GenerateChunk], calls.GenerateChunk] = lambda chunk: chunk
         self.chunk_tokens, self.corrupt_digest = 1, False
         self.requests: list[calls.GenerateRequest] = []
         """Every /generate so far."""
@@ -208,12 +203,10 @@ class FakeEngineServer(FakeServer):
         match path:
             case "/generate":
                 async with contextlib.aclosing(self._steps(body)) as steps:
-                    async for _, answer in steps:
-                        if answer is not None:
-                            return answer
-                raise AssertionError("the last step has an answer")
+                    runs = [run async for run in steps]
+                return self._answer_of(runs[-1])
             case "/abort":
-                return self._abort(body)
+                return self._abort(body.request_ids)
             case "/prepare":
                 self.parts.check_weights_awake(path)
                 await asyncio.sleep(self.prepare_s)
@@ -222,8 +215,7 @@ class FakeEngineServer(FakeServer):
             case "/commit":
                 return await self._commit(body)
             case "/sleep":  # what runs is aborted, what is queued stays
-                running = [name for name, run in self._runs.items() if run.is_granted]
-                self._abort(calls.AbortRequest(request_ids=running))
+                self._abort([name for name, run in self._runs.items() if run.is_granted])
                 return self.parts.sleep(body)
             case "/wake":
                 moved = self.parts.wake(body)
@@ -237,40 +229,40 @@ class FakeEngineServer(FakeServer):
     def _digest(self, body: calls.PrepareRequest | calls.LoadChunkRequest) -> str:
         return "corrupt" if self.corrupt_digest else body.digest
 
+    def _answer_of(self, run: FakeRun) -> calls.GenerateResponse:
+        return self.mangle(calls.GenerateResponse.model_validate(run.answer()))
+
     async def stream(
         self, path: str, body: BaseModel, part: type[Part], last: type[Answer]
     ) -> AsyncGenerator[Part | Answer, None]:
         """POST /generate with `stream`."""
         assert isinstance(body, calls.GenerateRequest)
         async with contextlib.aclosing(self._steps(body)) as steps:
-            while True:
-                run, answer = await self.unless_dead(path, steps.__anext__)
-                if answer is not None:
-                    yield last.model_validate(answer.model_dump())
-                    return
+            while (run := await self.unless_dead(path, steps.__anext__)).ended is None:
                 if len(run.drawn) - run.num_sent >= self.chunk_tokens:
                     for chunk in run.chunks():
-                        yield part.model_validate(self.mangle_chunk(chunk).model_dump())
+                        yield part.model_validate(chunk.model_dump())
+            yield last.model_validate(self._answer_of(run).model_dump())
 
-    async def _steps(self, request: calls.GenerateRequest) -> Steps:
-        """The run after each token, and with the last step its answer."""
+    async def _steps(self, request: calls.GenerateRequest) -> AsyncGenerator[FakeRun, None]:
+        """The run after each token, and at its end."""
         self.requests.append(request)
         name, needed = request.request_id, len(request.prompt_ids) + request.max_tokens
         reason = self.refuse(request)
         if needed > self.max_length:
             reason = f"{needed} tokens do not fit max_length={self.max_length}"
-        runs, queue = self._runs, self._queue
-        if name in runs:
+        if name in self._runs:
             reason = f"request_id {name} is running already"
         if reason:
             raise self.refused("/generate", reason, 400)
+        runs, queue = self._runs, self._queue  # of this process
         run = runs[name] = FakeRun(request)
         queue.append(run)
         self._grant()
         try:
-            while (ended := await self._step(run)) is None:
-                yield run, None
-            yield run, self.mangle(calls.GenerateResponse(request_id=name, finish_reason=ended, **run.take()))
+            while run.ended is None:
+                run.ended = await self._step(run)
+                yield run
         finally:  # cancelled too: a broken connection frees the slot
             del runs[name]
             if run in queue:
@@ -278,7 +270,7 @@ class FakeEngineServer(FakeServer):
             self._ended.set()
             self._grant()
 
-    async def _step(self, run: FakeRun) -> Literal["abort", "stop", "length"] | None:
+    async def _step(self, run: FakeRun) -> Reason | None:
         """Draw a token; returns the reason if this is the end."""
         request = run.request
         while True:
@@ -300,8 +292,8 @@ class FakeEngineServer(FakeServer):
             return "stop"
         return "length" if len(run.drawn) == request.max_tokens else None
 
-    def _abort(self, request: calls.AbortRequest) -> calls.AbortResponse:
-        wanted = list(self._runs) if request.request_ids is None else request.request_ids
+    def _abort(self, request_ids: Sequence[str] | None) -> calls.AbortResponse:
+        wanted = list(self._runs) if request_ids is None else request_ids
         aborted = [name for name in wanted if name in self._runs]
         for name in aborted:
             self._runs[name].abort()

@@ -1,9 +1,11 @@
-"""Fake server processes, for the virtual clock: the real client code calls them in place of HTTP servers."""
+"""Fake servers, their processes and a fake trainer worker, for the virtual clock: the real client code calls
+them in place of HTTP servers.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from pydantic import BaseModel
 from asyncrl.errors import RoomError
 from asyncrl.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.messages.base import ErrorBody
+from asyncrl.messages.calls import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
 from asyncrl.waits import TimeLimit
 
 Work = Callable[[], Awaitable[Any]]
@@ -19,8 +22,11 @@ Work = Callable[[], Awaitable[Any]]
 
 class FakeServer(Caller):
     """A server that can die (its connections break, new ones too), freeze (it keeps connections and stops
-    answering) and be started again, with its initial state.
+    answering) and be started again, with its initial state. `fails_at_once`: a start that fails takes no
+    time.
     """
+
+    fails_at_once = False
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"fake://{name}", "secret")
@@ -50,11 +56,11 @@ class FakeServer(Caller):
         """What it answers to a POST."""
         raise NotImplementedError
 
-    async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
-        async def health() -> BaseModel:
-            return self.health()
+    async def _health(self) -> BaseModel:
+        return self.health()
 
-        return await self._answer(path, health, answer, timeout_s)
+    async def get(self, path: str, answer: type[Answer], *, timeout_s: float | None) -> Answer:
+        return await self._answer(path, self._health, answer, timeout_s)
 
     async def post(
         self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
@@ -99,24 +105,16 @@ class FakeProcess:
     """A Restartable over a fake server; a new process answers `start_s` seconds after it was started.
 
     Knobs: `fails_to_start` (number of next processes that end instead of starting), `reap_s` (seconds from
-        broken connections to the death that the kernel reports), `end_s` (seconds that a SIGKILL takes).
+        broken connections to the death that the kernel reports).
     """
 
-    health: type[BaseModel]
-    """What the server answers to /health."""
-    fails_at_once = False
-
     def __init__(self, server: FakeServer, *, start_s: float = 5.0) -> None:
-        self.server, self.start_s = server, start_s
-        self.fails_to_start, self.reap_s, self.end_s = 0, 0.0, 0.0
+        self.server, self.name, self.start_s = server, server.name, start_s
+        self.fails_to_start, self.reap_s = 0, 0.0
         self.started_at: list[float] = []
         """When a process was started again."""
         self.num_cancelled = 0
         """Starts that were given up."""
-
-    @property
-    def name(self) -> str:
-        return self.server.name
 
     async def watch(self) -> None:
         """Until it dies."""
@@ -128,14 +126,12 @@ class FakeProcess:
     async def check_alive(self, timeout_s: float) -> None:
         """GET /health."""
         try:
-            await self.server.get("/health", self.health, timeout_s=timeout_s)
+            await self.server.get("/health", type(self.server.health()), timeout_s=timeout_s)
         except CallLost as error:
             raise RoomError(self.name, f"process 17 does not answer: {error.why}") from error
 
     async def end(self) -> str:
         """SIGKILL."""
-        if self.end_s:
-            await asyncio.sleep(self.end_s)
         self.server.die()
         return ""
 
@@ -144,10 +140,107 @@ class FakeProcess:
         self.started_at.append(asyncio.get_running_loop().time())
         fails, self.fails_to_start = self.fails_to_start > 0, max(0, self.fails_to_start - 1)
         try:
-            await asyncio.sleep(0.0 if fails and self.fails_at_once else self.start_s)
+            await asyncio.sleep(0.0 if fails and self.server.fails_at_once else self.start_s)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
         if fails:
             raise RoomError(self.name, "did not come up: no memory")
         self.server.restart()
+
+
+class FakeTrainerServer(FakeServer):
+    """Rank 0 of a trainer: one call at a time, and a step takes `train_s`.
+
+    Its weights are the list `weights` of what it was trained on: a name for each batch. Saved states are kept
+    in `states` by path, as a disk would. `dies_at` (a path): the process ends when that call comes;
+    `dies_after`: when it is done, before the answer. `refuse` (a reason): the next call of a kind is refused.
+    A rank that a step waits for and that is dead makes the step hang.
+    """
+
+    fails_at_once = True
+
+    def __init__(
+        self, name: str = "trainer-0", *, train_s: float = 1.0, peers: Sequence[FakeTrainerServer] = ()
+    ) -> None:
+        super().__init__(name)
+        self.train_s, self.export_s, self.load_s, self.save_s, self.write_s = train_s, 0.5, 2.0, 0.5, 3.0
+        self.peers = peers
+        self.dies_at = self.dies_after = ""
+        self.refuse: dict[str, str] = {}
+        self.weights: list[str] = []
+        self.calls: list[str] = []
+        self.states: dict[str, list[str]] = {}
+        self._worker = asyncio.Lock()
+        self._pending: tuple[str, list[str]] | None = None
+
+    @property
+    def policy_version(self) -> int:
+        """Steps that were taken."""
+        return len(self.weights)
+
+    def restart(self) -> None:
+        super().restart()
+        self._worker, self._pending, self.weights = asyncio.Lock(), None, []
+
+    def health(self) -> TrainerHealth:
+        is_busy = self._worker.locked()
+        return TrainerHealth(policy_version=self.policy_version, device="none", is_busy=is_busy)
+
+    async def post(
+        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
+    ) -> Answer:
+        self.calls.append(path)
+        if path == self.dies_at:
+            self.dies_at = ""
+            self.die()
+        return await super().post(path, body, answer, timeout_s=timeout_s)
+
+    async def _handle(self, path: str, body: Any) -> BaseModel:
+        if path == "/wait_save_state":
+            pending, self._pending = self._pending, None
+            await asyncio.sleep(self.write_s)
+            self._refuse(path)
+            if pending is not None:
+                self.states[pending[0]] = pending[1]
+            return self.health()
+        async with self._worker:
+            result = await self._work(path, body)
+            if self.is_frozen:
+                await asyncio.Event().wait()
+        if path == self.dies_after:
+            self.dies_after = ""
+            self.die()
+        return result
+
+    def _refuse(self, path: str) -> None:
+        if reason := self.refuse.pop(path, ""):
+            raise self.refused(path, reason)
+
+    async def _work(self, path: str, body: Any) -> BaseModel:
+        self._refuse(path)
+        version = self.policy_version
+        match path:
+            case "/train":
+                header, _ = unpack_batch(body)
+                if header.version != version:
+                    raise self.refused(path, f"batch {header.version} at version {version}")
+                await asyncio.sleep(self.train_s)
+                if any(peer.has_ended.is_set() or peer.is_frozen for peer in self.peers):
+                    await asyncio.Event().wait()
+                trained = (f"{one.prompt_id}#{one.sample_index}" for one in header.trajectories)
+                self.weights.append(",".join(trained))
+                return TrainResponse(policy_version=version + 1, metrics={"policy/loss": float(version + 1)})
+            case "/export":
+                await asyncio.sleep(self.export_s)
+                digest = "|".join(self.weights)
+                return ExportResponse(version=version, path="fake", digest=digest, num_tensors=1, num_bytes=1)
+            case "/load_state":
+                await asyncio.sleep(self.load_s)
+                self.weights = list(self.states[body.path])
+            case "/begin_save_state":
+                self._pending = (body.path, list(self.weights))
+            case _:
+                assert path == "/save", path
+                await asyncio.sleep(self.save_s)
+        return self.health()

@@ -1,4 +1,6 @@
-"""Fakes, with behaviour, of engines, tasks and tokenizer, for the virtual clock. No process is started."""
+"""Fakes with behaviour of what producers, weight sync and train loop call, for the virtual clock. No process
+is started.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
-from asyncrl.errors import RewardFailure
+from asyncrl.errors import JournalError, RewardFailure
 from asyncrl.messages.calls import ExportResponse, TrainResponse
 from asyncrl.messages.records import (
     Batch,
     Completion,
+    GroupId,
     PartialCompletion,
     Prompt,
     SamplingRequest,
+    Ticket,
     VersionSpan,
 )
 from asyncrl.testing.fake_engine import END_TOKEN
@@ -121,12 +125,10 @@ class FakeScorer:
         latency_s: float = 0.0,
     ) -> None:
         self._reward, self.latency_s = reward, latency_s
-        self.scored: list[tuple[str, str]] = []
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         """The reward, or RewardFailure."""
         await asyncio.sleep(self.latency_s)
-        self.scored.append((prompt.prompt_id, completion))
         reward = self._reward(prompt, completion)
         if isinstance(reward, str):
             raise RewardFailure(f"the reward of {prompt.prompt_id} failed: {reward}")
@@ -183,3 +185,85 @@ class FakeTrainer:
             digest = "w0" if self.is_frozen else f"w{version}"
             path = f"fake/{digest}"
             return ExportResponse(version=version, path=path, digest=digest, num_tensors=1, num_bytes=1000)
+
+
+class MemoryJournal:
+    """A journal with the real one's methods and its rules about groups and batches; it runs no thread. Keeps
+    every call: `events` in order as (method without _nowait, its arguments ...), and `states` of groups.
+    """
+
+    name = "journal"
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.states: dict[GroupId, str] = {}
+        self.batches: dict[int, Batch] = {}
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        """All that is only noted; what happens in a group, only after its admission."""
+        if not method.endswith("_nowait"):
+            raise AttributeError(method)
+        name = method.removesuffix("_nowait")
+
+        def note(*arguments: Any, **keywords: Any) -> None:
+            if name in ("segment", "rollout_finished", "rollout_failed"):
+                self._refuse_unless(arguments[0] in self.states, arguments[0])
+            self._note(name, *arguments, *keywords.values())
+
+        return note
+
+    def named(self, *methods: str) -> list[tuple[Any, ...]]:
+        """The events of these methods, in order."""
+        return [event for event in self.events if event[0] in methods]
+
+    def admitted_nowait(self, ticket: Ticket, prompt: Prompt) -> None:
+        self._refuse_unless(self.states.get(ticket.group_id, "running") == "running", ticket.group_id)
+        self.states[ticket.group_id] = "running"
+        self._note("admitted", ticket, prompt)
+
+    def group_ended_nowait(
+        self,
+        group_id: GroupId,
+        state: Literal["ready", "failed", "filtered", "handed_back"],
+        reason: str,
+        *,
+        requeued: int | None = None,
+    ) -> None:
+        found = self.states.get(group_id)
+        self._refuse_unless(found == "running" or (found, state) == ("ready", "handed_back"), group_id)
+        self._note("group_ended", group_id, state, reason, requeued)
+        self.states[group_id] = state
+
+    async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:
+        """The groups are taken, or were by the same batch."""
+        await asyncio.sleep(0)
+        group_ids = [group.group_id for group in batch.groups]
+        self._note("batch_taken", batch)
+        if (earlier := self.batches.get(batch.version)) is not None:
+            if [group.group_id for group in earlier.groups] == group_ids:
+                return "replayed"
+        elif all(self.states.get(group_id) == "ready" for group_id in group_ids):
+            self.batches[batch.version] = batch
+            self.states.update(dict.fromkeys(group_ids, "taken"))
+            return "taken"
+        raise JournalError(f"batch {batch.version} cannot be taken with groups {group_ids}")
+
+    async def flush(self) -> None:
+        """All is kept."""
+
+    async def wait_failed(self) -> None:
+        """Writing never fails."""
+        await asyncio.Event().wait()
+
+    async def compact(self, before_version: int) -> None:
+        self._note("compact", before_version)
+
+    async def aclose(self) -> None:
+        """Nothing is held."""
+
+    def _refuse_unless(self, fits: bool, group_id: GroupId) -> None:
+        if not fits:
+            raise JournalError(f"group {group_id} is {self.states.get(group_id, 'unknown')}")
+
+    def _note(self, *event: Any) -> None:
+        self.events.append(event)

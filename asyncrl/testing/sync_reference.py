@@ -40,29 +40,11 @@ class SyncParts:
     """Copy the trained weights into the generator, as the given policy_version."""
 
 
-@dataclass(frozen=True, slots=True)
-class SyncStep:
-    """One step as it happened: what was trained on (`batch`), and what the trainer said of it."""
-
-    batch: Batch
-    metrics: Mapping[str, float]
-
-    @property
-    def token_ids(self) -> list[tuple[int, ...]]:
-        """Token ids of each trajectory, prompt included, in the order of training."""
-        return [tuple(t.token_ids.tolist()) for group in self.batch.groups for t in group.trajectories]
-
-    @property
-    def rewards(self) -> list[float]:
-        """Reward of each trajectory, in the same order."""
-        return [t.reward for group in self.batch.groups for t in group.trajectories]
-
-
 def sync_reference(
     parts: SyncParts, *, num_groups: int, group_size: int, num_steps: int
-) -> Iterator[SyncStep]:
+) -> Iterator[tuple[Batch, TrainResponse]]:
     """Take `num_steps` optimizer steps, each on `num_groups` prompts with `group_size` samples; yield each
-    step.
+    step: what was trained on, and what the trainer said of it.
 
     Nothing is retried and nothing is caught: a part that raises ends the loop.
     """
@@ -82,7 +64,7 @@ def sync_reference(
         batch = Batch(version=version, groups=tuple(groups), min_version=version)
         report = parts.train(batch)
         parts.load_weights(report.policy_version)
-        yield SyncStep(batch, report.metrics)
+        yield batch, report
 
 
 def _trajectory(

@@ -6,7 +6,7 @@ run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, 
 await all_blocked()      lets all other tasks go on until none can; no virtual time passes
 stand_still(10.0)        the loop does nothing for 10 s, as a process that was stopped: timers of that time
                          all come due at its end
-DeadlockError            no task can move and no timer is left: says which task waits in which function
+DeadlockError            no task can move and no timer is left: says where each task waits
 BusyLoopError            a task runs for ever without letting the clock go on
 """
 
@@ -14,30 +14,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sysconfig
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from asyncrl.waits import await_chain
+from asyncrl.waits import task_stacks
 
 Result = TypeVar("Result")
 
-_STDLIB = str(Path(sysconfig.get_path("stdlib")).resolve())
-_MAX_NAMED = 20
-
 
 class StuckError(Exception):
-    """`blocked` holds (task name, function it waits in) of every task, the main task last; `now_s` is the
-    virtual time.
-    """
+    """With the virtual time, and where each task waits."""
 
-    def __init__(self, what: str, loop: VirtualTimeLoop) -> None:
-        self.now_s, self.blocked = loop.time(), _where_tasks_are(loop)
-        named = [f"{name} waits in {function}" for name, function in self.blocked[:_MAX_NAMED]]
-        if len(self.blocked) > _MAX_NAMED:
-            named.append(f"and {len(self.blocked) - _MAX_NAMED} tasks more")
-        super().__init__(f"{what} at t={self.now_s} s: {', '.join(named) or 'no task is left'}")
+    def __init__(self, what: str, now_s: float) -> None:
+        super().__init__(f"{what} at t={now_s} s:\n{task_stacks() or 'no task is left'}")
 
 
 class DeadlockError(StuckError):
@@ -61,7 +50,7 @@ def run_virtual(
     runner = asyncio.Runner(loop_factory=lambda: loop)
     try:
         runner.get_loop()
-        result = runner.run(_named(coro))
+        result = runner.run(coro)
     except BaseException as error:
         try:
             runner.close()
@@ -112,7 +101,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._max_rounds, self._rounds = max_rounds, 0
         self._in_all_blocked: list[asyncio.Future[None]] = []
         self.lost_errors: list[BaseException] = []
-        self.set_exception_handler(lambda _, context: self._keep_error(context))
         self._set_clock(start_s)
 
     def time(self) -> float:
@@ -136,13 +124,14 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         self._rounds += 1
         if self._rounds > self._max_rounds:
             self._rounds = 0
-            raise BusyLoopError(f"time stands still after {self._max_rounds} rounds of the loop", self)
+            what = f"time stands still after {self._max_rounds} rounds of the loop"
+            raise BusyLoopError(what, self._now_s)
         if timeout is not None and timeout <= 0:
             return []
         if self._wake_all_blocked():
             return []
         if timeout is None:
-            raise DeadlockError("nothing can happen", self)
+            raise DeadlockError("nothing can happen", self._now_s)
         self._set_clock(self._scheduled[0].when())  # type: ignore[attr-defined]
         return []
 
@@ -162,9 +151,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         # below one ulp, a timer due now would never be due
         self._clock_resolution = max(1e-9, math.ulp(now_s))
 
-    def _keep_error(self, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if isinstance(error, BaseException):
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Called by asyncio with an error that it would only log."""
+        if (error := context.get("exception")) is not None:
             self.lost_errors.append(error)
 
     def _process_events(self, event_list: list[Any]) -> None:
@@ -172,32 +161,3 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def _write_to_self(self) -> None:
         """Called by asyncio to wake a sleeping selector; this one never sleeps."""
-
-
-async def _named(coro: Coroutine[Any, Any, Result]) -> Result:
-    task = asyncio.current_task()
-    assert task is not None
-    task.set_name("main")
-    return await coro
-
-
-def _where_tasks_are(loop: asyncio.AbstractEventLoop) -> list[tuple[str, str]]:
-    """(name, function) of every task that is not done, by name, the main task last."""
-    places = [(task.get_name(), _innermost_own_function(task)) for task in asyncio.all_tasks(loop)]
-    return sorted(places, key=lambda place: (place[0] == "main", len(place[0]), place[0]))
-
-
-def _innermost_own_function(task: asyncio.Task[Any]) -> str:
-    """Qualified name of the innermost function on the task's await chain that is not Python's own library.
-
-    A task made of a library function alone (`create_task(queue.get())`) is named by that function.
-    """
-    codes = [frame.f_code for frame in await_chain(task.get_coro()) if frame.f_code is not _named.__code__]
-    own = [code for code in codes if not _is_stdlib(code.co_filename)]
-    if not codes:
-        return "its start"
-    return (own[-1] if own else codes[0]).co_qualname.rpartition("<locals>.")[2]
-
-
-def _is_stdlib(path: str) -> bool:
-    return path.startswith(_STDLIB) and "-packages" not in path

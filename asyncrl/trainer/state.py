@@ -4,7 +4,7 @@ That is the float32 master weights and AdamW's moments by parameter name, the co
 and each rank's random generators of torch. The learning rate is a function of these counts, the initial
 weights of a KL penalty are those of model.path; neither is saved. With adapters (trainer.lora) the weights
 below them are not saved either. The folder is part of a checkpoint, which is whole once its manifest is
-written (asyncrl/checkpoints/manifest.py):
+written (asyncrl/checkpoints/folder.py):
 
     __R_N.distcp    the shards that rank R wrote, by torch.distributed.checkpoint (DCP)
     .metadata       where each shard of each tensor lies: DCP's index, a pickle
