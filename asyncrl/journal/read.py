@@ -239,13 +239,14 @@ def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
     )
     query = "SELECT state, count(*), sum(num_sampled) FROM groups GROUP BY state"
     states = {state: (num, num_sampled) for state, num, num_sampled in connection.execute(query)}
-    wasted = {state: states.get(state, (0, 0))[1] for state in ("failed", "filtered", "handed_back")}
+    wasted = {"retried": numbers.pop("retried")}
+    wasted |= {state: states.get(state, (0, 0))[1] for state in ("failed", "filtered", "handed_back")}
     query = "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?"
     events = _rows(connection, query, MAX_EVENTS)
     return {
-        "groups": {state: num for state, (num, _) in states.items()},
-        "wasted_tokens": {"retried": numbers.pop("retried"), **wasted},
         **numbers,
+        "groups": {state: num for state, (num, _) in states.items()},
+        "wasted_tokens": wasted,
         "checkpoints": _rows(connection, "SELECT version, path, state FROM checkpoints ORDER BY version"),
         "events": [event | {"detail": json.loads(event["detail"])} for event in reversed(events)],
     }

@@ -43,8 +43,8 @@ State = Literal["starting", "running", "done", "failed", "interrupted", "crashed
 @dataclass(frozen=True, slots=True)
 class RunFiles:
     """What a run directory holds. `explanation`: the state in a sentence; `status`: status.json as it is;
-    `steps`: what metrics.jsonl says of all steps; `evaluations`: lines of eval.jsonl; `problems`: sentences
-    about what cannot be believed.
+    `steps`: what metrics.jsonl says of all steps; `evaluations`: lines of eval.jsonl; `verdict`: so far,
+    None before the first step; `problems`: sentences about what cannot be believed.
     """
 
     run_dir: Path
@@ -54,12 +54,8 @@ class RunFiles:
     status: Mapping[str, Any]
     steps: Steps
     evaluations: list[dict[str, Any]]
+    verdict: Verdict | None
     problems: list[str]
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """So far; None before the first step."""
-        return judge(self.steps, self.config) if self.steps else None
 
 
 def read_run(run_dir: str | Path) -> RunFiles:
@@ -77,7 +73,8 @@ def read_run(run_dir: str | Path) -> RunFiles:
     problems: list[str] = []
     config, status = load_config(folder / CONFIG_FILE), _read_status(folder / STATUS_FILE, problems)
     steps, evaluations = read_steps(folder, problems), read_evaluations(folder, problems)
-    return RunFiles(folder, config, *judge_state(status, folder), status, steps, evaluations, problems)
+    verdict, state = judge(steps, config) if steps else None, judge_state(status, folder)
+    return RunFiles(folder, config, *state, status, steps, evaluations, verdict, problems)
 
 
 def _read_status(path: Path, problems: list[str]) -> dict[str, Any]:
