@@ -99,7 +99,9 @@ def test_the_story_of_a_trained_group_joins_journal_and_record(run_dir: Path) ->
 
 
 def test_a_rollout_with_branches_is_told_branch_by_branch_with_what_each_part_earned(run_dir: Path) -> None:
-    first, second = as_json(run_dir, group=8)["story"]["rollouts"]
+    story = as_json(run_dir, group=8)["story"]
+    assert (story["num_rollouts"], story["num_sampled"], story["reward_mean"]) == (1, 20, 0.25)
+    first, second = story["rollouts"]
     assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
     assert "pieces" not in first
     sampled = [branch["pieces"][0]["token_ids"] for branch in first["branches"]]

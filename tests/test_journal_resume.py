@@ -30,8 +30,7 @@ from journal_cases import (
 from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import batch_story, group_story, read_resume, run_story
-from asyncrl.journal.tokens import rollouts_of
-from asyncrl.messages.records import Batch, GroupId, Ticket
+from asyncrl.messages.records import GroupId, Ticket
 from asyncrl.testing.memory_journal import MemoryJournal
 
 
@@ -171,23 +170,6 @@ def test_compaction_leaves_all_that_a_resume_can_need_and_all_that_was_counted(t
         assert later["tokens/generated"] == generated + 10
 
     with_journal(path, story)
-
-
-def test_a_rollout_is_counted_once_however_many_branches_it_has(tmp_path: Path) -> None:
-    async def story(journal: Journal) -> None:
-        admit(journal, 0)
-        for index, num_branches in ((0, 3), (1, 1), (3, 2)):
-            rollout = make_rollout(0, index, num_branches=num_branches, has_credits=num_branches == 3)
-            journal.rollout_finished_nowait(GroupId(0), rollout)
-        journal.group_ended_nowait(GroupId(0), "ready", "")
-        await journal.batch_taken(Batch(0, (make_group(0),), 0))
-
-    path = with_journal(tmp_path / "journal.sqlite", story)
-    found, rollouts = asked(path, group_story, 0), asked(path, rollouts_of, 0)
-    assert {index: len(rollout) for index, rollout in rollouts.items()} == {0: 3, 1: 1, 3: 2}
-    assert (found["num_rollouts"], found["num_sampled"]) == (3, 60)
-    assert found["reward_mean"] == pytest.approx((0.25 + 1.25 + 3.25) / 3), "of rollouts, not of branches"
-    assert asked(path, batch_story, 0)["tokens_by_version"] == {0: 60}
 
 
 def test_a_long_run_that_is_compacted_stops_growing_but_for_a_line_a_group(tmp_path: Path) -> None:
