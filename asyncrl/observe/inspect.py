@@ -22,7 +22,7 @@ from asyncrl.messages.records import Rollout, VersionSpan
 from asyncrl.observe.recorder import METRICS_FILE, metrics_of
 from asyncrl.observe.run_numbers import grid, masked_tokens, plain
 from asyncrl.observe.status import RunFiles, read_run, to_text
-from asyncrl.observe.trained import TRAINED_FILE, Line, batch_summary, read_record, trajectory_summaries
+from asyncrl.observe.trained import TRAINED_FILE, Line, TrainedRecord, batch_summary, trajectory_summaries
 from asyncrl.observe.verdict import summary_panel
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
@@ -49,7 +49,7 @@ def summarise(files: RunFiles, step: int | None, group: int | None) -> dict[str,
     `story` are from the journal. Raises ConfigError for a step or group that neither knows.
     """
     problems, bound = [*files.problems], files.config.buffer.max_staleness
-    record = read_record(files.run_dir / TRAINED_FILE, problems, bound)
+    record = TrainedRecord(files.run_dir / TRAINED_FILE, problems, bound)
     told: dict[str, Any] = {}
     try:
         if (path := files.run_dir / JOURNAL_FILE).is_file():

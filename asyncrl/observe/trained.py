@@ -64,14 +64,14 @@ class TrainedStep(NamedTuple):
 
 
 class TrainedRecord:
-    """trained.jsonl as it counts, and whether it kept the bound. Life: made empty -> add() line by line ->
-    asked.
+    """trained.jsonl as it counts, and whether it kept the bound. Life: read when it is made -> asked.
 
     A later line of a version that was restored counts, and what was done there before is only compared with
-    it. Lines are not kept in memory: those to be shown are read again.
+    it. Lines are not kept in memory: those to be shown are read again. Lines without the fields that they
+    need are left out and told in `problems`.
     """
 
-    def __init__(self, path: Path, max_staleness: int) -> None:
+    def __init__(self, path: Path, problems: list[str], max_staleness: int) -> None:
         self.path, self.max_staleness = path, max_staleness
         self.restored: list[int] = []
         self._steps: list[TrainedStep] = []
@@ -82,11 +82,17 @@ class TrainedRecord:
         self._trained_in: dict[int, int] = {}
         """Group -> step."""
         self._replay_faults: list[str] = []
+        for number, (start, line) in enumerate(lines_of(path, problems), start=1):
+            try:
+                self._add(start, line)
+            except (TypeError, ValueError, OverflowError) as error:
+                why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
+                tell(problems, f"{path.name} object {number} is no record of a step and is left out: {why}")
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, start: int, line: Mapping[str, Any]) -> None:
+    def _add(self, start: int, line: Mapping[str, Any]) -> None:
         """One line of the file, which begins at `start`. Raises ValueError or TypeError for others."""
         if "restored" in line:
             self._restore(int(line["restored"]))
@@ -177,18 +183,6 @@ class TrainedRecord:
         num_tokens, ages = sum(entry["num_loss_tokens"] for entry in entries), _ages(line)
         numbers = len(entries), num_tokens, sum(ages), len(ages), max(ages, default=0)
         return TrainedStep(start, version, *numbers, data.digest(), tuple(faults))
-
-
-def read_record(path: Path, problems: list[str], max_staleness: int) -> TrainedRecord:
-    """Lines without the fields that they need are left out and told in `problems`."""
-    record = TrainedRecord(path, max_staleness)
-    for number, (start, line) in enumerate(lines_of(path, problems), start=1):
-        try:
-            record.add(start, line)
-        except (TypeError, ValueError, OverflowError) as error:
-            why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
-            tell(problems, f"{path.name} object {number} is no record of a step and is left out: {why}")
-    return record
 
 
 def _faults(version: int, entry: Entry, max_staleness: int) -> Iterator[str]:
