@@ -144,12 +144,12 @@ async def measure(folder: Path, seconds: float) -> float:
         while version < 10 or time.perf_counter() < until_s:
             batch = make_batch(version, draw)
             await journal.flush()
-            num_commits, busy_s = journal._writer.num_commits, journal._writer.busy_s
+            num_commits, busy_s = journal.num_commits, journal.busy_s
             loop_s, whole_s = await tell(journal, batch)
             rows["loop"].append(loop_s)
             rows["whole"].append(whole_s)
-            rows["thread"].append(journal._writer.busy_s - busy_s)
-            commits.append(journal._writer.num_commits - num_commits)
+            rows["thread"].append(journal.busy_s - busy_s)
+            commits.append(journal.num_commits - num_commits)
             started_s = time.perf_counter()
             blobs = encode(batch)
             rows["encode"].append(time.perf_counter() - started_s)
@@ -169,7 +169,7 @@ async def measure(folder: Path, seconds: float) -> float:
     )
     for name, found in rows.items():
         print(f"{name:>8} {1e6 * median(found) / ROLLOUTS:>13.1f} {1e3 * median(found):>11.2f}")
-    print(f"commits a batch: {median(commits):.0f}; longest {1e3 * journal._writer.longest_commit_s:.0f} ms")
+    print(f"commits a batch: {median(commits):.0f}; longest {1e3 * journal.longest_commit_s:.0f} ms")
     for name, delays in (("a batch is", busy_delays), ("nothing is", idle_delays)):
         print(
             f"latest timer of the loop while {name} written: {1e3 * median(delays):.1f} ms (median; worst "

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.observe.recorder import running_mean
+from asyncrl.observe.verdict import running_mean
 
 FloatArray = npt.NDArray[np.float64]
 

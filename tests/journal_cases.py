@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.read import ResumeState
+from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import (
     Batch,
@@ -101,6 +101,30 @@ def tell_ready(journal: Journal, *group_ids: int, **options: Any) -> None:
         journal.group_ended_nowait(GroupId(group_id), "ready", "")
 
 
+async def tell_a_run(journal: Journal) -> None:
+    """Groups 0 and 1 make batch 0, 2 and 3 batch 1; 4 failed, 5 was dropped and its prompt runs as 6."""
+    tell_ready(journal, 0, 1, 2, 3)
+    admit(journal, 4)
+    journal.segment_nowait(GroupId(4), 0, 0, 0, make_partial(7))
+    journal.segment_nowait(GroupId(4), 0, 1, 0, make_partial(5))
+    journal.rollout_failed_nowait(GroupId(4), 0, 2, "timed out")
+    journal.group_ended_nowait(GroupId(4), "failed", "too few usable rollouts")
+    admit(journal, 5)
+    journal.segment_nowait(GroupId(5), 0, 0, 0, make_partial(3))
+    journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
+    journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
+    await journal.batch_taken(make_batch(0, 0, 1))
+    journal.trained_nowait(0, {"policy/loss": 0.25})
+    journal.published_nowait(1, "digest")
+    journal.checkpointed_nowait(1, "checkpoints/step_1")
+    await journal.batch_taken(replace(make_batch(1, 2, 3), min_version=1, mask_older=True))
+    journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
+    journal.segment_nowait(GroupId(6), 1, 0, 2, make_partial(4))
+    journal.restored_nowait(1)
+    journal.event_nowait("engine_restarted", {"name": "engine-0", "after_s": 1.5})
+    await journal.flush()
+
+
 def same_trajectory(one: Trajectory, other: Trajectory) -> bool:
     """Equal to the last bit."""
 
@@ -121,6 +145,12 @@ def same_group(one: Group, other: Group) -> bool:
 def load_batches(state: ResumeState) -> list[Batch]:
     """All that are to be trained again."""
     return [state.load_batch(version) for version in range(state.checkpoint_version, state.next_version)]
+
+
+def asked(path: Path, story: Callable[..., Any], *which: int) -> Any:
+    """What one of the stories says of a group, a batch or the run."""
+    with reading(path) as connection:
+        return story(connection, *which)
 
 
 def with_journal(path: Path, story: Callable[[Journal], Awaitable[None]]) -> Path:

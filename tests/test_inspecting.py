@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from job_runs import environment, read_lines, run, write_config
-from journal_cases import admit, make_batch, make_partial, make_trajectory, tell_ready
+from journal_cases import admit, make_batch, make_trajectory, tell_a_run
 
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Batch, GroupId, Ticket, VersionSpan
+from asyncrl.messages.records import Batch, GroupId, VersionSpan
 from asyncrl.observe.inspect import pieces, render_inspect
 from asyncrl.observe.metrics import gauge_of
 from asyncrl.trainer.record import append_line, trained_line
@@ -36,31 +36,15 @@ def record(run_dir: Path, batch: Batch) -> None:
 
 
 async def live(run_dir: Path) -> Journal:
-    """Groups 0 and 1 are trained, 2 and 3 taken; 4 failed, 5 was dropped and its prompt runs as 6, 7 was
-    filtered, 8 has a rollout of several branches.
+    """A run of which step 0 is in the trainer's record; its group 7 was filtered, 8 has a rollout of several
+    branches.
     """
     config = {"model": {"path": "nowhere/at-all"}, "task": {"python": "a:B"}, "rollout": {"group_size": 2}}
     (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(config)))
     append_line(run_dir / "metrics.jsonl", {"step": 0, "tokens/sampled": 40, "tokens/trained": 33})
-    journal = journal_cases.open_journal(run_dir / "journal.sqlite")
-    tell_ready(journal, 0, 1, 2, 3)
-    admit(journal, 4)
-    journal.segment_nowait(GroupId(4), 0, 0, 0, make_partial(7))
-    for index, why in enumerate(["timed out", "no number"]):
-        journal.rollout_failed_nowait(GroupId(4), index, 2, why)
-    journal.group_ended_nowait(GroupId(4), "failed", "too few usable rollouts")
-    admit(journal, 5)
-    journal.segment_nowait(GroupId(5), 0, 0, 0, make_partial(3))
-    journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
-    journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
-    await journal.batch_taken(make_batch(0, 0, 1))
     record(run_dir, make_batch(0, 0, 1))
-    journal.trained_nowait(0, {"policy/loss": 0.25})
-    journal.published_nowait(1, "w1")
-    journal.checkpointed_nowait(1, "checkpoints/step_1")
-    await journal.batch_taken(make_batch(1, 2, 3))
-    journal.admitted_nowait(Ticket(GroupId(6), 1), journal_cases.make_prompt(5))
-    journal.segment_nowait(GroupId(6), 1, 1, 2, make_partial(4))
+    journal = journal_cases.open_journal(run_dir / "journal.sqlite")
+    await tell_a_run(journal)
     admit(journal, 7)
     for index in range(2):
         journal.rollout_finished_nowait(GroupId(7), (make_trajectory(7, index),))
@@ -68,8 +52,6 @@ async def live(run_dir: Path) -> Journal:
     admit(journal, 8)
     journal.rollout_finished_nowait(GroupId(8), journal_cases.make_rollout(8, 0, has_credits=True))
     journal.event_nowait("stuck", {"seconds": 12.5, "waits": [{"who": "train loop"}]})
-    journal.event_nowait("engine lost", {"name": "engine-0", "restart": 1})
-    journal.restored_nowait(1)
     await journal.flush()
     return journal
 
@@ -96,10 +78,10 @@ def test_a_run_says_where_its_groups_and_tokens_went_and_what_happened_to_it(run
     plain = as_json(run_dir)
     journal = plain["journal"]
     assert journal["groups"] == {"failed": 1, "filtered": 1, "handed_back": 1, "running": 2, "taken": 4}
-    wasted = {"retried": 10, "failed": 0, "filtered": 20, "handed_back": 10, "masked": 7}
-    assert (journal["wasted_tokens"], journal["sampled_tokens"]) == (wasted, 80 + 20 + 20 + 10 + 10)
-    assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 2)
-    assert [event["what"] for event in journal["events"]] == ["stuck", "engine lost", "restored"]
+    wasted = {"retried": 15, "failed": 0, "filtered": 20, "handed_back": 10, "masked": 7}
+    assert (journal["wasted_tokens"], journal["sampled_tokens"]) == (wasted, 80 + 20 + 20 + 10 + 15)
+    assert (journal["num_trained"], journal["num_batches"], journal["failed_rollouts"]) == (1, 2, 1)
+    assert [event["what"] for event in journal["events"]] == ["restored", "engine_restarted", "stuck"]
     assert (plain["bound_kept"], plain["problems"], plain["num_steps"]) == (True, [], 1)
 
 
@@ -117,7 +99,9 @@ def test_the_story_of_a_trained_group_joins_journal_and_record(run_dir: Path) ->
 
 
 def test_a_rollout_with_branches_is_told_branch_by_branch_with_what_each_part_earned(run_dir: Path) -> None:
-    first, second = as_json(run_dir, group=8)["story"]["rollouts"]
+    story = as_json(run_dir, group=8)["story"]
+    assert (story["num_rollouts"], story["num_sampled"], story["reward_mean"]) == (1, 20, 0.25)
+    first, second = story["rollouts"]
     assert (first["reward"], first["num_sampled"], second["state"]) == (0.25, 20, "running")
     assert "pieces" not in first
     sampled = [branch["pieces"][0]["token_ids"] for branch in first["branches"]]
@@ -127,13 +111,13 @@ def test_a_rollout_with_branches_is_told_branch_by_branch_with_what_each_part_ea
 
 RUN = """groups failed 1, filtered 1, handed_back 1, running 2, taken 4
 version 1, path checkpoints/step_1
-what engine lost, detail name engine-0, restart 1
+what engine_restarted, detail name engine-0, after_s 1.500
 bound kept"""
 FAILED = """state failed
 reason too few usable rollouts
-sample 1: failed at each of 2 attempts, the last: no number"""
+sample 0: failed at each of 2 attempts, the last: timed out"""
 RUNNING = """sample 0: runs, nothing is written down yet
-sample 1: runs, attempt 2, turn 2, 4 tokens so far [v0, 0..3] 0 1 2 3
+sample 1: runs, attempt 1, turn 2, 4 tokens so far [v0, 0..3] 0 1 2 3
 text_from no tokenizer.json in"""
 BRANCHES = """sample 0: reward 0.250, 20 tokens, 0 interruptions branch 0: 10 tokens [v0, 2..11]
 [7..11] reward 1.700, unit 3"""

@@ -92,7 +92,7 @@ def test_loss_is_on_what_the_model_sampled_and_never_on_what_the_tool_said(agent
     given = re.compile(rf"<\|user\|>[a-f]<\|im_end\|><\|assistant\|>{answer}")
     with reading(journal) as connection:
         for version in range(NUM_STEPS):
-            for group in read_batch(connection, journal, version).groups:
+            for group in read_batch(connection, version).groups:
                 for trajectory in group.trajectories:
                     not_sampled = trajectory.token_ids[~trajectory.loss_mask].tolist()
                     context = tokenizer.decode(not_sampled, skip_special_tokens=False)

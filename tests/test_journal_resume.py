@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from journal_cases import (
     admit,
+    asked,
     load_batches,
     make_batch,
     make_group,
@@ -21,15 +22,15 @@ from journal_cases import (
     make_trajectory,
     open_journal,
     same_group,
+    tell_a_run,
     tell_ready,
     with_journal,
 )
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
-from asyncrl.journal.read import read_resume
-from asyncrl.journal.story import batch_story, events, group_story, totals
-from asyncrl.messages.records import Batch, GroupId, Ticket
+from asyncrl.journal.read import batch_story, group_story, read_resume, run_story
+from asyncrl.messages.records import GroupId, Ticket
 from asyncrl.testing.fakes import MemoryJournal
 
 
@@ -106,7 +107,7 @@ def test_the_same_batch_again_is_a_replay_and_what_is_refused_leaves_all_as_it_w
         (("rollout_finished", GroupId(1), make_rollout(1, 1)[1:]), "branches"),
         (("rollout_failed", GroupId(1), 0, 1, "late"), "g1/r0 has ended already"),
         (("group_ended", GroupId(0), "failed", ""), "cannot become failed: it is re"),
-        (("admitted", Ticket(GroupId(9), 0), make_prompt(0)), "group 0 with prompt 0/0 is ready"),
+        (("admitted", Ticket(GroupId(9), 0), make_prompt(0)), "UNIQUE constraint failed: groups.prompt_id"),
         (("trained", 3, {}), "a step of batch 3, which was never taken"),
         (("group_ended", GroupId(1), "eaten", ""), "CHECK constraint failed"),
         (("trained", 0, {"policy/loss": "nonsense"}), "ValueError"),
@@ -135,40 +136,16 @@ def test_nonsense_that_no_caller_waits_for_ends_the_writing_and_all_before_it_is
     assert [list(group.rollouts) for group in state.running] == [[0]]
 
 
-async def tell_a_run(journal: Journal) -> None:
-    """Groups 0 and 1 make batch 0, 2 and 3 batch 1; 4 failed, 5 was dropped and its prompt runs as 6."""
-    tell_ready(journal, 0, 1, 2, 3)
-    admit(journal, 4)
-    journal.segment_nowait(GroupId(4), 0, 0, 0, make_partial(7))
-    journal.segment_nowait(GroupId(4), 0, 1, 0, make_partial(5))
-    journal.rollout_failed_nowait(GroupId(4), 0, 2, "timed out")
-    journal.group_ended_nowait(GroupId(4), "failed", "too few usable rollouts")
-    admit(journal, 5)
-    journal.segment_nowait(GroupId(5), 0, 0, 0, make_partial(3))
-    journal.rollout_finished_nowait(GroupId(5), (make_trajectory(5, 1),))
-    journal.group_ended_nowait(GroupId(5), "handed_back", "dropped", requeued=1)
-    await journal.batch_taken(make_batch(0, 0, 1))
-    journal.trained_nowait(0, {"policy/loss": 0.25})
-    journal.published_nowait(1, "digest")
-    journal.checkpointed_nowait(1, "checkpoints/step_1")
-    await journal.batch_taken(replace(make_batch(1, 2, 3), min_version=1, mask_older=True))
-    journal.admitted_nowait(Ticket(GroupId(6), 1), make_prompt(5))
-    journal.segment_nowait(GroupId(6), 1, 0, 2, make_partial(4))
-    journal.restored_nowait(1)
-    journal.event_nowait("engine_restarted", {"name": "engine-0", "after_s": 1.5})
-    await journal.flush()
-
-
 def test_compaction_leaves_all_that_a_resume_can_need_and_all_that_was_counted(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
 
     async def story(journal: Journal) -> None:
         await tell_a_run(journal)
-        before, whole, masked = await journal.read_resume(1), totals(path), batch_story(path, 1)
-        assert (whole.lost_tokens, whole.newest_published) == (15, 1)
-        assert masked is not None
-        assert (masked.min_version, masked.mask_older, masked.masked_tokens) == (1, True, 40)
-        assert (group_story(path, 99), batch_story(path, 7)) == (None, None)
+        before, whole = await journal.read_resume(1), asked(path, run_story)
+        masked = asked(path, batch_story, 1)
+        assert (whole["wasted_tokens"]["retried"], whole["newest_published"]) == (15, 1)
+        assert (masked["min_version"], masked["masked_tokens"]) == (1, 40)
+        assert (asked(path, group_story, 99), asked(path, batch_story, 7)) == (None, None)
         lost = 7 + 5 + 3  # by group 4 and 5, whose attempts came to nothing
         generated = 80 + 10 + 4 + lost
         once = dict.fromkeys(["failed", "dropped", "failed_groups", "given_up"], 1)
@@ -178,7 +155,8 @@ def test_compaction_leaves_all_that_a_resume_can_need_and_all_that_was_counted(t
         await journal.compact(1)
         after = await journal.read_resume(1)
         assert [batch.version for batch in load_batches(after)] == [1]
-        assert (after.counted, totals(path)) == (before.counted, replace(whole, compacted_before=1))
+        assert after.counted == before.counted
+        assert asked(path, run_story) == whole | {"tokens_deleted_before": 1}
         assert (after.next_version, after.num_drawn, after.next_group_id, after.requeued) == (2, 6, 7, {})
         assert [group.ticket for group in after.running] == [group.ticket for group in before.running]
         with pytest.raises(JournalError, match="the tokens of batch 0 were deleted"):
@@ -192,24 +170,6 @@ def test_compaction_leaves_all_that_a_resume_can_need_and_all_that_was_counted(t
         assert later["tokens/generated"] == generated + 10
 
     with_journal(path, story)
-
-
-def test_a_rollout_is_counted_once_however_many_branches_it_has(tmp_path: Path) -> None:
-    async def story(journal: Journal) -> None:
-        admit(journal, 0)
-        for index, num_branches in ((0, 3), (1, 1), (3, 2)):
-            rollout = make_rollout(0, index, num_branches=num_branches, has_credits=num_branches == 3)
-            journal.rollout_finished_nowait(GroupId(0), rollout)
-        journal.group_ended_nowait(GroupId(0), "ready", "")
-        await journal.batch_taken(Batch(0, (make_group(0),), 0))
-
-    path = with_journal(tmp_path / "journal.sqlite", story)
-    found, batch = group_story(path, 0), batch_story(path, 0)
-    assert found and batch  # noqa: PT018
-    assert {index: len(rollout) for index, rollout in found.rollouts.items()} == {0: 3, 1: 1, 3: 2}
-    assert (found.line.num_rollouts, found.line.num_sampled) == (3, 60)
-    assert found.line.reward_mean == pytest.approx((0.25 + 1.25 + 3.25) / 3), "of rollouts, not of branches"
-    assert batch.tokens_by_version == {0: 60}
 
 
 def test_a_long_run_that_is_compacted_stops_growing_but_for_a_line_a_group(tmp_path: Path) -> None:
@@ -247,8 +207,8 @@ def test_checkpoints_outlive_their_tokens_and_of_frequent_events_the_newest_stay
         journal.event_nowait("stuck", {})
 
     path = with_journal(tmp_path / "journal.sqlite", story)
-    states = [(version, state) for version, _, state in totals(path).checkpoints]
+    told = asked(path, run_story)
+    states = [(entry["version"], entry["state"]) for entry in told["checkpoints"]]
     assert states == [(10, "whole"), (20, "removed"), (30, "whole")]
-    found = [(event.what, event.detail.get("step")) for event in events(path)]
+    found = [(event["what"], event["detail"].get("step")) for event in told["events"]]
     assert found == [("engine lost", None), ("handover", 48), ("handover", 49), ("stuck", None)]
-    assert [event.what for event in events(path, newest=2)] == ["handover", "stuck"]

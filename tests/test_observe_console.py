@@ -38,6 +38,10 @@ PANEL = """12/300 1 min 05 s, 1 min 58 s to go
 training 71%, waiting for generation 17%
 61 inflight, 1 failed
 2 optimizer steps: not finite"""
+SUMMARY = """50 in 2 min 05 s, 2.50 s each
+0.100 at first, 0.800
+stragglers 10%
+Knob: engines."""
 
 
 class Terminal(io.StringIO):
@@ -68,7 +72,7 @@ def test_a_plain_line_says_step_reward_staleness_and_where_the_time_went() -> No
 
 
 def console_to(file: TextIO, kind: Kind = "plain") -> Console:
-    return Console(kind, run_name="quick [start]", num_steps=300, max_staleness=4, file=file, width=80)
+    return Console(kind, run_name="quick [start]", num_steps=300, max_staleness=4, file=file)
 
 
 @pytest.mark.parametrize("kind", ["plain", "none"])

@@ -5,6 +5,7 @@ import os
 import socket
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, lines_from_end
 from asyncrl.observe.inspect import render_inspect
 from asyncrl.observe.recorder import Recorder, boot_id
-from asyncrl.observe.run_files import judge_state
-from asyncrl.observe.status import render_status
+from asyncrl.observe.status import judge_state, render_status
 from asyncrl.observe.watchdog import Wait
 from asyncrl.trainer.record import append_line, note_restored
 
@@ -39,7 +39,7 @@ def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", max_s
         recorder.record_step({"step": version, "reward/mean": 0.25 * version, **ages, **times})
     oldest = [["g7/r1", 12.0], ["g8/r0", 3.5]]
     wait = Wait("train loop", "TrainerClient.train", "the optimizer step of batch 3", "trainer-0", 12.25)
-    recorder.write_status({"state": state, "waits": [wait.as_dict()], "oldest_rollouts": oldest})
+    recorder.write_status({"state": state, "waits": [asdict(wait)], "oldest_rollouts": oldest})
     recorder.close()
 
 

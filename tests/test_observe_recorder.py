@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.observe.recorder import Recorder, running_mean, smoothing_window, write_reward_plot
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.verdict import running_mean, write_reward_plot
 
 
 def lines(run_dir: Path) -> list[dict[str, object]]:
@@ -53,8 +54,9 @@ def test_what_a_run_writes_is_written_without_torch(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from asyncrl.observe.recorder import Recorder, write_reward_plot
+from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.verdict import write_reward_plot
 steps = [{"step": n, "time_s": float(n), "reward/mean": n / 4, "policy/ess": float("nan")} for n in (1, 2, 3)]
 recorder = Recorder(sys.argv[1])
 for step in steps:
@@ -106,4 +108,3 @@ def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path:
 def test_one_step_can_be_drawn_and_the_running_mean_starts_with_what_there_is(tmp_path: Path) -> None:
     write_reward_plot(tmp_path, Steps([{"step": 1, "time_s": 1.0, "reward/mean": 0.5}]), title="one")
     assert running_mean([1.0, 2.0, 3.0, 5.0], window=2) == [1.0, 1.5, 2.5, 4.0]
-    assert [smoothing_window(num) for num in (1, 40, 300, 10_000)] == [1, 2, 15, 25]

@@ -161,7 +161,7 @@ def test_a_loop_that_is_blocked_has_its_threads_written_down_all_the_same(log_pa
         written.wait()
 
     async def story() -> None:
-        calls: Any = {"tell": lambda text: None, "ask_children": None, "restart": None}
+        calls: Any = {"tell": lambda text: None, "ask_children": None, "restart": None, "note": None}
         settings = SupervisionConfig(watchdog_s=0.5)
         watchdog = Watchdog(settings, lambda: Reported({}), log_path=log_path, way_out="", **calls)
         running = asyncio.create_task(watchdog.run(), name="watchdog")

@@ -13,12 +13,12 @@ from unittest.mock import AsyncMock
 
 import pytest
 from buffer_groups import make_buffer
-from journal_cases import make_batch, make_group, make_partial, make_rollout, open_journal, same_group
+from journal_cases import asked, make_batch, make_group, make_partial, make_rollout, open_journal, same_group
 
 from asyncrl.checkpoints.folder import Checkpoints, Whole
 from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError
-from asyncrl.journal.story import events
+from asyncrl.journal.read import run_story
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
 from asyncrl.run.resume import ResumePoint, restore
@@ -256,7 +256,7 @@ def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_
             await life.restore(whole)
         assert (life.restored, life.steps, life.worker.calls) == (0, [], [])
         await life.journal.flush()
-        assert "restored" not in {event.what for event in events(life.journal.path)}
+        assert "restored" not in {event["what"] for event in asked(life.journal.path, run_story)["events"]}
 
     async def resumed(life: Life) -> None:
         unfinished = await life.restore(whole)

@@ -29,18 +29,9 @@ def text(given: object) -> str:
 def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> None:
     """The group runs. A resumed run may repeat it for a group that runs already."""
     key = (ticket.group_id, text(prompt.prompt_id), ticket.start_version)
-    rows = connection.execute(
-        "SELECT group_id, prompt_id, start_version, state FROM groups"
-        " WHERE group_id = ?1 OR prompt_id = ?2 AND state IN ('running', 'ready', 'taken')",
-        key[:2],
-    ).fetchall()
-    if (*key, "running") in rows:
+    same = "group_id = ? AND prompt_id = ? AND start_version = ? AND state = 'running'"
+    if connection.execute(f"SELECT 1 FROM groups WHERE {same}", key).fetchone():
         return
-    if rows:
-        raise JournalError(
-            f"group {ticket.group_id} (prompt {prompt.prompt_id}) cannot be admitted: group {rows[0][0]} "
-            f"with prompt {rows[0][1]} is {rows[0][3]}"
-        )
     connection.execute(
         "INSERT INTO groups"
         " (group_id, prompt_id, start_version, state, num_handed_back, messages, admitted_s)"
@@ -147,21 +138,18 @@ def group_ended(
 
 def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken", "replayed"]:
     """The batch, its groups in order, and the groups' new state: together or not at all."""
-    version, min_version, mask_older = batch.version, batch.min_version, int(batch.mask_older)
-    group_ids = [group.group_id for group in batch.groups]
+    version, group_ids = batch.version, [group.group_id for group in batch.groups]
     found = connection.execute(
         "SELECT min_version, mask_older, json_group_array(group_id) FROM"
         " (SELECT * FROM batches JOIN batch_groups USING (version) WHERE version = ? ORDER BY position)"
         " GROUP BY version",
         (version,),
     ).fetchone()
-    this = (min_version, mask_older, json.dumps(group_ids, separators=(",", ":")))
-    if found is not None:
-        if found != this:
-            raise _not_this_batch(
-                version, f"it was taken as {found} (min_version, mask_older, groups); this is {this}"
-            )
+    this = (batch.min_version, int(batch.mask_older), json.dumps(group_ids, separators=(",", ":")))
+    if found == this:
         return "replayed"
+    if found is not None:
+        raise _not_this_batch(version, f"it was taken as {found}; this is {this}")
     newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
     if newest is not None and version != newest + 1:
         raise _not_this_batch(version, f"the newest batch is {newest}")
@@ -170,15 +158,12 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken"
             raise _not_this_batch(version, f"group {group_id} is {state}")
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
-        (version, min_version, mask_older, len(group_ids), time.time()),
+        (version, *this[:2], len(group_ids), time.time()),
     )
-    connection.executemany(
-        "INSERT INTO batch_groups VALUES (?, ?, ?)",
-        [(version, position, group_id) for position, group_id in enumerate(group_ids)],
-    )
-    connection.executemany(
-        "UPDATE groups SET state = 'taken' WHERE group_id = ?", [(group_id,) for group_id in group_ids]
-    )
+    places = [(version, position, group_id) for position, group_id in enumerate(group_ids)]
+    connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?)", places)
+    taken = ((group_id,) for group_id in group_ids)
+    connection.executemany("UPDATE groups SET state = 'taken' WHERE group_id = ?", taken)
     return "taken"
 
 
@@ -274,12 +259,12 @@ def _state(connection: sqlite3.Connection, group_id: GroupId) -> str:
 
 
 def _has_ended(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> bool:
-    row = connection.execute(
-        "SELECT EXISTS (SELECT 1 FROM trajectories WHERE group_id = ?1 AND sample_index = ?2)"
-        " OR EXISTS (SELECT 1 FROM failures WHERE group_id = ?1 AND sample_index = ?2)",
-        (group_id, sample_index),
-    ).fetchone()
-    return bool(row[0])
+    return any(
+        connection.execute(
+            f"SELECT 1 FROM {table} WHERE group_id = ? AND sample_index = ?", (group_id, sample_index)
+        ).fetchone()
+        for table in ("trajectories", "failures")
+    )
 
 
 def _refuse_ended(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> None:

@@ -1,4 +1,5 @@
-"""Reads from the journal what a resumed run needs. It never writes, so it works beside a running writer.
+"""Reads from the journal what a resumed run needs, and what people ask. It never writes, so it works beside a
+running writer.
 
 Everything here blocks: call it in a thread.
 """
@@ -7,26 +8,20 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import JournalError
 from asyncrl.journal.schema import DISK_ERRORS, MOVE_ASIDE, cannot_use, connect, damaged
-from asyncrl.journal.tokens import decode_partial, decode_trajectory
-from asyncrl.messages.records import (
-    Batch,
-    Group,
-    GroupId,
-    PartialCompletion,
-    Prompt,
-    Rollout,
-    Ticket,
-    UnfinishedGroup,
-)
+from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, UnfinishedGroup
 
+MAX_EVENTS = 1000
 _COUNTED = {
     "tokens/generated": "total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments)",
     "rollout/failed": "total(num_failed)",
@@ -62,20 +57,23 @@ class ResumeState:
     next_group_id: GroupId
     order: Mapping[str, Any] | None
     """What the order of the prompts followed from; None if it was never written."""
-    counted: Mapping[str, int] = field(default_factory=dict)
+    counted: Mapping[str, int]
     """What a run that goes on begins its counters with: _COUNTED, of all groups up to now."""
 
     def load_batch(self, version: int) -> Batch:
         """One of the batches. Blocks. Raises JournalError if it is not there, or its tokens were deleted."""
         with reading(self.path) as connection:
-            return read_batch(connection, self.path, version)
+            return read_batch(connection, version)
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A snapshot of the journal, read only; what SQLite raises inside comes out as JournalError."""
+    """A snapshot of the journal, read only; what SQLite raises inside comes out as JournalError, and a
+    ValueError or TypeError as one that says that the file is damaged.
+    """
     try:
         with closing(connect(path, is_read_only=True)) as connection:
+            connection.create_function("local_time", 1, _local_time)
             connection.execute("BEGIN")
             yield connection
     except DISK_ERRORS as error:
@@ -87,16 +85,15 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
     """All but the batches, which are loaded one by one. Raises JournalError."""
     with reading(path) as connection:
-        notes = dict(connection.execute("SELECT key, value FROM meta WHERE key IN ('began_at', 'order')"))
-        began_at = json.loads(
-            notes.get("began_at", '{"version": 0, "num_drawn": 0, "out": {}, "next_group_id": 0}')
-        )
-        next_version = _next_version(connection, path, checkpoint_version, began_at["version"])
+        rows = connection.execute("SELECT key, value FROM meta WHERE key IN ('began_at', 'order')")
+        notes = {key: json.loads(value) for key, value in rows}
+        began_at = notes.get("began_at", {"version": 0, "num_drawn": 0, "out": {}, "next_group_id": 0})
+        next_version = _next_version(connection, checkpoint_version, began_at["version"])
         prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
         (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
         counted = connection.execute(f"SELECT {', '.join(_COUNTED.values())} FROM groups").fetchone()
         requeued = _requeued(connection)
-        ready, running = _alive(connection, path)
+        ready, running = _alive(connection)
         return ResumeState(
             path=path,
             checkpoint_version=checkpoint_version,
@@ -108,13 +105,15 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             returning=frozenset(name for name, (_, at) in requeued.items() if at == next_version),
             num_drawn=began_at["num_drawn"] + len(prompt_ids.difference(began_at["out"])),
             next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
-            order=json.loads(notes["order"]) if "order" in notes else None,
+            order=notes.get("order"),
             counted=dict(zip(_COUNTED, map(int, counted), strict=True)),
         )
 
 
-def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batch:
-    """A batch as it was taken. Raises JournalError if it is not there, or its tokens were deleted."""
+def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
+    """A batch as it was taken. Raises ValueError if it is not there, JournalError if its tokens were
+    deleted.
+    """
     row = connection.execute(
         "SELECT min_version, mask_older, num_groups FROM batches WHERE version = ?", (version,)
     ).fetchone()
@@ -124,64 +123,19 @@ def read_batch(connection: sqlite3.Connection, path: Path, version: int) -> Batc
         (version,),
     ).fetchall()
     if row is None or len(rows) != row[2]:
-        raise damaged(path, f"batch {version} is not in it as a whole")
+        raise ValueError(f"batch {version} is not in it as a whole")
     if any(messages is None for *_, messages in rows):
-        raise _deleted(path, version)
-    groups = [_group(connection, path, row) for row in rows]
-    return Batch(version, tuple(groups), row[0], mask_older=bool(row[1]))
+        raise _deleted(version)
+    return Batch(version, tuple(_group(connection, *row) for row in rows), row[0], mask_older=bool(row[1]))
 
 
-def rollouts_of(connection: sqlite3.Connection, group_id: int, path: Path) -> dict[int, Rollout]:
-    """The finished rollouts of a group by sample_index."""
-    found: dict[int, Rollout] = {}
-    for index, branch, blob in connection.execute(
-        "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ?"
-        " ORDER BY sample_index, branch",
-        (group_id,),
-    ):
-        found[index] = (*found.get(index, ()), decode_trajectory(blob, group_id, index, branch, path))
-        if len(found[index]) != branch + 1:
-            raise damaged(
-                path, f"g{group_id}/r{index} has branch {branch} after {len(found[index]) - 1} others"
-            )
-    return found
-
-
-def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
-    """(attempts, why) of the failed rollouts of a group by sample_index."""
-    rows = connection.execute(
-        "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index",
-        (group_id,),
-    )
-    return {index: (attempts, why) for index, attempts, why in rows}
-
-
-def partials_of(
-    connection: sqlite3.Connection, group_id: int, path: Path
-) -> dict[int, tuple[int, int, PartialCompletion]]:
-    """(attempt, turn, the completion so far) of the unfinished rollouts of a group by sample_index."""
-    rows = connection.execute(
-        "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index",
-        (group_id,),
-    )
-    return {
-        index: (attempt, turn, decode_partial(blob, group_id, index, path))
-        for index, attempt, turn, blob in rows
-    }
-
-
-def prompt_of(prompt_id: str, num_handed_back: int, messages: str) -> Prompt:
-    """What the journal keeps of a prompt. Raises ValueError."""
-    return Prompt(prompt_id, tuple(json.loads(messages)), num_handed_back=num_handed_back)
-
-
-def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version: int, began_at: int) -> int:
-    """Version after the newest batch. Raises JournalError if a batch since the checkpoint cannot be trained
-    again: that would end a resume in its middle.
+def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began_at: int) -> int:
+    """Version after the newest batch. Refuses a batch since the checkpoint that cannot be trained again: that
+    would end a resume in its middle.
     """
     if checkpoint_version < began_at:
         raise JournalError(
-            f"{path} begins at version {began_at}, the newest whole checkpoint is of {checkpoint_version}",
+            f"it begins at version {began_at}, the newest whole checkpoint is of {checkpoint_version}",
             rule="a run goes on from a checkpoint with every batch since",
             way_out=MOVE_ASIDE,
         )
@@ -190,28 +144,24 @@ def _next_version(connection: sqlite3.Connection, path: Path, checkpoint_version
         " (SELECT coalesce(sum(num_groups), 0) FROM batches), (SELECT count(*) FROM batch_groups)"
     ).fetchone()
     if not num_taken == num_given == num_found:  # no check of pages would see a bit that lies about it
-        raise damaged(
-            path, f"{num_taken} groups are taken, by batches of {num_given}, which have {num_found}"
-        )
+        raise ValueError(f"{num_taken} groups are taken, by batches of {num_given}, which have {num_found}")
     if newest is None:
         return checkpoint_version  # nothing was trained, or the journal was begun anew from a checkpoint
     if newest + 1 < checkpoint_version:
-        raise damaged(
-            path, f"its newest batch is {newest}, and a checkpoint is of version {checkpoint_version}"
-        )
+        raise ValueError(f"its newest batch is {newest}, and a checkpoint is of version {checkpoint_version}")
     (first_deleted,) = connection.execute(
         "SELECT min(version) FROM batch_groups JOIN groups USING (group_id)"
         " WHERE version >= ? AND messages IS NULL",
         (checkpoint_version,),
     ).fetchone()
     if first_deleted is not None:
-        raise _deleted(path, first_deleted)
+        raise _deleted(first_deleted)
     return int(newest) + 1
 
 
-def _deleted(path: Path, version: int) -> JournalError:
+def _deleted(version: int) -> JournalError:
     return JournalError(
-        f"the tokens of batch {version} were deleted from {path}",
+        f"the tokens of batch {version} were deleted",
         rule="with journal.keep=checkpoint they stay as long as a checkpoint before them",
         way_out="put a whole copy of a newer checkpoint back (damaged_step_N as step_N), or move "
         "journal.sqlite* out of the run directory: the run then goes on from its newest whole checkpoint.",
@@ -219,38 +169,35 @@ def _deleted(path: Path, version: int) -> JournalError:
 
 
 def _alive(
-    connection: sqlite3.Connection, path: Path
+    connection: sqlite3.Connection,
 ) -> tuple[tuple[tuple[Ticket, Group], ...], tuple[UnfinishedGroup, ...]]:
     """Groups that are ready and groups that run, oldest first."""
     ready, running = list[tuple[Ticket, Group]](), list[UnfinishedGroup]()
-    for state, start_version, *row in connection.execute(
+    for state, start_version, group_id, *prompt in connection.execute(
         "SELECT state, start_version, group_id, prompt_id, num_handed_back, messages FROM groups"
         " WHERE state IN ('running', 'ready') ORDER BY group_id"
     ).fetchall():
-        ticket = Ticket(GroupId(row[0]), start_version)
+        ticket = Ticket(GroupId(group_id), start_version)
         if state == "ready":
-            ready.append((ticket, _group(connection, path, row)))
+            ready.append((ticket, _group(connection, group_id, *prompt)))
             continue
-        partials = partials_of(connection, ticket.group_id, path)
-        running.append(
-            UnfinishedGroup(
-                ticket,
-                prompt_of(*row[1:]),
-                rollouts_of(connection, ticket.group_id, path),
-                failures_of(connection, ticket.group_id),
-                {index: (attempt, partial) for index, (attempt, _, partial) in partials.items()},
-            )
-        )
+        rollouts, failures = rollouts_of(connection, group_id), failures_of(connection, group_id)
+        partials = partials_of(connection, group_id)
+        begun = {index: (attempt, partial) for index, (attempt, _, partial) in partials.items()}
+        running.append(UnfinishedGroup(ticket, _prompt(*prompt), rollouts, failures, begun))
     return tuple(ready), tuple(running)
 
 
-def _group(connection: sqlite3.Connection, path: Path, row: Any) -> Group:
-    group_id, prompt_id, num_handed_back, messages = row
-    rollouts = rollouts_of(connection, group_id, path)
+def _group(connection: sqlite3.Connection, group_id: int, *prompt: Any) -> Group:
+    rollouts = rollouts_of(connection, group_id)
     if not rollouts:
-        raise damaged(path, f"group {group_id} is ready or taken, and has no trajectory")
+        raise ValueError(f"group {group_id} is ready or taken, and has no trajectory")
     branches = tuple(branch for rollout in rollouts.values() for branch in rollout)
-    return Group(GroupId(group_id), prompt_of(prompt_id, num_handed_back, messages), branches)
+    return Group(GroupId(group_id), _prompt(*prompt), branches)
+
+
+def _prompt(prompt_id: str, num_handed_back: int, messages: str) -> Prompt:
+    return Prompt(prompt_id, tuple(json.loads(messages)), num_handed_back=num_handed_back)
 
 
 def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None]]:
@@ -265,3 +212,111 @@ def _requeued(connection: sqlite3.Connection) -> dict[str, tuple[int, int | None
         " ORDER BY first"
     )
     return {prompt_id: (requeued, failed_at) for prompt_id, requeued, failed_at, _ in rows}
+
+
+# ---- for people: plain values, as `asyncrl inspect --json` has them
+
+_GROUP = (
+    "group_id, prompt_id, state, num_rollouts, num_failed, num_sampled, oldest_version,"
+    " iif(num_rollouts, reward_sum / num_rollouts, NULL) AS reward_mean, lost_tokens AS retried_tokens"
+)
+"""A group in one line: `num_sampled` tokens of its `num_rollouts` finished rollouts, `retried_tokens` of
+attempts that came to nothing."""
+
+
+def run_story(connection: sqlite3.Connection) -> dict[str, Any]:
+    """The run in numbers: groups by state, sampled and wasted tokens, checkpoints, and the newest events."""
+    numbers, *_ = _rows(
+        connection,
+        "SELECT (SELECT value FROM meta WHERE key = 'run_id') AS run_id,"
+        " (SELECT count(*) FROM batches) AS num_batches,"
+        " (SELECT count(trained_s) FROM batches) AS num_trained,"
+        " (SELECT max(version) FROM publishes) AS newest_published,"
+        " (SELECT coalesce(max(version) + 1, 0) FROM batch_groups JOIN groups USING (group_id)"
+        " WHERE messages IS NULL) AS tokens_deleted_before,"
+        " coalesce(sum(num_failed), 0) AS failed_rollouts, coalesce(sum(lost_tokens), 0) AS retried,"
+        " coalesce(sum(num_sampled + lost_tokens), 0) AS sampled_tokens FROM groups",
+    )
+    query = "SELECT state, count(*), sum(num_sampled) FROM groups GROUP BY state"
+    states = {state: (num, num_sampled) for state, num, num_sampled in connection.execute(query)}
+    wasted = {"retried": numbers.pop("retried")}
+    wasted |= {state: states.get(state, (0, 0))[1] for state in ("failed", "filtered", "handed_back")}
+    query = "SELECT local_time(s) AS at, what, detail FROM events ORDER BY id DESC LIMIT ?"
+    events = _rows(connection, query, MAX_EVENTS)
+    return {
+        **numbers,
+        "groups": {state: num for state, (num, _) in states.items()},
+        "wasted_tokens": wasted,
+        "checkpoints": _rows(connection, "SELECT version, path, state FROM checkpoints ORDER BY version"),
+        "events": [event | {"detail": json.loads(event["detail"])} for event in reversed(events)],
+    }
+
+
+def batch_story(connection: sqlite3.Connection, version: int) -> dict[str, Any] | None:
+    """The batch of one step; None if it was never taken. `tokens_by_version` counts sampled tokens; None once
+    they are deleted.
+    """
+    found = _rows(
+        connection,
+        "SELECT version, min_version, local_time(taken_s) AS taken_at, local_time(trained_s) AS trained_at,"
+        " (SELECT local_time(served_s) FROM publishes p WHERE p.version = b.version + 1) AS published_at,"
+        " loss, mask_older, EXISTS (SELECT 1 FROM batch_groups x JOIN groups USING (group_id)"
+        " WHERE x.version = b.version AND messages IS NULL) AS is_deleted FROM batches b WHERE version = ?",
+        version,
+    )
+    if not found:
+        return None
+    (batch,) = found
+    groups = _rows(
+        connection,
+        f"SELECT {_GROUP} FROM batch_groups JOIN groups USING (group_id) WHERE version = ? ORDER BY position",
+        version,
+    )
+    tokens = Counter[int]()
+    for group in groups:
+        for rollout in rollouts_of(connection, group["group_id"]).values():
+            for span in (span for branch in rollout for span in branch.version_spans):
+                tokens[span.version] += span.end - span.start
+    masked = sum(num for sampled, num in tokens.items() if sampled < batch["min_version"])
+    is_deleted, mask_older = batch.pop("is_deleted"), batch.pop("mask_older")
+    return batch | {
+        "tokens_by_version": None if is_deleted else dict(sorted(tokens.items())),
+        "masked_tokens": (None if is_deleted else masked) if mask_older else 0,
+        "groups": groups,
+    }
+
+
+def group_story(connection: sqlite3.Connection, group_id: int) -> dict[str, Any] | None:
+    """A group's life, but for its rollouts (tokens.py), which are gone once its tokens are deleted; None if
+    it was never admitted. `same_prompt`: other groups of its prompt, which was handed back.
+    """
+    found = _rows(
+        connection,
+        f"SELECT {_GROUP}, reason, start_version, local_time(admitted_s) AS admitted_at,"
+        " local_time(ended_s) AS ended_at, version AS batch, local_time(trained_s) AS trained_at,"
+        " (SELECT json_group_array(o.group_id) FROM groups o"
+        " WHERE o.prompt_id = g.prompt_id AND o.group_id <> g.group_id) AS same_prompt,"
+        " messages IS NOT NULL AS has_tokens, coalesce(messages, '[]') AS messages"
+        " FROM groups g LEFT JOIN batch_groups USING (group_id) LEFT JOIN batches USING (version)"
+        " WHERE group_id = ?",
+        group_id,
+    )
+    if not found:
+        return None
+    (story,) = found
+    plain = {name: json.loads(story[name]) for name in ("same_prompt", "messages")}
+    return story | plain | {"has_tokens": bool(story["has_tokens"])}
+
+
+def _rows(connection: sqlite3.Connection, query: str, *values: int) -> list[dict[str, Any]]:
+    """Each row by the names of its columns."""
+    found = connection.execute(query, values)
+    names = [name for name, *_ in found.description]
+    return [dict(zip(names, row, strict=True)) for row in found]
+
+
+def _local_time(seconds: float | None) -> str | None:
+    """With its offset, to the millisecond."""
+    if seconds is None:
+        return None
+    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")

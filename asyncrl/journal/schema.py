@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import time
+import struct
 from contextlib import closing
 from pathlib import Path
 
 from asyncrl.errors import JournalError
 from asyncrl.files import sync
-from asyncrl.journal.wal import commits_in, lost_commits
 
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
 SCHEMA_VERSION = 4
@@ -126,8 +125,7 @@ def create(path: Path, run_id: str) -> None:
             connection.executescript(
                 f"BEGIN IMMEDIATE; {TABLES}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
             )
-            meta = (("run_id", run_id), ("created_s", str(time.time())))
-            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta)
+            connection.execute("INSERT INTO meta VALUES ('run_id', ?)", (run_id,))
             connection.execute("PRAGMA journal_mode = WAL")
         sync(beside)
         beside.rename(path)
@@ -147,21 +145,18 @@ def connect(path: Path, *, is_read_only: bool) -> sqlite3.Connection:
     """
     if path.stat().st_size == 0:
         raise damaged(path, "it is empty")  # SQLite would take it for new, and delete the log beside it
-    mode = "ro" if is_read_only else "rw"
+    uri = f"{path.resolve().as_uri()}?mode={'ro' if is_read_only else 'rw'}"
     is_ended = not path.with_name(f"{path.name}-wal").exists()
     if is_read_only and is_ended and not os.access(path.parent, os.W_OK, effective_ids=True):
-        mode += "&immutable=1"  # a reader has to make files beside a journal that is written
-    connection = sqlite3.connect(
-        f"{path.resolve().as_uri()}?mode={mode}",
-        uri=True,
-        timeout=BUSY_S,
-        isolation_level=None,
-        check_same_thread=False,
-    )
+        uri += "&immutable=1"  # a reader has to make files beside a journal that is written
+    connection = sqlite3.connect(uri, timeout=BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
     try:
-        if (found := _number(connection, "application_id")) != APPLICATION_ID:
-            raise _foreign(path, f"is a SQLite database of another program (application_id {found:#x})")
-        if (version := _number(connection, "user_version")) != SCHEMA_VERSION:
+        application_id, version = (
+            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+        )
+        if application_id != APPLICATION_ID:
+            raise _foreign(path, f"is a SQLite database of another program ({application_id=:#x})")
+        if version != SCHEMA_VERSION:
             raise JournalError(
                 f"{path} has schema version {version}, this asyncrl reads {SCHEMA_VERSION}",
                 way_out="resume with the asyncrl that wrote it.",
@@ -184,7 +179,7 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
         create(path, run_id)
     log = path.with_name(f"{path.name}-wal")
     try:
-        commits = commits_in(log)
+        commits = _commits_in(log)
         with closing(connect(path, is_read_only=True)) as connection:  # closed last: a refused log stays
             # quick_check would not see an index that hides a row
             rows = connection.execute("PRAGMA integrity_check(3)").fetchall()
@@ -194,9 +189,13 @@ def open_to_write(path: Path, run_id: str) -> sqlite3.Connection:
             if owner != (run_id,):
                 raise _foreign(path, f"is the journal of run {owner and owner[0]}, this is run {run_id}")
             writing = connect(path, is_read_only=False)
-            if lost := lost_commits(writing, commits):
+            num_whole = max(0, writing.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[1])
+            lost = [number for number in commits if number > num_whole]
+            if len(lost) > 1:  # one a power cut tears, in the making: no caller had an answer for it yet
                 writing.close()
-                raise damaged(log, lost)
+                raise damaged(
+                    log, f"after {num_whole} whole frames there are {len(lost)} commits that do not read"
+                )
             return writing
     except DISK_ERRORS as error:
         raise cannot_use(path, error) from error
@@ -210,5 +209,38 @@ def _foreign(path: Path, why: str) -> JournalError:
     )
 
 
-def _number(connection: sqlite3.Connection, pragma: str) -> int:
-    return int(connection.execute(f"PRAGMA {pragma}").fetchone()[0])
+# ---- its write-ahead log: SQLite takes the whole part of a damaged one, and drops the rest in silence
+# (layout: https://www.sqlite.org/fileformat2.html#the_write_ahead_log)
+
+_HEADER = struct.Struct(">8I")
+"""Magic, format, page size, checkpoint number, two salts, two checksums."""
+_FRAME = struct.Struct(">6I")
+"""Page, pages of the database after a commit (else 0), two salts, two checksums."""
+
+
+def _commits_in(log: Path) -> list[int]:
+    """Numbers, from 1, of the frames that end a commit, whole or not, by what they say of themselves."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        header = file.read(_HEADER.size)
+        if len(header) < _HEADER.size:
+            return []
+        _, _, page_size, _, *salts, _, _ = _HEADER.unpack(header)
+        if not _is_whole(header):  # SQLite will read nothing of the log, and what was in it is not known
+            return [1, 2] if file.read(1) else []
+        frames = []
+        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+            frames.append(_FRAME.unpack(frame))
+            file.seek(page_size, 1)
+    return [number for number, frame in enumerate(frames, 1) if frame[1] and list(frame[2:4]) == salts]
+
+
+def _is_whole(header: bytes) -> bool:
+    """The header's own checksum."""
+    words = struct.unpack(">6I" if header[3] & 1 else "<6I", header[:24])
+    one = two = 0
+    for first, second in zip(words[::2], words[1::2], strict=True):
+        one = (one + first + two) % 2**32
+        two = (two + second + one) % 2**32
+    return (one, two) == struct.unpack(">2I", header[24:])

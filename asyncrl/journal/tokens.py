@@ -9,17 +9,17 @@ on disk is found when the blob is read.
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
 import zlib
-from pathlib import Path
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.journal.schema import damaged
 from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import PartialCompletion, Trajectory, VersionSpan
+from asyncrl.messages.records import PartialCompletion, Rollout, Trajectory, VersionSpan
 
 FORMAT = 1
 _LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time
@@ -39,9 +39,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         "metrics": {str(name): float(value) for name, value in trajectory.metrics.items()},
     }
     if trajectory.credits:
-        head["credits"] = [
-            [int(one.start), int(one.end), float(one.reward), int(one.unit)] for one in trajectory.credits
-        ]
+        head["credits"] = [astuple(credit) for credit in trajectory.credits]
     text = json.dumps(head, separators=(",", ":")).encode()
     parts = (
         _LENGTH.pack(len(text)),
@@ -53,8 +51,8 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
     return zlib.compress(b"".join(parts), _LEVEL)
 
 
-def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int, path: Path) -> Trajectory:
-    """The inverse. Raises JournalError if the blob is damaged, or of another branch."""
+def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int) -> Trajectory:
+    """The inverse. Raises ValueError if the blob is damaged, or of another branch."""
     try:
         whole = zlib.decompress(blob)
         end = _LENGTH.size + _LENGTH.unpack_from(whole)[0]
@@ -78,16 +76,15 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
         )
     except (zlib.error, struct.error, ValueError, KeyError, TypeError) as error:
         name = f"g{group_id}/r{sample_index}" + (f", branch {branch}," if branch else "")
-        raise damaged(path, f"the tokens of {name} do not unpack ({error})") from error
+        raise ValueError(f"the tokens of {name} do not unpack ({error})") from error
 
 
 def encode_partial(group_id: int, sample_index: int, partial: PartialCompletion) -> bytes:
     """All of an unfinished completion, as a trajectory without a prompt and a reward."""
-    num_tokens = len(partial.token_ids)
     trajectory = Trajectory(
         sample_index,
         np.array(partial.token_ids, np.int32),
-        np.ones(num_tokens, np.bool_),
+        np.ones(len(partial.token_ids), np.bool_),
         np.array(partial.behaviour_logprobs, np.float32),
         partial.version_spans,
         reward=0.0,
@@ -96,9 +93,9 @@ def encode_partial(group_id: int, sample_index: int, partial: PartialCompletion)
     return encode_trajectory(group_id, trajectory)
 
 
-def decode_partial(blob: bytes, group_id: int, sample_index: int, path: Path) -> PartialCompletion:
-    """The inverse. Raises JournalError if the blob is damaged, or of another rollout."""
-    found = decode_trajectory(blob, group_id, sample_index, 0, path)
+def decode_partial(blob: bytes, group_id: int, sample_index: int) -> PartialCompletion:
+    """The inverse. Raises ValueError if the blob is damaged, or of another rollout."""
+    found = decode_trajectory(blob, group_id, sample_index, 0)
     token_ids, logprobs = tuple(found.token_ids.tolist()), tuple(found.behaviour_logprobs.tolist())
     return PartialCompletion(token_ids, logprobs, found.version_spans, found.num_interruptions)
 
@@ -116,3 +113,37 @@ def _planes(array: npt.NDArray[Any], dtype: str) -> bytes:
 def _from_planes(body: bytes, start: int, count: int, dtype: str) -> npt.NDArray[Any]:
     planes = np.frombuffer(body, np.uint8, count=4 * count, offset=start).reshape(4, count)
     return planes.T.copy().view(dtype).reshape(count)
+
+
+# ---- what the journal holds of a group, by sample_index; a damaged row is a ValueError
+
+
+def rollouts_of(connection: sqlite3.Connection, group_id: int) -> dict[int, Rollout]:
+    """The finished rollouts."""
+    found: dict[int, Rollout] = {}
+    query = (
+        "SELECT sample_index, branch, blob FROM trajectories WHERE group_id = ? ORDER BY sample_index, branch"
+    )
+    for index, branch, blob in connection.execute(query, (group_id,)):
+        branches = found.get(index, ())
+        if len(branches) != branch:
+            raise ValueError(f"g{group_id}/r{index} has branch {branch} after {len(branches)} others")
+        found[index] = (*branches, decode_trajectory(blob, group_id, index, branch))
+    return found
+
+
+def failures_of(connection: sqlite3.Connection, group_id: int) -> dict[int, tuple[int, str]]:
+    """(attempts, why) of the failed rollouts."""
+    query = "SELECT sample_index, attempts, why FROM failures WHERE group_id = ? ORDER BY sample_index"
+    return {index: (attempts, why) for index, attempts, why in connection.execute(query, (group_id,))}
+
+
+def partials_of(
+    connection: sqlite3.Connection, group_id: int
+) -> dict[int, tuple[int, int, PartialCompletion]]:
+    """(attempt, turn, the completion so far) of the unfinished rollouts."""
+    query = "SELECT sample_index, attempt, turn, blob FROM segments WHERE group_id = ? ORDER BY sample_index"
+    return {
+        index: (attempt, turn, decode_partial(blob, group_id, index))
+        for index, attempt, turn, blob in connection.execute(query, (group_id,))
+    }

@@ -47,10 +47,9 @@ class Console:
         num_steps: int,
         max_staleness: int,
         file: TextIO | None = None,
-        width: int | None = None,
     ) -> None:
         # rich itself ends the process on a closed pipe
-        self._rich = RichConsole(file=outliving(file), width=width, highlight=False)
+        self._rich = RichConsole(file=outliving(file), highlight=False, quiet=kind == "none")
         self.kind: Kind = ("live" if self._rich.is_terminal else "plain") if kind == "auto" else kind
         self._run_name, self._num_steps, self._max_staleness = run_name, num_steps, max_staleness
         self._steps, self._activity, self._started_s = Steps(), "starting", time.monotonic()
@@ -59,7 +58,7 @@ class Console:
     def start(self) -> None:
         """Begin to show."""
         self._started_s = time.monotonic()
-        if self.kind == "live" and self._live is None:
+        if self.kind == "live":
             self._live = Live(get_renderable=self.panel, console=self._rich, refresh_per_second=4)
             self._live.start()
 
@@ -79,13 +78,11 @@ class Console:
 
     def say(self, text: str) -> None:
         """A line that stays, above the live panel."""
-        if self.kind != "none":
-            self._rich.print(escape(text), soft_wrap=True)
+        self._rich.print(escape(text), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
         """Anything rich can draw (the summary at the end); stays."""
-        if self.kind != "none":
-            self._rich.print(renderable)
+        self._rich.print(renderable)
 
     def close(self) -> None:
         """Stop repainting, leave the last picture; idempotent."""
@@ -136,7 +133,7 @@ class Console:
     def _time(self) -> RenderableType:
         shares = TimeShares.of(lambda metric: self._steps.total(metric, _RECENT))
         words = Text()
-        for name, (word, colour) in SHARES.items():
+        for name, (word, colour, _) in SHARES.items():
             if (share := getattr(shares, name)) >= 0.005:
                 words.append(", " if words else "").append(f"{word} {share:.0%}", colour)
         return words
@@ -189,19 +186,15 @@ _PIECE = 1000
 logger = logging.getLogger(__name__)
 
 
-@functools.lru_cache(maxsize=4)  # one for a file: it knows that the reader is behind
-def _outliving(file: TextIO) -> _Outliving:
-    return _Outliving(file)
-
-
 def outliving(file: TextIO | None = None) -> TextIO:
     """`file` (default: standard output), to write to as long as that works; then to nowhere, without an
     error. Text that a pipe or terminal does not take, because it is not read, is left out. Both are logged
     once.
     """
-    return cast("TextIO", _outliving(file or sys.stdout or io.StringIO()))
+    return cast("TextIO", _Outliving(file or sys.stdout or io.StringIO()))
 
 
+@functools.lru_cache(maxsize=4)  # one for a file: it knows that the reader is behind
 class _Outliving:
     """Looks like the file that it writes to.
 
@@ -228,7 +221,11 @@ class _Outliving:
                     self._file.write(text[start : start + _PIECE])
                     self._file.flush()
                 except OSError as error:
-                    self._lose(error)
+                    self._is_lost = True
+                    logger.warning("nothing is shown from here on, standard output fails: %s", error)
+                    # at /dev/null a flush at the end of the process cannot fail
+                    with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
+                        os.dup2(nowhere.fileno(), self._file.fileno())
         return len(text)
 
     def flush(self) -> None:
@@ -244,10 +241,3 @@ class _Outliving:
             return False
         self._is_behind = False
         return True
-
-    def _lose(self, error: OSError) -> None:
-        """Point the file's descriptor at /dev/null: a flush at the end of the process cannot fail."""
-        self._is_lost = True
-        logger.warning("nothing is shown from here on, standard output cannot be written: %s", error)
-        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:  # noqa: PTH123
-            os.dup2(nowhere.fileno(), self._file.fileno())

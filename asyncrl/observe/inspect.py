@@ -1,38 +1,33 @@
-"""What `asyncrl inspect` says: the trainer's record beside the journal, as JSON or for people. Reads alone; a
-live run may write on.
+"""What `asyncrl inspect` says: the trainer's record beside the journal, as JSON or as tables for people.
+Reads alone; a live run may write on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from asyncrl.errors import ConfigError, JournalError
-from asyncrl.journal.story import BatchStory, GroupLine, GroupStory, batch_story, events, group_story, totals
-from asyncrl.messages.records import Trajectory, VersionSpan
-from asyncrl.observe.inspect_tables import inspect_tables
-from asyncrl.observe.run_files import RunFiles, read_run
-from asyncrl.observe.run_numbers import masked_tokens
-from asyncrl.observe.status import to_text
-from asyncrl.observe.trained import (
-    TRAINED_FILE,
-    Line,
-    TrainedRecord,
-    batch_summary,
-    read_record,
-    trajectory_summaries,
-)
-from asyncrl.observe.verdict import judge
+from asyncrl.journal.read import batch_story, group_story, reading, run_story
+from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
+from asyncrl.messages.records import Rollout, VersionSpan
+from asyncrl.observe.recorder import METRICS_FILE, metrics_of
+from asyncrl.observe.run_numbers import grid, masked_tokens, plain
+from asyncrl.observe.status import RunFiles, read_run, to_text
+from asyncrl.observe.trained import TRAINED_FILE, Line, TrainedRecord, batch_summary, trajectory_summaries
+from asyncrl.observe.verdict import summary_panel
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 JOURNAL_FILE = "journal.sqlite"
 Decode = Callable[[Sequence[int]], str]
-SHOWN_STEPS = 1000
-"""Number of newest steps that are listed one by one; a terminal gets the last hundred of them."""
 
 
 def render_inspect(
@@ -43,32 +38,34 @@ def render_inspect(
 
     Raises ConfigError if `run_dir` is no run directory, or has no such step or group.
     """
-    summary = summarise(read_run(run_dir, step=step), step=step, group=group)
-    return json.dumps(summary, indent=2) if as_json else to_text(*inspect_tables(summary))
+    files = read_run(run_dir)
+    summary = summarise(files, step, group)
+    return json.dumps(summary, indent=2) if as_json else to_text(*_tables(files, summary))
 
 
-def summarise(files: RunFiles, *, step: int | None = None, group: int | None = None) -> dict[str, Any]:
+def summarise(files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
     """Plain values: staleness recomputed from the spans, whether the bound was kept, the verdict, and each of
     the newest batches (or that of `step` or `group`), from the trainer's record; `journal`, `batch` and
     `story` are from the journal. Raises ConfigError for a step or group that neither knows.
     """
-    problems, bound = list(files.problems), files.config.buffer.max_staleness
-    record = read_record(files.run_dir / TRAINED_FILE, problems, bound)
+    problems, bound = [*files.problems], files.config.buffer.max_staleness
+    record = TrainedRecord(files.run_dir / TRAINED_FILE, problems, bound)
     told: dict[str, Any] = {}
     try:
         if (path := files.run_dir / JOURNAL_FILE).is_file():
-            told = _journal(path, files, step, group)
+            with reading(path) as connection:
+                told = _journal(connection, files, step, group)
     except JournalError as error:
         problems.append(str(error))
-    shown = _chosen(record, step, group)
-    if not shown and not told and (step is not None or group is not None):
+    shown = record.lines(step, group)
+    if not shown and not told and (step, group) != (None, None):
         what = f"step {step}" if group is None else f"group {group}"
         raise ConfigError(
             f"{files.run_dir} has no record of {what}; it has {record.range_text}",
             rule="only groups that a batch took are in the record",
             way_out="take a step or a group id from `asyncrl inspect RUN_DIR --json`.",
         )
-    violations, lost = record.violations(), record.lost_steps()
+    violations, lost = record.violations()
     return {
         "run_dir": str(files.run_dir),
         "state": files.state,
@@ -80,144 +77,82 @@ def summarise(files: RunFiles, *, step: int | None = None, group: int | None = N
         "lost": lost,
         "restored_from": record.restored,
         "steps": [_step(line, files, step, group) for line in shown],
-        "verdict": judge(files.steps, files.config).as_dict() if files.steps else None,
+        "verdict": files.verdict and asdict(files.verdict),
         **told,
         "problems": [*problems, *lost],
     }
 
 
-def _chosen(record: TrainedRecord, step: int | None, group: int | None) -> list[Line]:
-    if group is not None:
-        return [line for line in record.of_group(group) if step in (None, line["version"])]
-    return record.newest(SHOWN_STEPS) if step is None else record.of_step(step)
-
-
 def _step(line: Line, files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
-    plain = batch_summary(line)
-    if step is not None or group is not None:
-        plain["trajectories"] = trajectory_summaries(line, group)
-    if step is not None and files.one_step is not None:
-        plain["metrics"] = dict(files.one_step)
-    return plain
+    summary = batch_summary(line)
+    if (step, group) != (None, None):
+        summary["trajectories"] = trajectory_summaries(line, group)
+    if step is not None:
+        for metrics in metrics_of(files.run_dir / METRICS_FILE, [], "step"):
+            if metrics["step"] == step:
+                summary["metrics"] = metrics
+    return summary
 
 
-def _journal(path: Path, files: RunFiles, step: int | None, group: int | None) -> dict[str, Any]:
+def _journal(
+    connection: sqlite3.Connection, files: RunFiles, step: int | None, group: int | None
+) -> dict[str, Any]:
     """What the journal says of the group, the step, or else of the whole run."""
-    if step is None and group is None:
-        return {"journal": _run(path, files)}
     told: dict[str, Any] = {}
-    if group is not None and (story := group_story(path, group)) is not None:
-        told["story"] = _story(story, files)
-    if step is not None and (batch := batch_story(path, step)) is not None:
-        told["batch"] = _batch(batch)
-    return told
+    if group is not None:
+        told["story"] = _story(connection, group, files)
+    if step is not None:
+        told["batch"] = batch_story(connection, step)
+    if not told:
+        told["journal"] = run = run_story(connection)
+        run["wasted_tokens"]["masked"] = masked_tokens(files.steps)
+    return {name: found for name, found in told.items() if found is not None}
 
 
-def _run(path: Path, files: RunFiles) -> dict[str, Any]:
-    run = totals(path)
-    plain, tokens = asdict(run), run.sampled_tokens
-    wasted = {name: tokens.get(name, 0) for name in ("failed", "filtered", "handed_back")}
-    wasted = {"retried": plain.pop("lost_tokens"), **wasted, "masked": masked_tokens(files.steps)}
-    plain["tokens_deleted_before"] = plain.pop("compacted_before")
-    return {
-        **plain,
-        "sampled_tokens": sum(tokens.values()) + run.lost_tokens,
-        "wasted_tokens": wasted,
-        "checkpoints": [
-            {"version": version, "path": where, "state": state} for version, where, state in run.checkpoints
-        ],
-        "events": [
-            {"at": _time(event.at_s), "what": event.what, "detail": dict(event.detail)}
-            for event in events(path)
-        ],
-    }
-
-
-def _batch(batch: BatchStory) -> dict[str, Any]:
-    by_version = batch.tokens_by_version
-    times = {f"{what}_at": _time(getattr(batch, f"{what}_s")) for what in ("taken", "trained", "published")}
-    return {
-        "version": batch.version,
-        "min_version": batch.min_version,
-        **times,
-        "loss": batch.loss,
-        "tokens_by_version": by_version and {str(version): num for version, num in by_version.items()},
-        "masked_tokens": batch.masked_tokens if batch.mask_older else 0,
-        "groups": [_numbers(line) for line in batch.groups],
-    }
-
-
-def _numbers(line: GroupLine) -> dict[str, Any]:
-    numbers = asdict(line)
-    numbers["retried_tokens"] = numbers.pop("lost_tokens")
-    return numbers
-
-
-def _story(story: GroupStory, files: RunFiles) -> dict[str, Any]:
-    decode, source = find_decoder(files)
-    batch = batch_story(files.run_dir / JOURNAL_FILE, story.batch) if story.batch is not None else None
-    known = {*story.rollouts, *story.failures, *story.partials}
-    if story.line.state == "running" and story.prompt is not None:  # those too that have no token yet
-        known |= set(range(files.config.rollout.group_size))
-    return {
-        **_numbers(story.line),
-        "reason": story.reason,
-        "start_version": story.start_version,
-        "admitted_at": _time(story.admitted_s),
-        "ended_at": _time(story.ended_s),
-        "batch": story.batch,
-        "trained_at": None if batch is None else _time(batch.trained_s),
-        "same_prompt": list(story.siblings),
-        "has_tokens": story.prompt is not None,
-        "messages": [dict(message) for message in (story.prompt.messages if story.prompt else ())],
-        "rollouts": [{"sample_index": index, **_rollout(story, index, decode)} for index in sorted(known)],
-        "text_from": source,
-    }
-
-
-def _rollout(story: GroupStory, index: int, decode: Decode | None) -> dict[str, Any]:
-    if (rollout := story.rollouts.get(index)) is not None:
-        branches = [_branch(branch, decode) for branch in rollout]
-        whole = {
-            "state": "finished",
-            "reward": rollout[0].reward,
-            "num_sampled": sum(branch.num_sampled for branch in rollout),
-            "num_interruptions": sum(branch.num_interruptions for branch in rollout),
-            "is_truncated": any(branch.is_truncated for branch in rollout),
-            "metrics": dict(rollout[0].metrics),
-        }
-        return whole | (branches[0] if len(branches) == 1 else {"branches": branches})
-    if (failure := story.failures.get(index)) is not None:
-        return {"state": "failed", "attempts": failure[0], "why": failure[1]}
-    if (partial := story.partials.get(index)) is None:
-        return {"state": "running"}
-    attempt, turn, completion = partial
-    return {
-        "state": "running",
-        "attempt": attempt,
-        "turn": turn,
-        "num_sampled": len(completion.token_ids),
-        "num_interruptions": completion.num_interruptions,
-        "pieces": pieces(completion.token_ids, completion.version_spans, decode),
-    }
-
-
-def _branch(branch: Trajectory, decode: Decode | None) -> dict[str, Any]:
-    plain = {
-        "branch": branch.branch,
-        "num_sampled": branch.num_sampled,
-        "num_interruptions": branch.num_interruptions,
-        "is_truncated": branch.is_truncated,
-        "pieces": pieces(branch.token_ids.tolist(), branch.version_spans, decode),
-    }
-    return plain | ({"credits": [asdict(credit) for credit in branch.credits]} if branch.credits else {})
-
-
-def _time(seconds: float | None) -> str | None:
-    """Local time with its offset, to the millisecond."""
-    if seconds is None:
+def _story(connection: sqlite3.Connection, group_id: int, files: RunFiles) -> dict[str, Any] | None:
+    """The group with its rollouts by sample_index, and what was sampled in them."""
+    if (story := group_story(connection, group_id)) is None:
         return None
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="milliseconds")
+    decode, source = find_decoder(files)
+    rollouts = dict[int, dict[str, Any]]()
+    if story["state"] == "running" and story["has_tokens"]:  # those too that have no token yet
+        rollouts = {index: {"state": "running"} for index in range(files.config.rollout.group_size)}
+    for index, (attempt, turn, partial) in partials_of(connection, group_id).items():
+        rollouts[index] = {
+            "state": "running",
+            "attempt": attempt,
+            "turn": turn,
+            "num_sampled": len(partial.token_ids),
+            "num_interruptions": partial.num_interruptions,
+            "pieces": pieces(partial.token_ids, partial.version_spans, decode),
+        }
+    for index, (attempts, why) in failures_of(connection, group_id).items():
+        rollouts[index] = {"state": "failed", "attempts": attempts, "why": why}
+    for index, rollout in rollouts_of(connection, group_id).items():
+        rollouts[index] = _finished(rollout, decode)
+    told = [{"sample_index": index, **rollout} for index, rollout in sorted(rollouts.items())]
+    return story | {"rollouts": told, "text_from": source}
+
+
+def _finished(rollout: Rollout, decode: Decode | None) -> dict[str, Any]:
+    """The whole rollout, and its branches if there are several."""
+    branches: list[dict[str, Any]] = [
+        {
+            "branch": branch.branch,
+            "num_sampled": branch.num_sampled,
+            "num_interruptions": branch.num_interruptions,
+            "is_truncated": branch.is_truncated,
+            "pieces": pieces(branch.token_ids.tolist(), branch.version_spans, decode),
+            **({"credits": list(map(asdict, branch.credits))} if branch.credits else {}),
+        }
+        for branch in rollout
+    ]
+    whole = {"state": "finished", "reward": rollout[0].reward, "metrics": dict(rollout[0].metrics)}
+    if len(branches) == 1:
+        return whole | branches[0]
+    sums = {name: sum(each[name] for each in branches) for name in ("num_sampled", "num_interruptions")}
+    is_truncated = any(branch.is_truncated for branch in rollout)
+    return whole | sums | {"is_truncated": is_truncated, "branches": branches}
 
 
 def find_decoder(files: RunFiles) -> tuple[Decode | None, str]:
@@ -263,3 +198,150 @@ def pieces(
             shown = whole
         found.append(piece)
     return found
+
+
+# ---- tables
+
+_MAX_ROWS, _MAX_EVENTS, _MAX_VIOLATIONS = 100, 30, 20
+_GROUP = {
+    "group": "group_id",
+    "rollouts": "num_rollouts",
+    "failed": "num_failed",
+    "sampled": "num_sampled",
+    "oldest": "oldest_version",
+    "reward": "reward_mean",
+    "retried": "retried_tokens",
+    "prompt": "prompt_id",
+}
+_BATCH = {
+    "step": "step",
+    "groups": "num_groups",
+    "tokens": "num_loss_tokens",
+    "reward": "reward_mean",
+    "staleness": "staleness_mean",
+    "max": "staleness_max",
+    "loss tokens by version": "tokens_by_version",
+}
+_TRAJECTORY = {
+    "group": "group_id",
+    "sample": "sample",
+    "reward": "reward",
+    "tokens": "num_tokens",
+    "in loss": "num_loss_tokens",
+    "staleness": "staleness",
+    "prompt": "prompt_id",
+    "spans of loss tokens": "places",
+}
+
+
+def _tables(files: RunFiles, summary: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """What the journal says, the bound, the batches and their trajectories, what broke a promise, the
+    verdict.
+    """
+    if "journal" in summary:
+        run = summary["journal"]
+        yield _grid(run | {"events": run["events"][-_MAX_EVENTS:]})
+    if "batch" in summary:
+        yield _grid(summary["batch"], "groups")
+        yield _table(_GROUP, summary["batch"]["groups"])
+    if "story" in summary:
+        yield from _story_text(summary["story"])
+    yield _bound(summary)
+    shown = summary["steps"][-_MAX_ROWS:]
+    if shown and "trajectories" not in shown[0] and len(shown) < summary["num_steps"]:
+        yield Text(f"the last {len(shown)} of {summary['num_steps']} steps; --step N shows any of them:")
+    if shown:
+        yield _table(_BATCH, list(map(_batch, shown)))
+    for step in shown:
+        if "trajectories" in step:
+            yield Text(f"step {step['step']}")
+            yield _table(_TRAJECTORY, list(map(_trajectory, step["trajectories"])))
+    for violation in summary["violations"][:_MAX_VIOLATIONS]:
+        yield Text(f"broken: {violation}", style="red")
+    yield from (Text(f"problem: {problem}", style="red") for problem in summary["problems"])
+    if files.verdict:
+        yield summary_panel(files.verdict, title=summary["run_dir"])
+
+
+def _grid(values: Mapping[str, Any], *drawn: str) -> RenderableType:
+    """A row a field, but for those that are drawn in another form."""
+    return grid((name, Text(plain(value))) for name, value in values.items() if name not in drawn)
+
+
+def _bound(summary: Mapping[str, Any]) -> Text:
+    allowed = f"max_staleness {summary['max_staleness']}, on_overdue {summary['on_overdue']}"
+    if summary["bound_kept"] is None:
+        return Text(f"nothing was trained yet ({allowed}).")
+    counted = (
+        f"{summary['num_loss_tokens']} tokens of {summary['num_trajectories']} trajectories in "
+        f"{summary['num_steps']} steps, the oldest {summary['staleness_max']} versions behind its batch "
+        f"({allowed})"
+    )
+    if not summary["bound_kept"]:
+        num = len(summary["violations"])
+        return Text(f"BOUND OR RECORD BROKEN in {num} places: {counted}.", style="bold red")
+    if lost := "; ".join(summary["lost"]):
+        return Text(f"bound kept in all that is recorded: {counted}; {lost}.", style="yellow")
+    return Text(f"bound kept: {counted}.", style="green")
+
+
+def _batch(step: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {f"v{version}": num for version, num in step["tokens_by_version"].items()}
+    return {**step, "num_groups": len(step["group_ids"]), "tokens_by_version": versions}
+
+
+def _trajectory(entry: Mapping[str, Any]) -> dict[str, Any]:
+    branch = f".{entry['branch']}" if entry["branch"] else ""
+    places = (f"{start}..{end - 1}@v{version}" for start, end, version in entry["spans"])
+    return {**entry, "sample": f"{entry['sample_index']}{branch}", "places": " ".join(places)}
+
+
+def _story_text(story: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield _grid(story, "messages", "rollouts")
+    for message in story["messages"]:
+        yield Text.assemble((f"{message['role']}: ", "cyan"), message["content"])
+    for rollout in story["rollouts"]:
+        yield Text.assemble((f"sample {rollout['sample_index']}: ", "green"), _rollout_text(rollout))
+        for branch in rollout.get("branches", (rollout,)):
+            if branch is not rollout:
+                yield Text(f" branch {branch['branch']}: {branch['num_sampled']} tokens", style="green")
+            yield from _sampled(branch)
+
+
+def _rollout_text(rollout: Mapping[str, Any]) -> str:
+    """What it is, in a line."""
+    match rollout["state"]:
+        case "finished":
+            cut = ", cut at rollout.max_tokens" if rollout["is_truncated"] else ""
+            interrupted = f"{rollout['num_interruptions']} interruptions"
+            return f"reward {plain(rollout['reward'])}, {rollout['num_sampled']} tokens, {interrupted}{cut}"
+        case "failed" if rollout["attempts"]:
+            return f"failed at each of {rollout['attempts']} attempts, the last: {rollout['why']}"
+        case "failed":
+            return f"cannot be sampled: {rollout['why']}"
+    if "pieces" not in rollout:
+        return "runs, nothing is written down yet"
+    sampled = f"{rollout['num_sampled']} tokens so far"
+    return f"runs, attempt {rollout['attempt'] + 1}, turn {rollout['turn']}, {sampled}"
+
+
+def _sampled(branch: Mapping[str, Any]) -> Iterator[Text]:
+    """What was sampled in it, each piece behind its version, and which tokens of it earned what."""
+    for piece in branch.get("pieces", ()):
+        shown = piece["text"] if "text" in piece else " ".join(map(str, piece["token_ids"]))
+        place = f"  [v{piece['version']}, {piece['start']}..{piece['end'] - 1}] "
+        yield Text.assemble((place, "magenta"), shown)
+    for credit in branch.get("credits", ()):
+        place = f"  [{credit['start']}..{credit['end'] - 1}] "
+        yield Text.assemble((place, "magenta"), f"reward {plain(credit['reward'])}, unit {credit['unit']}")
+
+
+def _table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table of `rows`: title -> the name of its field. Text stands left, numbers right."""
+    table = Table(box=None, padding=(0, 1))
+    for title, name in columns.items():
+        is_text = any(isinstance(row[name], str) for row in rows)
+        table.add_column(title, justify="left" if is_text else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(plain(row[name])) for name in columns.values()))
+    return table

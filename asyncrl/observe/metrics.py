@@ -42,9 +42,7 @@ GAUGES: Mapping[str, Gauge] = {
     "time_s": Gauge("step", "s", "of training up to the end of the step, without set-up; a resume goes on"),
     "reward/mean": Gauge("step", "", "mean reward of the batch's rollouts"),
     "reward/std": Gauge("step", "", "standard deviation of those rewards (population)"),
-    "sample/staleness_mean": Gauge(
-        "step", "versions", "between the batch and the oldest token with a loss weight of a rollout, mean"
-    ),
+    "sample/staleness_mean": Gauge("step", "versions", "age of a rollout's oldest token in the loss, mean"),
     "sample/staleness_max": Gauge("step", "versions", "the largest: never above buffer.max_staleness"),
     "sample/length_mean": Gauge("step", "tokens", "sampled tokens of a rollout"),
     "sample/truncated_fraction": Gauge("step", "0..1", "rollouts cut at rollout.max_tokens"),
@@ -65,9 +63,7 @@ GAUGES: Mapping[str, Gauge] = {
     "policy/entropy": Gauge("step", "nats", "entropy of the policy, mean over the tokens in the loss"),
     "policy/kl_behaviour": Gauge("step", "nats", "KL divergence between the trained policy and what sampled"),
     "policy/ess": Gauge("step", "0..1", "effective sample size of the importance weights"),
-    "policy/logprob_gap_*": Gauge(
-        "step", "nats", "difference of engine and trainer logprobs on fresh tokens: mean and max, by engine"
-    ),
+    "policy/logprob_gap_*": Gauge("step", "nats", "engine to trainer, fresh tokens: mean, max, by engine"),
     "trainer/learning_rate": Gauge("step", "", "of the step"),
     "trainer/optimizer_steps": Gauge("step", "steps", "taken so far"),
     "trainer/skipped_steps": Gauge("step", "steps", "of this batch that were skipped: not finite"),

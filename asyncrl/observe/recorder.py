@@ -1,5 +1,8 @@
-"""Writes what a run reports into its directory: metrics.jsonl, eval.jsonl, status.json, TensorBoard,
-reward.png. Imports no torch.
+"""The files in which a run reports: metrics.jsonl, eval.jsonl, status.json and TensorBoard's are written, and
+lines are read again. Imports no torch.
+
+Files that grow with every step are read line by line: no more is held of a step than some numbers. What
+cannot be read is left out and reported.
 """
 
 from __future__ import annotations
@@ -9,13 +12,15 @@ import math
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from asyncrl.files import LOST, cut_at, lines_from_end
-from asyncrl.observe.run_numbers import Steps, thinned
+from asyncrl.observe.run_numbers import Steps
 
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status.json"
@@ -25,6 +30,9 @@ LOST_KEY = "lost"
 """Key of a metrics line that is of no step: [first, last] of steps whose lines are missing, with `why`."""
 NOT_FINITE = "not_finite"
 """Key of a metrics line that lists the metrics left out of it because they were NaN or infinite."""
+_WORDS = (NOT_FINITE, "last_failure")
+"""Values of a line that are no metrics."""
+MAX_PROBLEMS = 100
 
 
 class Recorder:
@@ -126,15 +134,12 @@ class Recorder:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._tensorboard = self._tensorboard or EventFileWriter(
-            str(self.run_dir / "tensorboard"), flush_secs=5
-        )
-        values = [
-            Summary.Value(tag=name, simple_value=value) for name, value in scalars.items() if name != "step"
-        ]
-        self._tensorboard.add_event(
-            Event(wall_time=time.time(), step=int(step), summary=Summary(value=values))
-        )
+        if self._tensorboard is None:
+            self._tensorboard = EventFileWriter(str(self.run_dir / "tensorboard"), flush_secs=5)
+        tags = (name for name in scalars if name != "step")
+        values = [Summary.Value(tag=name, simple_value=scalars[name]) for name in tags]
+        event = Event(wall_time=time.time(), step=int(step), summary=Summary(value=values))
+        self._tensorboard.add_event(event)
 
 
 def boot_id() -> str:
@@ -161,67 +166,71 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-PLOT_FILE = "reward.png"
-MAX_POINTS = 2000
-_RAW, _SMOOTH, _EVAL = "#9ecae1", "#08519c", "#d94801"
+def read_steps(run_dir: Path, problems: list[str]) -> Steps:
+    """What metrics.jsonl says of all steps; `problems` grows."""
+    return Steps(metrics_of(run_dir / METRICS_FILE, problems, "step"))
 
 
-def write_reward_plot(
-    run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()
-) -> Path:
-    """Write RUN_DIR/reward.png over steps and over wall time: reward/mean, its running mean, and evaluations
-    with their standard error, each where its version was published. Of very long runs a point is the mean of
-    a stretch. At least one step must have a reward.
+def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Lines of eval.jsonl that have what every evaluation has; `problems` grows."""
+    of_samples = {"eval/length_mean", "eval/truncated_fraction"}
+    lines = metrics_of(run_dir / EVAL_FILE, problems, "policy_version", "eval/version", "eval/seconds")
+    return [line for line in lines if "eval/reward_mean" not in line or of_samples <= line.keys()]
+
+
+def metrics_of(path: Path, problems: list[str], *needed: str) -> Iterator[dict[str, Any]]:
+    """Lines that have the `needed` numbers. Metrics that are not numbers are left out and reported."""
+    for number, (_, line) in enumerate(lines_of(path, problems), start=1):
+        if LOST_KEY in line:
+            tell(problems, f"steps {line[LOST_KEY]} are missing in {path.name} ({line.get('why')})")
+            continue
+        kept = {name: value for name, value in line.items() if name in _WORDS or is_number(value)}
+        if missing := [name for name in needed if name not in kept]:
+            tell(problems, f"{path.name} object {number} is left out: {missing[0]} is no number in it")
+            continue
+        if wrong := [name for name in line if name not in kept]:
+            tell(problems, f"{path.name} object {number}: {', '.join(wrong)} is no number and is left out")
+        yield kept
+
+
+def lines_of(path: Path, problems: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(where it begins, the object) of each line of a file, one at a time. What cannot be read at all is left
+    out and told in `problems`.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = (steps.column(name) for name in ("reward/mean", "step", "time_s"))
-    shown = [row for row in zip(*columns, strict=True) if not math.isnan(row[0])]
-    rewards, *axes = map(list, zip(*shown, strict=True))
-    window = smoothing_window(len(rewards))
-    smooth = thinned(running_mean(rewards, window=window), MAX_POINTS)
-    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 2, sharey=True)
-    done = [line for line in evaluations if "eval/reward_mean" in line]
-    means = [line["eval/reward_mean"] for line in done]
-    errors = [line.get("eval/standard_error", 0.0) for line in done]
-    published = (
-        [line["policy_version"] for line in done],
-        [line["time_s"] - line["eval/seconds"] for line in done],
-    )
-    labels = ("optimizer step", "wall time in s")
-    for panel, label, places, across in zip(panels, labels, axes, published, strict=True):
-        panel.plot(
-            thinned(places, MAX_POINTS),
-            thinned(rewards, MAX_POINTS),
-            color=_RAW,
-            linewidth=1,
-            label="each step",
-        )
-        mean_label = f"mean of the last {window} steps"
-        panel.plot(thinned(places, MAX_POINTS), smooth, color=_SMOOTH, linewidth=2, label=mean_label)
-        if done:
-            panel.errorbar(
-                across, means, errors, fmt="o", markersize=4, capsize=2, color=_EVAL, label="eval/reward_mean"
-            )
-        panel.set_xlabel(label)
-        panel.grid(alpha=0.25)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("reward/mean")
-    panels[0].legend(loc="lower right", frameon=False)
-    figure.suptitle(title)
-    figure.savefig(run_dir / PLOT_FILE)
-    return run_dir / PLOT_FILE
+    start = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if isinstance(value := parse_line(line), dict):
+                    yield start, value
+                elif line.endswith(b"\n"):
+                    what = f"line {number} is no JSON object and is left out: {line[:60]!r}"
+                    tell(problems, f"{path.name} {what}")
+                else:
+                    tell(problems, f"{path.name} ends in half a line, which is left out")
+                start += len(line)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        tell(problems, f"{path.name} cannot be read: {error.strerror}")
 
 
-def smoothing_window(num_steps: int) -> int:
-    """Steps that the smoothed line averages: a twentieth of the run, 1 to 25."""
-    return max(1, min(25, num_steps // 20))
+def parse_line(line: bytes) -> Any:
+    """Its JSON value, None if it is none."""
+    try:
+        return from_json(line, cache_strings="keys")  # three times as fast as json
+    except ValueError:
+        return None
 
 
-def running_mean(values: Sequence[float], *, window: int) -> list[float]:
-    """Mean of the last `window` values at each place (of fewer at the start)."""
-    parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
-    return [sum(part) / len(part) for part in parts]
+def tell(problems: list[str], problem: str) -> None:
+    """Add a problem, unless there are many already."""
+    if len(problems) < MAX_PROBLEMS:
+        problems.append(problem)
+    elif len(problems) == MAX_PROBLEMS:
+        problems.append("there are more problems, which are not listed")
+
+
+def is_number(value: Any) -> bool:
+    """No bool, NaN or infinity, and no integer of hundreds of digits."""
+    return type(value) in (int, float) and -1e300 < value < 1e300

@@ -15,26 +15,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-COLUMNS = (
-    "step",
-    "time_s",
-    "reward/mean",
-    "tokens/sampled",
-    "tokens/trained",
-    "perf/step_s",
-    "perf/train_s",
-    "perf/weight_sync_s",
-    "perf/wait_generation_s",
-    "perf/wait_stragglers_s",
-    "perf/wait_publishing_s",
-    "perf/handover_s",
-    "sample/staleness_mean",
-    "rollout/inflight",
-    "rollout/dropped",
-    "rollout/filtered",
-    "rollout/filtered_tokens",
-    "rollout/given_up",
-    "trainer/skipped_steps",
+COLUMNS = tuple(
+    "step time_s reward/mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
+    "perf/wait_generation_s perf/wait_stragglers_s perf/wait_publishing_s perf/handover_s "
+    "sample/staleness_mean rollout/inflight rollout/dropped rollout/filtered rollout/filtered_tokens "
+    "rollout/given_up trainer/skipped_steps".split()
 )
 """Metrics that are asked of all steps."""
 
@@ -83,21 +68,14 @@ class Steps:
 
 
 SHARES = {
-    "training": ("training", "green"),
-    "generation": ("waiting for generation", "yellow"),
-    "stragglers": ("waiting for stragglers", "red"),
-    "publishing": ("waiting for publishing", "magenta"),
-    "turns": ("taking turns", "cyan"),
-    "other": ("other", "bright_black"),
+    "training": ("training", "green", "perf/train_s"),
+    "generation": ("waiting for generation", "yellow", "perf/wait_generation_s"),
+    "stragglers": ("waiting for stragglers", "red", "perf/wait_stragglers_s"),
+    "publishing": ("waiting for publishing", "magenta", "perf/wait_publishing_s"),
+    "turns": ("taking turns", "cyan", "perf/handover_s"),
+    "other": ("other", "bright_black", ""),
 }
-"""Field of TimeShares -> its words and its colour."""
-TIME_METRICS = {
-    "training": "perf/train_s",
-    "generation": "perf/wait_generation_s",
-    "stragglers": "perf/wait_stragglers_s",
-    "publishing": "perf/wait_publishing_s",
-    "turns": "perf/handover_s",
-}
+"""Field of TimeShares -> its words, its colour, and its metric."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +99,7 @@ class TimeShares:
     @classmethod
     def of(cls, seconds_of: Callable[[str], float]) -> TimeShares:
         """From the seconds of each metric. Parts that exceed the whole (rounding) are scaled down."""
-        parts = {name: seconds_of(metric) for name, metric in TIME_METRICS.items()}
+        parts = {name: seconds_of(metric) for name, (*_, metric) in SHARES.items() if metric}
         whole = max(seconds_of("perf/step_s"), sum(parts.values()))
         if whole <= 0:
             return cls()

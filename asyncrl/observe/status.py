@@ -1,29 +1,133 @@
-"""What `asyncrl status` says of a run directory. Starts and changes nothing."""
+"""How a run stands: reads its directory, live or ended, and says what `asyncrl status` says. Starts and
+changes nothing.
+
+A run that says "running" while no process holds its lock has crashed, and is called so where that can be
+seen: on its own machine.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import shutil
+import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from asyncrl.config import RunConfig, load_config
+from asyncrl.errors import ConfigError
 from asyncrl.observe.console import reward_text, staleness_text
-from asyncrl.observe.run_files import RunFiles, read_run
-from asyncrl.observe.run_numbers import boxed, evaluation_text, plain, sparkline, thinned
-from asyncrl.observe.verdict import judge, summary_panel
+from asyncrl.observe.recorder import STATUS_FILE, boot_id, is_number, read_evaluations, read_steps
+from asyncrl.observe.run_numbers import Steps, boxed, evaluation_text, plain, sparkline, thinned
+from asyncrl.observe.verdict import Verdict, judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 
+CONFIG_FILE = "config.yaml"
+LOCK_FILE = "run.lock"
 SHOWN_REWARDS = 1000
+_QUIET_S = 30.0
 _COLOURS = {"done": "green", "running": "blue", "starting": "blue", "interrupted": "yellow"}
 _LEFT_OUT = ("state", "step", "num_steps", "pid", "host", "boot_id", "updated_s", "why")
+
+State = Literal["starting", "running", "done", "failed", "interrupted", "crashed", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """What a run directory holds. `explanation`: the state in a sentence; `status`: status.json as it is;
+    `steps`: what metrics.jsonl says of all steps; `evaluations`: lines of eval.jsonl; `verdict`: so far,
+    None before the first step; `problems`: sentences about what cannot be believed.
+    """
+
+    run_dir: Path
+    config: RunConfig
+    state: State
+    explanation: str
+    status: Mapping[str, Any]
+    steps: Steps
+    evaluations: list[dict[str, Any]]
+    verdict: Verdict | None
+    problems: list[str]
+
+
+def read_run(run_dir: str | Path) -> RunFiles:
+    """Read a run directory; not trained.jsonl, which only inspect needs (trained.py). Raises ConfigError if
+    it is none, or if it or its config cannot be read.
+    """
+    folder = Path(run_dir)
+    try:
+        (folder / CONFIG_FILE).open("rb").close()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} is no run directory: its {CONFIG_FILE} cannot be read ({error.strerror})",
+            way_out="give the directory that `asyncrl run` printed; by default runs/NAME-DATE-TIME.",
+        ) from error
+    problems: list[str] = []
+    config, status = load_config(folder / CONFIG_FILE), _read_status(folder / STATUS_FILE, problems)
+    steps, evaluations = read_steps(folder, problems), read_evaluations(folder, problems)
+    verdict, state = judge(steps, config) if steps else None, judge_state(status, folder)
+    return RunFiles(folder, config, *state, status, steps, evaluations, verdict, problems)
+
+
+def _read_status(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return {}
+    if not isinstance(value, dict) or not is_number(value.get("updated_s", 0.0)):
+        problems.append(f"{path.name} is no JSON object with a number updated_s")
+        return {}
+    return value
+
+
+def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
+    """What the run does, and a sentence about it, from status.json and from whether its lock is held.
+
+    Crashed is only what can be seen from here to have ended: on this machine, since it was started.
+    """
+    said = status.get("state")
+    age_s = max(0.0, time.time() - float(status.get("updated_s", 0.0)))
+    if said in ("done", "failed", "interrupted"):
+        return said, f"{said} {age_s:.0f} s ago: {status.get('why') or 'no reason is given'}"
+    if said not in ("starting", "running"):
+        return "unknown", f"{STATUS_FILE} says {said!r}, which is no state of a run."
+    here, is_held = socket.gethostname(), _is_held(folder / LOCK_FILE)
+    host, is_quiet = status.get("host", here), age_s > _QUIET_S
+    what = f"{said}, as process {status.get('pid')} on host {host} wrote {age_s:.0f} s ago"
+    if is_held:
+        return said, f"{what}{'; it has written nothing since' if is_quiet else ''}."
+    log = folder / "logs" / "controller.log"
+    if host == here and (is_quiet or status.get("boot_id") == boot_id()) and is_held is False:
+        return "crashed", f"{what}, but it is gone: the run was killed or crashed. Read {log}."
+    state: State = "unknown" if is_quiet else said
+    return state, f"{what}; whether it lives cannot be seen from {here}: ask `asyncrl status {folder}` there."
+
+
+def _is_held(path: Path) -> bool | None:
+    """Whether a process writes into the run directory; None if that cannot be seen. Over NFS other machines'
+    locks are seen too.
+    """
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return False
 
 
 def render_status(run_dir: str | Path, *, as_json: bool = False) -> str:
@@ -48,10 +152,10 @@ def status_summary(files: RunFiles) -> dict[str, Any]:
         "seconds_since_update": None if updated_s is None else round(time.time() - float(updated_s), 1),
         "rewards": thinned(files.steps.values("reward/mean"), SHOWN_REWARDS),
         "last_metrics": dict(files.steps.last),
-        "evaluations": [dict(line) for line in files.evaluations],
+        "evaluations": files.evaluations,
         "status": dict(files.status),
-        "verdict": judge(files.steps, files.config).as_dict() if files.steps else None,
-        "problems": list(files.problems),
+        "verdict": files.verdict and asdict(files.verdict),
+        "problems": files.problems,
     }
 
 
@@ -82,7 +186,7 @@ def _table(files: RunFiles) -> RenderableType:
             rows.append((name, Text(_waits(value) if name == "waits" else plain(value))))
     rows += [("problem", Text(problem, style="red")) for problem in files.problems]
     panel = boxed(rows, str(files.run_dir))
-    return Group(panel, summary_panel(judge(steps, config), title="so far")) if steps else panel
+    return Group(panel, summary_panel(files.verdict, title="so far")) if files.verdict else panel
 
 
 def _waits(value: Any) -> str:
@@ -91,14 +195,3 @@ def _waits(value: Any) -> str:
         return "\n".join(str(Wait(**entry)) for entry in value) or "none"
     except (TypeError, ValueError):
         return plain(value)
-
-
-def field_table(columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A table of `rows`: title -> the name of its field. Text stands left, numbers right."""
-    table = Table(box=None, padding=(0, 1))
-    for title, name in columns.items():
-        is_text = any(isinstance(row[name], str) for row in rows)
-        table.add_column(title, justify="left" if is_text else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(plain(row[name])) for name in columns.values()))
-    return table

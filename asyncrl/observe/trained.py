@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, NotRequired
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from asyncrl.observe.recorder import LOST_KEY
-from asyncrl.observe.run_files import lines_of, parse_line, steps_are_missing, tell
+from asyncrl.observe.recorder import LOST_KEY, lines_of, parse_line, tell
 
 TRAINED_FILE = "trained.jsonl"
+SHOWN_STEPS = 1000
+"""Number of newest steps that are listed one by one; a terminal gets the last hundred of them."""
 
 
 class Entry(TypedDict):
@@ -63,14 +64,14 @@ class TrainedStep(NamedTuple):
 
 
 class TrainedRecord:
-    """trained.jsonl as it counts, and whether it kept the bound. Life: made empty -> add() line by line ->
-    asked.
+    """trained.jsonl as it counts, and whether it kept the bound. Life: read when it is made -> asked.
 
     A later line of a version that was restored counts, and what was done there before is only compared with
-    it. Lines are not kept in memory: those to be shown are read again.
+    it. Lines are not kept in memory: those to be shown are read again. Lines without the fields that they
+    need are left out and told in `problems`.
     """
 
-    def __init__(self, path: Path, max_staleness: int) -> None:
+    def __init__(self, path: Path, problems: list[str], max_staleness: int) -> None:
         self.path, self.max_staleness = path, max_staleness
         self.restored: list[int] = []
         self._steps: list[TrainedStep] = []
@@ -81,11 +82,17 @@ class TrainedRecord:
         self._trained_in: dict[int, int] = {}
         """Group -> step."""
         self._replay_faults: list[str] = []
+        for number, (start, line) in enumerate(lines_of(path, problems), start=1):
+            try:
+                self._add(start, line)
+            except (TypeError, ValueError, OverflowError) as error:
+                why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
+                tell(problems, f"{path.name} object {number} is no record of a step and is left out: {why}")
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, start: int, line: Mapping[str, Any]) -> None:
+    def _add(self, start: int, line: Mapping[str, Any]) -> None:
         """One line of the file, which begins at `start`. Raises ValueError or TypeError for others."""
         if "restored" in line:
             self._restore(int(line["restored"]))
@@ -93,40 +100,30 @@ class TrainedRecord:
                 first, last = line[LOST_KEY]
                 self._lost.append((range(first, last + 1), str(line.get("why"))))
             return
-        checked = _CHECK.validate_python(line)
-        step = _step(start, checked, self.max_staleness)
-        faults = list(step.faults)
-        for group in sorted({entry["group_id"] for entry in checked["trajectories"]}):
-            earlier = self._trained_in.setdefault(group, step.version)
-            if earlier != step.version:
-                faults.append(f"step {step.version}, group {group}: was trained on in step {earlier} already")
+        step = self._checked(start, _CHECK.validate_python(line))
         if self._before.get(step.version, step.digest) != step.digest:
             again = f"step {step.version} was trained again on other data than before it was restored"
             self._replay_faults.append(again)
-        self._steps.append(step._replace(faults=tuple(faults)))
+        self._steps.append(step)
 
-    def violations(self) -> list[str]:
+    def violations(self) -> tuple[list[str], list[str]]:
         """Every way in which the record breaks a promise: too old, from the future, trained twice, does not
-        add up, a step is missing.
+        add up, a step is missing; and steps that are missing for a reason that the record gives.
         """
-        found, expected = list[str](), 0
+        broken, lost, expected = list[str](), list[str](), 0
         for step in self._steps:
+            missing = f"steps {expected}..{step.version - 1} are missing in the record"
+            if step.version == expected + 1:
+                missing = f"step {expected} is missing in the record"
             if step.version < expected:
-                found.append(f"step {step.version} follows step {expected - 1}")
+                broken.append(f"step {step.version} follows step {expected - 1}")
             elif not all(map(self._why_lost, range(expected, step.version))):
-                found.append(f"{steps_are_missing(expected, step.version - 1)} in the record")
-            found += step.faults
+                broken.append(missing)
+            elif step.version > expected:
+                lost.append(f"{missing} ({self._why_lost(expected)})")
+            broken += step.faults
             expected = step.version + 1
-        return found + self._replay_faults
-
-    def lost_steps(self) -> list[str]:
-        """Steps that are missing for a reason that the record gives, in words."""
-        found, expected = [], 0
-        for step in self._steps:
-            if step.version > expected and (why := self._why_lost(expected)):
-                found.append(f"{steps_are_missing(expected, step.version - 1)} in the record ({why})")
-            expected = step.version + 1
-        return found
+        return broken + self._replay_faults, lost
 
     def totals(self) -> dict[str, Any]:
         """Plain values of all steps."""
@@ -144,22 +141,19 @@ class TrainedRecord:
         """The steps that it has, in words."""
         return f"steps {self._steps[0].version} to {self._steps[-1].version}" if self._steps else "no steps"
 
-    def newest(self, num: int) -> list[Line]:
-        """The last steps, read again."""
-        return [self._read(step) for step in self._steps[-num:]]
-
-    def of_step(self, version: int | None) -> list[Line]:
-        """All of that number: one, or none, if the record is as it should be."""
-        return [self._read(step) for step in self._steps if step.version == version]
-
-    def of_group(self, group_id: int) -> list[Line]:
-        """The first step that a group was trained on, or none."""
-        return self.of_step(self._trained_in.get(group_id))
-
-    def _read(self, step: TrainedStep) -> Line:
-        with self.path.open("rb") as file:
-            file.seek(step.start)
-            return _CHECK.validate_python(parse_line(file.readline()))
+    def lines(self, step: int | None = None, group: int | None = None) -> list[Line]:
+        """Those of a step, and of the step that a group was trained on, else of the newest; read again."""
+        shown = self._steps[-SHOWN_STEPS:] if step is None and group is None else self._steps
+        if step is not None:
+            shown = [one for one in shown if one.version == step]
+        if group is not None:
+            shown = [one for one in shown if one.version == self._trained_in.get(group)]
+        found = []
+        for one in shown:
+            with self.path.open("rb") as file:
+                file.seek(one.start)
+                found.append(_CHECK.validate_python(parse_line(file.readline())))
+        return found
 
     def _why_lost(self, version: int) -> str:
         return next((why for versions, why in self._lost if version in versions), "")
@@ -171,36 +165,24 @@ class TrainedRecord:
             self._before[dropped.version] = dropped.digest
         self._trained_in = {group: step for group, step in self._trained_in.items() if step < version}
 
-
-def read_record(path: Path, problems: list[str], max_staleness: int) -> TrainedRecord:
-    """Lines without the fields that they need are left out and told in `problems`."""
-    record = TrainedRecord(path, max_staleness)
-    for number, (start, line) in enumerate(lines_of(path, problems), start=1):
-        try:
-            record.add(start, line)
-        except (TypeError, ValueError, OverflowError) as error:
-            why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
-            tell(problems, f"{path.name} object {number} is no record of a step and is left out: {why}")
-    return record
-
-
-def _step(start: int, line: Line, max_staleness: int) -> TrainedStep:
-    """The numbers of a line, with what is wrong in it alone."""
-    version, entries = line["version"], line["trajectories"]
-    ages = [age for entry in entries if (age := _age(version, entry)) is not None]
-    data = hashlib.sha256()
-    faults, names = list[str](), set[str]()
-    for entry in entries:
-        name = f"step {version}, group {entry['group_id']}, sample {entry['sample_index']}"
-        name += f", branch {entry['branch']}" if entry["branch"] else ""
-        faults += [f"{name}: {fault}" for fault in _faults(version, entry, max_staleness)]
-        if name in names:
-            faults.append(f"{name}: was trained on in step {version} already")
-        names.add(name)
-        data.update(repr((name, entry["reward"], entry.get("tokens_sha"))).encode())
-    num_tokens, oldest = sum(entry["num_loss_tokens"] for entry in entries), max(ages, default=0)
-    numbers = len(entries), num_tokens, sum(ages), len(ages), oldest
-    return TrainedStep(start, version, *numbers, data.digest(), tuple(faults))
+    def _checked(self, start: int, line: Line) -> TrainedStep:
+        """The numbers of a line, with what is wrong in it."""
+        version, entries = line["version"], line["trajectories"]
+        data, faults, names = hashlib.sha256(), list[str](), set[str]()
+        for entry in entries:
+            name = f"step {version}, group {entry['group_id']}, sample {entry['sample_index']}"
+            name += f", branch {entry['branch']}" if entry["branch"] else ""
+            faults += [f"{name}: {fault}" for fault in _faults(version, entry, self.max_staleness)]
+            if name in names:
+                faults.append(f"{name}: was trained on in step {version} already")
+            names.add(name)
+            data.update(repr((name, entry["reward"], entry.get("tokens_sha"))).encode())
+        for group in sorted({entry["group_id"] for entry in entries}):
+            if (earlier := self._trained_in.setdefault(group, version)) != version:
+                faults.append(f"step {version}, group {group}: was trained on in step {earlier} already")
+        num_tokens, ages = sum(entry["num_loss_tokens"] for entry in entries), _ages(line)
+        numbers = len(entries), num_tokens, sum(ages), len(ages), max(ages, default=0)
+        return TrainedStep(start, version, *numbers, data.digest(), tuple(faults))
 
 
 def _faults(version: int, entry: Entry, max_staleness: int) -> Iterator[str]:
@@ -220,12 +202,15 @@ def _age(version: int, entry: Entry) -> int | None:
     return max(version - sampled for *_, sampled in entry["spans"]) if entry["spans"] else None
 
 
+def _ages(line: Line) -> list[int]:
+    return [age for entry in line["trajectories"] if (age := _age(line["version"], entry)) is not None]
+
+
 def batch_summary(line: Line) -> dict[str, Any]:
     """Plain values of a step, without its trajectories."""
-    version, entries = line["version"], line["trajectories"]
-    ages = [age for entry in entries if (age := _age(version, entry)) is not None]
+    version, entries, ages = line["version"], line["trajectories"], _ages(line)
     rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]  # that of the rollout
-    tokens: Counter[int] = Counter()
+    tokens = Counter[int]()
     for entry in entries:
         for start, end, sampled in entry["spans"]:
             tokens[sampled] += end - start
@@ -239,7 +224,7 @@ def batch_summary(line: Line) -> dict[str, Any]:
         "reward_mean": fmean(rewards) if rewards else None,
         "staleness_mean": fmean(ages) if ages else None,
         "staleness_max": max(ages, default=None),
-        "tokens_by_version": {str(sampled): num for sampled, num in sorted(tokens.items())},
+        "tokens_by_version": dict(sorted(tokens.items())),
     }
 
 

@@ -1,19 +1,21 @@
-"""What held a run back, from its step metrics: in one word, in sentences, and which knob to turn."""
+"""How a run went, from its step metrics: what held it back, in one word and in sentences, which knob to turn,
+and the plot of its reward. Imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, duration, several
-
-Bottleneck = Literal["training", "generation", "stragglers", "publishing", "turns", "other", "balanced"]
+from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, duration, several, thinned
 
 NUM_NAMED = 5
 """Number of batches with a skipped step that are named."""
@@ -27,10 +29,10 @@ _BAR = 30
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The end-of-run summary. `bottleneck` in one word, `sentences` for people: what held the run back, which
-    knob to turn, what was lost. `reward_first`: mean of the first 5 steps (of a run below 10 steps: its first
-    half); `reward_last`: of the last tenth. `num_skipped_steps`: optimizer steps left out, because loss or
-    gradient was not finite.
+    """The end-of-run summary. `bottleneck`: training, generation, stragglers, publishing, turns, other or
+    balanced; `sentences` for people: what held the run back, which knob to turn, what was lost.
+    `reward_first`: mean of the first 5 steps (of a run below 10 steps: its first half); `reward_last`: of the
+    last tenth. `num_skipped_steps`: optimizer steps left out, because loss or gradient was not finite.
     """
 
     num_steps: int
@@ -38,18 +40,9 @@ class Verdict:
     reward_first: float | None
     reward_last: float | None
     shares: TimeShares
-    bottleneck: Bottleneck
+    bottleneck: str
     sentences: tuple[str, ...]
     num_skipped_steps: int = 0
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Verdict:
-        """The inverse of as_dict."""
-        return cls(**{**plain, "shares": TimeShares(**plain["shares"])})
 
 
 def judge(steps: Steps, config: RunConfig) -> Verdict:
@@ -72,20 +65,18 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
     )
 
 
-def _bottleneck(shares: TimeShares) -> Bottleneck:
-    rest: tuple[Bottleneck, ...] = ("other", "turns")
-    for name in rest:
+def _bottleneck(shares: TimeShares) -> str:
+    for name in ("other", "turns"):
         if getattr(shares, name) > max(BALANCED_WAIT_SHARE, shares.training, shares.waiting):
             return name
     if shares.waiting < BUSY_WAIT_SHARE:
         return "training"
     if shares.waiting < BALANCED_WAIT_SHARE:
         return "balanced"
-    waits: tuple[Bottleneck, ...] = ("generation", "stragglers", "publishing")
-    return max(waits, key=lambda name: float(getattr(shares, name)))
+    return max("generation", "stragglers", "publishing", key=lambda name: float(getattr(shares, name)))
 
 
-def _what_held_it_back(bottleneck: Bottleneck, shares: TimeShares) -> str:
+def _what_held_it_back(bottleneck: str, shares: TimeShares) -> str:
     """The bottleneck with the shares of time it is read from."""
     waited = f"the trainer waited {shares.waiting:.0%} of the time"
     said = {
@@ -94,11 +85,11 @@ def _what_held_it_back(bottleneck: Bottleneck, shares: TimeShares) -> str:
         "turns": f"Taking turns held the run back: {shares.turns:.0%} of the time went into handovers",
         "other": f"Neither training nor generation: {shares.other:.0%} of the time went into neither",
     }.get(bottleneck, f"{bottleneck.capitalize()} held the run back: {waited}")
-    parts = {words: getattr(shares, name) for name, (words, _) in SHARES.items()}
+    parts = {words: getattr(shares, name) for name, (words, *_) in SHARES.items()}
     return f"{said} ({', '.join(f'{words} {share:.0%}' for words, share in parts.items() if share)})."
 
 
-def _knob(bottleneck: Bottleneck, steps: Steps, config: RunConfig) -> str:
+def _knob(bottleneck: str, steps: Steps, config: RunConfig) -> str:
     """Which knob to turn, with the value it has."""
     bound, ahead = config.buffer.max_staleness, config.buffer.look_ahead
     if bottleneck in ("generation", "publishing"):
@@ -139,7 +130,8 @@ def _knob(bottleneck: Bottleneck, steps: Steps, config: RunConfig) -> str:
 def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     """What was waited for, masked, generated again, replaced, given up or skipped, if anything was."""
     again, choice = steps.newest("rollout/dropped"), config.buffer.on_overdue
-    waited_s, masked = steps.total("perf/wait_stragglers_s"), masked_fraction(steps)
+    waited_s, sampled = steps.total("perf/wait_stragglers_s"), steps.total("tokens/sampled")
+    masked = 1 - steps.total("tokens/trained") / sampled if sampled else 0.0
     if choice == "wait" and waited_s:
         share = waited_s / max(waited_s, steps.total("perf/step_s"))
         yield f"on_overdue=wait cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
@@ -168,24 +160,68 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         )
 
 
-def masked_fraction(steps: Steps) -> float:
-    """Part of the sampled tokens that had no loss weight."""
-    sampled = steps.total("tokens/sampled")
-    return 1 - steps.total("tokens/trained") / sampled if sampled else 0.0
-
-
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     """Steps, time, reward, a bar a part of the time, and the verdict in words. Fits 80 columns."""
     bars = Table.grid(padding=(0, 1))
-    for name, (words, colour) in SHARES.items():
+    for name, (words, colour, _) in SHARES.items():
         share = getattr(verdict.shares, name)
         if share or name != "turns":
             bars.add_row(words, Text(f"{share:4.0%}"), Text("█" * round(share * _BAR), colour))
-    per_step = f"{verdict.wall_s / verdict.num_steps:.2f} s each"
-    rows: list[tuple[str, RenderableType]] = [
-        ("steps", f"{verdict.num_steps} in {duration(verdict.wall_s)}, {per_step}")
-    ]
+    steps = f"{verdict.num_steps} in {duration(verdict.wall_s)}, "
+    steps += f"{verdict.wall_s / verdict.num_steps:.2f} s each"
+    rows: list[tuple[str, RenderableType]] = [("steps", steps)]
     if verdict.reward_first is not None and verdict.reward_last is not None:
-        rewards = f"{verdict.reward_first:.3f} at first, {verdict.reward_last:.3f} at last"
-        rows.append(("reward", rewards))
+        rows.append(("reward", f"{verdict.reward_first:.3f} at first, {verdict.reward_last:.3f} at last"))
     return boxed([*rows, ("time", bars), ("verdict", Text("\n".join(verdict.sentences)))], title)
+
+
+PLOT_FILE = "reward.png"
+MAX_POINTS = 2000
+_RAW, _SMOOTH, _EVAL = "#9ecae1", "#08519c", "#d94801"
+
+
+def write_reward_plot(
+    run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()
+) -> Path:
+    """Write RUN_DIR/reward.png over steps and over wall time: reward/mean, its running mean, and evaluations
+    with their standard error, each where its version was published. Of very long runs a point is the mean of
+    a stretch. At least one step must have a reward.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = (steps.column(name) for name in ("reward/mean", "step", "time_s"))
+    shown = [row for row in zip(*columns, strict=True) if not math.isnan(row[0])]
+    rewards, *axes = map(list, zip(*shown, strict=True))
+    window = max(1, min(25, len(rewards) // 20))
+    lines = (
+        (rewards, _RAW, "each step"),
+        (running_mean(rewards, window=window), _SMOOTH, f"mean of the last {window} steps"),
+    )
+    done = [line for line in evaluations if "eval/reward_mean" in line]
+    means = [line["eval/reward_mean"] for line in done]
+    errors = [line.get("eval/standard_error", 0.0) for line in done]
+    versions = [line["policy_version"] for line in done]
+    times_s = [line["time_s"] - line["eval/seconds"] for line in done]
+    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels, names = figure.subplots(1, 2, sharey=True), ("optimizer step", "wall time in s")
+    for panel, name, places, across in zip(panels, names, axes, (versions, times_s), strict=True):
+        for values, color, label in lines:
+            panel.plot(thinned(places, MAX_POINTS), thinned(values, MAX_POINTS), color=color, label=label)
+        if done:
+            panel.errorbar(across, means, errors, fmt="o", capsize=2, color=_EVAL, label="eval/reward_mean")
+        panel.set_xlabel(name)
+        panel.grid(alpha=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("reward/mean")
+    panels[0].legend(loc="lower right", frameon=False)
+    figure.suptitle(title)
+    figure.savefig(run_dir / PLOT_FILE)
+    return run_dir / PLOT_FILE
+
+
+def running_mean(values: Sequence[float], *, window: int) -> list[float]:
+    """Mean of the last `window` values at each place (of fewer at the start)."""
+    parts = (values[max(0, end - window) : end] for end in range(1, len(values) + 1))
+    return [sum(part) / len(part) for part in parts]

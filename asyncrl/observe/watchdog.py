@@ -31,10 +31,6 @@ class Wait:
         waits = f"{self.who} waits in {self.where} for {self.what}, {self.seconds:.0f} s"
         return f"{waits}, to be woken by {self.waker}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values for status.json."""
-        return asdict(self) | {"seconds": round(self.seconds, 1)}
-
 
 def waits_now() -> tuple[Wait, ...]:
     """What the tasks of the running loop wait for, oldest first; those that wait alike are one line."""
@@ -43,7 +39,7 @@ def waits_now() -> tuple[Wait, ...]:
         who = "rollouts" if wait.who.startswith("rollout ") else wait.who
         alike.setdefault((who, wait.where, str(wait), wait.on), []).append(wait)
     return tuple(
-        Wait(who if len(found) == 1 else f"{len(found)} {who}", where, what, on, now_s - found[0].since_s)
+        Wait(f"{len(found)} {who}" if found[1:] else who, where, what, on, round(now_s - found[0].since_s, 1))
         for (who, where, what, on), found in alike.items()
     )
 
@@ -134,8 +130,6 @@ class Watchdog:
     The loop itself may be blocked: then a timer of faulthandler's own writes all threads into `log_path`.
     """
 
-    name = "watchdog"
-
     def __init__(
         self,
         settings: SupervisionConfig,
@@ -146,7 +140,7 @@ class Watchdog:
         way_out: str,
         ask_children: Callable[[], Awaitable[tuple[ChildState, ...]]],
         restart: Callable[[], Awaitable[None]],
-        note: Callable[[str, Mapping[str, Any]], None] = lambda what, detail: None,
+        note: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         """`ask_children` makes each child process dump its stacks into its log, and returns their states."""
         self._settings, self._report, self._log_path = settings, report, log_path
@@ -186,12 +180,10 @@ class Watchdog:
             return
         seconds = self._clock.quiet_s(asyncio.get_running_loop().time())
         reported, policy = self._report(), self._settings.on_stuck
-        places = {
-            wait.task.get_name(): f"{wait.where} on {wait.on}"
-            for wait in open_waits()
-            if wait.task is not None
-        }
-        oldest = [(name, age_s, places.get(f"rollout {name}", "?")) for name, age_s in reported.oldest]
+        places = {wait.task.get_name(): f"{wait.where} on {wait.on}" for wait in open_waits() if wait.task}
+        oldest = [
+            (name, round(age_s, 1), places.get(f"rollout {name}", "?")) for name, age_s in reported.oldest
+        ]
         lines = [
             f"nothing has moved for {seconds:.0f} s",
             *map(str, waits),
@@ -202,18 +194,12 @@ class Watchdog:
         text = "\n  ".join(lines)
         log.error("%s\n%s\n%s", text, task_stacks(), thread_stacks())
         self._tell(text)
-        detail = {
-            "seconds": round(seconds, 1),
-            "waits": [wait.as_dict() for wait in waits],
-            "oldest": [[name, round(age_s, 1), where] for name, age_s, where in oldest],
-            "children": list(map(str, children)),
-            "on_stuck": policy,
-        }
-        self._note("stuck", detail)
+        told = {"seconds": round(seconds, 1), "waits": list(map(asdict, waits)), "oldest": oldest}
+        self._note("stuck", {**told, "children": list(map(str, children)), "on_stuck": policy})
         if policy == "fail":
             ill = [str(child) for child in children if not child.is_well]
             raise RoomError(
-                self.name,
+                "watchdog",
                 f"nothing has moved for {seconds:.0f} s: {'; '.join(ill or map(str, waits))}",
                 rule=f"supervision.watchdog_s={self._settings.watchdog_s:g} and on_stuck=fail end such a run",
                 way_out=self._way_out,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TextIO, TypeVar
 from pydantic import Base64Bytes, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from asyncrl.errors import ConfigError, JournalError, RoomError
+from asyncrl.errors import ConfigError, RoomError
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import Prompt, Rollout
@@ -190,11 +190,11 @@ def read_recording(path: Path) -> Recording:
             raise _bad(path, number, what)
         try:
             rollout = tuple(
-                decode_trajectory(branch.tokens, NO_GROUP, index, branch_index, path)
+                decode_trajectory(branch.tokens, NO_GROUP, index, branch_index)
                 for branch_index, branch in enumerate(line.branches)
             )
-        except JournalError as error:
-            raise _bad(path, number, error.fault) from error
+        except ValueError as error:
+            raise _bad(path, number, str(error)) from error
         found.append(RecordedRollout(prompt, line.reward, rollout))
     sampled_by = SampledBy(header.model_digest, header.dtype, header.tokenizer, header.temperature)
     return Recording(sampled_by, tuple(found))

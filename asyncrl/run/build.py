@@ -20,7 +20,7 @@ from asyncrl.errors import EngineLost, RoomError
 from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.observe.run_files import read_evaluations
+from asyncrl.observe.recorder import read_evaluations
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import (
     ROUTINE,

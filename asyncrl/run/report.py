@@ -20,10 +20,9 @@ from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import TOTALS, Totals, batch_metrics, gauge_of
-from asyncrl.observe.recorder import METRICS_FILE, Recorder, write_reward_plot
-from asyncrl.observe.run_files import lines_of, read_evaluations, read_steps, steps_are_missing
+from asyncrl.observe.recorder import METRICS_FILE, Recorder, lines_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
-from asyncrl.observe.verdict import judge, summary_panel
+from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.run.build import Parts
@@ -118,7 +117,7 @@ class Reporter(Voice):
                 self._before[int(line["step"])] = totals_in(line)
         self._last = self._recorder.keep_steps_below(version)
         if (first := int(self._last.get("step", -1)) + 1) < version:
-            self.warn(f"{steps_are_missing(first, version - 1)} in metrics.jsonl ({LOST})")
+            self.warn(f"steps {first}..{version - 1} are missing in metrics.jsonl ({LOST})")
         self._console.goes_on(steps)
         self._num_skipped = int(steps.total("trainer/skipped_steps"))
         self._evaluations = [*read_evaluations(self.run_dir, [])]
@@ -232,7 +231,7 @@ class Reporter(Voice):
                     for server in parts.engines.servers
                 },
                 **{name: value for name, value in optional.items() if value},
-                "waits": [wait.as_dict() for wait in waits],
+                "waits": list(map(asdict, waits)),
                 "oldest_rollouts": [list(entry) for entry in producers.oldest()],
                 "last_failure": producers.last_failure,
             }
@@ -261,9 +260,9 @@ class Reporter(Voice):
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self._warnings}
         if self._evaluations:
             summary["evaluation"] = self._evaluations[-1]
-        if (steps := read_steps(self.run_dir, [])[0]).values("reward/mean"):
+        if (steps := read_steps(self.run_dir, [])).values("reward/mean"):
             verdict = judge(steps, self.config)
-            summary |= verdict.as_dict()
+            summary |= asdict(verdict)
             plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in self._evaluations[-1:]:
