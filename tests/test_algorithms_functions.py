@@ -18,8 +18,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.algorithms.advantages import EPSILON, dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo
-from asyncrl.algorithms.corrections import icepop, m2po, mis, mis_sequence, tis, tis_sequence
-from asyncrl.algorithms.losses import cispo, gspo, importance_ratio, interpolate, kl, ppo_clip, reinforce
+from asyncrl.algorithms.losses import (
+    cispo,
+    gspo,
+    icepop,
+    importance_ratio,
+    interpolate,
+    kl,
+    m2po,
+    mis,
+    mis_sequence,
+    ppo_clip,
+    reinforce,
+    tis,
+    tis_sequence,
+)
 from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, BUILT_IN_CORRECTIONS, RECIPES, Recipe, resolve
 from asyncrl.config import AlgorithmConfig, RunConfig
 from asyncrl.errors import ConfigError
@@ -226,7 +239,7 @@ def test_the_kl_estimators_by_hand(estimator: str, values: list[float], gradient
 
 def test_every_built_in_name_leads_to_a_function_and_stands_in_the_config() -> None:
     surrogates = [recipe.surrogate for recipe in RECIPES.values()]
-    named = (f"asyncrl.algorithms.corrections:{name}" for name in BUILT_IN_CORRECTIONS)
+    named = (f"asyncrl.algorithms.losses:{name}" for name in BUILT_IN_CORRECTIONS)
     for name in (*BUILT_IN_ADVANTAGES.values(), *named, *surrogates):
         assert callable(load_object(name, "algorithm"))
     known = AlgorithmConfig.model_fields["correction"].annotation.__args__  # type: ignore[union-attr]

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader
-from asyncrl.trainer.batch_checks import check_batch, find_units, loss_tokens
 from asyncrl.trainer.model import packing
 from asyncrl.trainer.model.packing import mini_batches, pack, split_tokens
 from asyncrl.trainer.model.policy import ForwardPlan
+from asyncrl.trainer.objective import check_batch, find_units, loss_tokens
 from asyncrl.trainer.step import TrainStep
 
 CREDITS = {"no credits": ("none",), "turns": ("turn",), "all kinds": ("none", "turn", "branch")}

@@ -19,8 +19,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
 from asyncrl.messages.trainer_calls import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.trainer.model import parts as loading
-from asyncrl.trainer.policy_metrics import MIN_ENGINE_TOKENS, Gap, gap_fault, learning_rate_at
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.step_report import MIN_ENGINE_TOKENS, Gap, gap_fault, learning_rate_at
 
 Answer = tuple[torch.Tensor, dict[str, Any]]
 

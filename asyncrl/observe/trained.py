@@ -22,7 +22,7 @@ TRAINED_FILE = "trained.jsonl"
 
 
 class Entry(TypedDict):
-    """A trajectory in a line of the record, as asyncrl.trainer.record writes it."""
+    """A trajectory in a line of the record, as asyncrl.trainer.step_report writes it."""
 
     group_id: int
     prompt_id: str

@@ -57,11 +57,8 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if present := [name for name in UNSUPPORTED if options.get(name) is not None]:
         raise CannotPackError(f"its attention has {present[0]}")
-    if (
-        query.shape[::2] != (1, layout.num_tokens)
-        or key.shape != value.shape
-        or query.shape[3] != key.shape[3]
-    ):
+    is_whole = query.shape[::2] == (1, layout.num_tokens)
+    if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
         raise CannotPackError(f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}")
     if windows is not None and options.get("sliding_window") is not None:
         windows.add(int(options["sliding_window"]))
@@ -121,13 +118,9 @@ class _Packed(torch.autograd.Function):
         totals = run((grads[0], query, key, value, output), logsum, segments, ctx.scale)
         for part in families:
             own, keys = part.queries, part.keys
-            tensors = (
-                grads[0][:, :, own],
-                query[:, :, own],
-                key[:, :, keys],
-                value[:, :, keys],
-                output[:, :, own],
-            )
+            places = (own, own, keys, keys, own)
+            pairs = zip((grads[0], query, key, value, output), places, strict=True)
+            tensors = tuple(tensor[:, :, place] for tensor, place in pairs)
             found = run(tensors, logsum[:, :, own], part, ctx.scale)
             for total, more, place in zip(totals, found, (own, keys, keys), strict=True):
                 total[:, :, place] += more
@@ -187,9 +180,7 @@ def _backward_cuda(
         max(part.key_lengths),
         0.0,
         part.is_causal,
-        torch.zeros(
-            (2,), dtype=torch.uint64, device=logsum.device
-        ),  # the state of a dropout that is not there
+        torch.zeros(2, dtype=torch.uint64, device=logsum.device),  # the state of a dropout of none
         torch.empty(0, device=logsum.device),
         scale=scale,
     )

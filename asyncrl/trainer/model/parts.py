@@ -6,6 +6,7 @@ Every failure here is a ConfigError with the way out: it happens before the firs
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 if TYPE_CHECKING:
     from asyncrl.trainer.model.lora import Adapters
@@ -147,6 +148,21 @@ def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> to
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
 
+def learning_rate_at(config: TrainerConfig, step: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0 over the whole run.
+
+    Warm-up rises linearly and reaches the peak in its last step, number warmup_steps - 1; then the rate stays
+    (constant) or falls to 0 one step after the last of num_steps * mini_batches * epochs.
+    """
+    peak, past_warmup = config.learning_rate, step - config.warmup_steps
+    if past_warmup < 0:
+        return peak * (step + 1) / config.warmup_steps
+    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
+    progress = min(past_warmup / length, 1.0)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
+
+
 def _check_memory(num_parameters: int, device: torch.device, config: TrainerConfig) -> None:
     """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to be moved, a
     shard to each device.
@@ -228,9 +244,8 @@ class TrainedModel:
             from asyncrl.trainer.model.lora import Adapters
 
             self.adapters = Adapters(model, spec.trainer.lora, dtype)
-        has_copy = (
-            needs_reference and self.adapters is None
-        )  # without its adapters the model is the reference
+        # Without its adapters the model is the reference.
+        has_copy = needs_reference and self.adapters is None
         if ranks.mesh is None:
             if has_copy:
                 self.reference = Policy(_frozen_copy(model, dtype))

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -43,10 +43,8 @@ OLD_KEYS = {"rope_theta", "rope_scaling"}
 """Keys that transformers still takes and turns into rope_parameters."""
 
 
-class ScratchSpec(BaseModel):
+class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
     """What to make and where: `out` must not exist yet. dtype auto and float32 are the same here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     out: Path
     seed: int
@@ -91,15 +89,9 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
         raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
     known = AutoConfig.for_model(model_type).to_dict().keys() | OLD_KEYS
     if unknown := ", ".join(sorted(given.keys() - known)):
-        raise ValueError(
-            f"model.scratch.architecture has keys that a {model_type} config does not know: {unknown}"
-        )
-    filled = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
+        raise ValueError(f"model.scratch.architecture: a {model_type} config does not know {unknown}")
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    filled = {"vocab_size": len(tokenizer), **special, "bos_token_id": None}
     return AutoConfig.for_model(model_type, **{**given, **filled})
 
 
