@@ -292,7 +292,8 @@ class Learner:
             f"{_name(batch)} gave {error}; policy_version stays {self.policy_version}, the batch is saved in "
             f"{self._save_failed(batch)}",
             rule=rule,
-            way_out=way_out or "lower trainer.learning_rate or trainer.max_grad_norm.",
+            way_out=way_out
+            or "lower trainer.learning_rate; asyncrl.messages.trainer_calls.unpack_batch reads the batch.",
         )
 
     def _note_restored(self, version: int) -> None:

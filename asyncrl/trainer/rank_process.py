@@ -104,8 +104,8 @@ class TrainerService:
         except Refused:
             raise  # all ranks' alike
         except OSError as error:  # files are written beside what the ranks do together
-            what = f"{name} cannot write {arguments.get('path', self._spec.staging_dir)}: {error}"
-            way_out = "free space there or correct its rights (exports: df -h /dev/shm), then start again."
+            what = f"/{name} cannot write {arguments.get('path', 'its file')}: {error}"
+            way_out = "free space on the disk of the run directory (exports: /dev/shm), then start again."
             raise Refused(507, what, way_out=way_out) from error
         except Exception as error:
             if self.step.ranks.size > 1:

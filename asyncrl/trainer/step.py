@@ -143,9 +143,10 @@ class TrainStep(Learner):
     def chunk_names(self, version: int, index: int) -> list[str]:
         """On rank 0: the tensors that all ranks gather for this chunk. Raises Refused."""
         self._offload.need("export a chunk", "weights")
-        assert self.transport.sends_chunks, "turns with weight_sync.transport=lora"
+        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora in turns"
         if version != self.policy_version:
-            what = f"version {version} was asked for while the trainer is at version {self.policy_version}"
+            newest = f"the trainer is at policy_version {self.policy_version}"
+            what = f"version {version} was asked for while {newest}"
             rule, way_out = "a set of chunks is of the newest version", "begin again with chunk 0 of that."
             raise Refused(409, what, rule=rule, way_out=way_out)
         return self._chunks.names(self._lazy_weights(), version, index)

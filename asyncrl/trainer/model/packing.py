@@ -34,6 +34,8 @@ IntN = npt.NDArray[np.int64]
 
 MIN_SHARED_TOKENS = 16
 """Tokens that sharing a prefix must save: below, the second attention pass over the prefix costs more."""
+MOST_TOKENS = {"cpu": 2048}
+"""A micro-batch on this kind of device is no larger: it would not be faster, and take more memory."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ def pack(
     """Micro-batches of at most `max_tokens` packed tokens each, in the header's order; a longer sequence is
     alone in its own. A group may be cut in two: its prefix is then computed in both.
     """
+    max_tokens = min(max_tokens, MOST_TOKENS.get(device.type, max_tokens))
     batches: list[list[TokenRange]] = []
     prefixes: dict[int, int] = {}
     num_tokens = 0

@@ -16,13 +16,7 @@ import psutil
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed import fsdp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import TrainerConfig
@@ -193,12 +187,12 @@ def sharded_policy(
     policy = Policy(model, plan)
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
     }
     for layer in _layers(model):
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
+        fsdp.fully_shard(layer, **options)
+    fsdp.fully_shard(policy, **options)
     for module in _sharded(policy):
         # The step's loss is a sum over all ranks, not a mean: nothing is divided.
         module.set_gradient_divide_factor(1.0)
@@ -219,8 +213,8 @@ def reshard(policy: Policy) -> None:
         module.reshard()
 
 
-def _sharded(policy: Policy) -> list[FSDPModule]:
-    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def _layers(model: Any) -> list[nn.Module]:
