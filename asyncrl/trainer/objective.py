@@ -184,8 +184,8 @@ class Objective:
             assert batch.proximal_N is not None
             assert batch.reference_N is not None
             values = (batch.proximal_N, batch.reference_N, units.unit_N)
-            of_loss_tokens = (torch.from_numpy(values_N[has_loss]) for values_N in values)
-            penalty_B = losses.kl_reward_penalty(*of_loss_tokens, num_sequences=len(reward_B))
+            policy_M, reference_M, unit_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
+            penalty_B = losses.kl_reward_penalty(policy_M, reference_M, unit_M, len(reward_B))
             reward_B = reward_B - settings.kl_coefficient * penalty_B
             if not bool(torch.isfinite(reward_B).all()):
                 what = f"batch {batch.header.version}: KL penalties of its rollouts: {penalty_B.tolist()}"

@@ -177,8 +177,9 @@ class Adapters:
         return weights, merges
 
     def _merge(self, layer: Any, base: Tensor) -> Tensor:
-        pair = (module[ADAPTER].weight.detach().to(self._dtype) for module in (layer.lora_A, layer.lora_B))
-        return merge(base, *pair, self.scale)
+        pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+        lora_A, lora_B = (weight.detach().to(self._dtype) for weight in pair)
+        return merge(base, lora_A, lora_B, self.scale)
 
     def save(self, path: Path, tensors: dict[str, Tensor], model_path: str) -> None:
         """Write tensors(), gathered, as a folder that peft.PeftModel.from_pretrained opens on the base,
