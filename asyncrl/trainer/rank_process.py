@@ -48,7 +48,7 @@ from asyncrl.messages.trainer_calls import (
     unpack_batch,
 )
 from asyncrl.trainer.model.parts import resolve_device
-from asyncrl.trainer.ranks import Command, is_loss_of_a_rank, join_ranks
+from asyncrl.trainer.ranks import Command, join_ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import hold_record
 from asyncrl.trainer.trainer_client import TrainerSpec
@@ -215,7 +215,7 @@ class TrainerService:
                 self.num_waiting = 0
         except Exception as error:  # the outermost frame of this thread: log the error and end the process
             log.exception("rank %d cannot go on", self.step.ranks.rank)
-            if is_loss_of_a_rank(error):
+            if isinstance(error, RuntimeError):  # as a collective raises where another rank was lost
                 threading.Event().wait(GRACE_S)
             print(fatal_line(_words(error)), file=sys.stderr, flush=True)
             os._exit(1)

@@ -29,8 +29,6 @@ NEVER = timedelta(days=365)
 """Limit of the other ranks' wait for the next command: practically none."""
 START = timedelta(seconds=300)
 """How long a rank waits for the others to be there."""
-LOST = ("gloo", "nccl", "connection")
-"""Parts of the messages that a collective raises when another rank has ended or is late."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +137,6 @@ def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
     # Sending waits until the other ranks receive: rank 0 only sends to those that wait, or soon will.
     commands = dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else NEVER)
     return Ranks(spec.rank, size, init_device_mesh(device.type, (size,)), commands)
-
-
-def is_loss_of_a_rank(error: BaseException) -> bool:
-    """Whether this error was caused by the end of another rank and not by this rank's own work."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
-    )
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

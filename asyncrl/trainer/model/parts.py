@@ -77,10 +77,8 @@ STATE_BYTES = 12
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     """The device and the dtype of forward pass and exports that the spec's `auto` stand for."""
     if spec.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "the trainer is to run on CUDA, but torch sees no CUDA device",
-            way_out="set placement.trainer=cpu, or install a CUDA build of torch.",
-        )
+        way_out = "set placement.trainer=cpu, or install a CUDA build of torch."
+        raise ConfigError("the trainer is to run on CUDA, but torch sees no CUDA device", way_out=way_out)
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)

@@ -95,31 +95,23 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
     return AutoConfig.for_model(model_type, **{**given, **filled})
 
 
-def make_random_model(
-    architecture: Mapping[str, Any], tokenizer: Any, seed: int, dtype: str = "float32"
-) -> Any:
-    """A causal language model with weights drawn from `seed`. Raises ValueError as scratch_config does."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    config = scratch_config(architecture, tokenizer)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model
-
-
 def make_scratch_model(spec: ScratchSpec) -> None:
     """Write model, tokenizer and chat template to spec.out, all at once: never half a folder.
 
     Raises ValueError for a spec that makes no model, FileExistsError if `out` is there already.
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     if spec.out.exists():
         raise FileExistsError(f"{spec.out} exists already")
     tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
-    dtype = "float32" if spec.dtype == "auto" else spec.dtype
-    model = make_random_model(spec.scratch.architecture, tokenizer, spec.seed, dtype)
+    config = scratch_config(spec.scratch.architecture, tokenizer)
+    torch.manual_seed(spec.seed)
+    dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     with whole_folder(spec.out) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
