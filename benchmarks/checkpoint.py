@@ -32,8 +32,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 VOCAB_SIZE, NUM_TOKENS, NUM_SEQUENCES = 16_384, 16, 4
 MIN_REPETITIONS = 3

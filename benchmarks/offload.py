@@ -35,8 +35,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.base import TrainerPart
-from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 MIN_REPETITIONS = 3

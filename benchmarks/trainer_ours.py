@@ -17,8 +17,8 @@ from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 
 def make_spec(case: Case, folder: Path) -> TrainerSpec:

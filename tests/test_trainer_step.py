@@ -19,8 +19,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
 from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.trainer.model import parts as loading
-from asyncrl.trainer.policy_metrics import MIN_ENGINE_TOKENS, Gap, gap_fault, learning_rate_at
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.step_report import MIN_ENGINE_TOKENS, Gap, gap_fault
 
 Answer = tuple[torch.Tensor, dict[str, Any]]
 
@@ -256,7 +256,7 @@ def test_the_kl_to_the_initial_weights_is_zero_at_first_and_more_later(make_step
 def test_the_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int, rates: Any) -> None:
     steps = {"warmup_steps": warmup_steps, "num_steps": num_steps}
     config = TrainerConfig(learning_rate=1.0, schedule=schedule, **steps)
-    found = {step: learning_rate_at(config, step) for step in rates}
+    found = {step: loading.learning_rate_at(config, step) for step in rates}
     assert found == pytest.approx(rates, abs=1e-6)
 
 

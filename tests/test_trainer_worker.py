@@ -22,7 +22,6 @@ from trainer_cases import changed, make_batch, make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.http import Caller, CallRefused
-from asyncrl.messages.base import find_fatal
 from asyncrl.messages.calls import (
     ExportResponse,
     StateRequest,
@@ -138,14 +137,3 @@ def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_leaves_the_stag
         worker.processes[0].send_signal(signal.SIGTERM)
         assert worker.processes[0].wait(TIMEOUT_S) == 0
         assert (worker.folder / "staging").exists()
-
-
-def test_a_start_that_cannot_be_ends_with_the_reason_and_the_way_out(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    with running(tiny_model_dir, tmp_path / "w", model_path="/no/such/model") as worker:
-        assert worker.processes[0].wait(TIMEOUT_S) == 1
-        fatal = find_fatal(worker.log())
-        assert fatal is not None
-        assert "cannot load the model /no/such/model" in fatal.error
-        assert fatal.way_out

@@ -215,7 +215,7 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
 def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
     make_step: MakeStep, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="that trainer and engines could share"):
+    with pytest.raises(ConfigError, match="that both trainer and engines open"):
         make_step(staging_dir=str(tmp_path / "none"))
     memory = export(make_step(), 0).memory
     (first, *_), data = memory.tensors, torch.zeros(memory.handle.num_bytes, dtype=torch.uint8)

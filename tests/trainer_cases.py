@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
-from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 MakeStep = Callable[..., TrainStep]
 """The fixture make_step: of the tiny model, unless another folder is given first."""

@@ -2,8 +2,8 @@
 
 A sample is a rollout, or a part of one that earned a reward of its own. Every function here takes `reward_B`
 float32, finite, and `group_B` int64, the number of each sample's group (0 to num_groups - 1), and returns
-float32 [B]. ValueError if shapes or dtypes are others. Where all rewards that are compared are equal, a lone
-one included, the advantage is exactly 0. Standard deviations are those of the population.
+float32 [B]. Where all rewards that are compared are equal, a lone one included, the advantage is exactly 0.
+Standard deviations are those of the population.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.aggregate import check_vector
+from asyncrl.algorithms.losses import sequence_sum
 
 EPSILON = 1e-4
 """Added to the standard deviation, in units of reward, so that scores which differ by noise alone do not
@@ -25,7 +25,7 @@ def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
     DeepSeekMath, https://arxiv.org/abs/2402.03300, section 4.1.
     """
     centred_B, size_B = _centred(reward_B, group_B)
-    std_B = (_group_sum(centred_B.square(), group_B) / size_B).sqrt()
+    std_B = (sequence_sum(centred_B.square(), group_B) / size_B).sqrt()
     return centred_B / (std_B + EPSILON)
 
 
@@ -68,40 +68,22 @@ def reinforce_pp_baseline(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
 def _centred(reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
     """(reward - mean of the group, size of the group), float32 [B] both."""
-    check_vector("reward_B", reward_B, torch.float32)
-    check_vector("group_B", group_B, torch.int64, len(reward_B))
-    size_B = _group_sum(torch.ones_like(reward_B), group_B)
-    centred_B = reward_B - _group_sum(reward_B, group_B) / size_B
+    size_B = sequence_sum(torch.ones_like(reward_B), group_B)
+    centred_B = reward_B - sequence_sum(reward_B, group_B) / size_B
     # Equal rewards can have a mean that rounds to another number: ask for equality itself, not for a
     # difference of 0.
-    lowest_G, highest_G = (
-        torch.full((_num_groups(group_B),), limit, device=reward_B.device).scatter_reduce(
-            0, group_B, reward_B, how
-        )
-        for limit, how in ((torch.inf, "amin"), (-torch.inf, "amax"))
+    lowest_B, highest_B = (
+        torch.zeros_like(reward_B).scatter_reduce(0, group_B, reward_B, how, include_self=False)[group_B]
+        for how in ("amin", "amax")
     )
-    return torch.where((lowest_G == highest_G)[group_B], torch.zeros_like(centred_B), centred_B), size_B
-
-
-def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
-    """The sum over its group, at every sample."""
-    return torch.zeros(_num_groups(group_B), device=value_B.device).index_add(0, group_B, value_B)[group_B]
-
-
-def _num_groups(group_B: Tensor) -> int:
-    return int(group_B.max()) + 1 if group_B.numel() else 0
+    return torch.where(lowest_B == highest_B, 0.0, centred_B), size_B
 
 
 def overlong_penalty(length_B: Tensor, max_tokens: int, overlong_tokens: int) -> Tensor:
     """float32 [B] in [-1, 0]: 0 up to max_tokens - overlong_tokens, from there linear down to -1 at
     max_tokens, -1 beyond.
 
-    `length_B` int64, sampled tokens of each sample; overlong_tokens = 0 is no penalty. DAPO,
-    https://arxiv.org/abs/2503.14476, equation 13. Raises ValueError unless 0 <= overlong_tokens <=
-    max_tokens.
+    `length_B` int64, sampled tokens of each sample; overlong_tokens from 1 to max_tokens. DAPO,
+    https://arxiv.org/abs/2503.14476, equation 13.
     """
-    if not 0 <= overlong_tokens <= max_tokens:
-        raise ValueError(f"overlong_tokens={overlong_tokens} must be from 0 to max_tokens={max_tokens}")
-    if overlong_tokens == 0:
-        return torch.zeros(length_B.shape, device=length_B.device)
     return ((max_tokens - overlong_tokens - length_B).float() / overlong_tokens).clamp(-1.0, 0.0)

@@ -1,6 +1,7 @@
-"""Surrogates: the loss of each token. They know no aggregation, no correction for stale data, no KL.
+"""What the loss is made of: surrogates, corrections for stale data, KL, and the weights by which the losses
+of tokens become one number. None of them knows another.
 
-All have one signature, which a loss of your own has too (algorithm.loss=module:function):
+Surrogates have one signature, which a loss of your own has too (algorithm.loss=module:function):
 
     surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M, settings) -> (loss_M, stats)
 
@@ -8,8 +9,17 @@ All have one signature, which a loss of your own has too (algorithm.loss=module:
 below the line of the ratio, the behaviour or the proximal policy (algorithm.ratio); `behaviour_M` as reported
 by the engine; `advantage_M`; `sequence_M` int64, 0 to S-1, ascending, whole sequences; `settings` is
 asyncrl.config.AlgorithmConfig. loss_M is float32 [M] with gradient: one value a token, to be minimised, not
-divided by anything (aggregate.py does that). stats are sums over the M tokens by name, scalars without
-gradient: the caller divides them by the number of loss tokens. ValueError if shapes or dtypes are others.
+divided by anything (token_weights does that). stats are sums over the M tokens by name, scalars without
+gradient: the caller divides them by the number of loss tokens.
+
+Corrections, a weight on each token's loss for data of another policy than the proximal one, have another:
+
+    correction(log_weight_M, advantage_M, sequence_M, settings) -> weight_M
+
+`log_weight_M` = proximal - behaviour: logprobs by the trainer's weights before the batch, less those reported
+by the engine. w = exp(log_weight) is the importance weight of what lies between them: staleness, and the
+differences of two implementations. Nothing has a gradient. All but m2po give the same for a part of the
+sequences as for all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +27,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms.aggregate import LARGEST_LOG_RATIO, check_tokens, exp_ratio, sequence_mean
 from asyncrl.config import AlgorithmConfig
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
+
+LARGEST_LOG_RATIO = 20.0
+"""Log ratios are clamped to so many nats before exp: e^20 = 5e8 is past every clip and cap, and e^89 is
+infinite in float32, which times an advantage of 0, or a gradient of 0, would be NaN."""
+
+# ---- surrogates
 
 
 def ppo_clip(
@@ -36,7 +51,6 @@ def ppo_clip(
     clip_fraction counts tokens whose gradient the clip removed. PPO, https://arxiv.org/abs/1707.06347,
     equation 7; unequal clips: DAPO, https://arxiv.org/abs/2503.14476, equation 10.
     """
-    check_tokens(sequence_M, current_M, anchor_M, behaviour_M, advantage_M)
     return _clipped(exp_ratio(current_M - anchor_M), advantage_M, settings)
 
 
@@ -54,7 +68,6 @@ def gspo(
     So a sequence is clipped as a whole, and clip ranges are far smaller (3e-4 and 4e-4 in the paper). Goes
     with algorithm.aggregate=sequence. https://arxiv.org/abs/2507.18071, equations 5 to 7.
     """
-    check_tokens(sequence_M, current_M, anchor_M, behaviour_M, advantage_M)
     log_ratio_M = (current_M - anchor_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return _clipped(sequence_mean(log_ratio_M, sequence_M).exp(), advantage_M, settings)
 
@@ -73,7 +86,6 @@ def cispo(
     clip_fraction counts tokens whose weight was cut. There is no lower clip, as in the paper's experiments:
     clip_low is not used. MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5.
     """
-    check_tokens(sequence_M, current_M, anchor_M, behaviour_M, advantage_M)
     ratio_M, largest = exp_ratio(current_M.detach() - anchor_M), 1.0 + settings.clip_high
     return -ratio_M.clamp(max=largest) * advantage_M * current_M, {"clip_fraction": (ratio_M > largest).sum()}
 
@@ -91,7 +103,6 @@ def reinforce(
 
     Williams 1992, https://doi.org/10.1007/BF00992696.
     """
-    check_tokens(sequence_M, current_M, anchor_M, behaviour_M, advantage_M)
     return -advantage_M * current_M, {}
 
 
@@ -107,7 +118,6 @@ def importance_ratio(
 
     https://arxiv.org/abs/2510.01161.
     """
-    check_tokens(sequence_M, current_M, anchor_M, behaviour_M, advantage_M)
     return -exp_ratio(current_M - anchor_M) * advantage_M, {}
 
 
@@ -117,6 +127,83 @@ def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) ->
     return -torch.minimum(plain_M, clipped_M), {
         "clip_fraction": (clipped_M.detach() < plain_M.detach()).sum()
     }
+
+
+# ---- corrections
+
+
+def tis(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
+    """Truncated importance sampling a token: min(w, importance_cap).
+
+    Ionides 2008, https://doi.org/10.1198/106186008X320456; for engine and trainer that differ: Yao et al.
+    2025, https://fengyao.notion.site/off-policy-rl; beside a clipped loss it is decoupled PPO,
+    https://arxiv.org/abs/2505.24298.
+    """
+    return exp_ratio(log_weight_M).clamp(max=settings.importance_cap)
+
+
+def tis_sequence(
+    log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig
+) -> Tensor:
+    """Truncated importance sampling a sequence: min(product of w over the sequence, importance_cap), at each
+    of its tokens.
+
+    Unbiased but for the truncation, where weights a token are biased. https://arxiv.org/abs/2510.26788.
+    """
+    return tis(sequence_sum(log_weight_M, sequence_M), advantage_M, sequence_M, settings)
+
+
+def mis(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
+    """Masked importance sampling a token: w, and 0 where it is above importance_cap.
+
+    https://arxiv.org/abs/2510.26788.
+    """
+    weight_M = exp_ratio(log_weight_M)
+    return torch.where(weight_M <= settings.importance_cap, weight_M, 0.0)
+
+
+def mis_sequence(
+    log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig
+) -> Tensor:
+    """Masked importance sampling a sequence: the product of w over it, and 0 for all of it where that is
+    above importance_cap.
+
+    https://arxiv.org/abs/2510.26788.
+    """
+    return mis(sequence_sum(log_weight_M, sequence_M), advantage_M, sequence_M, settings)
+
+
+def icepop(
+    log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig
+) -> Tensor:
+    """Masked on both sides, a token: w, and 0 where it is below importance_floor or above importance_cap.
+
+    Ring-1T, https://arxiv.org/abs/2510.18855; INTELLECT-3, https://arxiv.org/abs/2512.16144, equation 1 (0.5
+    and 5).
+    """
+    weight_M = mis(log_weight_M, advantage_M, sequence_M, settings)
+    return torch.where(weight_M >= settings.importance_floor, weight_M, 0.0)
+
+
+def m2po(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings: AlgorithmConfig) -> Tensor:
+    """1 or 0: masks the tokens of largest (log w)^2 until the mean of what is left of it is at most m2_limit.
+    No weight else.
+
+    Only tokens that went where their advantage pushes them (A > 0 and w > 1, or A < 0 and w < 1) are counted
+    and masked: a step on any other brings it back, and PPO's clip lets those pass too. Needs all M tokens of
+    an optimizer step at once. Second-moment trust policy optimisation, https://arxiv.org/abs/2510.01161
+    (0.04), and the tokens counted as in its authors' code, https://github.com/Infini-AI-Lab/M2PO.
+    """
+    (counted_K,) = (log_weight_M.sign() * advantage_M.sign() > 0).nonzero(as_tuple=True)
+    moment_K, order_K = log_weight_M[counted_K].double().square().sort(stable=True)
+    count_K = torch.arange(1, len(moment_K) + 1, device=moment_K.device)
+    mean_K = moment_K.cumsum(0) / count_K  # of the smallest 1, 2, 3...
+    weight_M = torch.ones_like(log_weight_M)
+    weight_M[counted_K[order_K[mean_K > settings.m2_limit]]] = 0.0
+    return weight_M
+
+
+# ---- KL, and the policy between two
 
 
 def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
@@ -161,3 +248,45 @@ def interpolate(behaviour_M: Tensor, current_M: Tensor, staleness_M: Tensor) -> 
     """
     share_M = torch.where(staleness_M > 0, 1.0 / staleness_M.clamp(min=1), 0.0)
     return torch.lerp(current_M.detach(), behaviour_M, share_M)
+
+
+# ---- ratios, sums over a sequence, and weights
+
+
+def exp_ratio(log_ratio_M: Tensor) -> Tensor:
+    """How much more probable a token, or all of a sequence, is under one policy than under another: exp of a
+    difference of logprobs. float32 [M].
+    """
+    return log_ratio_M.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def sequence_sum(value_M: Tensor, sequence_M: Tensor) -> Tensor:
+    """The sum over its sequence, at every token. float32 [M]."""
+    # The buffer has room for M sequences, of which there are at most that many: no need to ask the device how
+    # many there are.
+    return torch.zeros_like(value_M).index_add(0, sequence_M, value_M)[sequence_M]
+
+
+def sequence_mean(value_M: Tensor, sequence_M: Tensor) -> Tensor:
+    """The mean over its sequence's tokens, at every token. float32 [M]."""
+    return sequence_sum(value_M, sequence_M) / sequence_sum(torch.ones_like(value_M), sequence_M)
+
+
+def token_weights(aggregate: str, tokens_S: Tensor, max_tokens: int) -> Tensor:
+    """float32 [S]: what every loss token of a sequence is multiplied with, so that the plain sum is the loss
+    of an optimizer step.
+
+    `tokens_S` int64, loss tokens of all the step's sequences; one without has weight 0, and is not among
+    num_sequences. `max_tokens` is rollout.max_tokens. By `aggregate`:
+
+        token     1 / num_loss_tokens               DAPO, https://arxiv.org/abs/2503.14476
+        sequence  1 / (num_sequences * its tokens)  GRPO, https://arxiv.org/abs/2402.03300
+        constant  1 / (num_sequences * max_tokens)  Dr. GRPO, https://arxiv.org/abs/2503.20783
+    """
+    num_sequences = (tokens_S > 0).sum()
+    divisor_S = {
+        "token": tokens_S.sum().expand_as(tokens_S),
+        "sequence": num_sequences * tokens_S,
+        "constant": (num_sequences * max_tokens).expand_as(tokens_S),
+    }[aggregate]
+    return torch.where(tokens_S > 0, 1.0 / divisor_S.clamp(min=1).double(), 0.0).float()

@@ -4,7 +4,6 @@ run, so torch is not imported here.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,7 +24,7 @@ BUILT_IN_ADVANTAGES = {
 """algorithm.advantage by name."""
 
 BUILT_IN_CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", "m2po")
-"""algorithm.correction: functions of asyncrl/algorithms/corrections.py."""
+"""algorithm.correction: functions of asyncrl/algorithms/losses.py."""
 
 WHOLE_BATCH = frozenset({"m2po"})
 """Corrections that must see all tokens of an optimizer step at once."""
@@ -68,34 +67,27 @@ def resolve(config: AlgorithmConfig) -> Recipe:
     policy: that way would be weighed twice.
     """
     recipe = RECIPES.get(config.loss) or Recipe(_own(config.loss, "algorithm.loss", RECIPES))
+    advantage = BUILT_IN_ADVANTAGES.get(config.advantage)
+    advantage = advantage or _own(config.advantage, "algorithm.advantage", BUILT_IN_ADVANTAGES)
     chosen = {"ratio": config.ratio, "correction": config.correction, "aggregate": config.aggregate}
-    recipe = replace(
-        recipe,
-        advantage=BUILT_IN_ADVANTAGES.get(config.advantage)
-        or _own(config.advantage, "algorithm.advantage", BUILT_IN_ADVANTAGES),
-        **{name: value for name, value in chosen.items() if value != "auto"},  # type: ignore[arg-type]
-    )
-    if recipe.correction in WHOLE_BATCH and config.proximal == "interpolate":
-        raise _conflict(
-            f"algorithm.proximal=interpolate beside correction={recipe.correction}",
-            "it is made of all tokens before the first step, so their proximal logprobs have to be computed",
-            "set algorithm.proximal=recompute",
+    chosen = {name: value for name, value in chosen.items() if value != "auto"}
+    recipe = replace(recipe, advantage=advantage, **chosen)  # type: ignore[arg-type]
+    correction = recipe.correction
+    if correction in WHOLE_BATCH and config.proximal == "interpolate":
+        what = f"algorithm.proximal=interpolate beside correction={correction}"
+        rule = (
+            "it is made of all tokens before the first step, so their proximal logprobs have to be computed"
         )
-    if recipe.correction == "icepop" and config.importance_floor > config.importance_cap:
-        raise _conflict(
-            f"algorithm.importance_floor={config.importance_floor} is above "
-            f"algorithm.importance_cap={config.importance_cap}",
-            "icepop would mask every token",
-            "set algorithm.importance_floor below it",
-        )
+        raise _refused(what, rule, "set algorithm.proximal=recompute")
+    floor, cap = config.importance_floor, config.importance_cap
+    if correction == "icepop" and floor > cap:
+        what = f"algorithm.importance_floor={floor} is above algorithm.importance_cap={cap}"
+        raise _refused(what, "icepop would mask every token", "lower algorithm.importance_floor")
     has_ratio = config.loss in RECIPES and recipe.surrogate != _LOSSES + "reinforce"
-    if has_ratio and recipe.ratio == "behaviour" and recipe.correction not in {"none", *WHOLE_BATCH}:
-        raise _conflict(
-            f"algorithm.loss={config.loss} with ratio=behaviour and correction={recipe.correction} corrects "
-            "twice for stale data",
-            "its ratio is already taken to the behaviour policy",
-            "set algorithm.ratio=proximal, or algorithm.correction=none",
-        )
+    if has_ratio and recipe.ratio == "behaviour" and correction not in {"none", *WHOLE_BATCH}:
+        what = f"algorithm.loss={config.loss} with ratio=behaviour and correction={correction}"
+        rule = "its ratio is taken to the behaviour policy, so a correction would weigh stale data twice"
+        raise _refused(what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none")
     return recipe
 
 
@@ -103,14 +95,9 @@ def _own(name: str, key: str, known: Iterable[str]) -> str:
     module, _, function = name.partition(":")
     if module and function:
         return name
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise _conflict(
-        f"{key}={name} is not known",
-        "it is a built-in name, or a function of your own as module:function",
-        f"{hint}Name one of {', '.join(known)}",
-    )
+    rule = "it is a built-in name, or a function of your own as module:function"
+    raise _refused(f"{key}={name} is not known", rule, f"name one of {', '.join(known)}")
 
 
-def _conflict(what: str, rule: str, way_out: str) -> ConfigError:
+def _refused(what: str, rule: str, way_out: str) -> ConfigError:
     return ConfigError(what, rule=rule, way_out=f"{way_out}; docs/algorithms.md has the recipes.")

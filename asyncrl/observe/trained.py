@@ -23,7 +23,7 @@ SHOWN_STEPS = 1000
 
 
 class Entry(TypedDict):
-    """A trajectory in a line of the record, as asyncrl.trainer.record writes it."""
+    """A trajectory in a line of the record, as asyncrl.trainer.step_report writes it."""
 
     group_id: int
     prompt_id: str

@@ -28,7 +28,7 @@ from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.run.build import Parts
 from asyncrl.run.life import Voice, refused_by_system, run_again
 from asyncrl.run.watch import gauges
-from asyncrl.trainer.policy_metrics import GAP_WARNING
+from asyncrl.trainer.step_report import GAP_WARNING
 
 logger = logging.getLogger("asyncrl.run.report")
 

@@ -30,7 +30,7 @@ from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, trainer_threads
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.waits import TimeLimit
 
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth

@@ -21,23 +21,23 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.http import Refused
 from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
-from asyncrl.trainer.batch_checks import check_batch, loss_tokens
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
-from asyncrl.trainer.model.parts import TrainedModel, make_optimizer, reshard
+from asyncrl.trainer.model.parts import TrainedModel, learning_rate_at, make_optimizer, reshard
 from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective
-from asyncrl.trainer.policy_metrics import (
+from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, check_batch, loss_tokens
+from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.step_report import (
     GAP_ADVICE,
     GAP_WARNING,
+    append_line,
     gap_fault,
     gap_metrics,
-    learning_rate_at,
     measure_gaps,
+    note_restored,
     policy_metrics,
+    trained_line,
 )
-from asyncrl.trainer.ranks import ALONE, Ranks
-from asyncrl.trainer.record import append_line, note_restored, trained_line
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -67,21 +67,16 @@ class StepSums:
 @dataclass
 class BatchTotals:
     """Of the optimizer steps on one batch; logprobs and entropies of each token before the first step on
-    it.
+    it; (loss, gradient norm) of each step that was taken.
     """
 
     logprobs_N: Float32N
     entropies_N: Float32N
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
+    steps: list[tuple[float, float]] = field(default_factory=list)
     stats: Counter[str] = field(default_factory=Counter)
     gap: dict[str, float] = field(default_factory=dict)
     num_tokens: int = 0
     num_skipped: int = 0
-
-    def mean(self, values: list[float]) -> float:
-        """Over the steps that were taken; NaN if all were skipped."""
-        return float(np.mean(values)) if values else math.nan if self.num_skipped else 0.0
 
 
 class Learner:
@@ -131,7 +126,8 @@ class Learner:
             # batch.
             self.num_optimizer_steps += self.spec.trainer.mini_batches - len(parts)
         self.policy_version += 1
-        loss = taken.mean(taken.losses)
+        columns = zip(*(taken.steps or [(math.nan, math.nan)]), strict=True)
+        loss, grad_norm = (float(np.mean(column)) for column in columns)
         if self.ranks.is_first:
             if not self._has_recorded:  # what an earlier process has written from here on is done again
                 self._note_restored(header.version)
@@ -142,7 +138,7 @@ class Learner:
             "policy/clip_fraction": 0.0,  # of a loss that clips nothing
             **means,  # first: a user's name hides none below
             "policy/loss": loss,
-            "policy/grad_norm": taken.mean(taken.grad_norms),
+            "policy/grad_norm": grad_norm,
             **policy_metrics(
                 taken.logprobs_N[has_loss], arrays.behaviour_logprobs[has_loss], taken.entropies_N[has_loss]
             ),
@@ -242,8 +238,7 @@ class Learner:
         self._masters.write_back()
         self.num_optimizer_steps += 1
         self.num_skipped_in_a_row = 0
-        taken.losses.append(sums.loss)
-        taken.grad_norms.append(grad_norm)
+        taken.steps.append((sums.loss, grad_norm))
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
         """Leave the weights as they are; the batch is saved for inspection. Refuses once it happens too
@@ -256,8 +251,7 @@ class Learner:
         if self.num_skipped_in_a_row >= limit:
             rule = f"trainer.max_skipped_steps={limit} steps in a row may be skipped before the run ends"
             raise self._refused_saved(batch, what, rule)
-        words = "batch %d (%s): step skipped, %s; the batch is saved in %s"
-        log.warning(words, batch.header.version, _groups(batch), what, self._save_failed(batch))
+        log.warning("%s: step skipped, %s; saved in %s", _name(batch), what, self._save_failed(batch))
 
     def _check_gap(self, batch: BatchNumbers, chosen: BoolN, sums: StepSums) -> dict[str, float]:
         """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses
@@ -271,9 +265,7 @@ class Learner:
             sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
         )
         if limit is not None and (fault := gap_fault(gaps, limit)):
-            rule = (
-                f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and for each engine's"
-            )
+            rule = f"trainer.logprob_gap_limit={limit}, for the mean of all fresh tokens and each engine's"
             raise self._refused_saved(batch, fault, rule, f"{GAP_ADVICE}; or raise the limit.")
         if fault := gap_fault(gaps, GAP_WARNING):
             log.warning("batch %d: %s; %s", batch.header.version, fault, GAP_ADVICE)
@@ -282,9 +274,8 @@ class Learner:
     def _clip_gradient(self) -> float:
         """Clip to trainer.max_grad_norm; returns the norm before."""
         limit = self.spec.trainer.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(
-            list(self._masters.named.values()), math.inf if limit is None else limit
-        )
+        weights = list(self._masters.named.values())
+        norm = torch.nn.utils.clip_grad_norm_(weights, math.inf if limit is None else limit)
         whole: Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return float(self.ranks.gather(float(whole))[0])
 
@@ -298,12 +289,11 @@ class Learner:
     def _refused_saved(self, batch: BatchNumbers, error: str, rule: str, way_out: str = "") -> Refused:
         return Refused(
             422,
-            f"batch {batch.header.version} ({_groups(batch)}) gave {error}; policy_version stays "
-            f"{self.policy_version}, the batch is saved in {self._save_failed(batch)}",
+            f"{_name(batch)} gave {error}; policy_version stays {self.policy_version}, the batch is saved in "
+            f"{self._save_failed(batch)}",
             rule=rule,
             way_out=way_out
-            or "look at the batch with asyncrl.messages.calls.unpack_batch; lower "
-            "trainer.learning_rate or trainer.max_grad_norm.",
+            or "lower trainer.learning_rate; asyncrl.messages.calls.unpack_batch reads the batch.",
         )
 
     def _note_restored(self, version: int) -> None:
@@ -312,7 +302,7 @@ class Learner:
             self._has_recorded = True
 
 
-def _groups(batch: BatchNumbers) -> str:
-    """`groups 40, 41`: the prompts in question, for `asyncrl inspect --group`."""
+def _name(batch: BatchNumbers) -> str:
+    """`batch 7 (groups 40, 41)`: the prompts in question, for `asyncrl inspect --group`."""
     ids = dict.fromkeys(entry.group_id for entry in batch.header.trajectories)
-    return f"{'group' if len(ids) == 1 else 'groups'} {', '.join(map(str, ids))}"
+    return f"batch {batch.header.version} (groups {', '.join(map(str, ids))})"

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
+import hashlib
 import json
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ TOKENIZER = (
 )
 PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TOKENIZER)
 """Patterns of the files with weights, architecture and tokenizer."""
-_CHUNK_BYTES = 8 * 2**20
 
 
 async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str | None = None) -> Path:
@@ -63,12 +61,7 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
         text = output.read().decode(errors="replace")
     if process.returncode != 0:
         fatal = find_fatal(text)
-        how = (
-            f"not within {MAKE_TIMEOUT_S} s"
-            if process.returncode is None
-            else f"exit code {process.returncode}"
-        )
-        what = fatal.error if fatal else f"{how}: {text[-500:]}"
+        what = fatal.error if fatal else f"exit code {process.returncode or 'none in time'}: {text[-500:]}"
         way_out = (fatal and fatal.way_out) or "correct model.scratch.architecture, or take a smaller one."
         raise ConfigError(f"model.scratch cannot be made: {what}", way_out=way_out)
     return folder
@@ -94,19 +87,14 @@ def find_on_disk(model: ModelConfig) -> Path | None:
 
 def check_model_type(model_type: Any, source: str) -> None:
     """Raise ConfigError if transformers knows no such architecture. `source` is where it is named."""
-    with contextlib.suppress(ImportError):  # most of the names, and it needs no torch
-        from transformers.models.auto import auto_mappings
+    from transformers.models.auto import auto_mappings  # most of the names, and it needs no torch
 
-        if model_type in auto_mappings.CONFIG_MAPPING_NAMES:
-            return
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    if model_type not in auto_mappings.CONFIG_MAPPING_NAMES:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if model_type in CONFIG_MAPPING_NAMES:
-        return
-    close = difflib.get_close_matches(str(model_type), CONFIG_MAPPING_NAMES, n=1)
-    version = metadata.version("transformers")
-    what = f"{source} has model_type={model_type}, and transformers {version} knows no such architecture"
-    raise ConfigError(what, way_out=f"did you mean {close[0]}?" if close else "name one like qwen3.")
+        if model_type not in CONFIG_MAPPING_NAMES:
+            what = f"{source} has model_type={model_type}, which transformers does not know"
+            raise ConfigError(what, way_out="name one that it knows, like qwen3.")
 
 
 def _find_given(name: str) -> Path | None:
@@ -115,19 +103,12 @@ def _find_given(name: str) -> Path | None:
     if path.is_dir():
         _refuse_incomplete(path, f"model.path={name}")
         return path.resolve()
-    owner, _, _ = name.partition("/")
-    if (
-        re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-        and owner not in (".", "..", "models")
-        and not Path(owner).is_dir()
-    ):
+    owner, is_id = name.partition("/")[0], re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    if is_id and owner not in (".", "..", "models") and not Path(owner).is_dir():
         return None
-    raise ConfigError(
-        f"model.path={name}: there is no such folder",
-        rule="it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner",
-        way_out="correct model.path; models/smollm2-135m-instruct is made by `python examples/smollm2.py` in "
-        "asyncrl's checkout.",
-    )
+    rule = "it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner"
+    way_out = "correct model.path; `python examples/smollm2.py` makes models/smollm2-135m-instruct."
+    raise ConfigError(f"model.path={name}: there is no such folder", rule=rule, way_out=way_out)
 
 
 def _refuse_incomplete(folder: Path, name: str) -> None:
@@ -191,10 +172,7 @@ class ModelPin:
             if not is_free and self.path.exists():
                 self._pinned = PinnedModel.model_validate_json(self.path.read_bytes())
         except (OSError, ValidationError) as error:
-            what = (
-                f"{self.path}, the model that the run began with, cannot be read: "
-                f"{str(error).splitlines()[0]}"
-            )
+            what = f"the pinned model {self.path} cannot be read: {str(error).splitlines()[0]}"
             way_out = "put it back as it was, or accept the model as it is with --allow-change model.path."
             raise ConfigError(what, way_out=way_out) from error
 
@@ -215,18 +193,11 @@ class ModelPin:
         is_of_hub = folder.parent.name == "snapshots"  # as the hub's cache lays it out
         revision = folder.name if is_of_hub else None
         self._found = PinnedModel(given=self._given, revision=revision, files=now)
-        kinds = {
-            "missing": sorted(before.keys() - now.keys()),
-            "new": sorted(now.keys() - before.keys()),
-            "changed": sorted(
-                name for name in before.keys() & now.keys() if before[name].xxh3 != now[name].xxh3
-            ),
-        }
-        differing = [f"{name} is {kind}" for kind, names in kinds.items() for name in names]
+        contents = ({(name, file.xxh3) for name, file in files.items()} for files in (before, now))
+        differing = sorted({name for name, _ in set.symmetric_difference(*contents)})
         if self._pinned is not None and differing:
-            back = "put the model's files back as they were"
-            if self._given is None:
-                back = f"remove {folder}: it is made again from the seed"
+            back = f"remove {folder}: it is made again from the seed"
+            back = back if self._given is None else "put the files back as they were"
             raise ConfigError(
                 f"the model in {folder} is not the one that this run began with: {', '.join(differing)}",
                 rule="a run goes on from the base weights and the tokenizer that it was started with",
@@ -248,17 +219,14 @@ def hash_files(
     try:
         return {path.name: _hash(path, known.get(path.name)) for path in paths}
     except OSError as error:
-        raise ConfigError(
-            f"cannot read the model in {folder}: {error}", way_out="restore its files."
-        ) from error
+        what = f"cannot read the model in {folder}: {error}"
+        raise ConfigError(what, way_out="restore its files.") from error
 
 
 def _hash(path: Path, known: PinnedFile | None) -> PinnedFile:
     stat = path.stat()
     if known is not None and (known.size, known.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
         return known
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(buffer[:size])
-    return PinnedFile(size=stat.st_size, mtime_ns=stat.st_mtime_ns, xxh3=digest.hexdigest())
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    return PinnedFile(size=stat.st_size, mtime_ns=stat.st_mtime_ns, xxh3=digest)

@@ -1,7 +1,12 @@
-"""Turns logprobs into the loss of one optimizer step: advantages, surrogate, correction, KL, aggregation.
+"""Checks a batch, and turns logprobs into the loss of an optimizer step: advantages, surrogate, correction,
+KL, aggregation.
 
 Loss and advantage may be the user's: what they return is checked. The sum of what micro_loss returns over all
 micro-batches of an optimizer step is its loss, so their cut never changes the result.
+
+Invariant: no token sampled before header.min_version carries loss. loss_tokens guarantees it here, whatever
+    the buffer did before: such a token gets weight 0 where the batch allows it (mask_older), or the batch is
+    refused.
 """
 
 from __future__ import annotations
@@ -14,20 +19,101 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.algorithms import corrections
+from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
-from asyncrl.algorithms.aggregate import token_weights
-from asyncrl.algorithms.losses import interpolate, kl, kl_reward_penalty
 from asyncrl.algorithms.registry import WHOLE_BATCH, resolve
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
-from asyncrl.messages.calls import BatchArrays, BatchHeader
-from asyncrl.trainer.batch_checks import find_units
-from asyncrl.trainer.model.packing import BoolN, MicroBatch
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.messages.calls import BatchArrays, BatchHeader, Credit
+from asyncrl.trainer.model.packing import BoolN, IntN, MicroBatch
+from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.user_code import load_advantage, load_loss
 
 Float32N = npt.NDArray[np.float32]
+LOGPROB_SLACK = 1e-3
+"""Nats by which a float32 logprob may round above 0."""
+
+
+def check_batch(header: BatchHeader, arrays: BatchArrays, policy_version: int, vocab_size: int) -> None:
+    """Refuse a batch for another version (409), and tokens that cannot be trained on (422)."""
+    if header.version != policy_version:
+        what = f"batch {header.version} came while the trainer is at policy_version {policy_version}"
+        rule = "batch v is trained once, by policy_version v"
+        raise Refused(409, what, rule=rule, way_out="start the run again.")
+    ids, logprobs, versions = arrays.token_ids, arrays.behaviour_logprobs, arrays.versions
+    can_carry_loss = (logprobs <= LOGPROB_SLACK) & (versions >= 0) & (versions <= header.version)
+    can_carry_loss[[entry.start for entry in header.trajectories]] = False  # nothing predicts a first token
+    is_wrong = (ids < 0) | (ids >= vocab_size) | ~np.isfinite(logprobs) | arrays.loss_mask & ~can_carry_loss
+    if is_wrong.any():
+        first = int(np.argmax(is_wrong))
+        raise Refused(
+            422,
+            f"{is_wrong.sum()} tokens of batch {header.version} cannot be: id {ids[first]} with logprob "
+            f"{logprobs[first]} of version {versions[first]} at {_token_name(header, first)}",
+            rule=f"ids are below {vocab_size}, logprobs finite and, where sampled, <= 0; no first one is",
+            way_out="use engines that serve this model; start the run again.",
+        )
+
+
+def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
+    """The tokens that carry loss, bool [N]. Refuses (409) an old token if the batch does not allow masking,
+    and an empty batch.
+    """
+    old = arrays.loss_mask & (arrays.versions < header.min_version)
+    if old.any() and not header.mask_older:
+        worst = int(np.flatnonzero(old)[np.argmin(arrays.versions[old])])
+        raise Refused(
+            409,
+            f"a token of {_token_name(header, worst)} was sampled at version {arrays.versions[worst]}, and "
+            f"{int(old.sum())} are older than min_version {header.min_version} in batch {header.version}",
+            rule="no token older than version - buffer.max_staleness may be trained on",
+            way_out="buffer.on_overdue=mask gives such tokens no weight.",
+        )
+    kept = arrays.loss_mask & ~old
+    if not kept.any():
+        raise Refused(
+            409,
+            f"batch {header.version} has no token that carries loss ({int(arrays.loss_mask.sum())} sampled, "
+            f"all older than version {header.min_version})",
+            rule="an optimizer step needs at least one loss token",
+            way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
+        )
+    return kept
+
+
+def _token_name(header: BatchHeader, index: int) -> str:
+    """`g17/r3/b0, position 8`."""
+    entry = next(entry for entry in header.trajectories if entry.start <= index < entry.end)
+    return f"g{entry.group_id}/r{entry.sample_index}/b{entry.branch}, position {index - entry.start}"
+
+
+@dataclass(frozen=True)
+class Units:
+    """What one sample of the advantage is: a rollout, all its branches together, or with credits each of its
+    unit numbers, wherever the tokens lie. Numbered in the order in which a batch first names them.
+
+    `rewards` and `groups` (group_index) of the B units; `unit_N` int64 [N]: that of each token, -1 where no
+    credit says one.
+    """
+
+    rewards: list[float]
+    groups: list[int]
+    unit_N: IntN
+
+
+def find_units(header: BatchHeader, num_tokens: int) -> Units:
+    """Of a batch that check_batch has found right."""
+    rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
+    numbers: dict[tuple[int, int, int], int] = {}
+    for entry in header.trajectories:
+        for credit in entry.credits or [Credit(0, entry.end - entry.start, entry.reward, -1)]:
+            key = (entry.group_index, entry.sample_index, credit.unit)
+            if key not in numbers:
+                numbers[key] = len(rewards)
+                rewards.append(credit.reward)
+                groups.append(entry.group_index)
+            unit_N[entry.start + credit.start : entry.start + credit.end] = numbers[key]
+    return Units(rewards, groups, unit_N)
 
 
 @dataclass
@@ -35,7 +121,7 @@ class BatchNumbers:
     """What is known of a batch before its first optimizer step; arrays over all its tokens [N].
 
     `proximal_N`: logprobs by the weights before the batch, `reference_N`: by the initial weights; None where
-    not needed. `advantage_N`: that of the sample a token is part of.
+    not needed. `advantage_N`: that of the sample a token with loss is part of.
     """
 
     header: BatchHeader
@@ -52,7 +138,7 @@ class StepNumbers:
     trajectory, [S] in the header.
     """
 
-    weight_S: Float32N
+    weight_S: Tensor
     correction_N: Float32N | None
 
 
@@ -64,14 +150,12 @@ class Objective:
         self.spec, self.settings, self._recipe = spec, spec.algorithm, resolve(spec.algorithm)
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
-        has_correction = self._recipe.correction != "none"
-        self._correction = getattr(corrections, self._recipe.correction) if has_correction else None
-        self._is_whole_batch = self._recipe.correction in WHOLE_BATCH
-
-    @property
-    def needs_reference(self) -> bool:
+        correction = self._recipe.correction
+        self._correction = None if correction == "none" else getattr(losses, correction)
+        self._is_whole_batch = correction in WHOLE_BATCH
+        self.needs_reference = self.settings.kl_coefficient > 0
         """Logprobs of the initial weights enter the loss or the reward."""
-        return self.settings.kl_coefficient > 0
+        self._is_penalised = self.needs_reference and self.settings.kl_in == "reward"
 
     @property
     def needs_proximal(self) -> bool:
@@ -80,8 +164,7 @@ class Objective:
         """
         is_used = self._recipe.ratio == "proximal" or self._correction is not None
         is_recomputed = is_used and self.spec.steps_per_batch > 1 and self.settings.proximal == "recompute"
-        is_penalised = self.needs_reference and self.settings.kl_in == "reward"
-        return is_recomputed or is_penalised or self._is_whole_batch
+        return is_recomputed or self._is_penalised or self._is_whole_batch
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
         """float32 [N], from the rewards of the batch's units (B of them) with their penalties.
@@ -89,28 +172,26 @@ class Objective:
         A unit's length is all its sampled tokens, in whichever turns and branches; its KL penalty is the sum
         over all its tokens that carry loss.
         """
-        settings, has_loss = self.settings, batch.has_loss
+        settings, has_loss, overlong_tokens = self.settings, batch.has_loss, self.settings.overlong_tokens
         units = find_units(batch.header, len(has_loss))
         reward_B = torch.tensor(units.rewards, dtype=torch.float32)
-        if settings.overlong_tokens > 0:
-            length_B = torch.from_numpy(units.count(batch.arrays.loss_mask))
-            reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, settings.overlong_tokens)
-        if self.needs_reference and settings.kl_in == "reward":
+        if overlong_tokens > 0:
+            length_B = torch.from_numpy(units.unit_N[batch.arrays.loss_mask]).bincount(
+                minlength=len(reward_B)
+            )
+            reward_B = reward_B + overlong_penalty(length_B, self.spec.max_tokens, overlong_tokens)
+        if self._is_penalised:
             assert batch.proximal_N is not None
             assert batch.reference_N is not None
-            penalty_B = kl_reward_penalty(
-                torch.from_numpy(batch.proximal_N[has_loss]),
-                torch.from_numpy(batch.reference_N[has_loss]),
-                torch.from_numpy(units.unit_N[has_loss]),
-                len(reward_B),
-            )
+            values = (batch.proximal_N, batch.reference_N, units.unit_N)
+            policy_M, reference_M, unit_M = (torch.from_numpy(values_N[has_loss]) for values_N in values)
+            penalty_B = losses.kl_reward_penalty(policy_M, reference_M, unit_M, len(reward_B))
             reward_B = reward_B - settings.kl_coefficient * penalty_B
             if not bool(torch.isfinite(reward_B).all()):
+                what = f"batch {batch.header.version}: KL penalties of its rollouts: {penalty_B.tolist()}"
+                way_out = "lower trainer.learning_rate and go on from a checkpoint."
                 raise Refused(
-                    422,
-                    f"batch {batch.header.version}: KL penalties of its rollouts: {penalty_B.tolist()}"[:500],
-                    rule="the penalty of algorithm.kl_in=reward is finite",
-                    way_out="lower trainer.learning_rate and go on from a checkpoint.",
+                    422, what[:500], rule="with algorithm.kl_in=reward they are finite", way_out=way_out
                 )
         advantage_B = self._advantage(reward_B, torch.tensor(units.groups, dtype=torch.int64))
         is_one_each = isinstance(advantage_B, Tensor) and advantage_B.shape == reward_B.shape
@@ -120,21 +201,31 @@ class Objective:
                 rule="it returns a finite float32 tensor, one advantage a reward",
                 way_out="correct the function, or set algorithm.advantage=grpo.",
             )
-        return units.spread(advantage_B.detach().float().numpy())
+        assert (units.unit_N[has_loss] >= 0).all(), "credits cover every token with loss"
+        advantage_N: Float32N = advantage_B.detach().float().numpy()[units.unit_N]
+        return advantage_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
         """For the optimizer step that trains on the tokens of `has_loss` bool [N]."""
-        entries = batch.header.trajectories
-        tokens_S = np.array([int(has_loss[entry.start : entry.end].sum()) for entry in entries])
-        weight_S = token_weights(
-            self._recipe.aggregate,
-            torch.from_numpy(tokens_S),
-            int((tokens_S > 0).sum()),
-            int(tokens_S.sum()),
-            self.spec.max_tokens,
+        tokens_S = torch.tensor(
+            [int(has_loss[one.start : one.end].sum()) for one in batch.header.trajectories]
         )
-        correction_N = self._whole_correction(batch, has_loss, tokens_S) if self._is_whole_batch else None
-        return StepNumbers(weight_S.numpy().astype(np.float32), correction_N)
+        weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
+        return StepNumbers(weight_S, self._whole_correction(batch, has_loss, tokens_S))
+
+    def _whole_correction(self, batch: BatchNumbers, has_loss: BoolN, tokens_S: Tensor) -> Float32N | None:
+        """float32 [N] of a correction that needs all tokens of the step, else None."""
+        if self._correction is None or not self._is_whole_batch:
+            return None
+        assert batch.proximal_N is not None
+        weight_N = np.zeros(len(has_loss), np.float32)
+        weight_N[has_loss] = self._correction(
+            torch.from_numpy((batch.proximal_N - batch.arrays.behaviour_logprobs)[has_loss]),
+            torch.from_numpy(batch.advantage_N[has_loss]),
+            torch.repeat_interleave((tokens_S > 0).cumsum(0) - 1, tokens_S),
+            self.settings,
+        )
+        return weight_N
 
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
@@ -142,16 +233,15 @@ class Objective:
         """(share of the step's loss, scalar with gradient; sums of statistics over the micro-batch's
         tokens).
         """
-        device = current_M.device
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
-            return torch.from_numpy(values_N[micro.source_M]).to(device)
+            return torch.from_numpy(values_N[micro.source_M]).to(current_M.device)
 
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
         if self.settings.proximal == "interpolate":
             staleness_M = batch.header.version - over_tokens(batch.arrays.versions)
-            proximal_M = interpolate(behaviour_M, current_M.detach(), staleness_M)
+            proximal_M = losses.interpolate(behaviour_M, current_M.detach(), staleness_M)
         elif batch.proximal_N is None:
             proximal_M = current_M.detach()  # before the only step both are the same numbers
         else:
@@ -166,28 +256,12 @@ class Objective:
                 weight_M = self._correction(log_weight_M, advantage_M, micro.sequence_M, self.settings)
             loss_M, stats = loss_M * weight_M, {**stats, "importance_weight": weight_M.sum()}
         if batch.reference_N is not None:
-            kl_M = kl(current_M, over_tokens(batch.reference_N), self.settings.kl_estimator)
+            kl_M = losses.kl(current_M, over_tokens(batch.reference_N), self.settings.kl_estimator)
             stats = {**stats, "kl_reference": kl_M.detach().sum()}
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
-        weight_M = torch.from_numpy(step.weight_S[micro.trajectory_S]).to(device)[micro.sequence_M]
+        weight_M = step.weight_S[micro.trajectory_S].to(current_M.device)[micro.sequence_M]
         return (loss_M * weight_M).sum(), {name: float(value) for name, value in stats.items()}
-
-    def _whole_correction(
-        self, batch: BatchNumbers, has_loss: BoolN, tokens_S: npt.NDArray[np.int64]
-    ) -> Float32N:
-        assert self._correction is not None
-        assert batch.proximal_N is not None
-        log_weight_M = batch.proximal_N[has_loss] - batch.arrays.behaviour_logprobs[has_loss]
-        weight_M = self._correction(
-            torch.from_numpy(log_weight_M),
-            torch.from_numpy(batch.advantage_N[has_loss]),
-            torch.from_numpy(np.repeat(np.cumsum(tokens_S > 0) - 1, tokens_S)),
-            self.settings,
-        )
-        weight_N = np.zeros(len(has_loss), np.float32)
-        weight_N[has_loss] = weight_M.numpy()
-        return weight_N
 
     def _call_surrogate(self, current_M: Tensor, *others_M: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         answer = self._surrogate(current_M, *others_M, self.settings)

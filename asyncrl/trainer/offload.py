@@ -96,12 +96,8 @@ class Offload:
     def need(self, what: str, *parts: TrainerPart) -> None:
         """Raises Refused if one of `parts` is away, on all ranks alike."""
         if missing := [part for part in parts if part in self.away]:
-            raise Refused(
-                409,
-                f"cannot {what}: {' and '.join(missing)} offloaded",
-                rule=f"it needs {' and '.join(parts)} on the trainer's device",
-                way_out=f"POST /onload with parts {missing} first.",
-            )
+            error, rule = f"cannot {what}: {' and '.join(missing)} offloaded", "it needs them on its device"
+            raise Refused(409, error, rule=rule, way_out=f"POST /onload with parts {missing} first.")
 
     def content_of(self, local: Tensor) -> Tensor:
         """`local`, or if it is away, a copy of what it held."""
@@ -117,19 +113,15 @@ class Offload:
         for tensor in self._tensors_of(part):
             local = local_of(tensor)
             storage = local.untyped_storage()
-            if (
-                local.ndim
-                and local.device.type == self._device.type
-                and storage.nbytes()
-                and storage.resizable()
-            ):
+            is_here = local.device.type == self._device.type and storage.nbytes() > 0
+            if local.ndim and is_here and storage.resizable():
                 found[storage._cdata] = storage
-        storages = list(found.values())
-        sizes = [storage.nbytes() for storage in storages]
+        sizes = [storage.nbytes() for storage in found.values()]
         pieces = torch.split(self._host_memory(part, sum(sizes))[: sum(sizes)], sizes) if sizes else ()
-        for storage, piece in zip(storages, pieces, strict=True):
+        copies = list(zip(found.values(), pieces, strict=True))
+        for storage, piece in copies:
             piece.copy_(_bytes_of(storage), non_blocking=True)
-        return list(zip(storages, pieces, strict=True))
+        return copies
 
     def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
         """Uint8 of at least so many bytes. On CUDA it is registered, which wastes nothing where torch's
@@ -164,12 +156,9 @@ class Offload:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         except (OSError, MemoryError, RuntimeError) as error:
-            raise Refused(
-                507,
-                f"cannot {what} on rank {self._ranks.rank}: {type(error).__name__}: {str(error)[:500]}",
-                rule="if a part cannot be moved on one rank, it stays where it was on all ranks",
-                way_out=way_out,
-            ) from error
+            what = f"cannot {what} on rank {self._ranks.rank}: {type(error).__name__}: {str(error)[:500]}"
+            rule = "if a part cannot be moved on one rank, it stays where it was on all ranks"
+            raise Refused(507, what, rule=rule, way_out=way_out) from error
 
     def _moved(self, num_bytes: int, started: float) -> Moved:
         return Moved(num_bytes=sum(self._ranks.gather(num_bytes)), seconds=time.perf_counter() - started)

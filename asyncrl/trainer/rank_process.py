@@ -15,7 +15,6 @@ Ranks: every rank is such a process and answers /health. Rank 0 alone takes requ
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import math
 import os
@@ -24,9 +23,8 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -50,10 +48,10 @@ from asyncrl.messages.calls import (
     unpack_batch,
 )
 from asyncrl.trainer.model.parts import resolve_device
-from asyncrl.trainer.ranks import Command, is_loss_of_a_rank, join_ranks
-from asyncrl.trainer.record import hold_record
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.ranks import Command, join_ranks
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.step_report import hold_record
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
@@ -64,7 +62,6 @@ ENDPOINTS = (
 )
 KEPT_EXPORTS = 2
 """Engines may still read the export before the newest."""
-MEMORY = "free or enlarge shared memory (df -h /dev/shm), or lower weight_sync.chunk_bytes."
 GRACE_S = 10.0
 """How long a rank waits to be ended after another one was lost, so that the run's error names the other."""
 
@@ -94,17 +91,22 @@ class TrainerService:
             self.num_waiting -= 1
 
     def together(self, name: str, body: bytes = b"", **arguments: Any) -> Any:
-        """On the torch thread of rank 0: call this method of the step on all ranks. Raises what it raises."""
+        """On the torch thread of rank 0: call this method of the step on all ranks. Raises what it raises,
+        and Refused for a file that cannot be written.
+        """
         if self._broken:
-            raise Refused(
-                409, f"the trainer's ranks are out of step: {self._broken}", way_out="start it again."
-            )
+            what = f"the trainer's ranks are out of step: {self._broken}"
+            raise Refused(409, what, way_out="start it again.")
         command = Command(name, arguments, body)
         try:
             self.step.ranks.send(command)
             return _perform(self.step, command)
-        except (Refused, OSError):
-            raise  # a refusal is all ranks' alike, and files are written beside what they do together
+        except Refused:
+            raise  # all ranks' alike
+        except OSError as error:  # files are written beside what the ranks do together
+            what = f"/{name} cannot write {arguments.get('path', 'its file')}: {error}"
+            way_out = "free space on the disk of the run directory (exports: /dev/shm), then start again."
+            raise Refused(507, what, way_out=way_out) from error
         except Exception as error:
             if self.step.ranks.size > 1:
                 self._broken = str(error)
@@ -143,8 +145,7 @@ class TrainerService:
         def work() -> ExportResponse:
             folder = self._spec.staging_dir
             path = folder / f"v{self.step.policy_version}.safetensors"
-            with _written(path, MEMORY):
-                answer: ExportResponse = self.together("export", path=str(path))
+            answer: ExportResponse = self.together("export", path=str(path))
             exports = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
             for old in exports[:-KEPT_EXPORTS]:
                 old.unlink()
@@ -157,8 +158,7 @@ class TrainerService:
 
         def work() -> ExportChunkResponse:
             names = self.step.chunk_names(message.version, message.index)
-            with _written(f"chunk {message.index} into {self._spec.staging_dir}", MEMORY):
-                answer: ExportChunkResponse = self.together("export_chunk", index=message.index, names=names)
+            answer: ExportChunkResponse = self.together("export_chunk", index=message.index, names=names)
             return answer
 
         return await self.run(work)
@@ -174,8 +174,7 @@ class TrainerService:
 
     async def save(self, message: SaveRequest) -> TrainerHealth:
         """Write a Hugging Face folder, or the adapters alone."""
-        with _written(message.path, "free space or correct the rights on its disk, then start again."):
-            await self.call("save", path=message.path, merged=message.merged)
+        await self.call("save", path=message.path, merged=message.merged)
         return await self.health()
 
     async def begin_save_state(self, message: StateRequest) -> TrainerHealth:
@@ -216,7 +215,7 @@ class TrainerService:
                 self.num_waiting = 0
         except Exception as error:  # the outermost frame of this thread: log the error and end the process
             log.exception("rank %d cannot go on", self.step.ranks.rank)
-            if is_loss_of_a_rank(error):
+            if isinstance(error, RuntimeError):  # as a collective raises where another rank was lost
                 threading.Event().wait(GRACE_S)
             print(fatal_line(_words(error)), file=sys.stderr, flush=True)
             os._exit(1)
@@ -236,14 +235,6 @@ def _perform(step: TrainStep, command: Command) -> Any:
     return getattr(step, command.name)(**arguments)
 
 
-@contextmanager
-def _written(path: object, way_out: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise Refused(507, f"cannot write {path}: {error}", way_out=way_out) from error
-
-
 def _words(error: Exception) -> ErrorBody:
     """For an answer, and for the last word of a process; the traceback is in the log."""
     if isinstance(error, ConfigError):
@@ -252,8 +243,6 @@ def _words(error: Exception) -> ErrorBody:
     # torch reports a lack of memory on the CPU as a plain RuntimeError
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."
-    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        way_out = "free space on the disk of the run directory and start the run again."
     return ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out)
 
 
@@ -276,13 +265,10 @@ def main() -> None:
     """Serve until SIGTERM or the parent's end; ends with a fatal line if the spec cannot be met."""
     text, fd = child_arguments()
     spec = TrainerSpec.model_validate_json(text)
-
-    def end(*_: object) -> None:
-        os._exit(0)  # a step may hold the torch thread for long; nothing of it is worth waiting for
-
     die_with_parent(lambda: shutil.rmtree(spec.staging_dir, ignore_errors=True))
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # A step may hold the torch thread for long; nothing of it is worth waiting for.
+        signal.signal(number, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     disable_progress_bar()
     try:

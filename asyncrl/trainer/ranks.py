@@ -9,7 +9,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,15 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 T = TypeVar("T")
 NEVER = timedelta(days=365)
 """Limit of the other ranks' wait for the next command: practically none."""
 START = timedelta(seconds=300)
 """How long a rank waits for the others to be there."""
-LOST = ("gloo", "nccl", "connection")
-"""Parts of the messages that a collective raises when another rank has ended or is late."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class Command:
     """What rank 0 asks the others to do beside it: a name, JSON, and bytes."""
 
     name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    body: bytes = b""
+    arguments: dict[str, Any]
+    body: bytes
 
 
 class Ranks:
@@ -75,12 +73,10 @@ class Ranks:
         mine = _bytes_tensor(json.dumps(value).encode())
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.group)
-        longest = max(int(length) for length in lengths)
+        longest = int(max(lengths))
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=self.group)
-        return [
-            json.loads(_to_bytes(text[: int(length)])) for text, length in zip(texts, lengths, strict=True)
-        ]
+        return [json.loads(_to_bytes(text[:length])) for text, length in zip(texts, lengths, strict=True)]
 
     def agree(self, work: Callable[[], T]) -> T:
         """Run `work` on this rank and return its result. Raises Refused on all ranks if it does on one."""
@@ -120,20 +116,11 @@ ALONE = Ranks()
 
 
 def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
-    """Meet the other ranks. Raises ConfigError if they do not fit on the machine's devices."""
+    """Meet the other ranks. Raises ConfigError for trainer.cpu_offload without a GPU."""
     size, is_cuda = spec.trainer.world_size, device.type == "cuda"
     if spec.trainer.cpu_offload and not is_cuda:
-        raise ConfigError(
-            "trainer.cpu_offload=true, and the trainer runs on the CPU",
-            rule="it moves weights, gradients and optimizer state from the GPU's memory to the host's",
-            way_out="leave trainer.cpu_offload at false, or set placement.trainer=cuda.",
-        )
-    if is_cuda and size > torch.cuda.device_count():
-        raise ConfigError(
-            f"trainer.world_size={size} is above the {torch.cuda.device_count()} CUDA devices here",
-            rule="each rank has a device of its own",
-            way_out=f"lower trainer.world_size to {torch.cuda.device_count()}, or set placement.trainer=cpu.",
-        )
+        what = "trainer.cpu_offload=true, and the trainer runs on the CPU"
+        raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=cuda.")
     if size == 1 and not spec.trainer.cpu_offload:
         return ALONE
     # No host name is looked up, and no port is open to the network.
@@ -150,13 +137,6 @@ def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
     # Sending waits until the other ranks receive: rank 0 only sends to those that wait, or soon will.
     commands = dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else NEVER)
     return Ranks(spec.rank, size, init_device_mesh(device.type, (size,)), commands)
-
-
-def is_loss_of_a_rank(error: BaseException) -> bool:
-    """Whether this error was caused by the end of another rank and not by this rank's own work."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error).lower() for word in LOST)
-    )
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

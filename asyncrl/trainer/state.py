@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from asyncrl.config import LoraConfig
 from asyncrl.http import Refused
 from asyncrl.trainer.model.parts import MasterWeights
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import Ranks
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 INDEX, STATE = ".metadata", "state.json"
@@ -59,20 +59,16 @@ INDEX_CLASSES = {
 """All that the pickle of an index of float32 and uint8 tensors names, by module."""
 
 
-class Progress(BaseModel):
+class Progress(BaseModel, frozen=True):
     """The counts of a TrainStep."""
-
-    model_config = ConfigDict(frozen=True)
 
     policy_version: int = 0
     num_optimizer_steps: int = 0
     num_skipped_in_a_row: int = 0
 
 
-class TrainerManifest(BaseModel):
+class TrainerManifest(BaseModel, frozen=True):
     """state.json. `lora`: the LoraConfig, None where all weights are trained."""
-
-    model_config = ConfigDict(frozen=True)
 
     model_path: str
     lora: dict[str, Any] | None
@@ -97,13 +93,12 @@ class TrainerState:
         masters: MasterWeights,
         optimizer: torch.optim.Optimizer,
         ranks: Ranks,
-        *,
-        model_path: str,
+        spec: TrainerSpec,
         device: torch.device,
-        lora: LoraConfig | None = None,
     ) -> None:
         self._masters, self._optimizer, self._device = masters, optimizer, device
-        self._model_path, self._lora = model_path, None if lora is None else lora.model_dump(mode="json")
+        self._model_path, lora = spec.model_path, spec.trainer.lora
+        self._lora = None if lora is None else lora.model_dump(mode="json")
         self._ranks = ranks.beside()
         self._group = {"process_group": self._ranks.group, "no_dist": self._ranks.group is None}
         self._host: dict[str, Tensor] = {}
@@ -115,7 +110,7 @@ class TrainerState:
         )
 
     def begin_save(
-        self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor] = lambda local: local
+        self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
         """Copy everything to host memory, and have it written to `path`, which is new, while training goes
         on. The Future raises Refused if it could not be written.
@@ -181,12 +176,8 @@ class TrainerState:
         """The optimizer's state of one weight, to be overwritten; made as AdamW makes it if there is none."""
         if state := self._optimizer.state.get(master):
             return dict(state)
-        group = self._optimizer.param_groups[0]
-        step_device = master.device if group.get("fused") or group.get("capturable") else "cpu"
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=step_device),
-            **{moment: torch.zeros_like(master).detach() for moment in MOMENTS},
-        }
+        moments = {moment: torch.zeros_like(master).detach() for moment in MOMENTS}
+        return {"step": torch.zeros((), device=master.device), **moments}
 
     def _own_rng(self) -> dict[str, Tensor]:
         """Random generators of this rank."""
@@ -221,22 +212,25 @@ class TrainerState:
         return {name: list(master.shape) for name, master in self._masters.named.items()}
 
     def _fitting_manifest(self, path: Path) -> TrainerManifest:
-        way_out, difference = "give the folder of a whole checkpoint.", ""
         try:
             manifest = TrainerManifest.model_validate_json((path / STATE).read_bytes())
         except (OSError, ValidationError) as error:
-            raise Refused(422, f"{path / STATE} cannot be read: {error}", way_out=way_out) from error
+            what, way_out = (
+                f"{path / STATE} cannot be read: {error}",
+                "give the folder of a whole checkpoint.",
+            )
+            raise Refused(422, what, way_out=way_out) from error
         here, there = self._shapes(), manifest.shapes
+        differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if manifest.lora != self._lora:
-            difference = f"holds {_trained(manifest.lora)}, and this run trains {_trained(self._lora)}"
-        elif differing := sorted(name for name in {*here, *there} if here.get(name) != there.get(name)):
+            what = f"holds {_trained(manifest.lora)}, and this run trains {_trained(self._lora)}"
+        elif differing:
             name = differing[0]
-            shapes = f"{there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
-            difference = f"is of another model: {len(differing)} weights differ, e.g. {name} is {shapes}"
-        if difference:
-            way_out = f"start with the configuration of the run that wrote it (model {manifest.model_path})."
-            raise Refused(422, f"{path} {difference}", rule="a run trains the same weights", way_out=way_out)
-        return manifest
+            what = f"is of another model: {name} is {there.get(name)} there and {here.get(name)} here"
+        else:
+            return manifest
+        way_out = f"start with the configuration of the run that wrote it (model {manifest.model_path})."
+        raise Refused(422, f"{path} {what}", rule="a run trains the same weights", way_out=way_out)
 
 
 class _HostPlanner(DefaultSavePlanner):
@@ -277,18 +271,14 @@ def _errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, CheckpointException) as error:
-        where = ""
         reason: BaseException = error
         if isinstance(error, CheckpointException):
-            rank, (reason, _) = next(iter(error.failures.items()))
-            where = f" on rank {rank}"
-            while not isinstance(reason, OSError) and reason.__context__ is not None:
-                reason = reason.__context__  # torch's writer tells of a failed write as of a wrong position
-        raise Refused(
-            507,
-            f"cannot write or read {path}: {type(reason).__name__}{where}: {str(reason)[:300]}",
-            way_out="check the disk; a folder of another version of torch may not be readable.",
-        ) from error
+            reason, _ = next(iter(error.failures.values()))
+        while not isinstance(reason, OSError) and reason.__context__ is not None:
+            reason = reason.__context__  # torch's writer tells of a failed write as of a wrong position
+        what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
+        way_out = "check the disk; a folder of another version of torch may not be readable."
+        raise Refused(507, what, way_out=way_out) from error
 
 
 def _trained(lora: dict[str, Any] | None) -> str:

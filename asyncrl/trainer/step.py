@@ -36,8 +36,8 @@ from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import load_tokenizer, reshard
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
-from asyncrl.trainer.spec import TrainerSpec
 from asyncrl.trainer.state import Progress, TrainerState
+from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.chunk_export import ChunkFile, ChunkPlace, Chunks, cut
 from asyncrl.weights.export import (
     LazyWeights,
@@ -66,15 +66,8 @@ class TrainStep(Learner):
     def __init__(self, spec: TrainerSpec, ranks: Ranks = ALONE) -> None:
         """Raises ConfigError."""
         super().__init__(spec, ranks)
-        self._state = TrainerState(
-            self._masters,
-            self._optimizer,
-            ranks,
-            model_path=spec.model_path,
-            device=self.device,
-            lora=spec.trainer.lora,
-        )
-        self._offload = Offload(ranks, self.device, spec.offload_dir, self._tensors_of)
+        self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
+        self._offload = Offload(ranks, self.device, spec.failed_dir.parent / "offload", self._tensors_of)
         self.offload, self.onload = self._offload.offload, self._offload.onload
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype)
         end = TrainerEnd(self.device, self.dtype, spec.chunk_bytes, ranks.is_first, spec.is_file_wanted)
@@ -105,32 +98,25 @@ class TrainStep(Learner):
         peft folder. One that is there is replaced by the whole new one. Raises OSError, Refused.
         """
         self._offload.need("save", "weights")
-        if merged:
-            weights = dict(self._lazy_weights())
-        elif self._adapters is None:
-            raise Refused(
-                409, "adapters were asked for, and trainer.lora is none", way_out="save all weights."
-            )
-        else:
-            weights = self._adapters.tensors()
+        adapters = None if merged else self._adapters
+        if not merged and adapters is None:
+            what = "adapters were asked for, and trainer.lora is none"
+            raise Refused(409, what, way_out="save all weights.")
+        weights = dict(self._lazy_weights()) if adapters is None else adapters.tensors()
         if not self.ranks.is_first:
             gather_along(weights, self.dtype)
             return
         gathered = in_export_dtype(weights, self.dtype)  # first of all: the other ranks gather too
-        if merged or self._adapters is None:
+        if adapters is None:
             save_folder(self.policy.model, gathered, load_tokenizer(self.spec), self.dtype, path)
         else:
-            self._adapters.save(path, gathered, self.spec.model_path)
+            adapters.save(path, gathered, self.spec.model_path)
 
     def begin_save_state(self, path: Path) -> Future[None]:
         """Copy all that is needed to go on, wherever it lies; it is written to the new folder `path` beside
         training. Raises Refused.
         """
-        progress = Progress(
-            policy_version=self.policy_version,
-            num_optimizer_steps=self.num_optimizer_steps,
-            num_skipped_in_a_row=self.num_skipped_in_a_row,
-        )
+        progress = Progress.model_validate(self, from_attributes=True)
         return self._state.begin_save(progress, path, self._offload.content_of)
 
     def wait_save_state(self) -> None:
@@ -144,10 +130,8 @@ class TrainStep(Learner):
         """Go on from a saved folder of a checkpoint that was found whole. Raises Refused."""
         self._offload.need("load a state", "weights", "optimizer")
         self._chunks.forget()
-        progress = self._state.load(path)
-        self.policy_version, self.num_optimizer_steps = progress.policy_version, progress.num_optimizer_steps
+        vars(self).update(self._state.load(path))  # the fields of Progress
         self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps
-        self.num_skipped_in_a_row = progress.num_skipped_in_a_row
         self._note_restored(self.policy_version)  # now: there may be no batch left to train on
 
     def weights_digest(self) -> str:
@@ -159,18 +143,12 @@ class TrainStep(Learner):
     def chunk_names(self, version: int, index: int) -> list[str]:
         """On rank 0: the tensors that all ranks gather for this chunk. Raises Refused."""
         self._offload.need("export a chunk", "weights")
-        if not self.transport.sends_chunks:
-            raise Refused(
-                409, "chunks were asked for, and weight_sync.transport=lora sends the adapters alone"
-            )
+        assert self.transport.sends_chunks, "the config refuses weight_sync.transport=lora in turns"
         if version != self.policy_version:
-            raise Refused(
-                409,
-                f"version {version} was asked for while the trainer is at policy_version "
-                f"{self.policy_version}",
-                rule="the newest weights are exported, and a set of chunks is of one version",
-                way_out="begin again with chunk 0 of the newest version.",
-            )
+            newest = f"the trainer is at policy_version {self.policy_version}"
+            what = f"version {version} was asked for while {newest}"
+            rule, way_out = "a set of chunks is of the newest version", "begin again with chunk 0 of that."
+            raise Refused(409, what, rule=rule, way_out=way_out)
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
@@ -209,19 +187,16 @@ class TrainStep(Learner):
         try:
             return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
-            raise ConfigError(
-                f"no memory for a chunk on {self.device.type} that trainer and engines could share: {error}",
-                rule="in turns, weights go through memory that both sides open (CUDA IPC, or /dev/shm)",
-                way_out="lower weight_sync.chunk_bytes, or give trainer and engines devices of their own.",
-            ) from error
+            what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
+            way_out = "lower weight_sync.chunk_bytes, or give trainer and engines devices of their own."
+            raise ConfigError(what, way_out=way_out) from error
 
     def _lazy_weights(self) -> LazyWeights:
         """All weights by the names that the model was loaded with, in the order of an export; each that has
         an adapter is merged only when it is asked for.
         """
-        if self._adapters is None:
-            return LazyWeights(in_file_order(named_weights(self.policy.model)))
-        weights, merges = self._adapters.merging()
+        adapters, model = self._adapters, self.policy.model
+        weights, merges = (named_weights(model), None) if adapters is None else adapters.merging()
         return LazyWeights(in_file_order(weights), merges)
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
@@ -245,10 +220,7 @@ def _checked(canary: Canary | None) -> Canary | None:
     if canary is None or all(map(math.isfinite, [*canary.logprobs, canary.next_logprob])):
         return canary
     num_bad = sum(not math.isfinite(logprob) for logprob in canary.logprobs)
-    raise Refused(
-        422,
-        f"the weights give logprobs that are not finite, {num_bad} of {len(canary.logprobs)} tokens",
-        rule="weights are published with the logprobs of a fixed text, which every engine must find again",
-        way_out="go on from a checkpoint with a lower trainer.learning_rate; weight_sync.canary_limit=none "
-        "publishes without this check.",
-    )
+    what = f"the weights give logprobs that are not finite, {num_bad} of {len(canary.logprobs)} tokens"
+    rule = "every engine must find the logprobs of a fixed text again"
+    way_out = "go on from a checkpoint with a lower trainer.learning_rate, or weight_sync.canary_limit=none."
+    raise Refused(422, what, rule=rule, way_out=way_out)

@@ -1,4 +1,6 @@
-"""The controller's half of the trainer: batches out, versions and metrics back. Knows no torch."""
+"""The controller's half of the trainer: the spec of a worker, batches out, versions and metrics back. Knows
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.config.sections import Device, DType, FrozenConfig
 from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.http import Caller, CallLost, CallRefused
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart, TransportName
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
@@ -36,6 +40,65 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 RECOVERED_TIMEOUT_S = 60.0
 """For the answer to /health right after the last batch was trained on again."""
+
+
+class TrainerSpec(FrozenConfig):
+    """Everything one rank of the worker needs: written here, read at its start."""
+
+    model_path: str
+    """Hugging Face folder or hub id."""
+    dtype: DType = "auto"
+    """Type of the exported weights and of the forward pass; master weights are always float32."""
+    device: Device = "auto"
+    """auto = CUDA where there is a device, else CPU."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of whatever a model or a loss of the user's own draws, and of new adapters; the rest draws
+    nothing.
+    """
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of each rank. Results on the CPU are bit-identical for the same number."""
+    rank: int = Field(default=0, ge=0)
+    """Number of this worker among trainer.world_size."""
+    trainer: TrainerConfig = TrainerConfig()
+    """The section of the config."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The section of the config: what a step minimises."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature: logprobs are those of logits / temperature."""
+    max_tokens: int = Field(default=256, ge=1)
+    """rollout.max_tokens: the longest completion."""
+    transport: TransportName = "shm"
+    """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast
+    instead.
+    """
+    is_file_wanted: bool = False
+    """With transport=nccl: write the file too, for the eval engine."""
+    chunk_bytes: int = Field(default=2**28, ge=1)
+    """weight_sync.chunk_bytes: what /export_chunk writes at once."""
+    chunks: Literal["file", "memory"] = "file"
+    """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too
+    (asyncrl/weights/ipc.py), on the device of rank 0: embedded engines do, and vLLM with transport=ipc."""
+    canary_tokens: int = Field(default=0, ge=0)
+    """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines need space for
+    one more.
+    """
+    measures_gap: bool = True
+    """Compare the engines' logprobs of fresh tokens with the trainer's; false where the engines have no
+    model.
+    """
+    staging_dir: Path
+    """Folder of the exports, in shared memory; made with mode 0700, and removed at the worker's end."""
+    record_path: Path
+    """trained.jsonl: one line a batch, see asyncrl/trainer/step_report.py."""
+    failed_dir: Path
+    """Where a batch that gives NaN is saved for inspection."""
+    chat_template: Path | None = None
+    """Jinja file that replaces the tokenizer's own template in saved folders."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps that one batch is good for."""
+        return self.trainer.mini_batches * self.trainer.epochs
 
 
 class TrainerClient:
@@ -62,13 +125,7 @@ class TrainerClient:
 
     async def _train(self, batch: Batch) -> TrainResponse:
         answer = await self._post("/train", pack_batch(*pack_groups(batch)), TrainResponse)
-        if answer.policy_version != batch.version + 1:
-            raise TrainerError(
-                "trainer",
-                f"batch {batch.version} was answered with policy_version {answer.policy_version}",
-                rule="batch v turns v into v + 1",
-                way_out="start the run again.",
-            )
+        assert answer.policy_version == batch.version + 1, answer
         return answer
 
     def _reached(self, version: int) -> None:
@@ -164,11 +221,9 @@ class TrainerClient:
         except TrainerLost:
             raise
         except TrainerError as error:
-            raise CheckpointError(
-                f"the trainer cannot save its state: {error.fault}",
-                rule=error.rule or "the last whole checkpoint stays, and the run goes on",
-                way_out=error.way_out,
-            ) from error
+            what = f"the trainer cannot save its state: {error.fault}"
+            rule = error.rule or "the last whole checkpoint stays, and the run goes on"
+            raise CheckpointError(what, rule=rule, way_out=error.way_out) from error
 
 
 @contextmanager
@@ -180,15 +235,14 @@ def _trainer_errors() -> Iterator[None]:
             "trainer",
             f"{error.path} was refused ({error.status}): {error.body.error}",
             rule=error.body.rule,
-            way_out=error.body.way_out or "read the trainer's log in the run directory.",
+            way_out=error.body.way_out or "read its log in the run directory.",
         ) from error
     except CallLost as error:
         raise TrainerLost(
             "trainer",
             f"no answer to {error.path}: {error.why}",
             rule="the run cannot go on without its trainer",
-            way_out="read the trainer's log in the run directory; killed without a word usually means out of "
-            "memory: lower trainer.micro_batch_tokens.",
+            way_out="read its log in the run directory; if it was killed, lower trainer.micro_batch_tokens.",
         ) from error
 
 
@@ -196,10 +250,11 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
     """The batch as it crosses to the worker: header and packed arrays, trajectories in the order of groups,
     samples and branches.
     """
-    headers: list[TrajectoryHeader] = []
+    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
+    headers, end = list[TrajectoryHeader](), 0
     for group_index, group in enumerate(batch.groups):
         for trajectory in group.trajectories:
-            start = headers[-1].end if headers else 0
+            start, end = end, end + len(trajectory.token_ids)
             headers.append(
                 TrajectoryHeader(
                     group_index=group_index,
@@ -207,48 +262,34 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
                     sample_index=trajectory.sample_index,
                     prompt_id=group.prompt.prompt_id,
                     start=start,
-                    end=start + len(trajectory.token_ids),
+                    end=end,
                     reward=trajectory.reward,
                     branch=trajectory.branch,
                     credits=list(trajectory.credits),
                 )
             )
-    header = BatchHeader(
-        version=batch.version,
-        min_version=batch.min_version,
-        mask_older=batch.mask_older,
-        trajectories=headers,
-    )
-    trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
     versions, engines = zip(*map(sampled_by, trajectories), strict=True)
-    return header, BatchArrays(
+    arrays = BatchArrays(
         token_ids=np.concatenate([one.token_ids for one in trajectories]),
         loss_mask=np.concatenate([one.loss_mask for one in trajectories]),
         behaviour_logprobs=np.concatenate([one.behaviour_logprobs for one in trajectories]),
         versions=np.concatenate(versions),
         engines=np.concatenate(engines),
     )
+    bound = {"version": batch.version, "min_version": batch.min_version, "mask_older": batch.mask_older}
+    return BatchHeader(**bound, trajectories=headers), arrays
 
 
 def sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
     """Of each token, -1 where it was not sampled: the version it was sampled under, int32 [T], and the number
     of the engine server, int16 [T], -1 if it is not known.
-
-    Raises TrainerError if version_spans and loss_mask do not name the same tokens: half a record must not be
-    trained on.
     """
     versions = np.full(len(trajectory.token_ids), -1, np.int32)
     engines = np.full(len(trajectory.token_ids), -1, np.int16)
     for span in trajectory.version_spans:
         versions[span.start : span.end] = span.version
         engines[span.start : span.end] = span.engine
-    is_whole = np.array_equal(versions >= 0, trajectory.loss_mask)
-    if not is_whole or trajectory.num_sampled != int(trajectory.loss_mask.sum()):
-        raise TrainerError(
-            "trainer",
-            f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover its "
-            f"{int(trajectory.loss_mask.sum())} sampled tokens",
-            rule="version_spans cover exactly the tokens of loss_mask, each once",
-            way_out="please report it: the generator or the engine client is wrong.",
-        )
+    # Half a record must not be trained on.
+    assert np.array_equal(versions >= 0, trajectory.loss_mask), trajectory.version_spans
+    assert trajectory.num_sampled == trajectory.loss_mask.sum(), trajectory.version_spans
     return versions, engines

@@ -57,11 +57,8 @@ def attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if present := [name for name in UNSUPPORTED if options.get(name) is not None]:
         raise CannotPackError(f"its attention has {present[0]}")
-    if (
-        query.shape[::2] != (1, layout.num_tokens)
-        or key.shape != value.shape
-        or query.shape[3] != key.shape[3]
-    ):
+    is_whole = query.shape[::2] == (1, layout.num_tokens)
+    if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
         raise CannotPackError(f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}")
     if windows is not None and options.get("sliding_window") is not None:
         windows.add(int(options["sliding_window"]))
@@ -121,13 +118,9 @@ class _Packed(torch.autograd.Function):
         totals = run((grads[0], query, key, value, output), logsum, segments, ctx.scale)
         for part in families:
             own, keys = part.queries, part.keys
-            tensors = (
-                grads[0][:, :, own],
-                query[:, :, own],
-                key[:, :, keys],
-                value[:, :, keys],
-                output[:, :, own],
-            )
+            places = (own, own, keys, keys, own)
+            pairs = zip((grads[0], query, key, value, output), places, strict=True)
+            tensors = tuple(tensor[:, :, place] for tensor, place in pairs)
             found = run(tensors, logsum[:, :, own], part, ctx.scale)
             for total, more, place in zip(totals, found, (own, keys, keys), strict=True):
                 total[:, :, place] += more
@@ -160,17 +153,8 @@ def _pieces(tensors: tuple[Tensor, ...], lengths: tuple[Sequence[int], ...]) -> 
 
 def _forward_cuda(tensors: tuple[Tensor, ...], part: KernelPass, scale: float) -> tuple[Tensor, Tensor]:
     """As _forward_cpu, all sequences in one launch."""
-    output, logsum, *_ = _varlen(
-        *(tensor[0].transpose(0, 1).contiguous() for tensor in tensors),
-        _ends(part.query_lengths, tensors[0].device),
-        _ends(part.key_lengths, tensors[0].device),
-        max(part.query_lengths),
-        max(part.key_lengths),
-        0.0,
-        part.is_causal,
-        False,
-        scale=scale,
-    )
+    rows = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors)
+    output, logsum, *_ = _varlen(*rows, *_lengths(part, tensors[0].device), False, scale=scale)
     return output.transpose(0, 1)[None], logsum[None]
 
 
@@ -178,22 +162,17 @@ def _backward_cuda(
     tensors: tuple[Tensor, ...], logsum: Tensor, part: KernelPass, scale: float
 ) -> tuple[Tensor, ...]:
     """As _backward_cpu, all sequences in one launch."""
-    gradients = _varlen_backward(
-        *(tensor[0].transpose(0, 1).contiguous() for tensor in tensors),
-        logsum[0].contiguous(),
-        _ends(part.query_lengths, logsum.device),
-        _ends(part.key_lengths, logsum.device),
-        max(part.query_lengths),
-        max(part.key_lengths),
-        0.0,
-        part.is_causal,
-        torch.zeros(
-            (2,), dtype=torch.uint64, device=logsum.device
-        ),  # the state of a dropout that is not there
-        torch.empty(0, device=logsum.device),
-        scale=scale,
-    )
+    rows, device = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors), logsum.device
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
+    logsum, lengths = logsum[0].contiguous(), _lengths(part, device)
+    gradients = _varlen_backward(*rows, logsum, *lengths, *no_dropout, scale=scale)
     return tuple(gradient.transpose(0, 1)[None] for gradient in gradients)
+
+
+def _lengths(part: KernelPass, device: torch.device) -> tuple[Any, ...]:
+    """Ends of the sequences, the longest ones, dropout, and whether attention is causal."""
+    queries, keys = part.query_lengths, part.key_lengths
+    return _ends(queries, device), _ends(keys, device), max(queries), max(keys), 0.0, part.is_causal
 
 
 @lru_cache(maxsize=64)

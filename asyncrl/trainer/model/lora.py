@@ -31,33 +31,28 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
     """Full names of the layers that get an adapter. Raises ConfigError with what the model has. Asks for
     names and kinds of modules alone, so a model without weights (on `meta`) will do.
     """
-    head, modules, names_of = model.get_output_embeddings(), dict(model.named_modules()), Counter[int]()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        names_of[id(parameter)] += 1
-    linear = [
-        name for name, module in modules.items() if isinstance(module, nn.Linear) and module is not head
-    ]
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-    found, fault = dict.fromkeys(linear), ""
-    if config.targets != "all-linear":
-        found = {}
-        for target in config.targets:
-            matches = [name for name in modules if name == target or name.endswith(f".{target}")]
-            if not matches:
-                fault = f"names {target}, and {type(model).__name__} has no such layer"
-            elif wrong := [name for name in matches if name not in linear]:
-                kind = "the output head" if modules[wrong[0]] is head else type(modules[wrong[0]]).__name__
-                fault = f"names {target}, and {wrong[0]} is {kind}"
-            found |= dict.fromkeys(matches)
+    head, modules = model.get_output_embeddings(), dict(model.named_modules())
+    linear = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
+    linear = {name: module for name, module in linear.items() if module is not head}
+
+    def refused(what: str) -> ConfigError:
+        rule = "an adapter sits on a torch.nn.Linear with a weight of its own, other than the head"
+        kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
+        way_out = f"name modules or the ends of their names; the linear layers are {kinds}."
+        return ConfigError(f"trainer.lora.targets {what}", rule=rule, way_out=way_out)
+
+    found = set(linear) if config.targets == "all-linear" else set[str]()
+    for target in config.targets if config.targets != "all-linear" else ():
+        names = {name for name in modules if name == target or name.endswith(f".{target}")}
+        if not names or not names <= linear.keys():
+            raise refused(f"names {target}, and {type(model).__name__} has no such layer")
+        found |= names
     chosen = [name for name in linear if name in found]
-    if shared := [name for name in chosen if names_of[id(modules[name].weight)] > 1]:
-        fault = f"names {shared[0]}, whose weight is shared with another layer ({len(shared)} such targets)"
-    if fault or not chosen:
-        raise ConfigError(
-            f"trainer.lora.targets {fault or 'names no layer'}",
-            rule="an adapter sits on a torch.nn.Linear with a weight of its own, other than the head",
-            way_out=f"name modules or the ends of their names; the linear layers are {kinds}.",
-        )
+    names_of = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    if shared := [name for name in chosen if names_of[id(linear[name].weight)] > 1]:
+        raise refused(f"names {shared[0]}, whose weight is shared with another layer")
+    if not chosen:
+        raise refused("names no layer")
     return chosen
 
 
@@ -127,13 +122,12 @@ class Adapters:
         if they cannot sit where trainer.lora.targets says.
         """
         names = find_targets(model, config)
-        self._model, self.config, self._dtype = model, config, dtype
+        self._model, self._dtype, self.scale = model, dtype, config.alpha / config.rank
+        """`scale`: what B A is multiplied with."""
         self._peft_config = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided
             target_modules=names,
-            lora_dropout=0.0,
-            bias="none",
             task_type="CAUSAL_LM",
         )
         # As in https://huggingface.co/docs/peft/developer_guides/custom_models
@@ -142,11 +136,6 @@ class Adapters:
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         for parameter in model.parameters():  # whatever the dtype that the model was loaded in
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
-
-    @property
-    def scale(self) -> float:
-        """What B A is multiplied with."""
-        return self.config.alpha / self.config.rank
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -159,11 +148,11 @@ class Adapters:
 
     def tensors(self) -> dict[str, Tensor]:
         """A [rank, in] and B [out, rank] of each layer, sharded where the model is."""
-        adapters = {}
-        for name, layer in self.layers.items():
-            adapters[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER].weight.detach()
-            adapters[f"{name}.lora_B.weight"] = layer.lora_B[ADAPTER].weight.detach()
-        return adapters
+        return {
+            f"{name}.{kind}.weight": getattr(layer, kind)[ADAPTER].weight.detach()
+            for name, layer in self.layers.items()
+            for kind in ("lora_A", "lora_B")
+        }
 
     def export_tensors(self) -> dict[str, Tensor]:
         """What an engine needs beside the base weights, as the model computes with it: tensors() on the CPU,
@@ -177,9 +166,8 @@ class Adapters:
         """(all weights by the base model's own names, as they are without adapters; what merges each that has
         one), for one at a time.
         """
-        weights = {
-            name: tensor for name, tensor in named_weights(self._model).items() if ".lora_" not in name
-        }
+        named = named_weights(self._model)
+        weights = {name: tensor for name, tensor in named.items() if ".lora_" not in name}
         merges: dict[str, Callable[[], Tensor]] = {}
         for name, layer in self.layers.items():
             prefix = f"{name}.base_layer."
@@ -189,9 +177,8 @@ class Adapters:
         return weights, merges
 
     def _merge(self, layer: Any, base: Tensor) -> Tensor:
-        lora_A, lora_B = (
-            module[ADAPTER].weight.detach().to(self._dtype) for module in (layer.lora_A, layer.lora_B)
-        )
+        pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+        lora_A, lora_B = (weight.detach().to(self._dtype) for weight in pair)
         return merge(base, lora_A, lora_B, self.scale)
 
     def save(self, path: Path, tensors: dict[str, Tensor], model_path: str) -> None:

@@ -98,11 +98,6 @@ class TokenRange:
     group: int
     first: int
 
-    def take(self, has_loss: BoolN, chosen: BoolN) -> None:
-        """Choose its loss tokens."""
-        part = slice(self.start, self.start + self.length + 1)
-        chosen[part] = has_loss[part]
-
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
     """The sequences with a loss token, in the header's order."""
@@ -110,9 +105,8 @@ def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
     for index, entry in enumerate(header.trajectories):
         places = np.flatnonzero(has_loss[entry.start : entry.end])
         if len(places):
-            ranges.append(
-                TokenRange(index, entry.start, int(places[-1]), entry.group_index, first=int(places[0]))
-            )
+            first, last = int(places[0]), int(places[-1])
+            ranges.append(TokenRange(index, entry.start, last, entry.group_index, first))
     return ranges
 
 
@@ -154,7 +148,8 @@ def split_tokens(header: BatchHeader, has_loss: BoolN, num_ranks: int) -> list[B
     owners = np.minimum((middles * num_ranks / sum(costs)).astype(np.int64), num_ranks - 1)
     shares = [np.zeros_like(has_loss) for _ in range(num_ranks)]
     for sequence, owner in zip(sequences, owners, strict=True):
-        sequence.take(has_loss, shares[owner])
+        part = slice(sequence.start, sequence.start + sequence.length + 1)
+        shares[owner][part] = has_loss[part]
     return shares
 
 
@@ -208,23 +203,19 @@ def pack(
 
 def pack_texts(texts: list[list[npt.NDArray[np.int64]]], device: torch.device) -> MicroBatch:
     """One micro-batch of token ids, group by group, whose every token but the first is predicted."""
-    entries: list[TrajectoryHeader] = []
+    entries, end = list[TrajectoryHeader](), 0
     for group, of_group in enumerate(texts):
         for text in of_group:
-            start = entries[-1].end if entries else 0
-            place = {"group_index": group, "group_id": group, "start": start, "end": start + len(text)}
+            start, end = end, end + len(text)
+            place = {"group_index": group, "group_id": group, "start": start, "end": end}
             entries.append(TrajectoryHeader(**place, sample_index=0, prompt_id="", reward=0.0))
     token_ids = np.concatenate([text for of_group in texts for text in of_group]).astype(np.int32)
-    has_loss = np.ones(len(token_ids), np.bool_)
+    has_loss = np.ones(end, np.bool_)
     has_loss[[entry.start for entry in entries]] = False
-    arrays = BatchArrays(
-        token_ids=token_ids,
-        loss_mask=has_loss,
-        behaviour_logprobs=np.zeros(len(token_ids), np.float32),
-        versions=np.zeros(len(token_ids), np.int32),
-    )
+    nothing = {"behaviour_logprobs": np.zeros(end, np.float32), "versions": np.zeros(end, np.int32)}
+    arrays = BatchArrays(token_ids=token_ids, loss_mask=has_loss, **nothing)
     header = BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries)
-    (micro,) = pack(header, arrays, has_loss, len(token_ids), device)
+    (micro,) = pack(header, arrays, has_loss, end, device)
     return micro
 
 

@@ -6,6 +6,7 @@ Every failure here is a ConfigError with the way out: it happens before the firs
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -15,20 +16,14 @@ import psutil
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed import fsdp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan
 from asyncrl.trainer.ranks import Ranks
-from asyncrl.trainer.spec import TrainerSpec
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 if TYPE_CHECKING:
     from asyncrl.trainer.model.lora import Adapters
@@ -82,10 +77,8 @@ STATE_BYTES = 12
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     """The device and the dtype of forward pass and exports that the spec's `auto` stand for."""
     if spec.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "the trainer is to run on CUDA, but torch sees no CUDA device",
-            way_out="set placement.trainer=cpu, or install a CUDA build of torch.",
-        )
+        way_out = "set placement.trainer=cpu, or install a CUDA build of torch."
+        raise ConfigError("the trainer is to run on CUDA, but torch sees no CUDA device", way_out=way_out)
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
@@ -147,6 +140,21 @@ def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> to
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
 
 
+def learning_rate_at(config: TrainerConfig, step: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0 over the whole run.
+
+    Warm-up rises linearly and reaches the peak in its last step, number warmup_steps - 1; then the rate stays
+    (constant) or falls to 0 one step after the last of num_steps * mini_batches * epochs.
+    """
+    peak, past_warmup = config.learning_rate, step - config.warmup_steps
+    if past_warmup < 0:
+        return peak * (step + 1) / config.warmup_steps
+    length = max(config.num_steps * config.mini_batches * config.epochs - config.warmup_steps, 1)
+    progress = min(past_warmup / length, 1.0)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
+
+
 def _check_memory(num_parameters: int, device: torch.device, config: TrainerConfig) -> None:
     """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to be moved, a
     shard to each device.
@@ -177,12 +185,12 @@ def sharded_policy(
     policy = Policy(model, plan)
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "offload_policy": CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
     }
     for layer in _layers(model):
-        fully_shard(layer, **options)
-    fully_shard(policy, **options)
+        fsdp.fully_shard(layer, **options)
+    fsdp.fully_shard(policy, **options)
     for module in _sharded(policy):
         # The step's loss is a sum over all ranks, not a mean: nothing is divided.
         module.set_gradient_divide_factor(1.0)
@@ -203,8 +211,8 @@ def reshard(policy: Policy) -> None:
         module.reshard()
 
 
-def _sharded(policy: Policy) -> list[FSDPModule]:
-    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
+    return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def _layers(model: Any) -> list[nn.Module]:
@@ -228,9 +236,8 @@ class TrainedModel:
             from asyncrl.trainer.model.lora import Adapters
 
             self.adapters = Adapters(model, spec.trainer.lora, dtype)
-        has_copy = (
-            needs_reference and self.adapters is None
-        )  # without its adapters the model is the reference
+        # Without its adapters the model is the reference.
+        has_copy = needs_reference and self.adapters is None
         if ranks.mesh is None:
             if has_copy:
                 self.reference = Policy(_frozen_copy(model, dtype))

@@ -123,9 +123,8 @@ def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
 
 def _places(target_M: Tensor, part: slice) -> tuple[Tensor, Tensor]:
     """Where each target stands in the slice, any place if it does not; whether it does."""
-    return (target_M - part.start).clamp(0, part.stop - part.start - 1), (target_M >= part.start) & (
-        target_M < part.stop
-    )
+    place_M, size = target_M - part.start, part.stop - part.start
+    return place_M.clamp(0, size - 1), (place_M >= 0) & (place_M < size)
 
 
 def _logits(
@@ -208,17 +207,15 @@ class Policy(nn.Module):
         ConfigError.
         """
         model = self.model
-        # The old name warns that it goes in transformers v6; the new one came in the course of v5.
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
+        # The new name came in the course of transformers v5; the old one warns that it goes in v6.
+        old = "gradient_checkpointing_enable"
+        enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
         try:
             enable({"use_reentrant": False})
         except ValueError as error:
-            raise ConfigError(
-                f"trainer.gradient_checkpointing=true, but {type(model).__name__} cannot do it ({error})",
-                way_out="set trainer.gradient_checkpointing=false and a smaller trainer.micro_batch_tokens.",
-            ) from error
+            what = f"trainer.gradient_checkpointing=true, but {type(model).__name__} cannot do it ({error})"
+            way_out = "set trainer.gradient_checkpointing=false and a smaller trainer.micro_batch_tokens."
+            raise ConfigError(what, way_out=way_out) from error
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 # transformers checkpoints layers in training mode alone; their children stay without dropout.
@@ -246,10 +243,8 @@ def find_plan(model: Any) -> ForwardPlan:
     texts = [*family, random.integers(0, vocab_size, PREFIX)]
     micro = pack_texts([family, texts[-1:]], device)
     sequences = [torch.from_numpy(text).to(device)[None] for text in texts]
-    expected = [
-        model.base_model(input_ids=ids_1T, use_cache=False).last_hidden_state[0, :-1].float()
-        for ids_1T in sequences
-    ]
+    plain = (model.base_model(input_ids=ids_1T, use_cache=False) for ids_1T in sequences)
+    expected = [output.last_hidden_state[0, :-1].float() for output in plain]
     has_plain_head = _has_plain_head(model, sequences[0])
     before, windows = model.config._attn_implementation, set[int]()
     try:
@@ -294,13 +289,11 @@ def _has_plain_head(model: Any, ids_1T: Tensor) -> bool:
         logits = model(input_ids=ids_1T, use_cache=False).logits
         return torch.allclose(logits, head(hidden_1TD), rtol=1e-4, atol=1e-5)
 
+    def enlarged(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+        spread = torch.linspace(-LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device)
+        return logits + spread.to(logits.dtype)
+
     if not is_plain():
         return False
-    with head.register_forward_hook(_enlarge):
+    with head.register_forward_hook(enlarged):
         return is_plain()
-
-
-def _enlarge(head: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
-    """Hook: logits far from 0, whatever the weights are."""
-    spread = torch.linspace(-LARGE_LOGIT, LARGE_LOGIT, logits.shape[-1], device=logits.device)
-    return logits + spread.to(logits.dtype)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -43,10 +43,8 @@ OLD_KEYS = {"rope_theta", "rope_scaling"}
 """Keys that transformers still takes and turns into rope_parameters."""
 
 
-class ScratchSpec(BaseModel):
+class ScratchSpec(BaseModel, frozen=True, extra="forbid"):
     """What to make and where: `out` must not exist yet. dtype auto and float32 are the same here."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     out: Path
     seed: int
@@ -91,31 +89,10 @@ def scratch_config(architecture: Mapping[str, Any], tokenizer: Any) -> Any:
         raise ValueError("model.scratch.architecture has no model_type; give one, like qwen3")
     known = AutoConfig.for_model(model_type).to_dict().keys() | OLD_KEYS
     if unknown := ", ".join(sorted(given.keys() - known)):
-        raise ValueError(
-            f"model.scratch.architecture has keys that a {model_type} config does not know: {unknown}"
-        )
-    filled = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": None,
-    }
+        raise ValueError(f"model.scratch.architecture: a {model_type} config does not know {unknown}")
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    filled = {"vocab_size": len(tokenizer), **special, "bos_token_id": None}
     return AutoConfig.for_model(model_type, **{**given, **filled})
-
-
-def make_random_model(
-    architecture: Mapping[str, Any], tokenizer: Any, seed: int, dtype: str = "float32"
-) -> Any:
-    """A causal language model with weights drawn from `seed`. Raises ValueError as scratch_config does."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    config = scratch_config(architecture, tokenizer)
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model
 
 
 def make_scratch_model(spec: ScratchSpec) -> None:
@@ -123,11 +100,18 @@ def make_scratch_model(spec: ScratchSpec) -> None:
 
     Raises ValueError for a spec that makes no model, FileExistsError if `out` is there already.
     """
+    import torch
+    from transformers import AutoModelForCausalLM
+
     if spec.out.exists():
         raise FileExistsError(f"{spec.out} exists already")
     tokenizer = make_character_tokenizer(spec.scratch.characters, has_tool_role=spec.scratch.has_tool_role)
-    dtype = "float32" if spec.dtype == "auto" else spec.dtype
-    model = make_random_model(spec.scratch.architecture, tokenizer, spec.seed, dtype)
+    config = scratch_config(spec.scratch.architecture, tokenizer)
+    torch.manual_seed(spec.seed)
+    dtype = torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
     with whole_folder(spec.out) as unfinished:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)

@@ -1,0 +1,178 @@
+"""What a step tells: how far engines and trainer are apart on tokens that both have from the same weights,
+engine by engine; distances between policies; its line of the trained record. Imports no torch.
+
+The trained record, trained.jsonl, has one JSON line a step, enough to check the staleness bound with nothing
+else. A line holds `version` (the batch turned it into version + 1), `min_version`, `loss` (null where all of
+its steps were skipped), `num_loss_tokens`, and for each trajectory (a branch of a rollout) its ids, the
+rollout's reward, `num_tokens`, `num_loss_tokens`, `tokens_sha` (first 16 hex digits of the sha256 of its
+int32 token ids) and `spans`: [start, end, version] of the tokens that carried loss, positions counted from
+the first prompt token.
+
+A line {"restored": v} says that the trainer went on from the weights of version v: later lines of v and above
+count, earlier ones do not. Does it hold "lost": [first, last], then the lines of these versions are missing,
+for the reason that "why" gives: they cannot come back, because the weights hold what was trained on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.files import LOST, cut_at, lines_from_end
+from asyncrl.messages.calls import BatchArrays, BatchHeader
+
+Float32M = npt.NDArray[np.float32]
+BoolN = npt.NDArray[np.bool_]
+
+GAP_WARNING = 0.05
+"""Nats of mean logprob gap on fresh tokens from which the log warns."""
+MIN_ENGINE_TOKENS = 64
+"""Fresh tokens of one engine from which its own mean is judged: of fewer, one unlikely token can be most of
+it.
+"""
+GAP_ADVICE = (
+    "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
+    "engine that is off alone; weight_sync.interrupt=keep_kv raises the gap"
+)
+
+
+class Gap(NamedTuple):
+    """|current - behaviour| in nats over `num_tokens` >= 1 fresh tokens of engine number `engine`; None: of
+    all together.
+    """
+
+    engine: int | None
+    num_tokens: int
+    mean: float
+    max: float
+
+    def __str__(self) -> str:
+        who = "all engines" if self.engine is None else f"engine-{self.engine}"
+        return f"{who} by {self.mean:.4g} nats on {self.num_tokens} fresh tokens"
+
+
+def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArray[np.int16]) -> list[Gap]:
+    """That of all M fresh tokens, then of each engine that sampled some (-1: not known, and in the first
+    alone); [] if M is 0.
+    """
+    gap_M = np.abs(current_M.astype(np.float64) - behaviour_M)
+    parts: list[tuple[int | None, npt.NDArray[np.float64]]] = [(None, gap_M)] if len(gap_M) else []
+    parts += [(int(engine), gap_M[engine_M == engine]) for engine in np.unique(engine_M) if engine >= 0]
+    return [Gap(engine, len(part), float(part.mean()), float(part.max())) for engine, part in parts]
+
+
+def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
+    """policy/logprob_gap_max and _mean, and both /engine-K."""
+    metrics: dict[str, float] = {}
+    for gap in gaps:
+        suffix = "" if gap.engine is None else f"/engine-{gap.engine}"
+        metrics |= {f"policy/logprob_gap_max{suffix}": gap.max, f"policy/logprob_gap_mean{suffix}": gap.mean}
+    return metrics
+
+
+def gap_fault(gaps: Sequence[Gap], limit: float) -> str:
+    """Whose mean is above `limit`, the largest first; '' if none is. NaN is above nothing."""
+    judged = [gap for gap in gaps if gap.engine is None or gap.num_tokens >= MIN_ENGINE_TOKENS]
+    above = [gap for gap in judged if gap.mean > limit]
+    above.sort(key=lambda gap: (-gap.mean, gap.engine is None))
+    return f"engines and trainer disagree: {', '.join(map(str, above[:4]))}" if above else ""
+
+
+def policy_metrics(current_M: Float32M, behaviour_M: Float32M, entropy_M: Float32M) -> dict[str, float]:
+    """Entropy, distance and effective sample size of M >= 1 loss tokens, before the update; logprobs and
+    entropy in nats.
+
+    kl_behaviour estimates KL(behaviour || current) by the mean of w - 1 - log w, w = exp(current -
+    behaviour), which is unbiased and never negative (http://joschu.net/blog/kl-approx.html). ess is the
+    effective sample size of the weights w as a fraction of M, (sum w)^2 / (M sum w^2): 1 on-policy.
+    """
+    log_weight_M = current_M.astype(np.float64) - behaviour_M
+    weight_M: npt.NDArray[np.float64] = np.exp(log_weight_M)
+    return {
+        "policy/entropy": float(entropy_M.mean(dtype=np.float64)),
+        "policy/kl_behaviour": float((weight_M - 1.0 - log_weight_M).mean()),
+        "policy/ess": float(weight_M.sum() ** 2 / (len(weight_M) * np.square(weight_M).sum())),
+    }
+
+
+# ---- the trained record
+
+
+def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss: float) -> dict[str, Any]:
+    """The record of one step. `has_loss` bool [N]: what carried loss, masks applied."""
+    trajectories = []
+    for entry in header.trajectories:
+        part = slice(entry.start, entry.end)
+        trajectories.append(
+            entry.model_dump(include={"group_id", "prompt_id", "sample_index", "branch", "reward"})
+            | {
+                "num_tokens": entry.end - entry.start,
+                "num_loss_tokens": int(has_loss[part].sum()),
+                "tokens_sha": hashlib.sha256(arrays.token_ids[part].astype("<i4").tobytes()).hexdigest()[:16],
+                "spans": loss_spans(has_loss[part], arrays.versions[part]),
+            }
+        )
+    return {
+        "version": header.version,
+        "min_version": header.min_version,
+        "loss": loss if math.isfinite(loss) else None,
+        "num_loss_tokens": int(has_loss.sum()),
+        "trajectories": trajectories,
+    }
+
+
+def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
+    """[start, end, version] of each run of neighbours that carry loss and have one version."""
+    label = np.where(has_loss, versions, -1)
+    edges = [0, *(np.flatnonzero(np.diff(label)) + 1).tolist(), len(label)]
+    spans = zip(edges, edges[1:], label[edges[:-1]].tolist(), strict=False)
+    return [[start, end, version] for start, end, version in spans if version >= 0]
+
+
+def hold_record(path: Path) -> None:
+    """Lock the record until this process ends: else the trainer of a killed run could write one more line
+    after that of the resumed one. Waits for an older process that is being killed; the parent's limit of a
+    start ends that too.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def note_restored(path: Path, version: int) -> None:
+    """Say that the batches from `version` on are about to be trained again, and which of those before are
+    missing.
+
+    An incomplete last line is cut off first. A machine that stops can lose only the end of a file, so only
+    the last lines are read.
+    """
+    reached = -1
+    for start, line in lines_from_end(path) if path.is_file() else ():
+        if not line.endswith(b"\n"):
+            cut_at(path, start)
+            continue
+        with contextlib.suppress(ValueError, KeyError):  # what a power cut has made of a line
+            told = json.loads(line)
+            reached = told["restored"] - 1 if "restored" in told else told["version"]
+            break
+    if reached < version - 1:
+        append_line(path, {"restored": version, "lost": [reached + 1, version - 1], "why": LOST})
+    elif path.is_file() and path.stat().st_size:
+        append_line(path, {"restored": version})
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append and flush; the line is in the file when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
