@@ -28,7 +28,7 @@ EVAL_ENGINE = "engine-eval"
 CPU_MICRO_BATCH_TOKENS = 2048
 """Most tokens that the trainer packs into one forward pass on the CPU."""
 VLLM_CPU_BLOCK_TOKENS, VLLM_CPU_MIN_KV_BYTES = 128, 2**26
-"""As asyncrl_servers/vllm/memory.py has them."""
+"""As asyncrl_servers/vllm/arguments.py has them."""
 
 Phase = Literal["generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
