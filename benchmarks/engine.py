@@ -40,7 +40,7 @@ from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
-from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
+from asyncrl_servers.embedded.decoder import EmbeddedSpec
 
 VOCAB, PROMPT_LENGTH, MAX_NEW = 64, 16, 496
 

@@ -20,8 +20,7 @@ from pydantic_core import from_json, to_json
 from asyncrl.http import child_arguments, die_with_parent, serve
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl_servers.engine_app import engine_app
-from asyncrl_servers.simulated.latency_engine import SimulatedEngine
-from asyncrl_servers.simulated.simulated_state import SimulatedSpec
+from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 PROMPT = [1] * 256
 """Stands for the prompt, which this route does not tokenise."""

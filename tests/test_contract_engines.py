@@ -59,11 +59,8 @@ async def test_a_resumed_request_goes_on(server: Server, engine: EngineClient, t
         for tokens in (30, 11)
     ]
     assert head.token_ids == whole.token_ids[:11]
-    resumed: dict[str, Any] = {
-        "prompt_ids": [1, 2, 3, *head.token_ids],
-        "num_resumed": 11,
-        "temperature": temperature,
-    }
+    resumed: dict[str, Any] = {"prompt_ids": [1, 2, 3, *head.token_ids], "num_resumed": 11}
+    resumed["temperature"] = temperature
     tail, again = [await engine.generate_segment(server.request(**resumed, max_tokens=19)) for _ in range(2)]
     assert (again.token_ids, again.logprobs) == (tail.token_ids, tail.logprobs)
     if server.traits.resumes_draws or temperature == 0.0:

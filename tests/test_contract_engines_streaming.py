@@ -16,7 +16,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import GenerateChunk, GenerateResponse
 from asyncrl.messages.records import SamplingRequest
-from asyncrl_servers.checks import spans_of
+from asyncrl_servers.engine_app import spans_of
 
 pytest_plugins = ["engine_under_test"]
 

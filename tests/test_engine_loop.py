@@ -13,6 +13,7 @@ from tiny_model import make_tiny_model
 
 from asyncrl.http import Refused
 from asyncrl.messages.calls import CommitRequest
+from asyncrl_servers import engine_app
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.engine_app import TokenStream
@@ -41,7 +42,7 @@ def test_a_prompt_in_a_slot_is_not_prefilled_again(folder: Path, other_folder: P
     while not futures[3].done():
         engine.turn()
     assert prefilled == [1], "by then two came later than the others"
-    staged = engine.prepare(stage_file(other_folder, 1, tmp_path))
+    staged = engine.weights.prepare(stage_file(other_folder, 1, tmp_path))
     commit = engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep_kv"))
     while not futures[-1].done():
         engine.turn()
@@ -59,7 +60,7 @@ def test_a_kept_request_goes_on_over_its_tokens_read_anew_or_over_the_old_cache(
     folder: Path, other_folder: Path, tmp_path: Path, interrupt: str
 ) -> None:
     engine, at = build_engine(make_spec(folder)), 30
-    staged = engine.prepare(stage_file(other_folder, 1, tmp_path))
+    staged = engine.weights.prepare(stage_file(other_folder, 1, tmp_path))
     future = engine.submit(make_request(max_tokens=200))
     for _ in range(at - 1):  # the first turn gives two tokens: prefill, and a step
         engine.turn()
@@ -112,7 +113,7 @@ def test_weights_that_are_not_finite_end_the_engine_under_their_version(folder: 
     crashes: list[BaseException] = []
     engine = build_engine(make_spec(folder, slots=1), crashes.append)
     broken = {name: torch.full_like(one, torch.nan) for name, one in engine.weights._parameters.items()}
-    staged = engine.prepare(stage_file(broken, 1, tmp_path))
+    staged = engine.weights.prepare(stage_file(broken, 1, tmp_path))
     future = engine.submit(make_request(max_tokens=200))
     engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep"))
     engine.start()
@@ -125,15 +126,16 @@ def test_weights_that_are_not_finite_end_the_engine_under_their_version(folder: 
 def test_no_commit_hashes_weights(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the first: decoding would stand still meanwhile."""
     engine = build_engine(make_spec(folder))
-    staged = engine.prepare(stage_file(folder, 1, tmp_path))
+    staged = engine.weights.prepare(stage_file(folder, 1, tmp_path))
     monkeypatch.delattr("asyncrl_servers.embedded.loaded_weights.digest_tensors")
     committed = engine.commit(CommitRequest(version=1, digest=staged.digest))
     engine.turn()
     assert committed.result(timeout=0).version == 1
 
 
-def test_requests_beyond_the_queues_bound_are_refused(folder: Path) -> None:
-    engine = build_engine(make_spec(folder, slots=1, max_queued=2))
+def test_requests_beyond_the_queues_bound_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_app, "MAX_QUEUED", 2)
+    engine = build_engine(make_spec(folder, slots=1))
     futures = [engine.submit(make_request(f"r{index}", max_tokens=5)) for index in range(4)]
     engine.start()
     with pytest.raises(Refused, match="2 requests are queued") as refusal:

@@ -13,8 +13,8 @@ from engine_in_process import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_servers.checks import uniform_draws
 from asyncrl_servers.embedded.sequence import sample
+from asyncrl_servers.engine_app import uniform_draws
 
 
 def drawn(

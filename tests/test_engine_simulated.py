@@ -14,8 +14,7 @@ from engine_in_process import make_request
 from rollout_cases import virtual
 
 from asyncrl.messages.calls import CommitRequest, PrepareRequest
-from asyncrl_servers.simulated.latency_engine import SimulatedEngine
-from asyncrl_servers.simulated.simulated_state import SimulatedSpec
+from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged
 
 BASE: dict[str, Any] = {"name": "engine-0", "slots": 4, "max_length": 1000, "vocab_size": 50, "swap_s": 0.5}
@@ -72,15 +71,6 @@ def test_lengths_are_lognormal_with_the_mean_of_the_spec() -> None:
     assert abs(statistics.median(lengths) - 64 / 2.718281828**0.5) < 1.5
 
 
-@virtual
-async def test_many_thousand_requests_cost_no_work_for_each_token() -> None:
-    engine = make_engine(slots=5_000, mean_tokens=500.0, sigma=0.0)
-    requests = (make_request(str(index), max_tokens=900, seed=index) for index in range(5_000))
-    answers = await asyncio.gather(*(engine.submit(request) for request in requests))
-    assert {len(answer.token_ids) for answer in answers} == {500}
-    assert round(asyncio.get_running_loop().time(), 6) == 5.0
-
-
 def test_the_simulated_server_needs_no_torch() -> None:
-    code = "import asyncrl_servers.simulated.__main__, sys; assert 'torch' not in sys.modules"
+    code = "import asyncrl_servers.simulated, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parent)

@@ -88,7 +88,7 @@ def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path
         with pytest.raises(Refused, match="cannot restore: the weights in .* have digest"):
             wake(engine)
         shutil.rmtree(folder)
-        with pytest.raises(Refused, match="engine-0: cannot restore the weights of the start from"):
+        with pytest.raises(Refused, match="cannot restore the weights of the start from"):
             wake(engine)
         assert engine.health().asleep == BOTH
         shutil.move(moved, folder)
@@ -99,7 +99,7 @@ def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path
 def test_weights_under_adapters_cannot_sleep_but_the_cache_can(folder: Path, tmp_path: Path) -> None:
     small = adapters(folder, ("model.layers.1.self_attn.q_proj",))
     with running_engine(folder, has_adapters=True) as engine, running_engine(folder) as late:
-        late.prepare(request := lora_request(small, 1, tmp_path))
+        late.weights.prepare(request := lora_request(small, 1, tmp_path))
         late.commit(CommitRequest(version=1, digest=request.digest)).result(timeout=60)
         for refusing in (engine, late):
             expected = sampled(refusing)
@@ -119,7 +119,7 @@ def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_request
     engine.start()
     sleep(engine)
     slots, engine.runner.slots = engine.runner.slots, 10**9
-    with pytest.raises(Refused, match=r"kv and weights need \d+ bytes to wake, \d+ are free on cpu"):
+    with pytest.raises(Refused, match=r"kv and weights cannot wake: \d+ bytes are needed, \d+ are free"):
         wake(engine)
     assert engine.health().asleep == BOTH
     waiting = engine.submit(make_request(max_tokens=5))
@@ -178,11 +178,11 @@ class SleepHistories(RuleBasedStateMachine):
         chunk = self.pushes[index].model_copy(update={"version": self.version})
         may_load = "weights" not in self.asleep and not self.has_content and (index in (0, self.loaded))
         if may_load and is_good:
-            assert self.engine.load_chunk(chunk).digest == chunk.digest
+            assert self.weights.load_chunk(chunk).digest == chunk.digest
             self.loaded = index + 1
             return
         with pytest.raises(Refused):
-            self.engine.load_chunk(chunk if is_good else chunk.model_copy(update={"digest": "0" * 32}))
+            self.weights.load_chunk(chunk if is_good else chunk.model_copy(update={"digest": "0" * 32}))
         if may_load:
             self.loaded = 0
 

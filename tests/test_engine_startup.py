@@ -15,9 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import ErrorBody, find_fatal
-from asyncrl_servers.embedded.build_engine import build_engine, check_same_model
+from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model
 from asyncrl_servers.embedded.kv_attention import CacheShape
-from asyncrl_servers.embedded.kv_memory import check_memory
 from asyncrl_servers.embedded.runner import MODEL_TYPES
 
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -55,13 +54,13 @@ def test_damaged_weights_are_refused(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 def test_slots_that_cannot_fit_are_refused_with_those_that_fit(capfd: pytest.CaptureFixture[str]) -> None:
     spec = make_spec(Path("model"), slots=10_000, max_length=2048)
-    sizes = {"slot_bytes": 2**20, "vocab_size": 1000, "staged_bytes": 2**28}
-    fatal = refusal_of(capfd, check_memory, spec, **sizes, free=2**30)
-    assert re.search("10000 slots of 2048 tokens need.*1.00 GiB are free", fatal.error)
+    sizes = {"slot_bytes": 2**20, "staged_bytes": 2**28, "free_bytes": 2**30}
+    fatal = refusal_of(capfd, check_memory, spec, **sizes)
+    assert re.search("10000 slots of 2048 tokens need.*1024.0 MiB are free", fatal.error)
     fitting = int(fatal.way_out.split("rollout.slots=")[1].split()[0])
-    check_memory(spec.model_copy(update={"slots": fitting}), **sizes, free=2**30)
+    check_memory(spec.model_copy(update={"slots": fitting}), **sizes)
     with pytest.raises(SystemExit):
-        check_memory(spec.model_copy(update={"slots": fitting + 1}), **sizes, free=2**30)
+        check_memory(spec.model_copy(update={"slots": fitting + 1}), **sizes)
 
 
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,8 +27,8 @@ from asyncrl.run.start import Launcher, Server
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer
-from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
-from asyncrl_servers.simulated.simulated_state import SimulatedSpec
+from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.simulated import SimulatedSpec
 from asyncrl_servers.vllm.arguments import VllmSpec
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

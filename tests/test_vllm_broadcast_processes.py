@@ -185,9 +185,7 @@ def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_writte
         assert finished == {"ok": True, "digest": chunk.whole_digest}
         assert chunk.canary is not None
         _, logprobs = server.generate(chunk.canary.token_ids, salt="memory", max_tokens=1)
-        assert abs(logprobs[0] - chunk.canary.next_logprob) < 1e-4, (
-            "the weights of the start, of which this trainer is"
-        )
+        assert abs(logprobs[0] - chunk.canary.next_logprob) < 1e-4, "of the start, as this trainer is"
 
 
 async def post_chunk(message: ExportChunkRequest, caller: Caller) -> ExportChunkResponse:

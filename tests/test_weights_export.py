@@ -27,8 +27,7 @@ from asyncrl.messages import base
 from asyncrl.messages.calls import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
-from asyncrl.weights.chunk_export import cut
-from asyncrl.weights.export import export_weights, in_export_dtype, named_weights
+from asyncrl.weights.export import cut, export_weights, in_export_dtype, named_weights
 from asyncrl.weights.tensor_files import digest_of_tensor, digest_tensors, read_tensors
 
 CHUNK_BYTES = 10_000
@@ -263,9 +262,8 @@ def test_a_file_of_another_writer_is_read_and_a_torn_one_is_refused(tmp_path: Pa
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "empty": torch.zeros(0, 4)}
     path = tmp_path / "w.safetensors"
     save_file(tensors, path)
-    assert digest_tensors({name: one.as_torch() for name, one in read_tensors(path).items()}) == (
-        digest_tensors(tensors)
-    )
+    found = {name: one.as_torch() for name, one in read_tensors(path).items()}
+    assert digest_tensors(found) == digest_tensors(tensors)
     whole = path.read_bytes()
     for torn in (b"", whole[:4], whole[:20], whole[:-1], whole[:8] + b"[" + whole[9:], b"\xff" * 40):
         path.write_bytes(torn)

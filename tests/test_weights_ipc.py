@@ -167,7 +167,7 @@ def push(step: TrainStep, engine: Engine) -> None:
     while not chunks or not chunks[-1].is_last:
         chunk = export(step, len(chunks))
         assert chunk.path == ""
-        assert engine.load_chunk(request_of(chunk)).digest == chunk.digest
+        assert engine.weights.load_chunk(request_of(chunk)).digest == chunk.digest
         chunks.append(chunk)
     assert len(chunks) > 3
     digest, weights = chunks[-1].whole_digest, step._lazy_weights()
@@ -206,9 +206,9 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
         chunk = export(other, 0)
         place._memory.data[0] ^= 1
         with pytest.raises(Refused, match=r"chunk 0 in file memory.*digest"):
-            engine.load_chunk(request_of(chunk))
+            engine.weights.load_chunk(request_of(chunk))
         with pytest.raises(Refused, match="loaded is nothing"):
-            engine.load_chunk(request_of(export(other, 1)))
+            engine.weights.load_chunk(request_of(export(other, 1)))
         push(other, engine)
 
 
@@ -217,7 +217,8 @@ def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match="that both trainer and engines open"):
         make_step(staging_dir=str(tmp_path / "none"))
-    memory = export(make_step(), 0).memory
+    chunk = export(make_step(), 0)
+    memory = chunk.memory
     (first, *_), data = memory.tensors, torch.zeros(memory.handle.num_bytes, dtype=torch.uint8)
     for change in ({"start": 10**6}, {"start": 2}, {"dtype": "int8"}, {"shape": [-1, 5]}, {"shape": [10**9]}):
         with pytest.raises(Refused, match="cannot be in a chunk"):
@@ -229,7 +230,8 @@ def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
         ({"kind": "cuda"}, "cuda memory cannot be opened for tensors on cpu"),
     ):
         gone = ChunkMemory(handle=memory.handle.model_copy(update=change), tensors=[first])
-        with pytest.raises(Refused, match=what), ipc.TrainerMemory(torch.device("cpu")).tensors(gone):
+        request = request_of(chunk).model_copy(update={"memory": gone})
+        with pytest.raises(Refused, match=what), ipc.TrainerMemory(torch.device("cpu")).chunk(request):
             pass
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -106,31 +107,25 @@ def test_a_trainer_process_sends_what_it_would_write(
     tiny_model_dir: Path, tmp_path: Path, world_size: int, lora: dict[str, int] | None
 ) -> None:
     """Shards are gathered, adapters are merged; a step after the export changes nothing of what is sent."""
-    with running(
-        tiny_model_dir,
-        tmp_path / "trainer",
-        world_size,
-        trainer={"lora": lora},
-        transport="nccl",
-        is_file_wanted=True,
-        chunk_bytes=8192,
-    ) as trainer:
+    how: dict[str, Any] = {"trainer": {"lora": lora}, "transport": "nccl", "is_file_wanted": True}
+    with running(tiny_model_dir, tmp_path / "trainer", world_size, chunk_bytes=8192, **how) as trainer:
+        first, second = seats(tmp_path, 2)
+
+        def send(version: int) -> BroadcastResponse:
+            body = BroadcastRequest(version=version, seat=first)
+            return trainer.ask(lambda one: one.post("/broadcast", body, BroadcastResponse, timeout_s=60.0))
+
         trainer.train(*make_batch(version=0))
         exported = trainer.export()
         trainer.train(*make_batch(version=1))
-        first, second = seats(tmp_path, 2)
         with ThreadPoolExecutor() as threads:
             receiving = threads.submit(take, second)
-            request = BroadcastRequest(version=1, seat=first)
-            sent = trainer.ask(
-                lambda caller: caller.post("/broadcast", request, BroadcastResponse, timeout_s=60.0)
-            )
+            sent = send(1)
             version, found = receiving.result()
         written = load_file(exported.path)
         assert version == 1
         assert found.keys() == written.keys()
         assert all(torch.equal(found[name], written[name]) for name in written)
         assert sent.digest == exported.digest == digest_tensors(found)
-        old = BroadcastRequest(version=0, seat=first)
         with pytest.raises(CallRefused, match="what is held is version 1"):
-            trainer.ask(lambda caller: caller.post("/broadcast", old, BroadcastResponse, timeout_s=60.0))
+            send(0)

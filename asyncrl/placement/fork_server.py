@@ -45,8 +45,7 @@ PRELOADED = (
     "asyncrl.trainer.model.scratch",
     "asyncrl.trainer.rank_process",
     "asyncrl_servers.embedded.__main__",
-    "asyncrl_servers.simulated.__main__",
-    "asyncrl_servers.embedded.build_engine",
+    "asyncrl_servers.simulated",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
 )

@@ -38,17 +38,18 @@ from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.weights.chunk_export import ChunkFile, ChunkPlace, Chunks, cut
 from asyncrl.weights.export import (
+    ChunkFile,
+    ChunkPlace,
+    Chunks,
     LazyWeights,
+    chunks_of,
     digest_of,
     entries_of,
     gather_along,
     in_export_dtype,
-    in_file_order,
     named_weights,
     save_folder,
-    sizes_of,
 )
 from asyncrl.weights.ipc import SharedChunk
 from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
@@ -181,9 +182,8 @@ class TrainStep(Learner):
         spec = self.spec
         if spec.chunks == "file" or not self.ranks.is_first:
             return ChunkFile(spec.staging_dir / CHUNK_FILE)
-        weights = self._lazy_weights()
-        chunks = cut(sizes_of(weights, self.dtype), spec.chunk_bytes)
-        entries = [entries_of(weights.only(names), self.dtype) for names in chunks]
+        chunks = chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
+        entries = [entries_of(chunk, self.dtype) for chunk in chunks]
         try:
             return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
@@ -195,9 +195,10 @@ class TrainStep(Learner):
         """All weights by the names that the model was loaded with, in the order of an export; each that has
         an adapter is merged only when it is asked for.
         """
-        adapters, model = self._adapters, self.policy.model
-        weights, merges = (named_weights(model), None) if adapters is None else adapters.merging()
-        return LazyWeights(in_file_order(weights), merges)
+        if self._adapters is None:
+            return LazyWeights(named_weights(self.policy.model))
+        weights, merges = self._adapters.merging()
+        return LazyWeights(weights, merges)
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
         """Weights: all that the model computes with, the policy's and the reference's, buffers and adapters

@@ -2,7 +2,7 @@
 
 The file holds `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer
 that has an adapter, and the scalar `scale`, which is alpha / rank. An embedded engine keeps the weights that
-it started with and merges each set of adapters over them (read_adapters, Adapter.merged) by the rule by
+it started with and merges each set of adapters over them (merge_adapters) by the rule by
 which the trainer computes (asyncrl/trainer/model/lora.py); vLLM gets them as a peft folder
 (asyncrl/engines/vllm/vllm_weights.py). In turns there is nothing to add adapters to: an engine that sleeps
 has given its weights away.
@@ -11,7 +11,6 @@ has given its weights away.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,22 +39,6 @@ class AdapterTransport(Transport):
         return export_weights(tensors, path, exported.version).model_copy(update={"kind": "lora"})
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """Change of one parameter [out, in]: scale * B A, of A [rank, in] and B [out, rank]."""
-
-    parameter: str
-    a: Tensor
-    b: Tensor
-    scale: float
-
-    @torch.no_grad()
-    def merged(self, base: Tensor) -> Tensor:
-        """W + scale * B A, computed in float32, in the dtype and on the device of W."""
-        a, b = (tensor.to(device=base.device, dtype=torch.float32) for tensor in (self.a, self.b))
-        return (base.float() + (b @ a) * self.scale).to(base.dtype)
-
-
 def linear_parameters(model: nn.Module) -> set[str]:
     """Names of the parameters that an adapter may change: weights of linear layers that no other layer
     shares.
@@ -70,37 +53,32 @@ def linear_parameters(model: nn.Module) -> set[str]:
     }
 
 
-def read_adapters(
-    tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], linear: set[str], path: str
-) -> list[Adapter]:
-    """The adapters of a file, each of which fits its parameter. Raises Refused (409) with the names of what
-    does not.
+@torch.no_grad()
+def merge_adapters(
+    tensors: Mapping[str, Tensor], base: Mapping[str, Tensor], linear: set[str], path: str
+) -> dict[str, Tensor]:
+    """The weights `base` with the adapters of a file: W + scale * B A, computed in float32, in the dtype and
+    on the device of W. Raises Refused (409) with the name of what does not fit.
     """
     modules = sorted({name.removesuffix(end) for name in tensors for end in SUFFIXES if name.endswith(end)})
     expected = {SCALE, *(module + suffix for module in modules for suffix in SUFFIXES)}
     missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
-    strangers = [module for module in modules if f"{module}.weight" not in linear]
-    if missing or unknown or strangers or not modules:
-        raise _wrong(
-            f"{path} has adapters of {len(modules)} layers: lacks {missing[:3]}, has unknown tensors "
-            f"{unknown[:3]}, and adapters for {strangers[:3]}, which are no linear layers of this model"
-        )
+    if missing or unknown or not modules:
+        raise _wrong(f"{path}: {len(modules)} layers, lacks {missing[:3]}, has unknown tensors {unknown[:3]}")
     scale = tensors[SCALE]
     if scale.numel() != 1 or not bool(torch.isfinite(scale).all()):
         raise _wrong(f"{SCALE} in {path} is {scale.tolist()}")
-    adapters = []
+    merged = dict(base)
     for module in modules:
         name = f"{module}.weight"
+        shape = tuple(base[name].shape) if name in linear else None
         a, b = (tensors[module + suffix] for suffix in SUFFIXES)
-        is_matrix = a.ndim == b.ndim == 2 and a.is_floating_point() and b.is_floating_point()
-        shape = tuple(parameters[name].shape)
-        if not is_matrix or not a.shape[0] == b.shape[1] > 0 or (b.shape[0], a.shape[1]) != shape:
-            raise _wrong(
-                f"the adapter of {module} in {path} is A {tuple(a.shape)} {a.dtype} and B {tuple(b.shape)} "
-                f"{b.dtype}, the layer's weight is {shape}"
-            )
-        adapters.append(Adapter(name, a, b, float(scale)))
-    return adapters
+        if not a.ndim == b.ndim == 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
+            shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
+            raise _wrong(f"the adapter of {module} in {path} is {shapes}, a linear layer there is {shape}")
+        a, b = (one.to(device=base[name].device, dtype=torch.float32) for one in (a, b))
+        merged[name] = (base[name].float() + (b @ a) * float(scale)).to(base[name].dtype)
+    return merged
 
 
 def _wrong(what: str) -> Refused:

@@ -1,36 +1,45 @@
-"""The trainer's weights as they leave it: named, gathered, in the engines' dtype.
+"""The trainer's weights as they leave it: named, gathered, in the engines' dtype, whole or chunk by chunk.
 
 Sharded weights are gathered one tensor at a time; the ranks that write nothing go through the same pass
-(gather_along).
+(gather_along). A chunk is as many tensors, in the order of an export, as fit into chunk_bytes, or one that
+does not. All chunks go through one place. A request for the next one means that the one before is loaded: it
+is overwritten. Any chunk may be asked for at any time: a trainer that was started again goes on where the
+lost one was. Each tensor is gathered, written and forgotten: beside the place, which holds one chunk, that
+is the memory it takes.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.files import open_as, whole_folder
+from asyncrl.http import Refused
 from asyncrl.messages.base import joint_digest
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
 from asyncrl.weights.tensor_files import digest_of_tensor, dtype_name, write_tensors
+
+Entries = list[tuple[str, str, list[int]]]
+"""(name, dtype, shape) of each tensor."""
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights of which some are computed at each access. `like` has shape and dtype of each, without
-    computing it.
+    """Weights in the order of an export, of which some are computed at each access. `like` has shape and
+    dtype of each, without computing it.
     """
 
     def __init__(
         self, like: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]] | None = None
     ) -> None:
-        self.like, self._computed = like, computed or {}
+        self.like, self._computed = dict(sorted(like.items())), computed or {}
 
     def __getitem__(self, name: str) -> Tensor:
         compute = self._computed.get(name)
@@ -43,7 +52,7 @@ class LazyWeights(Mapping[str, Tensor]):
         return len(self.like)
 
     def only(self, names: list[str]) -> LazyWeights:
-        """These, in this order."""
+        """These."""
         return LazyWeights({name: self.like[name] for name in names}, self._computed)
 
 
@@ -51,14 +60,10 @@ def named_weights(model: Any) -> dict[str, Tensor]:
     """Every parameter once (tied duplicates left out) and every persistent buffer, by the model's own
     names.
     """
-    weights = dict(model.named_parameters())
     with_duplicates = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    weights.update(
-        (name, tensor)
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if name not in with_duplicates
-    )
-    return {name: tensor.detach() for name, tensor in weights.items()}
+    state = model.state_dict(keep_vars=True).items()
+    buffers = {name: tensor for name, tensor in state if name not in with_duplicates}
+    return {name: tensor.detach() for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
 
 
 def whole_tensors(
@@ -71,10 +76,9 @@ def whole_tensors(
     """
     for name, tensor in weights.items():
         target = _export_dtype(tensor, dtype)
-        whole: Tensor = (
-            cast(DTensor, tensor.to(target)).full_tensor() if isinstance(tensor, DTensor) else tensor
-        )
-        yield name, whole.detach().to(device=device, dtype=target).contiguous()
+        if isinstance(tensor, DTensor):
+            tensor = cast(DTensor, tensor.to(target)).full_tensor()
+        yield name, tensor.detach().to(device=device, dtype=target).contiguous()
 
 
 @contextmanager
@@ -110,10 +114,10 @@ def export_weights(
     weights: Mapping[str, Tensor], path: Path, version: int, dtype: torch.dtype | None = None
 ) -> ExportResponse:
     """Write a safetensors file, complete or not at all. Raises OSError, a full shared memory for one."""
-    weights = weights if isinstance(weights, LazyWeights) else LazyWeights(in_file_order(weights))
+    weights = weights if isinstance(weights, LazyWeights) else LazyWeights(weights)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        with gathered(weights, dtype) as tensors, unfinished.open("wb", buffering=0) as file:
+        with gathered(weights, dtype) as tensors, unfinished.open("wb") as file:
             digests = write_tensors(file, entries_of(weights, dtype), tensors)
         unfinished.rename(path)
     finally:
@@ -133,11 +137,6 @@ def manifest_of(
         num_bytes=sum(sizes_of(weights, dtype).values()),
         is_held=not path,
     )
-
-
-def in_file_order(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As export_weights goes through them."""
-    return {name: weights[name] for name in sorted(weights)}
 
 
 def save_folder(
@@ -161,8 +160,8 @@ def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> list[tuple[str, str, list[int]]]:
-    """(name, dtype, shape) of each as it is exported."""
+def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
+    """Of each as it is exported."""
     return [
         (name, dtype_name(_export_dtype(tensor, dtype)), list(tensor.shape))
         for name, tensor in weights.like.items()
@@ -174,3 +173,108 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
     return {
         name: tensor.numel() * _export_dtype(tensor, dtype).itemsize for name, tensor in weights.like.items()
     }
+
+
+class ChunkPlace(Protocol):
+    """Where chunks are put: ChunkFile or ipc.SharedChunk. `device`: where tensors must be for it.
+
+    put writes the tensors, which have names, dtypes and shapes of `entries`, over what was there, and returns
+    their digests; it raises OSError. told: the fields of an ExportChunkResponse that say where the chunk is.
+    """
+
+    device: torch.device
+
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]: ...
+    def told(self) -> dict[str, Any]: ...
+
+
+class ChunkFile:
+    """A safetensors file, whose pages are used again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.device = path, torch.device("cpu")
+
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+            digests = write_tensors(file, entries, tensors)
+            file.truncate()
+        return digests
+
+    def told(self) -> dict[str, Any]:
+        return {"path": str(self.path)}
+
+
+class Chunks:
+    """The chunks of one trainer's weights, version after version.
+
+    Life: for each version: chunk after chunk; with the last one the digest of all, for which each tensor's is
+        kept.
+    """
+
+    def __init__(self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype) -> None:
+        self._place, self._chunk_bytes, self._dtype = place, chunk_bytes, dtype
+        self.forget()
+
+    def forget(self) -> None:
+        """The weights are others, under whatever version."""
+        self._version = -1
+        self._digests: dict[str, bytes] = {}
+
+    def names(self, weights: LazyWeights, version: int, index: int) -> list[str]:
+        """The tensors that all ranks gather for this chunk, in this order; with the last one, those that have
+        no digest yet come first. Raises Refused.
+        """
+        if version != self._version:
+            self._version, self._digests = version, {}
+        chunks = self._cut(weights)
+        if index >= len(chunks):
+            what = f"chunk {index} was asked for, and version {version} has {len(chunks)} of them"
+            raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
+        before = [name for chunk in chunks[:index] for name in chunk if name not in self._digests]
+        return [*(before if index + 1 == len(chunks) else []), *chunks[index]]
+
+    def is_last(self, weights: LazyWeights, index: int) -> bool:
+        """Whether this chunk ends them."""
+        return index + 1 == len(self._cut(weights))
+
+    def write(self, weights: LazyWeights, index: int) -> ExportChunkResponse:
+        """Write the chunk over the one before, gathering what names() said. Raises OSError."""
+        chunks, names = self._cut(weights), self.names(weights, self._version, index)
+        chunk = chunks[index]
+        with gathered(weights.only(names), self._dtype, self._place.device) as tensors:
+            for name, tensor in itertools.islice(tensors, len(names) - len(chunk)):
+                self._digests[name] = digest_of_tensor(name, tensor)
+            digests = self._place.put(entries_of(chunk, self._dtype), tensors)
+        self._digests.update(digests)
+        is_last = index + 1 == len(chunks)
+        return ExportChunkResponse(
+            version=self._version,
+            index=index,
+            **self._place.told(),
+            digest=joint_digest(digests.values()),
+            num_tensors=len(chunk),
+            num_bytes=sum(sizes_of(chunk, self._dtype).values()),
+            is_last=is_last,
+            whole_digest=joint_digest(self._digests.values()) if is_last else "",
+        )
+
+    def _cut(self, weights: LazyWeights) -> list[LazyWeights]:
+        return chunks_of(weights, self._dtype, self._chunk_bytes)
+
+
+def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> list[LazyWeights]:
+    """The weights of each chunk."""
+    return [weights.only(names) for names in cut(sizes_of(weights, dtype), chunk_bytes)]
+
+
+def cut(sizes: Mapping[str, int], chunk_bytes: int) -> list[list[str]]:
+    """Names by chunk, in their order: as many as fit into chunk_bytes, or one that does not."""
+    chunks: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not chunks or size > room:
+            chunks.append([])
+            room = chunk_bytes
+        chunks[-1].append(name)
+        room -= size
+    return chunks

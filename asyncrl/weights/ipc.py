@@ -32,8 +32,9 @@ from torch import Tensor
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import ChunkMemory, MemoryHandle, PlacedTensor
-from asyncrl.weights.chunk_export import Entries
-from asyncrl.weights.tensor_files import DTYPES, RESEND, digest_of_tensor
+from asyncrl.messages.calls import LoadChunkRequest
+from asyncrl.weights.export import Entries
+from asyncrl.weights.tensor_files import DTYPES, RESEND, digest_of_tensor, read_or_refuse
 
 ALIGNMENT = 256
 """Each tensor begins on a multiple of so many bytes, as torch's allocators have it."""
@@ -139,14 +140,8 @@ class _Allocation:
         self, driver: CudaDriver, pointer: ctypes.c_uint64, num_bytes: int, ordinal: int, end: str
     ) -> None:
         self._driver, self._pointer, self._ordinal, self._end = driver, pointer, ordinal, end
-        address = pointer.value, False
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": address,
-            "strides": None,
-            "version": 3,
-        }
+        data = {"shape": (num_bytes,), "typestr": "|u1", "data": (pointer.value, False)}
+        self.__cuda_array_interface__ = {**data, "strides": None, "version": 3}
 
     def __del__(self) -> None:
         try:
@@ -269,24 +264,25 @@ class TrainerMemory:
         self._memory: SharedMemory | None = None
 
     @contextmanager
-    def tensors(self, chunk: ChunkMemory) -> Iterator[dict[str, Tensor]]:
-        """Its tensors where they lie; afterwards they may be written over. Raises Refused (400)."""
-        handle = chunk.handle
+    def chunk(self, request: LoadChunkRequest) -> Iterator[dict[str, Tensor]]:
+        """The tensors of a chunk where they lie, in a file or in memory; afterwards they may be written over.
+        Raises Refused (400).
+        """
+        if request.memory is None:
+            yield {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
+            return
+        handle = request.memory.handle
         if self._memory is None or self._memory.handle != handle:
             self._memory = None
             try:
                 self._memory = open_memory(handle, self._device)
             except (OSError, ValueError) as error:
-                raise Refused(
-                    400,
-                    f"cannot open the {handle.kind} memory of {handle.num_bytes} bytes that holds the chunk: "
-                    f"{error}",
-                    rule="trainer and engine take turns on one device, and share a piece of its memory",
-                    way_out="give them the same device (placement), or devices of their own; in containers, "
-                    "run both in the same one.",
-                ) from error
+                what = f"cannot open the {handle.kind} memory of {handle.num_bytes} bytes: {error}"
+                rule = "trainer and engine take turns on one device, and share a piece of its memory"
+                way_out = "give them one device (placement) and one container, or devices of their own."
+                raise Refused(400, what, rule=rule, way_out=way_out) from error
         memory = self._memory
         try:
-            yield views(chunk.tensors, memory.data)
+            yield views(request.memory.tensors, memory.data)
         finally:
             memory.settle()

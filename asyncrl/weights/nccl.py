@@ -30,8 +30,14 @@ from torch import Tensor
 from asyncrl.http import Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, SentChunk, SentWeights
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.weights.chunk_export import cut
-from asyncrl.weights.export import LazyWeights, entries_of, gather_along, gathered, manifest_of, sizes_of
+from asyncrl.weights.export import (
+    LazyWeights,
+    chunks_of,
+    entries_of,
+    gather_along,
+    gathered,
+    manifest_of,
+)
 from asyncrl.weights.ipc import copy_placed, lay_out, views
 from asyncrl.weights.transport import Exported, TrainerEnd, Transport, only_gathered
 
@@ -96,12 +102,10 @@ class BroadcastTransport(Transport):
                 self._group.send(SentWeights(version=self.version, chunks=self._chunks), self._buffers)
             except GroupBroken as broken:
                 self._leave()
-                raise Refused(
-                    409,
-                    f"policy_version {request.version} was not sent: {broken}",
-                    rule="weights are sent once, to all workers of all engines",
-                    way_out="read the logs of the engines; they are sent anew once those were started again.",
-                ) from broken
+                what = f"policy_version {request.version} was not sent: {broken}"
+                rule = "weights are sent once, to all workers of all engines"
+                way_out = "read the logs of the engines; they are sent anew once those were started again."
+                raise Refused(409, what, rule=rule, way_out=way_out) from broken
             sent = sum(chunk.num_bytes for chunk in self._chunks)
             return BroadcastResponse(version=self.version, digest=self._digest, num_bytes=sent)
 
@@ -111,8 +115,8 @@ class BroadcastTransport(Transport):
             group.close()
 
     def _make_buffers(self, weights: LazyWeights) -> None:
-        for names in cut(sizes_of(weights, self.end.dtype), self.end.chunk_bytes):
-            placed, size = lay_out(entries_of(weights.only(names), self.end.dtype))
+        for chunk in chunks_of(weights, self.end.dtype, self.end.chunk_bytes):
+            placed, size = lay_out(entries_of(chunk, self.end.dtype))
             self._buffers.append(torch.zeros(size, dtype=torch.uint8, device=self.end.device))
             self._chunks.append(SentChunk(num_bytes=size, tensors=placed))
 

@@ -106,23 +106,16 @@ def write_tensors(
     file: Any, entries: Iterable[tuple[str, str, Iterable[int]]], tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
     """Write `tensors`, which are those of `entries` in their order, one after the other, each hashed while it
-    is written; returns their digests. `file` is not buffered. Raises OSError.
+    is written; returns their digests. Raises OSError.
     """
     digests = {}
-    _write_all(file, safetensors_head(entries))
+    file.write(safetensors_head(entries))
     with ThreadPoolExecutor(1, "digest") as hashing:
         for name, tensor in tensors:
             digest = hashing.submit(digest_of_tensor, name, tensor)
-            _write_all(file, host_bytes(tensor))
+            file.write(host_bytes(tensor))
             digests[name] = digest.result()
     return digests
-
-
-def _write_all(file: Any, data: bytes | memoryview) -> None:
-    """Unbuffered write() may take less than it was given, 2 GiB at most on Linux."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -139,9 +132,15 @@ def digest_of_tensor(name: str, tensor: Tensor) -> bytes:
     return digest_of_sum(name, dtype, shape, device_word_sum(tensor))
 
 
+def digest_and_size(tensors: Mapping[str, Tensor]) -> tuple[dict[str, bytes], int]:
+    """The digest of each tensor, and the bytes of all."""
+    digests = {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
+    return digests, sum(tensor.nbytes for tensor in tensors.values())
+
+
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """weights_digest of torch tensors."""
-    return joint_digest(digest_of_tensor(name, tensor) for name, tensor in tensors.items())
+    return joint_digest(digest_and_size(tensors)[0].values())
 
 
 def device_word_sum(tensor: Tensor) -> bytes:

@@ -4,7 +4,7 @@ the table of all.
 shm and disk: the trainer writes all weights as one safetensors file into its staging folder, in shared memory
 or in weight_sync.disk_dir, which other machines can read. Engines read, copy and hash it beside generation
 (prepare) and swap to the copy (commit). In turns an engine that slept has memory for one set of weights: they
-go chunk by chunk (chunk_export.py), with ipc through memory that both sides open (ipc.py). The other ways are
+go chunk by chunk (export.py), with ipc through memory that both sides open (ipc.py). The other ways are
 in adapters.py (lora) and nccl.py. What a transport needs of engine, placement and config is in
 asyncrl/config/transports.py, which needs no torch; how vLLM takes what comes, in
 asyncrl/engines/vllm/vllm_weights.py.
@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.http import Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, TransportName
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import LazyWeights, export_weights, gather_along
@@ -76,9 +75,8 @@ class Transport:
         return only_gathered(exported.version)
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
-        """Send the copy that is held. Raises Refused."""
-        what = f"policy_version {request.version} is to be sent, and none are held"
-        raise Refused(409, what, rule="weight_sync.transport=nccl holds them")
+        """Send the copy that is held: transport nccl. Raises Refused."""
+        raise NotImplementedError
 
 
 def make_transport(name: TransportName, end: TrainerEnd) -> Transport:

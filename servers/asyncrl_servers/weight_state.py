@@ -4,6 +4,7 @@ works with messages and digests, without tensors.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,17 +12,25 @@ from typing import Any
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import EnginePart, joint_digest
-from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, PrepareRequest
+from asyncrl.messages.calls import (
+    CommitRequest,
+    CommitResponse,
+    LoadChunkRequest,
+    LoadChunkResponse,
+    PrepareRequest,
+    PrepareResponse,
+)
 from asyncrl.weights.tensor_files import RESEND
 
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")
 PUSH_AGAIN = "push this version again, from chunk 0."
+Arrived = tuple[dict[str, bytes], int]
+"""The digest of each tensor by name, and the bytes of all."""
 
 
-def check_arrived(
-    place: str, digests: Mapping[str, bytes], num_bytes: int, announced: PrepareRequest | LoadChunkRequest
-) -> str:
+def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | LoadChunkRequest) -> str:
     """The digest of tensors that have come, which must be those that were announced. Raises Refused (409)."""
+    digests, num_bytes = arrived
     digest = joint_digest(digests.values())
     expected = (announced.num_tensors, announced.num_bytes, announced.digest)
     if (len(digests), num_bytes, digest) != expected:
@@ -47,10 +56,8 @@ class ChunkedPush:
         self.clear()
 
     def __str__(self) -> str:
-        if not self.num_chunks:
-            return "nothing"
-        whole = ", which is whole" if self.is_whole else ""
-        return f"chunks 0..{self.num_chunks - 1} of policy_version {self.version}{whole}"
+        which = "all" if self.is_whole else "the first"
+        return f"{which} {self.num_chunks} chunks of version {self.version}" if self.num_chunks else "nothing"
 
     def clear(self) -> None:
         """Nothing is loaded."""
@@ -76,16 +83,16 @@ class ChunkedPush:
             self.clear()
             raise
 
-    def add(self, request: LoadChunkRequest, digests: Mapping[str, bytes], num_bytes: int) -> str:
+    def add(self, request: LoadChunkRequest, arrived: Arrived) -> str:
         """The tensors of this chunk are loaded; returns their digest. Raises Refused (409) if they are not
         what was sent.
         """
-        if again := sorted(self.digests.keys() & digests.keys()):
+        if again := sorted(self.digests.keys() & arrived[0].keys()):
             what = f"{len(again)} tensors of {request.place} came in an earlier chunk: {again[:3]}"
             raise Refused(409, what, rule="each tensor of a push comes once", way_out=RESEND)
-        digest = check_arrived(request.place, digests, num_bytes, request)
+        digest = check_arrived(request.place, arrived, request)
         self.version, self.num_chunks, self.is_whole = request.version, request.index + 1, request.is_last
-        self.digests.update(digests)
+        self.digests.update(arrived[0])
         return digest
 
     def take(self, version: int, digest: str, names: Collection[str] = ()) -> None:
@@ -100,7 +107,7 @@ class ChunkedPush:
             raise Refused(
                 409,
                 f"commit of policy_version {version} with digest {digest}, but loaded is {state} with digest "
-                f"{loaded}" + (f", and {len(missing)} tensors never came: {missing[:3]}" if missing else ""),
+                f"{loaded}, which lacks {len(missing)} tensors {missing[:3]}",
                 rule="a version is served only when all its chunks are here and are what was sent",
                 way_out=PUSH_AGAIN,
             )
@@ -111,7 +118,18 @@ class Staged:
     """A verified set of weights; an engine that computes keeps its tensors, adapters merged."""
 
     request: PrepareRequest
-    tensors: dict[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+
+
+def the_staged(staged: Staged | None, version: int, digest: str) -> Staged:
+    """Raises Refused (409) if what is staged is not this."""
+    lies = "nothing"
+    if staged is not None:
+        lies = f"policy_version {staged.request.version} with digest {staged.request.digest}"
+        if (staged.request.version, staged.request.digest) == (version, digest):
+            return staged
+    what = f"policy_version {version} with digest {digest} cannot be loaded: staged is {lies}"
+    raise Refused(409, what, rule="only prepared weights serve", way_out="prepare this version first.")
 
 
 class WeightState:
@@ -119,20 +137,33 @@ class WeightState:
 
     Life: serving -> asleep -> awake without content -> serving, once staged weights or a whole push are
         committed, or what served is restored.
+    Waits: prepare() and load_chunk() run in any thread, all else in that of the engine; what takes, fills or
+        frees memory holds `lock`.
     Invariant: can_serve is true only while every part has memory and the weights are those of a version whose
         digest was compared.
     """
 
-    def __init__(self, version: int, names: Collection[str] = ()) -> None:
+    def __init__(self, names: Collection[str] = ()) -> None:
         """`names`: the tensors that a push in chunks must bring."""
-        self.version, self.names = version, names
+        self.version, self.names = 0, names
+        self.lock = threading.Lock()
         self.push = ChunkedPush()
         self.staged: Staged | None = None
+        self.swapping: tuple[CommitRequest, Staged] | None = None
+        """The commit that has begun and has not ended."""
         self.source: str | None = ""
         """File that the serving weights came from; "" is the model folder of the start, None nowhere."""
         self.has_content = True
         self._digest = ""
         self._asleep: set[EnginePart] = set()
+
+    def read(self, request: PrepareRequest) -> Mapping[str, Any]:
+        """The tensors of a set that is to be staged, once they are compared. Raises Refused (400, 409)."""
+        raise NotImplementedError
+
+    def load(self, request: LoadChunkRequest) -> Arrived:
+        """Load a chunk. Raises Refused (400, 409)."""
+        raise NotImplementedError
 
     @property
     def digest(self) -> str:
@@ -164,87 +195,73 @@ class WeightState:
         """The loaded weights serve from here on."""
         self.push.clear()
         self.version, self._digest, self.source = version, digest, source
-        self.has_content, self.staged = True, None
+        self.has_content, self.staged, self.swapping = True, None, None
 
-    def check_awake(self, what: str) -> None:
-        """Raise Refused (409) if `what` needs memory for weights that are asleep."""
-        if "weights" in self._asleep:
-            rule, way_out = "weights that are asleep have no memory", "wake them first."
-            raise Refused(409, f"{what}: the weights are asleep", rule=rule, way_out=way_out)
+    def prepare(self, request: PrepareRequest) -> PrepareResponse:
+        """Stage a set of weights or adapters beside generation, instead of the one before. Raises Refused
+        (400, 409).
+        """
+        with self.lock:
+            self._check_awake(f"policy_version {request.version} cannot be staged")
+            self.staged = None
+            self.staged = Staged(request, self.read(request))
+        return PrepareResponse(version=request.version, digest=request.digest)
 
-    def check_may_load(self, version: int) -> None:
-        """Raise Refused (409) if a chunk would be written over weights that are asleep or serve."""
-        self.check_awake(f"a chunk of policy_version {version} cannot be loaded")
-        if self.has_content:
-            raise Refused(
-                409,
-                f"a chunk of policy_version {version} would be written over weights that are served",
-                rule="chunks are loaded into weights that slept and woke without restore",
-                way_out="sleep and wake the weights first, or publish through /prepare.",
-            )
+    def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
+        """Load a chunk of a push into weights without content. Raises Refused (400, 409), after which no
+        chunk is loaded.
+        """
+        with self.lock:
+            what = f"a chunk of policy_version {request.version} cannot be loaded"
+            self._check_awake(what)
+            if self.has_content:
+                rule = "chunks are loaded into weights that slept and woke without restore"
+                raise Refused(409, f"{what} over those that are served", rule=rule, way_out="use /prepare.")
+            with self.push.receiving(request, self.version):
+                digest = self.push.add(request, self.load(request))
+        return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
 
     def must_restore(self, parts: Collection[EnginePart], *, restore: bool) -> bool:
         """Whether waking `parts` brings the weights back. Raises Refused (409) if they lie nowhere."""
         if not restore or "weights" not in parts or self.has_content:
             return False
         if self.source is None:
-            raise Refused(
-                409,
-                f"policy_version {self.version} cannot be restored: it came in chunks and lies in no file",
-                rule="what is restored is read again from the file or folder that it came from",
-                way_out=f"wake without restore, and {PUSH_AGAIN}",
-            )
+            what = f"policy_version {self.version} came in chunks, lies in no file and cannot be restored"
+            raise Refused(409, what, way_out=f"wake without restore, and {PUSH_AGAIN}")
         return True
 
     def check_restored(self, digest: str, path: str) -> None:
         """Raise Refused (409) if weights that were read again from `path` are not those that served."""
         if digest != self.digest:
-            raise Refused(
-                409,
-                f"cannot restore: the weights in {path} have digest {digest}, those of policy_version "
-                f"{self.version} had {self.digest}",
-                rule="what is restored is what served",
-                way_out=f"wake without restore, and {PUSH_AGAIN}",
-            )
+            what = f"cannot restore: the weights in {path} have digest {digest}, those that served"
+            what += f" (policy_version {self.version}) had {self.digest}"
+            raise Refused(409, what, way_out=f"wake without restore, and {PUSH_AGAIN}")
 
-    def begin_commit(self, request: CommitRequest) -> Staged | None:
-        """The staged set to be swapped in; None: this version serves (a whole push lies in the weights, or it
-        is the same commit again). Raises Refused (409).
+    def begin_commit(self, request: CommitRequest) -> CommitResponse | None:
+        """None: `swapping` is to be swapped in. Else this version serves already (a whole push lies in the
+        weights, or it is the same commit again). Raises Refused (409).
         """
-        version = request.version
-        self.check_awake(f"policy_version {version} cannot be committed")
+        version, digest = request.version, request.digest
+        if self.swapping is not None:
+            what = f"a commit of policy_version {self.swapping[0].version} waits for running requests already"
+            raise Refused(409, what, rule="one swap at a time", way_out="wait for its answer.")
+        self._check_awake(f"policy_version {version} cannot be committed")
         # The digest last: that of the start is not computed yet, which takes long.
-        is_same = version == self.version and self.has_content and request.digest == self.digest
-        if is_same:
-            return None
-        is_again = version == self.version and not self.has_content and self.digest in ("", request.digest)
-        if version <= self.version and not is_again:
-            raise Refused(
-                409,
-                f"policy_version {version} with digest {request.digest} cannot be committed over "
-                f"{self.version}",
-                rule="versions only grow, and the serving one is accepted again only with its own digest",
-                way_out="commit a newer version.",
-            )
+        is_served = version == self.version and self.has_content and digest == self.digest
+        is_again = version == self.version and not self.has_content and self.digest in ("", digest)
+        if version <= self.version and not is_served and not is_again:
+            what = f"policy_version {version} with digest {digest} cannot be committed over {self.version}"
+            rule = "versions only grow, and the serving one is accepted again only with its own digest"
+            raise Refused(409, what, rule=rule, way_out="commit a newer version.")
         if not self.has_content and self.push.version == version:
-            self.push.take(version, request.digest, self.names)
-            self.settle(version, request.digest, None)
+            self.push.take(version, digest, self.names)
+            self.settle(version, digest, None)
+        elif not is_served:
+            self.swapping = request, the_staged(self.staged, version, digest)
             return None
-        staged = self.staged
-        if staged is None or (staged.request.version, staged.request.digest) != (version, request.digest):
-            lies = "nothing"
-            if staged is not None:
-                lies = f"policy_version {staged.request.version} with digest {staged.request.digest}"
-            raise Refused(
-                409,
-                f"commit of policy_version {version} with digest {request.digest}, but staged is {lies}",
-                rule="only prepared weights can be committed",
-                way_out="prepare this version first.",
-            )
-        return staged
+        return CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0)
 
-
-def commit_waits(version: int) -> Refused:
-    """The refusal (409) of a second commit while one waits for running requests."""
-    what = f"a commit of policy_version {version} waits for running requests already"
-    return Refused(409, what, rule="one swap at a time", way_out="wait for its answer.")
+    def _check_awake(self, what: str) -> None:
+        if "weights" in self._asleep:
+            rule, way_out = "weights that are asleep have no memory", "wake them first."
+            raise Refused(409, f"{what}: the weights are asleep", rule=rule, way_out=way_out)

@@ -8,17 +8,15 @@ import traceback
 
 from asyncrl.http import die_with_parent, serve
 from asyncrl.messages.base import ErrorBody, fatal_line
-from asyncrl_servers.checks import read_spec
-from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
-from asyncrl_servers.engine_app import engine_app
+from asyncrl_servers.embedded.build_engine import build_engine
+from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.engine_app import engine_app, read_spec
 
 
 def main() -> None:
     """Load, check, serve until SIGTERM or until the parent is gone."""
     die_with_parent()
     spec, fd = read_spec(EmbeddedSpec)
-
-    from asyncrl_servers.embedded.build_engine import build_engine
 
     def on_crash(error: BaseException) -> None:
         traceback.print_exception(error)

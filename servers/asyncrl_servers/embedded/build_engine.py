@@ -1,5 +1,5 @@
-"""Builds an engine from its spec, and checks its guarantees on the loaded model and this machine. Ends the
-process if one of them fails.
+"""Builds an engine from its spec, and checks memory and the engine's guarantees on the loaded model and this
+machine. Ends the process if one of them fails.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from torch import Tensor
 from asyncrl.http import fail
 from asyncrl.weights.adapters import linear_parameters
 from asyncrl_servers.embedded.decode_loop import Engine
-from asyncrl_servers.embedded.decoder import load_model
-from asyncrl_servers.embedded.kv_memory import EmbeddedSpec, available_bytes, check_memory
+from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner
 
@@ -27,18 +26,14 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     cannot work.
     """
     torch.set_num_threads(spec.threads)
-    loaded = load_model(spec)
-    staged = [parameter.nbytes for parameter in loaded.model.parameters()]
-    if spec.has_adapters:  # the weights of the start stay beside what is merged over them
-        linear = linear_parameters(loaded.model)
-        staged += [one.nbytes for name, one in loaded.model.named_parameters() if name in linear]
-    check_memory(
-        spec,
-        slot_bytes=loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize),
-        vocab_size=loaded.vocab_size,
-        staged_bytes=sum(staged),
-        free=available_bytes(loaded.device),
-    )
+    loaded = LoadedModel(spec)
+    # Under adapters the weights of the start stay beside what is merged over them.
+    twice = linear_parameters(loaded.model) if spec.has_adapters else set()
+    staged = [one.nbytes * (1 + (name in twice)) for name, one in loaded.model.named_parameters()]
+    # Of a slot in float32: the logits after its prompt, and the logits of a step with their logprobs,
+    # exponentials and a float64 sum.
+    slot_bytes = loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize) + 7 * 4 * loaded.vocab_size
+    check_memory(spec, slot_bytes=slot_bytes, staged_bytes=sum(staged), free_bytes=loaded.free_bytes())
     # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone.
     is_exact = spec.deterministic and loaded.device.type == "cpu"
     runner = Runner(loaded, spec.slots, spec.max_length, is_exact=is_exact)
@@ -46,6 +41,22 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     if is_exact:
         check_determinism(runner, spec.name)
     return Engine(spec, runner, Weights(loaded, spec), on_crash)
+
+
+def check_memory(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free_bytes: int) -> None:
+    """End the process if slots and staged weights do not fit; the way out names the number of slots that
+    does.
+    """
+    fitting = (free_bytes - staged_bytes) // slot_bytes
+    if spec.slots > fitting:
+        slot, staged, free = (f"{size / 2**20:.1f} MiB" for size in (slot_bytes, staged_bytes, free_bytes))
+        way_out = "lower rollout.max_tokens, use a smaller model, or free memory."
+        fail(
+            f"{spec.name}: {spec.slots} slots of {spec.max_length} tokens need {slot} each, staged weights "
+            f"need {staged}, and {free} are free",
+            rule="all memory is reserved at start, so that it cannot run out later",
+            way_out=f"set rollout.slots={fitting} or less, or {way_out}" if fitting >= 1 else way_out,
+        )
 
 
 @torch.inference_mode()
@@ -57,12 +68,11 @@ def check_same_model(runner: Runner, name: str) -> None:
     ours = [runner.prefill([(0, ids[:num_prefilled])])[0]]
     ours += [_decode(runner, 1, ids[at], at + 1)[0] for at in range(num_prefilled, len(ids))]
     difference = (torch.stack(ours).float() - reference_TV[num_prefilled - 1 :]).abs().max().item()
-    scale = max(1.0, reference_TV.abs().max().item())
-    if not difference <= TOLERANCE[loaded.dtype] * scale:
+    limit = TOLERANCE[loaded.dtype] * max(1.0, reference_TV.abs().max().item())
+    if not difference <= limit:
         fail(
             f"{name}: logits over the slot cache differ from {type(loaded.model).__name__}'s own by "
-            f"{difference:.4g}, the largest logit being {scale:.4g}",
-            rule=f"they may differ by {TOLERANCE[loaded.dtype]:.4g} of the largest",
+            f"{difference:.4g}, {limit:.4g} is the limit",
             way_out="use another model: this engine does not reproduce its attention.",
         )
 

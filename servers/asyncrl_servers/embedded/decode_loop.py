@@ -22,20 +22,14 @@ from asyncrl.messages.calls import (
     EngineHealth,
     GenerateRequest,
     GenerateResponse,
-    LoadChunkRequest,
-    LoadChunkResponse,
-    PrepareRequest,
-    PrepareResponse,
     SleepRequest,
     WakeRequest,
 )
-from asyncrl_servers.checks import check_queue, check_request
-from asyncrl_servers.embedded.kv_memory import EmbeddedSpec, available_bytes, give_back
+from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner, moves_after_removal
 from asyncrl_servers.embedded.sequence import RunningSequence, StopWatch, sample
-from asyncrl_servers.engine_app import TokenStream, Told, hand_over
-from asyncrl_servers.weight_state import Staged, commit_waits
+from asyncrl_servers.engine_app import TokenStream, Told, check_queue, check_request, hand_over
 
 Answer = TypeVar("Answer")
 TELL_S = 0.005
@@ -66,7 +60,7 @@ class Engine:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queued: OrderedDict[str, RunningSequence] = OrderedDict()
         self._running: list[RunningSequence] = []
-        self._draining: tuple[CommitRequest, Staged, Future[CommitResponse]] | None = None
+        self._committed: Future[CommitResponse]
         self._told: list[tuple[TokenStream, Told]] = []
         self._told_s = self._decode_s = 0.0
         self._is_stopping = False
@@ -112,50 +106,40 @@ class Engine:
                 raise Refused(400, what, way_out="save the tokenizer beside the model.")
             resumed = request.prompt_ids[len(request.prompt_ids) - request.num_resumed :]
             stop_watch = StopWatch(request.stop, tokenizer, resumed)
-        sequence = RunningSequence(request, stop_watch, stream)
-        self._inbox.put(lambda: self._accept(sequence))
-        return sequence.answer
+        return self._ask(lambda answer: self._accept(RunningSequence(request, answer, stop_watch, stream)))
 
     def abort(self, request_ids: Iterable[str] | None) -> Future[list[str]]:
         """End these requests (None: all) with what they have; the future names those that were here."""
         wanted = None if request_ids is None else set(request_ids)
-        return self._ask(lambda: self._abort(wanted))
-
-    def prepare(self, request: PrepareRequest) -> PrepareResponse:
-        """Stage weights while generation goes on; blocks the calling thread. Raises Refused."""
-        self.weights.stage(request)
-        return PrepareResponse(version=request.version, digest=request.digest)
+        return self._ask(lambda _: self._abort(wanted))
 
     def commit(self, request: CommitRequest) -> Future[CommitResponse]:
         """Swap between two decode steps; the future may carry Refused (409)."""
-        answer: Future[CommitResponse] = Future()
-        answer.set_running_or_notify_cancel()
-        self._inbox.put(lambda: self._commit(request, answer))
-        return answer
+        return self._ask(lambda answer: self._commit(request, answer))
 
     def sleep(self, request: SleepRequest) -> Future[Moved]:
         """Abort what runs and free these parts; what is queued stays. The future may carry Refused (409)."""
-        return self._ask(lambda: self._sleep(request))
+        return self._ask(lambda _: self._sleep(request))
 
     def wake(self, request: WakeRequest) -> Future[Moved]:
         """Take memory for these parts; the future may carry Refused (400, 409, 507)."""
-        return self._ask(lambda: self._wake(request))
+        return self._ask(lambda _: self._wake(request))
 
-    def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
-        """Load a chunk of a push into weights without content; blocks the calling thread. Raises Refused."""
-        digest = self.weights.load_chunk(request)
-        return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
-
-    def _ask(self, action: Callable[[], Answer]) -> Future[Answer]:
-        """Run `action` in the loop's thread; the future has its result, or the refusal that it raises."""
+    def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
+        """Run `action` in the loop's thread; the future has its result, or the refusal that it raises. None:
+        it will answer later.
+        """
         answer: Future[Answer] = Future()
         answer.set_running_or_notify_cancel()
 
         def act() -> None:
             try:
-                answer.set_result(action())
+                result = action(answer)
             except Refused as error:
                 answer.set_exception(error)
+            else:
+                if result is not None:
+                    answer.set_result(result)
 
         self._inbox.put(act)
         return answer
@@ -182,7 +166,7 @@ class Engine:
         while not self._inbox.empty():
             self._inbox.get_nowait()()
         started_s = time.perf_counter()
-        if self._draining is None and self.weights.can_serve and self._queued:
+        if self.weights.swapping is None and self.weights.can_serve and self._queued:
             self._admit()
         if self._running:
             last_ids = np.array([sequence.token_ids[-1] for sequence in self._running])
@@ -193,7 +177,7 @@ class Engine:
             self._told_s = started_s
             hand_over(self._told)
             self._told = []
-        if self._draining is not None and not self._running:
+        if self.weights.swapping is not None and not self._running:
             self._finish_commit()
 
     def _stop(self) -> None:
@@ -201,13 +185,9 @@ class Engine:
         self._is_stopping = True
 
     def _accept(self, sequence: RunningSequence) -> None:
-        request_id, running = sequence.request.request_id, [one.request.request_id for one in self._running]
-        try:
-            check_queue(request_id, running, self._queued, max_queued=self.spec.max_queued)
-        except Refused as error:
-            sequence.answer.set_exception(error)
-        else:
-            self._queued[request_id] = sequence
+        request_id = sequence.request.request_id
+        check_queue(request_id, [one.request.request_id for one in self._running], self._queued)
+        self._queued[request_id] = sequence
 
     def _admit(self) -> None:
         """Move queued requests into free slots. A prompt that stands in a slot, read by the weights that
@@ -286,7 +266,7 @@ class Engine:
         if "weights" in request.parts:
             self.weights.check_may_sleep()
         self._abort({sequence.request.request_id for sequence in self._running})
-        if self._draining is not None:
+        if self.weights.swapping is not None:
             self._finish_commit()
         parts = set(request.parts) - set(self.weights.asleep)
         if "weights" in parts:
@@ -295,74 +275,60 @@ class Engine:
             num_bytes += self.runner.cache.num_bytes
             self.runner.take_cache(slots=0)
             self.weights.set_asleep("kv")
-        give_back(self.runner.loaded.device)
+        self.runner.loaded.give_back()
         return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
     @torch.inference_mode(False)
     def _wake(self, request: WakeRequest) -> Moved:
         """A part that could not be woken is asleep as it was."""
-        started_s, weights, device = time.perf_counter(), self.weights, self.runner.loaded.device
+        started_s, weights, runner, num_bytes = time.perf_counter(), self.weights, self.runner, 0
         must_restore = weights.must_restore(request.parts, restore=request.restore)
-        sizes = {"weights": weights.num_bytes, "kv": self.runner.cache_bytes}
+        sizes = {"weights": weights.num_bytes, "kv": runner.cache_bytes}
         asleep = [part for part in request.parts if part in weights.asleep]
-        needed, free, num_bytes = sum(sizes[part] for part in asleep), available_bytes(device), 0
-        # Asked first, as a CPU's memory is promised before it is there.
-        if needed > free:
-            raise _no_memory(
-                f"{' and '.join(asleep)} need {needed} bytes to wake, {free} are free on {device}"
-            )
+        needed, free = sum(sizes[part] for part in asleep), runner.loaded.free_bytes()
         try:
+            if needed > free:  # asked first, as a CPU's memory is promised before it is there
+                raise RuntimeError(f"{needed} bytes are needed, {free} are free on {runner.loaded.device}")
             if must_restore or "weights" in asleep:
                 num_bytes += weights.take(must_restore=must_restore)
             if "kv" in asleep:
-                self.runner.take_cache()
-                num_bytes += self.runner.cache.num_bytes
+                runner.take_cache(runner.slots)
+                num_bytes += runner.cache.num_bytes
                 weights.set_awake("kv")
         except RuntimeError as error:  # what torch raises; an answer, not a crash
-            raise _no_memory(f"{' and '.join(asleep)} cannot wake: {error}") from error
+            raise Refused(
+                507,
+                f"{' and '.join(asleep)} cannot wake: {error}",
+                rule="an engine frees its memory to sleep, and needs as much free memory to wake",
+                way_out="have the trainer offload first, lower rollout.slots, or use a smaller model.",
+            ) from error
         return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
-    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> None:
-        version, digest = request.version, request.digest
-        try:
-            if self._draining is not None:
-                raise commit_waits(self._draining[0].version)
-            staged = self.weights.begin_commit(request)
-        except Refused as error:
-            answer.set_exception(error)
-            return
-        if staged is None:
-            answer.set_result(CommitResponse(version=version, digest=digest, pause_s=0.0, num_interrupted=0))
-            return
-        self._draining = (request, staged, answer)
-        if request.interrupt != "wait" or not self._running:
-            self._finish_commit()
+    def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> CommitResponse | None:
+        served = self.weights.begin_commit(request)
+        if served is None:
+            self._committed = answer
+            if request.interrupt != "wait" or not self._running:
+                self._finish_commit()
+        return served
 
     def _finish_commit(self) -> None:
         """Swap and answer: new weights and new version for all that runs."""
-        assert self._draining is not None
-        request, staged, answer = self._draining
-        self._draining, started_s = None, time.perf_counter()
+        assert self.weights.swapping is not None
+        request, started_s = self.weights.swapping[0], time.perf_counter()
         # Over weights without content nothing runs, and what waits for content goes on waiting.
         is_abort = request.interrupt == "abort" and self.weights.has_content
         num_interrupted = len(self._abort(None)) if is_abort else len(self._running)
-        self.weights.swap(staged)
+        self.weights.swap()
         for sequence in self._running:
             sequence.marks.append((len(sequence.token_ids), request.version))
         if request.interrupt == "keep" and self._running:
             # Recompute the KV cache; the newest token of each is not in it.
             kept = [(*one.prompt_ids, *one.token_ids[:-1]) for one in self._running]
             self.runner.prefill(list(enumerate(kept)))
-        response = CommitResponse(
-            version=request.version,
-            digest=self.weights.digest,
-            pause_s=time.perf_counter() - started_s,
-            num_interrupted=num_interrupted,
+        pause_s, digest = time.perf_counter() - started_s, self.weights.digest
+        self._committed.set_result(
+            CommitResponse(
+                version=request.version, digest=digest, pause_s=pause_s, num_interrupted=num_interrupted
+            )
         )
-        answer.set_result(response)
-
-
-def _no_memory(what: str) -> Refused:
-    rule = "an engine frees its memory to sleep, and needs as much free memory to wake"
-    way_out = "have the trainer offload first, lower rollout.slots, or use a smaller model."
-    return Refused(507, what, rule=rule, way_out=way_out)

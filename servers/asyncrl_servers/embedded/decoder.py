@@ -1,14 +1,17 @@
-"""Loads a Hugging Face causal model and finds out what the slot cache needs of it."""
+"""What an embedded engine server is started with: its spec, and the Hugging Face causal model that it names,
+with what the slot cache needs of it.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import inspect
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import psutil
 import torch
-from safetensors import SafetensorError
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,108 +23,115 @@ from asyncrl_servers.embedded.kv_attention import (
     UnsupportedAttentionError,
     in_force,
 )
-from asyncrl_servers.embedded.kv_memory import EmbeddedSpec
-
-READ_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError)
+from asyncrl_servers.engine_app import EngineSpec
 
 
-@dataclass(slots=True)
+class EmbeddedSpec(EngineSpec):
+    """The spec file of `python -m asyncrl_servers.embedded`."""
+
+    model_path: str
+    """Hugging Face folder with config, weights and (for stop strings) tokenizer."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the weights. A run writes that of its trainer; auto (bfloat16 on CUDA, float32 on a CPU) is for
+    a server alone.
+    """
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = CUDA where there is a device, else CPU."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of torch."""
+    deterministic: bool = True
+    """A request's tokens depend on its prompt, seed and weights alone. Checked at start."""
+    has_adapters: bool = False
+    """Adapters will be published (weight_sync.transport=lora): memory for the weights under them is counted
+    at start.
+    """
+
+
 class LoadedModel:
     """A model ready to be run over slots."""
 
-    model: Any
-    tokenizer: Any | None
-    shape: CacheShape
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int
-    eos_ids: frozenset[int]
-    spare_rows: int
-    """Rows of padding that an exact call needs at its end. Elementwise kernels compute what is left over
-    behind their last whole vector pair (32 floats) by another formula (measured for silu and gelu); an odd
-    width leaves something over."""
-    reference_logits: Tensor
-    """Logits of the model's own attention for `probe_ids`, float32."""
-    probe_ids: list[int]
-
-
-def load_model(spec: EmbeddedSpec) -> LoadedModel:
-    """Load and probe; ends the process with the reason and the way out if the model is missing or of an
-    unsupported kind.
-    """
-    path = Path(spec.model_path)
-    if not (path / "config.json").is_file():
-        rule = "an engine server reads a Hugging Face folder with config.json and weights"
-        fail(f"{spec.name}: no model in {path}", rule=rule, way_out="check model.path.")
-    has_cuda = torch.cuda.is_available()
-    if spec.device == "cuda" and not has_cuda:
-        what = f"{spec.name}: device=cuda, but torch {torch.__version__} sees no CUDA device"
-        fail(what, way_out="set placement.rollout=cpu, or auto.")
-    device = torch.device(("cuda" if has_cuda else "cpu") if spec.device == "auto" else spec.device)
-    name = ("bfloat16" if device.type == "cuda" else "float32") if spec.dtype == "auto" else spec.dtype
-    dtype: torch.dtype = getattr(torch, name)
-    try:
-        model, loading = _read_model(path, dtype)
-    except READ_ERRORS as error:
-        way_out = "check the folder, and that transformers knows the model type."
-        fail(f"{spec.name}: cannot load the model in {path}: {error}", way_out=way_out)
-    if missing := sorted(loading["missing_keys"]):
-        fail(
-            f"{spec.name}: the weights in {path} lack {len(missing)} parameters: {missing[:3]}",
-            rule="a parameter without weights would be served with random ones",
-            way_out="save the model again with save_pretrained.",
+    def __init__(self, spec: EmbeddedSpec) -> None:
+        """Load and probe; ends the process with the reason and the way out if the model is missing or of an
+        unsupported kind.
+        """
+        self.folder, has_cuda = Path(spec.model_path), torch.cuda.is_available()
+        if spec.device == "cuda" and not has_cuda:
+            what = f"{spec.name}: device=cuda, but torch {torch.__version__} sees no CUDA device"
+            fail(what, way_out="set placement.rollout=cpu, or auto.")
+        self.device = torch.device(("cuda" if has_cuda else "cpu") if spec.device == "auto" else spec.device)
+        name = (
+            ("bfloat16" if self.device.type == "cuda" else "float32") if spec.dtype == "auto" else spec.dtype
         )
-    model = model.to(device).eval().requires_grad_(False)
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if positions is not None and spec.max_length > positions:
-        fail(
-            f"{spec.name}: prompt plus completion may take {spec.max_length} tokens, the model knows "
-            f"{positions} positions",
-            rule="rollout.max_prompt_tokens + rollout.max_tokens must fit max_position_embeddings",
-            way_out=f"lower them, so that both add up to {positions} or less.",
+        self.dtype: torch.dtype = getattr(torch, name)
+        try:
+            model, loading = self._read()
+        except Exception as error:
+            way_out = "check model.path, and that transformers knows the model type."
+            fail(f"{spec.name}: cannot load the model in {self.folder}: {error}", way_out=way_out)
+        if missing := sorted(loading["missing_keys"]):
+            what = f"{spec.name}: the weights in {self.folder} lack {len(missing)} parameters: {missing[:3]}"
+            fail(what, way_out="save the model again with save_pretrained.")
+        self.model = model.eval().requires_grad_(False)
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and spec.max_length > positions:
+            fail(
+                f"{spec.name}: prompt and completion may take {spec.max_length} tokens, the model knows "
+                f"{positions} positions",
+                way_out="lower rollout.max_prompt_tokens or rollout.max_tokens.",
+            )
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self.probe_ids = [(7 * i + 3) % self.vocab_size for i in range(min(24, spec.max_length))]
+        try:
+            with torch.inference_mode():
+                ids = torch.tensor([self.probe_ids], device=self.device)
+                self.reference_logits: Tensor = model(input_ids=ids, use_cache=False).logits[0].float()
+                """Logits of the model's own attention for `probe_ids`."""
+                self.shape = _probe_shape(model, spec.max_length, self.device)
+        except UnsupportedAttentionError as error:
+            fail(
+                f"{spec.name}: the model in {self.folder} ({type(model).__name__}) is not supported: {error}",
+                way_out="use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
+                "without a window, SmolLM2, ...).",
+            )
+        has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
+        self.tokenizer: Any | None = (
+            AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None
         )
-    vocab_size = model.get_input_embeddings().num_embeddings
-    probe_ids = [(7 * i + 3) % vocab_size for i in range(min(24, spec.max_length))]
-    try:
-        with torch.inference_mode():
-            ids = torch.tensor([probe_ids], device=device)
-            reference = model(input_ids=ids, use_cache=False).logits[0].float()
-            shape = _probe_shape(model, spec.max_length, device)
-    except UnsupportedAttentionError as error:
-        fail(
-            f"{spec.name}: the model in {path} ({type(model).__name__}) is not supported: {error}",
-            way_out="use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
-            "without a window, SmolLM2, ...).",
+        self.eos_ids = _eos_ids(model, self.tokenizer)
+        self.spare_rows = int(
+            any(one.out_features % 2 for one in model.modules() if isinstance(one, nn.Linear))
         )
-    has_tokenizer = (path / "tokenizer.json").is_file() or (path / "tokenizer_config.json").is_file()
-    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True) if has_tokenizer else None
-    return LoadedModel(
-        model,
-        tokenizer,
-        shape,
-        dtype,
-        device,
-        vocab_size,
-        _eos_ids(model, tokenizer),
-        int(any(one.out_features % 2 for one in model.modules() if isinstance(one, nn.Linear))),
-        reference,
-        probe_ids,
-    )
+        """Rows of padding that an exact call needs at its end. Elementwise kernels compute what is left over
+        behind their last whole vector pair (32 floats) by another formula (measured for silu and gelu); an
+        odd width leaves something over."""
 
+    def read_parameters(self) -> dict[str, Tensor]:
+        """The parameters that lie in the folder, tied ones once. Raises whatever transformers does."""
+        return {name: parameter.data for name, parameter in self._read()[0].named_parameters()}
 
-def _read_model(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
-    )
-    return model, loading
+    def free_bytes(self) -> int:
+        """Free memory of the device (of the machine, for CPU)."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return int(psutil.virtual_memory().available)
 
+    def give_back(self) -> None:
+        """Have freed memory leave this process: allocators keep it for themselves otherwise."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc alone has it
+            trim(0)
 
-def read_parameters(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """The parameters of the model in a folder, tied ones once, as load_model reads them. Raises one of
-    READ_ERRORS.
-    """
-    model, _ = _read_model(path, dtype)
-    return {name: parameter.data for name, parameter in model.to(device).named_parameters()}
+    def _read(self) -> tuple[Any, dict[str, Any]]:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            self.folder,
+            dtype=self.dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        return model.to(self.device), loading
 
 
 def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShape:
@@ -134,11 +144,10 @@ def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShap
     with in_force(probe, max_length):
         model(input_ids=ids, position_ids=torch.arange(4, device=device)[:, None], use_cache=False)
     num_layers, shapes = model.config.num_hidden_layers, set(probe.shapes.values())
-    if sorted(probe.shapes) != list(range(num_layers)):
-        what = f"only layers {sorted(probe.shapes)} of {num_layers} use plain attention"
-        raise UnsupportedAttentionError(what)
-    if len(shapes) != 1:
-        raise UnsupportedAttentionError(f"layers differ in (kv_heads, head_dim): {sorted(shapes)}")
+    if sorted(probe.shapes) != list(range(num_layers)) or len(shapes) != 1:
+        raise UnsupportedAttentionError(
+            f"its {num_layers} layers must use plain attention of one (kv_heads, head_dim): {probe.shapes}"
+        )
     return CacheShape(num_layers, *shapes.pop())
 
 

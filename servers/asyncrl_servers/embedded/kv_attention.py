@@ -209,16 +209,12 @@ def _attention(
     what it would get wrong.
     """
     layer = getattr(module, "layer_idx", None)
-    if layer is None:
-        raise UnsupportedAttentionError(f"{type(module).__name__} has no layer_idx")
+    refused = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     window = kwargs.get("sliding_window")
     if window is not None and window < _local.max_length:
-        raise UnsupportedAttentionError(
-            f"layer {layer} has a sliding window of {window}, below max_length {_local.max_length}"
-        )
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedAttentionError(f"layer {layer} asks for {name}")
+        refused.append(f"a sliding window of {window}, below max_length {_local.max_length}")
+    if refused or layer is None:
+        raise UnsupportedAttentionError(f"layer {layer} asks for {' and '.join(refused) or 'no layer_idx'}")
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     if query.shape[0] == 1:
         rows = (states[0].transpose(0, 1) for states in (query, key, value))

@@ -52,16 +52,16 @@ class Runner:
         self.loaded, self.slots, self.max_length, self.is_exact = loaded, slots, max_length, is_exact
         self._plain = PlainDecoder.of(loaded.model, max_length)
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
-        self.take_cache()
+        self.take_cache(slots)
 
     @property
     def cache_bytes(self) -> int:
         """What take_cache takes."""
         return self.slots * self.loaded.shape.slot_bytes(self.max_length, self.loaded.dtype.itemsize)
 
-    def take_cache(self, slots: int | None = None) -> None:
-        """A KV cache as at the start; with 0 slots there is none, and nothing can run."""
-        loaded, slots = self.loaded, self.slots if slots is None else slots
+    def take_cache(self, slots: int) -> None:
+        """A new KV cache; with 0 slots there is none, and nothing can run."""
+        loaded = self.loaded
         self.cache = SlotCache(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
     def prefill(self, jobs: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
@@ -227,7 +227,7 @@ class PlainDecoder:
         hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
         cos_R1D, sin_R1D = self._cos_PD[positions_R].unsqueeze(1), self._sin_PD[positions_R].unsqueeze(1)
         for number, layer in enumerate(self._layers):
-            (norm, to_query, to_key, to_value, out), head_norms, (mlp_norm, gate, up, down) = layer
+            norm, mlp_norm, head_norms, to_query, to_key, to_value, out, gate, up, down = layer
             normed_RH = rms_norm(hidden_RH, *norm)
             query = linear(normed_RH, *to_query).view(num_rows, -1, head_dim)
             key = linear(normed_RH, *to_key).view(num_rows, -1, head_dim)
@@ -251,13 +251,11 @@ def _layer(module: Any) -> tuple[Any, ...]:
     attention, mlp = module.self_attn, module.mlp
     maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    norms = (module.input_layernorm, module.post_attention_layernorm)
     return (
-        (_norm(module.input_layernorm), *((one.weight, one.bias) for one in maps)),
+        *map(_norm, norms),
         [_norm(one) for one in head_norms],
-        (
-            _norm(module.post_attention_layernorm),
-            *((one.weight, one.bias) for one in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
-        ),
+        *((one.weight, one.bias) for one in (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
     )
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse
-from asyncrl_servers.checks import spans_of, uniform_draws
-from asyncrl_servers.engine_app import TokenStream
+from asyncrl_servers.engine_app import TokenStream, spans_of, uniform_draws
 
 _SLACK = 8
 """Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
@@ -51,22 +50,14 @@ class RunningSequence:
         once.
     """
 
-    __slots__ = (
-        "answer",
-        "logprobs",
-        "marks",
-        "prompt_ids",
-        "prompt_logits_V",
-        "request",
-        "stop_watch",
-        "stream",
-        "token_ids",
-    )
-
     def __init__(
-        self, request: GenerateRequest, stop_watch: StopWatch | None, stream: TokenStream | None
+        self,
+        request: GenerateRequest,
+        answer: Future[GenerateResponse],
+        stop_watch: StopWatch | None,
+        stream: TokenStream | None,
     ) -> None:
-        self.request, self.stop_watch, self.stream = request, stop_watch, stream
+        self.request, self.answer, self.stop_watch, self.stream = request, answer, stop_watch, stream
         self.prompt_ids = tuple(request.prompt_ids)
         self.prompt_logits_V: Tensor | None = None
         """After the last prompt token, once it runs."""
@@ -74,8 +65,6 @@ class RunningSequence:
         self.logprobs: list[float] = []
         self.marks: list[tuple[int, int]] = []
         """(index of the first sampled token, policy_version) of each version it ran under."""
-        self.answer: Future[GenerateResponse] = Future()
-        self.answer.set_running_or_notify_cancel()  # a caller that goes away must abort, it cannot cancel
 
     @property
     def length(self) -> int:

@@ -16,7 +16,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,9 +23,8 @@ import psutil
 
 from asyncrl.http import Refused, die_with_parent, fail, secret_of
 from asyncrl.messages.base import SECRET_ENV
-from asyncrl_servers.checks import read_spec
-from asyncrl_servers.vllm.arguments import VllmSpec
-from asyncrl_servers.vllm.environment import check_start, set_environment
+from asyncrl_servers.engine_app import read_spec
+from asyncrl_servers.vllm.arguments import VllmSpec, check_start, set_environment
 
 ORPHANED = 3
 GRACE_S = 5.0
@@ -100,21 +98,13 @@ def end_group(leader: int, grace_s: float = GRACE_S) -> None:
     memory then.
     """
     for number, with_tracker in ((signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)):
-        if with_tracker and _has_ended(leader, grace_s, with_tracker=True):
-            return
-        for process in _members(leader, with_tracker=with_tracker):
+        members = _members(leader, with_tracker=with_tracker)
+        if with_tracker:
+            members = psutil.wait_procs(members, grace_s)[1]
+        for process in members:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
-        _has_ended(leader, grace_s, with_tracker=with_tracker)
-
-
-def _has_ended(leader: int, timeout_s: float, *, with_tracker: bool) -> bool:
-    end = time.monotonic() + timeout_s
-    while _members(leader, with_tracker=with_tracker):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
+        psutil.wait_procs(members, grace_s)
 
 
 def _members(leader: int, *, with_tracker: bool) -> list[psutil.Process]:

@@ -17,8 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import ErrorBody
-from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments
-from asyncrl_servers.vllm.environment import failure, is_cpu_build
+from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, failure, is_cpu_build
 
 
 class BearerOnly:
@@ -50,10 +49,8 @@ class _Parser(FlexibleArgumentParser):  # type: ignore[misc]
     """vLLM's parser; what it cannot read is a refusal, not a usage text and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        rule = "see `vllm serve --help=all`"
-        raise Refused(
-            400, f"vLLM refuses its arguments: {message}", rule=rule, way_out="correct rollout.vllm."
-        )
+        way_out = "correct rollout.vllm (`vllm serve --help=all`)."
+        raise Refused(400, f"vLLM refuses its arguments: {message}", way_out=way_out)
 
 
 def parse_arguments(spec: VllmSpec) -> argparse.Namespace:

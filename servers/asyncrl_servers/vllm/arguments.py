@@ -1,30 +1,34 @@
-"""The spec as vLLM's own argument list: fixed arguments, those of other config keys, and those of the user.
-Imports no vLLM.
+"""What vLLM is started with, from the spec: its argument list (fixed arguments, those of other config keys,
+and those of the user) and the environment variables that it reads when it is imported; and why it ended, from
+its log. Imports no vLLM.
 """
 
 from __future__ import annotations
 
 import difflib
+import getpass
+import importlib.metadata
 import json
+import os
+import re
+import sys
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import TransportName
+from asyncrl_servers.engine_app import EngineSpec
 
 WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 
 
-class VllmSpec(BaseModel):
-    """The spec file of `python -m asyncrl_servers.vllm`: one JSON object, unknown keys refused."""
+class VllmSpec(EngineSpec):
+    """The spec file of `python -m asyncrl_servers.vllm`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    name: str
-    """Name of this server in logs and errors, like engine-0."""
     model_path: str
     """Hugging Face folder with config, weights and tokenizer. Without a tokenizer there are no stop
     strings.
@@ -35,10 +39,6 @@ class VllmSpec(BaseModel):
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What vLLM must be built for (auto = whatever it is built for)."""
-    max_length: int = Field(ge=2)
-    """Most tokens of prompt and completion together."""
-    slots: int = Field(ge=1)
-    """Sequences decoded at once."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of each worker; on CPU alone."""
     deterministic: bool = True
@@ -82,50 +82,29 @@ def kv_cache_bytes(folder: Path, dtype: str, slots: int, max_length: int) -> int
     return max(MIN_BYTES, int(blocks * _BLOCK_TOKENS * floats * (4 if dtype == "float32" else 2)))
 
 
-SERVED_NAME = "policy"
-
-ELSEWHERE = {
-    "model": "model.path",
-    "model_tag": "model.path",
-    "served_model_name": "nothing: it is always policy",
-    "tokenizer": "model.path",
-    "skip_tokenizer_init": "nothing: it follows from model.path",
-    "config": "rollout.vllm itself",
-    "generation_config": "rollout.temperature",
-    "override_generation_config": "rollout.temperature",
-    "host": "nothing: it is always 127.0.0.1",
-    "port": "rollout.ports",
-    "uds": "nothing: servers listen on a port",
-    "ssl_keyfile": "nothing: servers listen on 127.0.0.1",
-    "ssl_certfile": "nothing: servers listen on 127.0.0.1",
-    "api_key": "nothing: the run makes a secret for every server",
-    "middleware": "nothing: ours guards every route",
-    "api_server_count": "rollout.num_engines",
-    "headless": "rollout.num_engines",
-    "data_parallel_size": "rollout.num_engines",
-    "grpc": "nothing: the run speaks HTTP",
-    "dtype": "model.dtype",
-    "max_model_len": "rollout.max_prompt_tokens and rollout.max_tokens",
-    "max_num_seqs": "rollout.slots",
-    "seed": "seed",
-    "logprobs_mode": "nothing: the trainer needs processed_logprobs",
-    "worker_extension_cls": "nothing: ours loads the weights",
-    "weight_transfer_config": "weight_sync.transport",
-    "tensor_parallel_size": "rollout.tensor_parallel",
-    "enable_lora": "weight_sync.transport=lora",
-    "max_lora_rank": "trainer.lora.rank",
-    "max_loras": "nothing: one set of adapters serves",
-    "disable_uvicorn_access_log": "nothing: it is always on",
-    "disable_fastapi_docs": "nothing: it is always on",
-    "help": "`vllm serve --help=all` in a shell",
-    "enable_scale_out": "nothing: it is always on",
-    "tokens_only": "nothing: /inference/v1/generate is always on",
-    "enable_prompt_tokens_details": "nothing: it is always on",
-    "root_path": "nothing: routes are where they are",
+SETTINGS = {
+    "model.path": ("model", "model_tag", "tokenizer"),
+    "model.dtype": ("dtype",),
+    "seed": ("seed",),
+    "rollout.vllm itself": ("config",),
+    "rollout.temperature": ("generation_config", "override_generation_config"),
+    "rollout.max_prompt_tokens and rollout.max_tokens": ("max_model_len",),
+    "rollout.slots": ("max_num_seqs",),
+    "rollout.ports": ("port",),
+    "rollout.num_engines": ("api_server_count", "headless", "data_parallel_size"),
+    "rollout.tensor_parallel": ("tensor_parallel_size",),
+    "weight_sync.transport": ("weight_transfer_config", "enable_lora"),
+    "trainer.lora.rank": ("max_lora_rank",),
+    "`vllm serve --help=all` in a shell": ("help",),
+    "nothing: the run and its trainer need it as it is": (
+        *("served_model_name", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls", "max_loras"),
+        *("enable_scale_out", "tokens_only", "enable_prompt_tokens_details", "api_key", "middleware", "grpc"),
+        *("host", "uds", "root_path", "ssl_keyfile", "ssl_certfile"),
+        *("disable_uvicorn_access_log", "disable_fastapi_docs"),
+    ),
 }
+ELSEWHERE = {name: setting for setting, names in SETTINGS.items() for name in names}
 """vLLM arguments that this server sets, and the setting to use instead."""
-
-
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The maxima that vLLM knows."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
@@ -147,7 +126,7 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
     folder = Path(spec.model_path)
     ours: dict[str, Any] = {
         "model": spec.model_path,
-        "served_model_name": SERVED_NAME,
+        "served_model_name": "policy",
         "dtype": ("float32" if is_cpu else "bfloat16") if spec.dtype == "auto" else spec.dtype,
         "max_model_len": spec.max_length,
         "max_num_seqs": spec.slots,
@@ -172,8 +151,8 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
         ours["skip_tokenizer_init"] = True
     defaults: dict[str, Any] = {}
     if is_cpu:
-        defaults["enforce_eager"] = True
-        defaults["distributed_executor_backend"] = "asyncrl_servers.vllm.monkeypatches.CpuExecutor"
+        executor = "asyncrl_servers.vllm.monkeypatches.CpuExecutor"
+        defaults |= {"enforce_eager": True, "distributed_executor_backend": executor}
         # Else vLLM takes 92 % of the machine's memory, and refuses to start if some is in use.
         if not given.keys() & KV_CACHE:
             num_bytes = kv_cache_bytes(folder, ours["dtype"], spec.slots, spec.max_length)
@@ -212,3 +191,90 @@ def _words(name: str, value: Any, known: Collection[str]) -> list[str]:
     if isinstance(value, list):
         return [option, *map(str, value)]
     return [f"{option}={value}"]
+
+
+def check_start(spec: VllmSpec) -> None:
+    """Raise Refused for a vLLM of another kind, before it is imported, which takes long."""
+    built_for = "cpu" if is_cpu_build() else "cuda"
+    if spec.device not in ("auto", built_for):
+        what = f"{spec.name} is to run on {spec.device}, the vLLM of {sys.executable} is for {built_for}"
+        way_out = "install the other build (`make setup-vllm`: CPU), or name it in rollout.vllm_python."
+        raise Refused(400, what, way_out=way_out)
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that is installed here is built for CPUs. It is not imported for that."""
+    return importlib.metadata.version("vllm").endswith("cpu")
+
+
+def set_environment(spec: VllmSpec, scratch: Path) -> None:
+    """Set the variables for vLLM, for this process and its children. `scratch` takes their sockets and
+    temporary files.
+    """
+    # In a scratch folder each start would compile torch's kernels anew.
+    compiled = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    os.environ |= {
+        "VLLM_SERVER_DEV_MODE": "1",  # /pause, /resume, /collective_rpc and the like
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # else a mistyped path makes some 20 s of retries
+        # 5 s breaks pooled clients: their next POST finds the connection closed
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "3600",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "TMPDIR": str(scratch),
+    }
+    tempfile.tempdir = None  # read TMPDIR again
+    if spec.has_adapters:
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if is_cpu_build():
+        # Bound to cores ("auto"), every server of the machine would take the same first core.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ["OMP_NUM_THREADS"] = str(spec.threads)
+    elif spec.deterministic:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # never on CPU: there the first request would end the engine
+
+
+_ERROR_LINE = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc \S+ died unexpectedly.*)")
+_POINTERS = (
+    "Engine core initialization failed",
+    "Failed core proc",
+    "WorkerProc initialization failed",
+    "See root cause",
+    "See stack trace",
+    "EngineDeadError",
+    "EngineCore encountered",
+    "Executor failed",
+    "RuntimeError: cancelled",  # what waited for a worker that was lost
+    "died unexpectedly (exit code: 0)",  # it was ended, after it had said why
+)
+"""vLLM says "see root cause above", and has the cause in the log of another process."""
+
+
+def failure(what: str, said: str) -> Refused:
+    """The refusal that names the cause of an end: what was `said`, or where that only points elsewhere, the
+    last error in this server's log.
+    """
+    if not said or any(pointer in said for pointer in _POINTERS):
+        said = last_error(_own_log()) or said or "SIGKILL perhaps, often by the kernel when memory runs out"
+    way_out = "read this server's log, correct the cause, and start the run again."
+    if "memory" in said.lower():
+        way_out = "lower rollout.slots or rollout.vllm.kv_cache_memory_bytes, or free memory."
+    return Refused(500, f"{what}: {' '.join(said.split())[:1500]}", way_out=way_out)
+
+
+def last_error(log: str) -> str:
+    """The last line of a log that names an error and does not merely point to another."""
+    for line in reversed(log.splitlines()):
+        found = _ERROR_LINE.search(line)
+        if found and " WARNING " not in line and not any(pointer in line for pointer in _POINTERS):
+            return found[1]
+    return ""
+
+
+def _own_log() -> str:
+    """The end of what this server has written, where its standard error is a file."""
+    try:
+        log = Path("/proc/self/fd/2").readlink()
+        return log.read_bytes()[-(2**20) :].decode("utf-8", errors="replace") if log.is_file() else ""
+    except OSError:
+        return ""

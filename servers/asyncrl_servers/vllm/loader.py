@@ -23,15 +23,10 @@ from vllm.platforms import current_platform
 
 from asyncrl.http import Refused
 from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
-from asyncrl.weights.chunk_export import cut
+from asyncrl.weights.export import cut
 from asyncrl.weights.ipc import TrainerMemory
-from asyncrl.weights.tensor_files import digest_of_tensor, read_or_refuse
-from asyncrl_servers.weight_state import PUSH_AGAIN, ChunkedPush, Staged, check_arrived
-
-BROKEN = (
-    "the weights of this server are of no version until a load succeeds: load a whole set again, or restart "
-    "it."
-)
+from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse
+from asyncrl_servers.weight_state import PUSH_AGAIN, Arrived, ChunkedPush, Staged, check_arrived, the_staged
 
 
 class Loader:
@@ -50,7 +45,7 @@ class Loader:
         self._memory = TrainerMemory(worker.device)
         self._push = ChunkedPush()
         self._hashing = ThreadPoolExecutor(1, "hash weights")
-        self._digests: Future[dict[str, bytes]] = Future()
+        self._arrived: Future[Arrived] = Future()
         """Of what is staged, computed while the worker goes on generating."""
         self.staged: Staged | None = None
         self.broken: str | None = None
@@ -71,21 +66,15 @@ class Loader:
         if self.staged is None or self.staged.request != request:
             self.staged = None
             tensors = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
-            self._digests = self._hashing.submit(_digests, tensors)
+            self._arrived = self._hashing.submit(digest_and_size, tensors)
             self.staged = Staged(request, tensors)
-        if not self._digests.done():
+        if not self._arrived.done():
             return {"state": "hashing"}
         return {"state": "staged", "digest": self._check_staged(self.staged)}
 
     def load(self, version: int, digest: str, chunk_bytes: int) -> dict[str, Any]:
         """Load what is staged under this digest: one reload, one load call a chunk. Raises Refused."""
-        staged = self.staged
-        if staged is None or (staged.request.version, staged.request.digest) != (version, digest):
-            lies = "nothing"
-            if staged is not None:
-                lies = f"version {staged.request.version} with digest {staged.request.digest}"
-            what = f"load of version {version} with digest {digest}, but staged is {lies}"
-            raise Refused(409, what, rule="only staged weights are loaded", way_out="stage it first.")
+        staged = the_staged(self.staged, version, digest)
         self._check_staged(staged)
         self.begin(version)
         for chunk in self._chunks(staged, chunk_bytes):
@@ -104,13 +93,9 @@ class Loader:
         with self._push.receiving(request, serving=0):
             # A copy: the next chunk may be written over this one while vLLM holds tensors of it until their
             # layer is complete.
-            if request.memory is None:
-                raw = read_or_refuse(request.path)
-                tensors = {name: one.as_torch().clone() for name, one in raw.items()}
-            else:
-                with self._memory.tensors(request.memory) as views:
-                    tensors = {name: view.clone() for name, view in views.items()}
-            digest = self._push.add(request, _digests(tensors), _num_bytes(tensors))
+            with self._memory.chunk(request) as views:
+                tensors = {name: view.clone() for name, view in views.items()}
+            digest = self._push.add(request, digest_and_size(tensors))
         if request.index == 0:
             self.begin(request.version)
         self.add(tensors.items())
@@ -155,26 +140,19 @@ class Loader:
 
     def finish(self) -> None:
         """Close the update. Raises Refused if a parameter got nothing, or too little."""
-        if self.open_version is None:
-            raise Refused(409, f"no update is open ({self.broken})", way_out=BROKEN)
+        assert self.open_version is not None, f"no update is open ({self.broken})"
         with self._changing():
-            missing = self._incomplete()
-            if missing:
-                raise Refused(
-                    409,
-                    f"the weights of version {self.open_version} lack {len(missing)} parameters of the "
-                    f"model: {', '.join(missing[:5])}",
-                    rule="a version is served only when every parameter came from it",
-                    way_out=BROKEN,
-                )
+            if missing := self._incomplete():
+                what = f"version {self.open_version} lacks {len(missing)} parameters: {missing[:5]}"
+                rule = "the weights of this server are of no version until a load succeeds"
+                raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")
             self._finalize()
         self.open_version = self.broken = None
 
     def _check_staged(self, staged: Staged) -> str:
         """The digest of what is staged. Raises Refused if it is not what was announced; then nothing is."""
         try:
-            request, tensors = staged.request, staged.tensors
-            return check_arrived(request.path, self._digests.result(), _num_bytes(tensors), request)
+            return check_arrived(staged.request.path, self._arrived.result(), staged.request)
         except Exception:
             self.staged = None
             raise
@@ -242,11 +220,3 @@ class Loader:
         self.open_version = None
         with self._loading():
             self._finalize()
-
-
-def _digests(tensors: dict[str, Tensor]) -> dict[str, bytes]:
-    return {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
-
-
-def _num_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())

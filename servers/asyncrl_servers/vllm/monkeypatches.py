@@ -12,7 +12,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 
 def patch_worker() -> None:
-    """All of them, in a worker on CPU. A second time does nothing."""
+    """All of them, once, in a worker on CPU."""
     patch_seeds()
     patch_compiled()
     patch_waits()
@@ -59,8 +59,6 @@ def patch_seeds() -> None:
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
-    if getattr(Runner, "_asyncrl_seeds", False):
-        return
     sample, keep_books = Runner._sample, Runner._bookkeeping_sync
 
     def discarded(runner: Any) -> list[int]:
@@ -86,7 +84,6 @@ def patch_seeds() -> None:
             generators.update(held)
 
     Runner._sample, Runner._bookkeeping_sync = sample_and_restore, keep_books_without
-    Runner._asyncrl_seeds = True
 
 
 # For --distributed-executor-backend: nothing else of ours is imported in the engine's process.

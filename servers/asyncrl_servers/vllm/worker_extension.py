@@ -9,15 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
 
@@ -25,7 +21,7 @@ from asyncrl.http import Refused
 from asyncrl.messages.base import GroupSeat
 from asyncrl.messages.calls import PrepareRequest
 from asyncrl.weights.nccl import WeightGroup
-from asyncrl.weights.tensor_files import digest_of_tensor
+from asyncrl.weights.tensor_files import digest_and_size
 from asyncrl_servers.vllm.loader import Loader
 from asyncrl_servers.vllm.monkeypatches import patch_worker
 from asyncrl_servers.weight_state import check_arrived
@@ -41,42 +37,39 @@ class WeightLoader:
 
     asyncrl_loader_class = Loader
 
+    @cached_property
+    def asyncrl_loader(self) -> Loader:
+        return self.asyncrl_loader_class(self)
+
     def asyncrl_facts(self, _: str = "{}") -> dict[str, Any]:
         """Facts about this worker; `broken`: why its weights are of no version, if so."""
         worker: Any = self
 
         def facts() -> dict[str, Any]:
             vocab_size = worker.vllm_config.model_config.get_vocab_size()
-            return {"extension": 1, "vocab_size": vocab_size, "broken": self._asyncrl_loader().broken}
+            return {"extension": 1, "vocab_size": vocab_size, "broken": self.asyncrl_loader.broken}
 
         return _answer(facts, "{}")
 
     def asyncrl_stage(self, request: str) -> dict[str, Any]:
         """Stage a weights file while generation goes on; ask again until the state is `staged`."""
-        return _answer(self._asyncrl_loader().stage, request)
+        return _answer(self.asyncrl_loader.stage, request)
 
     def asyncrl_load(self, request: str) -> dict[str, Any]:
         """Load what is staged."""
-        return _answer(self._asyncrl_loader().load, request)
+        return _answer(self.asyncrl_loader.load, request)
 
     def asyncrl_load_chunk(self, request: str) -> dict[str, Any]:
         """Load one chunk of an update."""
-        return _answer(self._asyncrl_loader().load_chunk, request)
+        return _answer(self.asyncrl_loader.load_chunk, request)
 
     def asyncrl_finish_chunks(self, request: str) -> dict[str, Any]:
         """End an update that came in chunks."""
-        return _answer(self._asyncrl_loader().finish_chunks, request)
+        return _answer(self.asyncrl_loader.finish_chunks, request)
 
     def asyncrl_drop(self, request: str = "{}") -> dict[str, Any]:
         """Forget what is staged, and an update that is open."""
-        return _answer(self._asyncrl_loader().drop, request)
-
-    def _asyncrl_loader(self) -> Loader:
-        worker: Any = self
-        if "asyncrl_loader" not in worker.__dict__:
-            worker.asyncrl_loader = self.asyncrl_loader_class(worker)
-        loader: Loader = worker.asyncrl_loader
-        return loader
+        return _answer(self.asyncrl_loader.drop, request)
 
 
 def _answer(method: Callable[..., dict[str, Any] | None], request: str) -> dict[str, Any]:
@@ -91,27 +84,6 @@ def _answer(method: Callable[..., dict[str, Any] | None], request: str) -> dict[
 BROADCAST = "broadcast"
 
 
-@dataclass
-class BroadcastInit(WeightTransferInitInfo):  # type: ignore[misc]
-    """A messages.base.GroupSeat; `rank` is that of this engine's first worker."""
-
-    path: str
-    size: int
-    rank: int
-    is_new: bool
-    timeout_s: float
-
-
-@dataclass
-class BroadcastUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What is to come, and what it must be."""
-
-    version: int
-    digest: str
-    num_tensors: int
-    num_bytes: int
-
-
 class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     """A backend for vLLM's native weight transfer (weight_sync.transport=nccl): every worker receives all
     that the trainer sends at once, and loads its part.
@@ -122,16 +94,18 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     backends, nccl and ipc, do neither, and work on CUDA alone.
     """
 
-    init_info_cls = BroadcastInit
-    update_info_cls = BroadcastUpdate
+    init_info_cls = GroupSeat
+    update_info_cls = PrepareRequest
     _group: WeightGroup | None = None
 
-    def init_transfer_engine(self, init_info: BroadcastInit) -> None:
-        """Take this worker's seat in a new group; returns when all have taken theirs."""
+    def init_transfer_engine(self, init_info: GroupSeat) -> None:
+        """Take this worker's seat in a new group; returns when all have taken theirs. `rank` is that of this
+        engine's first worker.
+        """
         self.shutdown()
         config = self.parallel_config
         rank = init_info.rank + config.data_parallel_index * config.world_size + config.rank
-        self._group = WeightGroup(GroupSeat(**asdict(init_info) | {"rank": rank}), self.device)
+        self._group = WeightGroup(init_info.model_copy(update={"rank": rank}), self.device)
 
     def start_weight_update(self) -> None:
         """Open an update."""
@@ -145,23 +119,22 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
         does where there is one.
         """
         try:
-            self.receive_weights(self.parse_update_info(update_info))
+            self.receive_weights(PrepareRequest(path="the broadcast", **update_info))
         except Exception:
             self._loader.drop()  # vLLM counts the update as ended, so the layers need tensors again
             raise
 
-    def receive_weights(self, update_info: BroadcastUpdate) -> None:
+    def receive_weights(self, update_info: PrepareRequest) -> None:
         """Load buffer after buffer, then compare what came with what was announced."""
         assert self._group is not None, "this worker has no seat: POST /init_weight_transfer_engine first"
-        digests: dict[str, bytes] = {}
-        num_bytes = 0
+        digests, num_bytes = dict[str, bytes](), 0
         for version, tensors in self._group.receive():
             assert version == update_info.version, f"{version} came, announced was {update_info.version}"
-            digests |= {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
-            num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+            new, size = digest_and_size(tensors)
+            digests |= new
+            num_bytes += size
             self._loader.add(tensors.items())
-        place = "the broadcast"
-        check_arrived(place, digests, num_bytes, PrepareRequest(path=place, **asdict(update_info)))
+        check_arrived(update_info.path, (digests, num_bytes), update_info)
 
     def finish_weight_update(self) -> None:
         """Close the update; fails if a parameter got nothing."""

@@ -1,13 +1,21 @@
-"""A latency model behind the endpoints of an engine server. Imports no torch."""
+"""`python -m asyncrl_servers.simulated --spec FILE --fd N`: one simulated engine server, a child of the run.
+The endpoints of an engine with a latency model and no model, for load tests and benchmarks. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import math
+from bisect import bisect_left
 from collections import OrderedDict
-from typing import Literal, TypeVar
+from collections.abc import Collection
+from typing import Any, Literal, TypeVar
 
-from asyncrl.http import Refused
+import numpy as np
+from pydantic import Field
+
+from asyncrl.http import Refused, die_with_parent, serve
 from asyncrl.messages.base import EnginePart, Moved, joint_digest, tensor_digest
 from asyncrl.messages.calls import (
     CommitRequest,
@@ -16,19 +24,91 @@ from asyncrl.messages.calls import (
     GenerateRequest,
     GenerateResponse,
     LoadChunkRequest,
-    LoadChunkResponse,
     PrepareRequest,
-    PrepareResponse,
     SleepRequest,
     WakeRequest,
 )
 from asyncrl.weights.tensor_files import read_or_refuse
-from asyncrl_servers.checks import check_queue, check_request
-from asyncrl_servers.engine_app import TokenStream
-from asyncrl_servers.simulated.simulated_state import SimulatedRequest, SimulatedSpec
-from asyncrl_servers.weight_state import Staged, WeightState, check_arrived, commit_waits
+from asyncrl_servers.engine_app import (
+    EngineSpec,
+    TokenStream,
+    check_queue,
+    check_request,
+    engine_app,
+    read_spec,
+    spans_of,
+    uniform_draws,
+)
+from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
 Answer = TypeVar("Answer")
+PART_BYTES = 2**20
+"""What it says that each part of its memory takes, when they sleep and wake."""
+
+
+class SimulatedSpec(EngineSpec):
+    """With n running requests a decode step takes decode_step_s + n * per_row_s, and each of them gets one
+    token.
+    """
+
+    vocab_size: int = Field(default=1000, ge=1)
+    """Token ids are drawn from 0..vocab_size-1, each as likely as the other."""
+    decode_step_s: float = Field(default=0.002, gt=0)
+    """Seconds of a decode step, however many requests run."""
+    per_row_s: float = Field(default=0.0001, ge=0)
+    """Seconds that each running request adds to a decode step."""
+    prefill_s_per_token: float = Field(default=0.00002, ge=0)
+    """Seconds for each prompt token of an admitted request; decoding stands still meanwhile."""
+    swap_s: float = Field(default=0.001, ge=0)
+    """Seconds that a weight swap stops decoding."""
+    mean_tokens: float = Field(default=64.0, ge=1)
+    """Mean length of a completion, lognormal and drawn from the request's seed; max_tokens cuts it."""
+    sigma: float = Field(default=1.0, ge=0)
+    """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
+
+    def completion_length(self, seed: int) -> int:
+        """Tokens until the end, lognormal with mean mean_tokens; from the seed alone."""
+        first, second = uniform_draws(np.full(2, seed, dtype=np.uint64), np.array([-1, -2])).tolist()
+        normal = math.sqrt(-2.0 * math.log(1.0 - first)) * math.cos(2.0 * math.pi * second)
+        scale = math.exp(self.sigma * normal - self.sigma * self.sigma / 2)
+        return max(1, round(self.mean_tokens * scale))
+
+
+class SimulatedWeights(WeightState):
+    """Reads and verifies weights, then drops them."""
+
+    def read(self, request: PrepareRequest) -> dict[str, Any]:
+        if request.kind != "weights":
+            what = f"policy_version {request.version} is of adapters: there are no weights to merge them over"
+            way_out = "set weight_sync.transport=shm, or rollout.engine=embedded."
+            raise Refused(400, what, rule="this server takes whole weights alone", way_out=way_out)
+        check_arrived(request.path, _arrived(request.path), request)
+        return {}
+
+    def load(self, request: LoadChunkRequest) -> Arrived:
+        return _arrived(request.path)
+
+    def restore(self) -> None:
+        """What served serves again. Raises Refused (400, 409)."""
+        if self.source:
+            self.check_restored(joint_digest(_arrived(self.source)[0].values()), self.source)
+        self.settle(self.version, self.digest, self.source)
+
+
+class SimulatedRequest:
+    """A request, admitted at `start` and done at `start + length` of the step clock."""
+
+    def __init__(self, request: GenerateRequest, stream: TokenStream | None) -> None:
+        self.request, self.stream, self.num_told = request, stream, 0
+        self.answer: asyncio.Future[GenerateResponse] = asyncio.get_running_loop().create_future()
+        self.start, self.end, self.length, self.is_stop = 0.0, 0.0, 0, False
+
+    def __lt__(self, other: SimulatedRequest) -> bool:
+        return self.end < other.end
+
+    def num_sampled(self, steps: float) -> int:
+        """Tokens that the step clock has passed, without the one that ends it."""
+        return max(0, min(int(steps - self.start + 1e-9), self.length - 1))
 
 
 class SimulatedEngine:
@@ -47,16 +127,16 @@ class SimulatedEngine:
     """
 
     def __init__(self, spec: SimulatedSpec) -> None:
-        self.spec, self.weights = spec, WeightState(spec.start_version)
-        self._num_bytes: dict[EnginePart, int] = {"weights": spec.weights_bytes, "kv": spec.kv_bytes}
+        self.spec, self.weights = spec, SimulatedWeights()
         self._queued: OrderedDict[str, SimulatedRequest] = OrderedDict()
         self._running: dict[str, SimulatedRequest] = {}
         self._streamed: dict[str, SimulatedRequest] = {}
         self._ends: list[SimulatedRequest] = []
         self._steps, self._updated_s, self._stalled_until_s = 0.0, 0.0, 0.0
-        self._changes: list[tuple[float, int]] = [(0.0, spec.start_version)]
+        self._changes: list[tuple[float, int]] = [(0.0, 0)]
+        """(Place on the step clock, policy_version from there on), in order."""
         self._timer: asyncio.TimerHandle | None = None
-        self._draining: tuple[CommitRequest, Staged, asyncio.Future[CommitResponse]] | None = None
+        self._committed: asyncio.Future[CommitResponse]
         self._tokens_generated, self._busy_s = 0, 0.0
 
     def health(self) -> EngineHealth:
@@ -82,7 +162,7 @@ class SimulatedEngine:
     ) -> asyncio.Future[GenerateResponse]:
         """Queue a request. Stop strings never match: there is no text. Raises Refused (400, 409, 503)."""
         check_request(request, self.spec.max_length, self.spec.vocab_size)
-        check_queue(request.request_id, self._running, self._queued, max_queued=self.spec.max_queued)
+        check_queue(request.request_id, self._running, self._queued)
         entry = self._queued[request.request_id] = SimulatedRequest(request, stream)
         self._update()
         return entry.answer
@@ -95,83 +175,51 @@ class SimulatedEngine:
         self._update()
         return _done(aborted)
 
-    def prepare(self, request: PrepareRequest) -> PrepareResponse:
-        """Read and verify the weights, then drop them. Raises Refused (400, 409)."""
-        if request.kind != "weights":
-            raise Refused(
-                400,
-                f"policy_version {request.version} comes as adapters, and this server has no weights to "
-                "merge them over",
-                rule="rollout.engine=simulated takes whole weights alone",
-                way_out="set weight_sync.transport=shm, or rollout.engine=embedded.",
-            )
-        self.weights.check_awake(f"policy_version {request.version} cannot be staged")
-        self.weights.staged = None
-        check_arrived(request.path, *_digests(request.path), request)
-        self.weights.staged = Staged(request)
-        return PrepareResponse(version=request.version, digest=request.digest)
-
     def commit(self, request: CommitRequest) -> asyncio.Future[CommitResponse]:
         """Serve under the new version after swap_s; the answer comes when decoding can go on. Raises Refused
         (409).
         """
-        if self._draining is not None:
-            raise commit_waits(self._draining[0].version)
         self._update()
-        version, staged = self.weights.version, self.weights.begin_commit(request)
-        if staged is None:
-            if self.weights.version != version:
+        answer = self.weights.begin_commit(request)
+        if answer is not None:
+            if self._changes[-1][1] != request.version:
                 self._changes.append((self._steps, request.version))
-            self._update()
-            same = CommitResponse(
-                version=request.version, digest=request.digest, pause_s=0.0, num_interrupted=0
-            )
-            return _done(same)
-        answer: asyncio.Future[CommitResponse] = asyncio.get_running_loop().create_future()
-        self._draining = (request, staged, answer)
-        if request.interrupt != "wait":
-            self._swap()
+            committed = _done(answer)
+        else:
+            committed = self._committed = asyncio.get_running_loop().create_future()
+            if request.interrupt != "wait":
+                self._swap()
         self._update()
-        return answer
+        return committed
 
     def sleep(self, request: SleepRequest) -> asyncio.Future[Moved]:
         """Abort what runs and put these parts to sleep; what is queued stays."""
         self._update()
         for request_id in list(self._running):
             self._end_early(request_id)
-        if self._draining is not None:
+        if self.weights.swapping is not None:
             self._swap()
-        freed = [part for part in self._num_bytes if part in set(request.parts) - set(self.weights.asleep)]
+        freed = set(request.parts) - set(self.weights.asleep)
         for part in freed:
             self.weights.set_asleep(part)
-        self._update()
-        return _done(Moved(num_bytes=sum(self._num_bytes[part] for part in freed), seconds=0.0))
+        return self._moved(freed)
 
     def wake(self, request: WakeRequest) -> asyncio.Future[Moved]:
         """Wake these parts. Raises Refused (400, 409) with nothing changed."""
-        weights = self.weights
-        if weights.must_restore(request.parts, restore=request.restore):
-            if weights.source:
-                weights.check_restored(joint_digest(_digests(weights.source)[0].values()), weights.source)
-            weights.settle(weights.version, weights.digest, weights.source)
-        taken = [part for part in weights.asleep if part in request.parts]
+        if self.weights.must_restore(request.parts, restore=request.restore):
+            self.weights.restore()
+        taken = set(request.parts) & set(self.weights.asleep)
         for part in taken:
-            weights.set_awake(part)
-        self._update()
-        return _done(Moved(num_bytes=sum(self._num_bytes[part] for part in taken), seconds=0.0))
+            self.weights.set_awake(part)
+        return self._moved(taken)
 
-    def load_chunk(self, request: LoadChunkRequest) -> LoadChunkResponse:
-        """Read and verify a chunk, then drop it. Raises Refused (400, 409)."""
-        self.weights.check_may_load(request.version)
-        push = self.weights.push
-        with push.receiving(request, self.weights.version):
-            digest = push.add(request, *_digests(request.path))
-        return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
+    def _moved(self, parts: Collection[EnginePart]) -> asyncio.Future[Moved]:
+        self._update()
+        return _done(Moved(num_bytes=PART_BYTES * len(parts), seconds=0.0))
 
     def _swap(self) -> None:
-        assert self._draining is not None
-        (request, staged, answer), weights = self._draining, self.weights
-        self._draining = None
+        assert self.weights.swapping is not None
+        (request, staged), weights = self.weights.swapping, self.weights
         is_abort = request.interrupt == "abort" and weights.has_content
         num_interrupted = len(self._running) + (len(self._queued) if is_abort else 0)
         pause_s = self.spec.swap_s
@@ -185,15 +233,10 @@ class SimulatedEngine:
         weights.settle(request.version, request.digest, staged.request.path)
         self._changes.append((self._steps, request.version))
         self._stall(pause_s)
-        response = CommitResponse(
+        answer = CommitResponse(
             version=request.version, digest=request.digest, pause_s=pause_s, num_interrupted=num_interrupted
         )
-
-        def tell() -> None:
-            if not answer.done():
-                answer.set_result(response)
-
-        asyncio.get_running_loop().call_later(pause_s, tell)
+        asyncio.get_running_loop().call_later(pause_s, _answer, self._committed, answer)
 
     def _stall(self, seconds: float) -> None:
         self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
@@ -218,16 +261,16 @@ class SimulatedEngine:
             entry = heapq.heappop(self._ends)
             if not entry.answer.done():
                 self._finish(entry, entry.length, "stop" if entry.is_stop else "length")
-        if self._draining is not None and not self._running:
+        if self.weights.swapping is not None and not self._running:
             self._swap()
-        may_start = self._draining is None and self.weights.can_serve
+        may_start = self.weights.swapping is None and self.weights.can_serve
         while may_start and self._queued and len(self._running) < self.spec.slots:
             self._start(self._queued.popitem(last=False)[1])
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         for entry in self._streamed.values():
-            entry.tell(entry.num_sampled(self._steps), self.spec, self._changes)
+            self._tell(entry)
         if self._ends:
             num_steps = self._ends[0].end - self._steps
             wait_s = (min(num_steps, 1.0) if self._streamed else num_steps) * self._step_s()
@@ -236,8 +279,9 @@ class SimulatedEngine:
 
     def _start(self, entry: SimulatedRequest) -> None:
         request = entry.request
-        wanted = self.spec.completion_length(request.seed) - request.num_resumed
-        entry.begin(self._steps, max(1, wanted))
+        wanted = max(1, self.spec.completion_length(request.seed) - request.num_resumed)
+        entry.is_stop, entry.length = wanted <= request.max_tokens, min(wanted, request.max_tokens)
+        entry.start, entry.end = self._steps, self._steps + entry.length
         self._running[request.request_id] = entry
         if entry.stream is not None:
             self._streamed[request.request_id] = entry
@@ -257,12 +301,42 @@ class SimulatedEngine:
         for entries in (self._running, self._streamed, self._queued):
             entries.pop(entry.request.request_id, None)
         self._tokens_generated += num_tokens
-        if not entry.answer.done():
-            entry.answer.set_result(entry.sampled(0, num_tokens, self.spec, self._changes, reason))
+        _answer(entry.answer, self._sampled(entry, 0, num_tokens, reason))
+
+    def _tell(self, entry: SimulatedRequest) -> None:
+        """Put the tokens of a streamed request up to this moment into its stream."""
+        end = entry.num_sampled(self._steps)
+        if entry.stream is None or end <= entry.num_told:
+            return
+        new = self._sampled(entry, entry.num_told, end, "length")
+        for span in new.version_spans:
+            tokens = slice(span.start, span.end)
+            pairs = zip(new.token_ids[tokens], new.logprobs[tokens], strict=True)
+            entry.stream.put((token_id, logprob, span.version) for token_id, logprob in pairs)
+        entry.num_told = end
+
+    def _sampled(
+        self, entry: SimulatedRequest, start: int, end: int, reason: Literal["stop", "length", "abort"]
+    ) -> GenerateResponse:
+        """The tokens [start, end) of a request as an answer."""
+        request, vocab_size, num_tokens = entry.request, self.spec.vocab_size, end - start
+        positions = np.arange(num_tokens) + len(request.prompt_ids) + start
+        draws = uniform_draws(np.full(num_tokens, request.seed, np.uint64), positions)
+        # Token k is sampled when the clock reaches entry.start + k + 1; it belongs to the last version in
+        # force before that.
+        since = self._changes[max(0, bisect_left(self._changes, (entry.start, -1)) - 1) :]
+        marks = [(max(0, int(steps - entry.start + 1e-9) - start), version) for steps, version in since]
+        return GenerateResponse(
+            request_id=request.request_id,
+            token_ids=(draws * vocab_size).astype(np.int64).tolist(),
+            logprobs=[float(np.float32(-math.log(vocab_size)))] * num_tokens,
+            version_spans=spans_of([mark for mark in marks if mark[0] <= num_tokens], num_tokens),
+            finish_reason=reason,
+        )
 
 
-def _digests(path: str) -> tuple[dict[str, bytes], int]:
-    """(digest of each tensor of a file by name, bytes of all). Raises Refused (400)."""
+def _arrived(path: str) -> Arrived:
+    """What lies in a file. Raises Refused (400)."""
     tensors = read_or_refuse(path)
     digests = {name: tensor_digest(name, raw.dtype, raw.shape, raw.data) for name, raw in tensors.items()}
     return digests, sum(len(raw.data) for raw in tensors.values())
@@ -272,3 +346,19 @@ def _done(result: Answer) -> asyncio.Future[Answer]:
     answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
     answer.set_result(result)
     return answer
+
+
+def _answer(future: asyncio.Future[Answer], result: Answer) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def main() -> None:
+    """Serve until SIGTERM or until the parent is gone."""
+    die_with_parent()
+    spec, fd = read_spec(SimulatedSpec)
+    serve(engine_app(SimulatedEngine(spec)), fd)
+
+
+if __name__ == "__main__":
+    main()
