@@ -160,14 +160,7 @@ class WouldWait(Exception):  # noqa: N818  no failure: the nowait half of a wait
 
 def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error that is not itself a group; one of ours before any other."""
-    leaves: list[BaseException] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                collect(inner)
-        else:
-            leaves.append(error)
-
-    collect(errors)
-    return next((leaf for leaf in leaves if isinstance(leaf, AsyncrlError)), leaves[0])
+    cause: BaseException = errors.subgroup(AsyncrlError) or errors
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause

@@ -20,9 +20,9 @@ import pytest
 from pydantic import BaseModel
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_routes import GENERATE
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_routes import GENERATE
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import EngineLost
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.messages.base import Interrupt
@@ -255,7 +255,7 @@ class FakeVllm(Caller):
 
 
 def server_over(fake: FakeVllm, *, mark: str = "", starts_fresh: bool = True) -> VllmServer:
-    facts = VllmFacts("/model", "float32", SLOTS, 1000, (), False, "cpu", starts_fresh=starts_fresh)
+    facts = VllmFacts("/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh)
     return VllmServer(fake, facts=facts, canary_limit=1e-3, warn=fake.warnings.append, mark=mark)
 
 

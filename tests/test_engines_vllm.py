@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm_house import CANARY_LIMIT, SLOTS, House, until
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import Interrupt, weights_digest
 from asyncrl.messages.engine_calls import GenerateRequest, GenerateResponse

@@ -27,9 +27,10 @@ from fake_vllm import (
 )
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm.sampling import joint_watch
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_sampling import joint_watch
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RequestRefused
+from asyncrl.http import CallLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.engine_calls import GenerateResponse
 from asyncrl.testing.virtual_time import all_blocked
@@ -173,6 +174,23 @@ async def test_a_frozen_server_holds_a_commit_until_its_limit_or_until_it_is_giv
     assert (await lost(server.generate_segment(request()))).is_told == is_cut
 
 
+@pytest.mark.parametrize(("route", "is_whole"), [("/pause", True), ("asyncrl_load", False)])
+@with_server
+async def test_a_resume_that_is_lost_with_the_connection_of_a_refused_call_is_asked_again(
+    fake: FakeVllm, server: VllmServer, route: str, is_whole: bool
+) -> None:
+    async def reset() -> None:
+        fake.pause = "abort"
+        raise CallLost("engine-0", "/resume", "ClientOSError: Connection reset by peer")
+
+    fake.refused[route], fake.hooks["/resume"] = (500, "planted"), reset
+    with pytest.raises(EngineError, match=f"answered 500 to .*{route}: planted") as caught:
+        await publish(server, 1)
+    assert (fake.pause, isinstance(caught.value, EngineLost)) == (None, not is_whole)
+    if is_whole:
+        assert len((await server.generate_segment(request())).token_ids) == 20
+
+
 @with_server
 async def test_a_second_cancellation_does_not_cut_the_resume_short(
     fake: FakeVllm, server: VllmServer
@@ -275,7 +293,6 @@ async def test_a_server_that_lacks_a_route_or_has_the_weights_of_another_run_is_
     [
         ({"max_tokens": 998}, r"3 prompt tokens \+ 998 new ones = 1001, a slot holds 1000"),
         ({"prompt_ids": [2**20]}, "it has token id 1048576; the model knows ids 0..1048575"),
-        ({"num_resumed": 4}, "num_resumed=4 of 3"),
         ({"temperature": 0.001}, "temperature 0.001; vLLM samples at 0.01"),
     ],
 )

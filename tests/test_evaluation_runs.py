@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_cases import single_turn, virtual
 
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.records import Prompt

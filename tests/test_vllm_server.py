@@ -18,8 +18,8 @@ from engine_in_process import make_qwen3
 from vllm_house import House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.engines.vllm.facts import VllmFacts, check_settings
-from asyncrl.engines.vllm.vllm_routes import ServerInfo
+from asyncrl.engines.vllm_process import VllmFacts, check_settings
+from asyncrl.engines.vllm_routes import ServerInfo
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
 from asyncrl.messages.base import find_fatal
@@ -113,7 +113,7 @@ def test_a_server_with_other_settings_is_refused(keep_alive: int | None, mode: s
     config = {"model_config": model, "scheduler_config": {"max_num_seqs": 4}}
     info = ServerInfo(vllm_config=config, vllm_env={"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": keep_alive})
     with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        check_settings("engine-0", info, VllmFacts("/model", "float32", 4, 64, (), False, "cpu"))
+        check_settings("engine-0", info, VllmFacts("/model", "float32", 4, 64, (), "cpu"))
 
 
 def test_batch_invariance_is_asked_for_on_cuda_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

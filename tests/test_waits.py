@@ -63,14 +63,14 @@ async def test_a_limit_ends_on_a_loop_that_is_always_late() -> None:
 async def test_a_limit_can_be_held_and_begun_again_and_ended_at_once() -> None:
     now = asyncio.get_running_loop().time
     async with TimeLimit(5.0) as limit:
-        limit.reschedule(None)
-        assert limit.when() is None
+        limit.restart(None)
+        assert limit.left_s is None
         await asyncio.sleep(100.0)
-        limit.reschedule(now() + 5.0)
-        assert limit.when() == 105.0
+        limit.restart(5.0)
+        assert limit.left_s == 5.0
         await asyncio.sleep(4.0)
     limit = TimeLimit(5.0)
-    asyncio.get_running_loop().call_soon(lambda: limit.reschedule(now()))
+    asyncio.get_running_loop().call_soon(limit.restart, 0.0)
     with pytest.raises(TimeoutError):
         async with limit:
             await asyncio.sleep(1.0)

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.http import Caller
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
 from asyncrl.messages.trainer_calls import Canary, ExportResponse
@@ -39,7 +39,6 @@ class House:
     base: dict[str, Tensor]
     tokenizer: Any
     model: Any
-    has_adapters: bool = False
     version: int = 0
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class House:
     """Called once, at the next warning."""
 
     def facts(self, **changes: Any) -> VllmFacts:
-        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), self.has_adapters, "cpu")
+        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
         return replace(facts, **changes)
 
     def run(self, story: Callable[[VllmServer], Awaitable[None]], **settings: Any) -> None:
@@ -159,8 +158,7 @@ def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Ite
         process.wait_ready()
         base = {name: one.detach().clone() for name, one in weights_of(model_path).items()}
         model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        text, has_adapters = AutoTokenizer.from_pretrained(model_path), bool(spec.get("has_adapters"))
-        house = House(process, model_path, folder, base, text, model, has_adapters)
+        house = House(process, model_path, folder, base, AutoTokenizer.from_pretrained(model_path), model)
         house.pushed[0] = base
         yield house
 

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.own_server import EngineServer
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.engine import EngineClient, EngineServer
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.http import Caller
 from asyncrl.placement.choices import find_vllm_python, import_folder
 from asyncrl.placement.devices import NO_DEVICE
@@ -144,7 +143,6 @@ class Vllm(Embedded):
             slots=self.slots(caller.name),
             max_length=self.rollout.max_length,
             end_ids=tuple(sorted(tokenizer.end_ids)),
-            has_adapters=config.weight_sync.way.sends_adapters,
             device=device.partition(":")[0],
             special_ids=_special_ids(tokenizer),
             starts_fresh=is_eval or self.rollout.urls is None,

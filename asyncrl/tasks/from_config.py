@@ -80,7 +80,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
     factory = load_object(spec, "task.python")
     keywords = {"size": config.size, "seed": seed, **config.args}
     usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
-    check_call(factory, (), keywords, setting="task.python", spec=spec, usage=usage)
+    check_call(factory, (), keywords, said=f"task.python={spec}", usage=usage)
     with caught() as boundary:
         task = factory(**keywords)
     if boundary.error is not None:
@@ -98,7 +98,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         (task.prompt, (0,), "prompt(index)"),
         (task.score, (None, ""), "score(prompt, completion)"),
     ):
-        check_call(function, arguments, {}, setting="task.python", spec=spec, usage=usage)
+        check_call(function, arguments, {}, said=f"task.python={spec}", usage=usage)
     assert isinstance(task, PromptTask)
     return task
 
