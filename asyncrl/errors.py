@@ -108,13 +108,9 @@ class PublishError(RoomError):
 
 
 class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine
-    """No descriptor, port or memory is left on this machine, for example for a connection to `server`. It
+    """No descriptor, port or memory is left on this machine, for example for a connection to a server. It
     says nothing about the state of that server.
     """
-
-    def __init__(self, server: str, what: str, *, rule: str = "", way_out: str = "") -> None:
-        self.server = server
-        super().__init__("controller", what, rule=rule, way_out=way_out)
 
 
 class JournalError(RoomError):

@@ -191,7 +191,7 @@ class CallGarbled(CallLost):
         super().__init__(server, path, why)
 
 
-def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
+def out_of(what: str, number: int) -> ConnectionShortage:
     """The error for what failed, with the resource that ran out. It opens no descriptor to find the
     limits.
     """
@@ -211,7 +211,7 @@ def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
         ),
     }.get(number, ("the kernel has no memory for it", "free memory on this machine"))
     what, way_out = f"{what}: {os.strerror(number)}", f"{way_out}, and go on with this run."
-    return ConnectionShortage(server, what, rule=rule, way_out=way_out)
+    return ConnectionShortage("controller", what, rule=rule, way_out=way_out)
 
 
 class Caller:
@@ -315,7 +315,7 @@ class Caller:
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
 
     def _shortage(self, number: int) -> ConnectionShortage:
-        return out_of(f"cannot open a connection to {self.name}, which may be well", number, self.name)
+        return out_of(f"cannot open a connection to {self.name}, which may be well", number)
 
     def _warn_of_shortage(self, number: int) -> None:
         now_s = asyncio.get_running_loop().time()

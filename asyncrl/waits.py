@@ -171,16 +171,14 @@ class TimeLimit:
 
     def _start(self, delay_s: float | None) -> None:
         if delay_s is not None:
-            self._alarm = Alarm(delay_s, self._expire)
+            now = asyncio.get_running_loop().time
+            self._alarm = Alarm(delay_s, lambda: self._inner.reschedule(now()))
 
     def _stop(self) -> None:
         if self._alarm is not None:
             self._left_s = self._alarm.left_s
             self._alarm.cancel()
             self._alarm = None
-
-    def _expire(self) -> None:
-        self._inner.reschedule(asyncio.get_running_loop().time())
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:

@@ -13,6 +13,7 @@ from asyncrl.config import RolloutConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller
 from asyncrl.messages.engine_calls import EngineHealth
@@ -82,6 +83,6 @@ async def _client(kind: str, caller: Caller, model: Path, slots: int, max_length
         end_ids=(),
         device="cpu",
     )
-    client = VllmServer(caller, facts=facts, decode=None, canary_limit=math.inf, retries=0, chunk_bytes=2**28)
+    client = VllmServer(caller, facts=facts, rules=PushRules(math.inf, retries=0))
     await client.ready(START_S)
     return client

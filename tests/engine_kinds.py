@@ -21,6 +21,7 @@ from vllm_process import VllmProcess, vllm_process
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.http import Caller
 from asyncrl.messages.engine_calls import GenerateRequest
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -192,5 +193,5 @@ async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[
 
 def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
     facts = VllmFacts(str(server.folder / "model"), "float32", SLOTS, MAX_LENGTH, (), "cpu")
-    how: dict[str, Any] = {"canary_limit": 1e-3, "chunk_bytes": 16384, "warn": pytest.fail}
-    return VllmServer(caller, facts=facts, policy_version=policy_version, **how)
+    rules = PushRules(1e-3, chunk_bytes=16384, warn=pytest.fail)
+    return VllmServer(caller, facts=facts, rules=rules, policy_version=policy_version)

@@ -17,6 +17,7 @@ from rollout_cases import virtual
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.errors import EngineError, EngineLost, TrainerError
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
 from asyncrl.messages.trainer_calls import ExportResponse
@@ -175,7 +176,7 @@ async def test_a_commit_goes_through_vllms_own_routes_in_their_order_and_joins_o
     fakes = [ReceivingVllm("engine-0"), ReceivingVllm("engine-1")]
     for fake in fakes:
         facts = VllmFacts("/model", "float32", fake.slots, 1000, (), "cpu")
-        servers.append(VllmServer(fake, facts=facts, canary_limit=1e-3, retries=1))
+        servers.append(VllmServer(fake, facts=facts, rules=PushRules(1e-3)))
         servers[-1].meeting = broadcasts
         await servers[-1].ready(10.0)
         fake.calls.clear()

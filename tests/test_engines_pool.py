@@ -148,7 +148,7 @@ async def test_each_token_has_the_version_and_the_server_that_sampled_it_whichev
 
 
 @virtual
-async def test_a_cancelled_request_frees_its_slot_at_once_and_tells_the_server() -> None:
+async def test_a_request_that_is_cancelled_or_whose_client_raises_frees_its_slot_at_once() -> None:
     pool, (fake,) = make_pool(1, slots=1)
     (server,) = pool.servers
     with patch.object(server, "abort", wraps=server.abort) as abort:
@@ -161,15 +161,9 @@ async def test_a_cancelled_request_frees_its_slot_at_once_and_tells_the_server()
     assert (cancelled.cancelled(), fake.num_running) == (True, 1)
     assert len((await waiting).token_ids) == 3
     assert asyncio.get_running_loop().time() == pytest.approx(13.5 * DECODE_S)
-    assert pool.load == {"engine-0": 0}
-
-
-@virtual
-async def test_what_on_tokens_raises_ends_the_request_and_frees_its_slot() -> None:
-    pool, (fake,) = make_pool(1)
     with pytest.raises(KeyError):
         await pool.generate(make_request(), on_tokens=lambda _: {}["the client's own fault"])
-    assert (fake.num_running, sum(pool.load.values())) == (0, 0)
+    assert (fake.num_running, pool.load) == (0, {"engine-0": 0})
 
 
 @virtual

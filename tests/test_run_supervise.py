@@ -297,7 +297,7 @@ def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_pus
 
 async def short(*_: Any, **__: Any) -> Any:
     await asyncio.sleep(HEARTBEAT_S)
-    raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
+    raise ConnectionShortage("controller", "cannot open a connection: Too many open files")
 
 
 def test_a_heartbeat_that_cannot_be_sent_says_nothing_of_the_server() -> None:

@@ -169,7 +169,7 @@ def test_an_engine_that_dies_or_is_silent_is_named_with_the_versions_that_each_o
 
 
 def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:
-    shortage = ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
+    shortage = ConnectionShortage("controller", "cannot open a connection: Too many open files")
 
     async def story(house: House) -> None:
         house.targets[0].prepare = AsyncMock(side_effect=shortage)  # type: ignore[method-assign]

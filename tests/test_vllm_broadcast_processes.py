@@ -22,6 +22,7 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.errors import EngineLost
 from asyncrl.http import Caller
 from asyncrl.messages.engine_calls import GenerateRequest, LoadChunkRequest
@@ -78,7 +79,8 @@ class House:
 
     def client(self, caller: Caller, version: int = 0) -> VllmServer:
         facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
-        return VllmServer(caller, facts=facts, policy_version=version, canary_limit=1e-3, chunk_bytes=40_000)
+        rules = PushRules(1e-3, chunk_bytes=40_000)
+        return VllmServer(caller, facts=facts, rules=rules, policy_version=version)
 
 
 def served(server: VllmProcess) -> int:

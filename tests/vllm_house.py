@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from vllm_process import SECRET, VllmProcess, vllm_process
 
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.http import Caller
 from asyncrl.messages.engine_calls import EngineHealth, GenerateRequest
 from asyncrl.messages.trainer_calls import Canary, ExportResponse
@@ -50,21 +51,19 @@ class House:
         facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
         return replace(facts, **changes)
 
-    def run(self, story: Callable[[VllmServer], Awaitable[None]], **settings: Any) -> None:
+    def run(
+        self,
+        story: Callable[[VllmServer], Awaitable[None]],
+        canary_limit: float = CANARY_LIMIT,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """A story with a client of its own, on the weights that the story before left."""
 
         async def within() -> None:
-            facts = self.facts(**settings.pop("facts", {}))
             caller = Caller("engine-0", self.process.url, SECRET)
-            server = VllmServer(
-                caller,
-                facts=facts,
-                policy_version=self.version,
-                decode=self.decode,
-                chunk_bytes=40_000,
-                warn=self.warn,
-                **{"canary_limit": CANARY_LIMIT, **settings},
-            )
+            rules = PushRules(canary_limit, chunk_bytes=40_000, warn=self.warn)
+            known = {"rules": rules, "policy_version": self.version, "decode": self.decode}
+            server = VllmServer(caller, facts=self.facts(**(facts or {})), **known)
             try:
                 async with asyncio.timeout(200):
                     await server.ready(100)

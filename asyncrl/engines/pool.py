@@ -237,9 +237,8 @@ class Router:
         """Whether an interrupted request of this server, whose cache is lost anyway, should be routed
         again.
         """
-        if index not in self.up:
-            return True
-        return self.load[index] > self.slots and any(self.load[other] < self.slots for other in self.up)
+        is_full = self.load[index] > self.slots
+        return index not in self.up or (is_full and any(self.load[other] < self.slots for other in self.up))
 
 
 class SegmentJoin:

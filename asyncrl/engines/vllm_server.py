@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlencode
 
@@ -43,9 +43,8 @@ class VllmServer:
         before their end are told while no weights had been loaded since they were asked for. VllmProcess and
         Commit say the rest.
 
-    `canary_limit` in nats; `retries` of a load whose canary fails; `decode` for stop strings that lie over
-    the joint of two segments. `mark` is in all labels of this run: tokens with the label of another run,
-    which pushes to the same server, raise EngineError.
+    `decode` for stop strings that lie over the joint of two segments. `mark` is in all labels of this run:
+    tokens with the label of another run, which pushes to the same server, raise EngineError.
     """
 
     def __init__(
@@ -53,20 +52,16 @@ class VllmServer:
         caller: Caller,
         *,
         facts: VllmFacts,
+        rules: PushRules,
         policy_version: int = 0,
         decode: Decode | None = None,
-        canary_limit: float,
-        retries: int = 1,
-        chunk_bytes: int = 2**28,
-        warn: Callable[[str], None] = lambda _: None,
         mark: str = "",
     ) -> None:
-        self._caller, self.facts, self.name = caller, facts, caller.name
+        self._caller, self.facts, self._rules, self.name = caller, facts, rules, caller.name
         self.meeting: Broadcasts | None = None
         """Where weights are received, if the trainer sends them; given before the first push."""
         self.num_commits = 0
         self._start_version, self._decode, self._mark = policy_version, decode, mark
-        self._rules = PushRules(facts.slots, chunk_bytes, canary_limit, retries, warn)
         self._begin_nowait()
 
     def _begin_nowait(self) -> None:
@@ -169,7 +164,7 @@ class VllmServer:
                 rule="staged weights are committed, one version at a time, and no older one",
                 way_out="prepare this version first.",
             )
-        commit = Commit(process, load, self._rules)
+        commit = Commit(process, load, self._rules, self.facts.slots)
         self.num_commits += 1
         process.is_committing, report = True, None
         try:

@@ -36,15 +36,14 @@ _ADAPTER_RULE = "adapters are <module>.lora_A.weight and .lora_B.weight of one r
 
 
 class PushRules(NamedTuple):
-    """`chunk_bytes` of a file are loaded at once. `limit` of the canary, in nats; `retries` of a load whose
-    canary fails, each with a call of `warn`.
+    """`canary_limit` in nats; `retries` of a load whose canary fails, each with a call of `warn`;
+    `chunk_bytes` of a file are loaded at once.
     """
 
-    slots: int
-    chunk_bytes: int
-    limit: float
-    retries: int
-    warn: Callable[[str], None]
+    canary_limit: float
+    retries: int = 1
+    chunk_bytes: int = 2**28
+    warn: Callable[[str], None] = lambda _: None
 
 
 class Load:
@@ -228,8 +227,8 @@ class Commit:
         process is broken: what it holds is no version.
     """
 
-    def __init__(self, process: VllmProcess, load: Load, rules: PushRules) -> None:
-        self._process, self._load, self._rules = process, load, rules
+    def __init__(self, process: VllmProcess, load: Load, rules: PushRules, slots: int) -> None:
+        self._process, self._load, self._rules, self._slots = process, load, rules, slots
         self._num_attempts = 1 + (rules.retries if load.can_repeat and load.canary is not None else 0)
         self._what_failed = f"failed in a swap from policy_version {process.version} to {load.version}"
         self._label = process.label_of(load.version)
@@ -280,7 +279,7 @@ class Commit:
             if interrupt == "wait":
                 started = clock()
             else:
-                most = num_running if interrupt == "abort" else self._rules.slots
+                most = num_running if interrupt == "abort" else self._slots
                 self._num_interrupted += min(num_running, most)
             await process.end(self._not_kept(interrupt))
             await self._load_under_label(interrupt)
@@ -299,7 +298,7 @@ class Commit:
         if interrupt == "abort":
             return sent
         kept = [segment for segment in sent if segment.on_chunk is None]
-        num_kept = len(kept) if self._load.canary is None else self._rules.slots - 1
+        num_kept = len(kept) if self._load.canary is None else self._slots - 1
         return [segment for segment in sent if segment.on_chunk is not None] + kept[num_kept:]
 
     async def _load_under_label(self, interrupt: Interrupt) -> None:
@@ -325,7 +324,7 @@ class Commit:
 
     async def _is_true(self, attempt: int) -> bool:
         """Whether the canary agrees. Raises EngineError if it does not, and this was the last attempt."""
-        load, process, limit = self._load, self._process, self._rules.limit
+        load, process, limit = self._load, self._process, self._rules.canary_limit
         if load.canary is None:
             return True
         fault = await canary_fault(process, load.canary, label=self._label, model=load.model, limit=limit)
@@ -348,18 +347,16 @@ class Commit:
     @contextmanager
     def _all_or_broken(self) -> Iterator[None]:
         """Left by an error or a cancellation while it is not known what the weights are: broken."""
-        process, is_done = self._process, False
+        process = self._process
         try:
             yield
-            is_done = True
-        except EngineError as error:
-            if process.is_settled or self._is_untrue or isinstance(error, EngineLost):
-                raise
-            what = f"{self._what_failed}: {error.fault}"
-            raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
-        finally:
-            if not is_done and not process.is_settled:
+        except BaseException as error:
+            if not process.is_settled:
                 process.break_nowait(self._what_failed, rule=_RULE)
+                if isinstance(error, EngineError) and not (isinstance(error, EngineLost) or self._is_untrue):
+                    what = f"{self._what_failed}: {error.fault}"
+                    raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
+            raise
 
 
 async def canary_fault(

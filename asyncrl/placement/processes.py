@@ -136,7 +136,7 @@ class ChildProcess:
         except OSError as error:
             if error.errno not in OURS:
                 raise
-            raise out_of(f"cannot start {self.name}", error.errno, self.name) from error
+            raise out_of(f"cannot start {self.name}", error.errno) from error
 
     async def _start(self) -> None:
         spec_path = self.run_dir / "specs" / f"{self.name}.json"

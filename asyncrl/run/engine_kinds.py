@@ -16,6 +16,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.http import Caller
 from asyncrl.placement.choices import find_vllm_python, import_folder
 from asyncrl.placement.devices import NO_DEVICE
@@ -148,20 +149,16 @@ class Vllm(Embedded):
             starts_fresh=is_eval or self.rollout.urls is None,
         )
         limit = config.weight_sync.canary_limit
-        return VllmServer(
-            caller,
-            facts=facts,
-            decode=tokenizer.decode,
-            canary_limit=math.inf
-            if limit is None
-            else CANARY_LIMITS[facts.dtype]
-            if limit == "auto"
-            else limit,
+        if limit is None:
+            limit = math.inf
+        rules = PushRules(
+            canary_limit=CANARY_LIMITS[facts.dtype] if limit == "auto" else limit,
             retries=config.weight_sync.retries,
             chunk_bytes=config.weight_sync.chunk_bytes,
             warn=warn,
-            mark=secrets.token_hex(4),
         )
+        mark = secrets.token_hex(4)
+        return VllmServer(caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
 
     def request(self, sampling: Body) -> tuple[str, Body]:
         """The route for token ids of vLLM."""

@@ -115,7 +115,11 @@ class Push:
             start = clock()
             sent.append(chunk := await trainer.export_chunk(self.version, len(sent)))
             exported = clock()
-            assert (chunk.version, chunk.index) == (self.version, len(sent) - 1), "chunks come in order"
+            is_asked_for = (chunk.version, chunk.index) == (self.version, len(sent) - 1)
+            if not is_asked_for or chunk.is_last != bool(chunk.whole_digest):
+                wrote = f"the trainer wrote chunk {chunk.index} of {chunk.version} as chunk {len(sent) - 1}"
+                how = f"is_last={chunk.is_last}, whole_digest={chunk.whole_digest or 'none'}"
+                raise self._error(f"{wrote} of policy_version {self.version}, {how}")
             await self._load(chunk)
             export_s, load_s = export_s + exported - start, load_s + clock() - exported
         digest = sent[-1].whole_digest
