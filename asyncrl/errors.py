@@ -108,13 +108,9 @@ class PublishError(RoomError):
 
 
 class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine
-    """No descriptor, port or memory is left on this machine, for example for a connection to `server`. It
+    """No descriptor, port or memory is left on this machine, for example for a connection to a server. It
     says nothing about the state of that server.
     """
-
-    def __init__(self, server: str, what: str, *, rule: str = "", way_out: str = "") -> None:
-        self.server = server
-        super().__init__("controller", what, rule=rule, way_out=way_out)
 
 
 class JournalError(RoomError):
@@ -160,14 +156,7 @@ class WouldWait(Exception):  # noqa: N818  no failure: the nowait half of a wait
 
 def first_cause(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error that is not itself a group; one of ours before any other."""
-    leaves: list[BaseException] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for inner in error.exceptions:
-                collect(inner)
-        else:
-            leaves.append(error)
-
-    collect(errors)
-    return next((leaf for leaf in leaves if isinstance(leaf, AsyncrlError)), leaves[0])
+    cause: BaseException = errors.subgroup(AsyncrlError) or errors
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause

@@ -115,7 +115,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def replace_folder(new: Path, folder: Path) -> None:
     """Give `new` the name of a folder that may be there already. Raises OSError."""
-    old = _old(folder)
+    old = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
@@ -128,19 +128,16 @@ def settle_folder(folder: Path) -> None:
     """After a kill: put back what was about to be replaced, and remove what was being made. It must not
     be in the making. Raises OSError.
     """
-    old = _old(folder)
+    old = folder.with_name(f".{folder.name}.old")
     if old.exists() and not folder.exists():
         old.rename(folder)
     for left in folder.parent.glob(f".{folder.name}.*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _old(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
 TRIES, PAUSE_S = 3, 0.02
 """`asyncrl status` has the lock for an instant when it looks whether a run lives."""
+_ONE_WRITES = "one process at a time writes into a run directory"
 _held: set[Path] = set()
 """Files locked by this process. Over NFS a lock belongs to the process: a second lock of the same file would
 succeed, and releasing either one would release both.
@@ -157,11 +154,6 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: int | None = None
-
-    @property
-    def is_held(self) -> bool:
-        """Whether it was acquired through this object."""
-        return self._file is not None
 
     def acquire(self) -> RunLock:
         """Take it and write the pid into the file. Raises JournalError that names the holder, without
@@ -189,14 +181,11 @@ class RunLock:
         return self
 
     def _take(self, file: int) -> None:
-        for tries_left in reversed(range(TRIES)):
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if not tries_left:
-                    raise
-                time.sleep(PAUSE_S)
+        for _ in range(TRIES - 1):
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            time.sleep(PAUSE_S)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def release(self) -> None:
         """Give it back; idempotent. The file stays: removing it could take it from under a waiting run."""
@@ -206,17 +195,11 @@ class RunLock:
             self._file = None
 
     def _cannot(self, error: OSError) -> JournalError:
-        return JournalError(
-            f"{self.path} cannot be locked: {error.strerror}",
-            rule="one process at a time writes into a run directory",
-            way_out="see that the run directory exists, can be written, and lies on a file system with free "
-            "space and support for locks.",
-        )
+        what = f"{self.path} cannot be locked: {error.strerror}"
+        way_out = "see that the run directory can be written, and that its file system has space and locks."
+        return JournalError(what, rule=_ONE_WRITES, way_out=way_out)
 
     def _refused(self, holder: object) -> JournalError:
-        return JournalError(
-            f"process {holder} writes into {self.path.parent}",
-            rule="one process at a time writes into a run directory",
-            way_out=f"wait until process {holder} has ended, or end it (kill {holder}), or give this run "
-            f"another directory.",
-        )
+        what = f"process {holder} writes into {self.path.parent}"
+        way_out = f"wait until it has ended, or end it (kill {holder}), or give this run another directory."
+        return JournalError(what, rule=_ONE_WRITES, way_out=way_out)

@@ -116,34 +116,33 @@ def make_app() -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        body = ErrorBody(
-            error=f"{'.'.join(map(str, first['loc']))}: {first['msg']}", rule="see asyncrl/messages"
-        )
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        body = ErrorBody(error=what, rule="see asyncrl/messages")
         return JSONResponse(body.model_dump(), status_code=422)
 
     return app
 
 
-class _BearerOnly:
-    """Lets a request through only with the run's secret."""
+def _only_bearers(app: Any, secret: str) -> Any:
+    """The app for requests with the run's secret alone."""
+    expected = f"Bearer {secret}".encode()
 
-    def __init__(self, app: Any, secret: str) -> None:
-        self.app, self.expected = app, f"Bearer {secret}".encode()
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def guarded(scope: Any, receive: Any, send: Any) -> None:
+        asked = app
         if scope["type"] == "http":
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
+            if not hmac.compare_digest(given, expected):
                 body = ErrorBody(error="wrong or missing bearer token", rule="it is the run's own server")
-                await JSONResponse(body.model_dump(), status_code=401)(scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+                asked = JSONResponse(body.model_dump(), status_code=401)
+        await asked(scope, receive, send)
+
+    return guarded
 
 
 def serve(app: FastAPI, fd: int) -> None:
     """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
     config = uvicorn.Config(
-        _BearerOnly(app, secret_of(SECRET_ENV)),
+        _only_bearers(app, secret_of(SECRET_ENV)),
         log_level="warning",
         access_log=False,
         timeout_keep_alive=75,
@@ -161,6 +160,7 @@ OURS = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS
 """Errors of this machine, which say nothing of the server that was to be called."""
 SHORT_S, RETRY_S = 60.0, 0.5
 """For how long, and how often, a call retries to open a connection after such an error."""
+Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 Part = TypeVar("Part", bound=BaseModel)
 
@@ -191,7 +191,7 @@ class CallGarbled(CallLost):
         super().__init__(server, path, why)
 
 
-def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
+def out_of(what: str, number: int) -> ConnectionShortage:
     """The error for what failed, with the resource that ran out. It opens no descriptor to find the
     limits.
     """
@@ -202,17 +202,16 @@ def out_of(what: str, number: int, server: str = "") -> ConnectionShortage:
             "raise the limit of open files, or lower rollout.slots or gateway.max_connections",
         ),
         errno.ENFILE: (
-            "the processes of this machine have as many files open as fs.file-max allows",
-            "raise fs.file-max, or end the process that holds them",
+            "the machine has fs.file-max files open",
+            "raise it, or end the process that holds them",
         ),
         errno.EADDRNOTAVAIL: (
             "no port of net.ipv4.ip_local_port_range is left for this address, or no host has it",
             "widen that range, lower rollout.slots, or correct the address",
         ),
     }.get(number, ("the kernel has no memory for it", "free memory on this machine"))
-    return ConnectionShortage(
-        server, f"{what}: {os.strerror(number)}", rule=rule, way_out=f"{way_out}, and go on with this run."
-    )
+    what, way_out = f"{what}: {os.strerror(number)}", f"{way_out}, and go on with this run."
+    return ConnectionShortage("controller", what, rule=rule, way_out=way_out)
 
 
 class Caller:
@@ -233,39 +232,28 @@ class Caller:
         """
         return await self._call("GET", path, None, answer, timeout_s)
 
-    async def post(
-        self, path: str, body: BaseModel | bytes | None, answer: type[Answer], *, timeout_s: float | None
-    ) -> Answer:
+    async def post(self, path: str, body: Body, answer: type[Answer], *, timeout_s: float | None) -> Answer:
         """POST a message (JSON) or bytes (octet-stream); raises CallRefused or CallLost."""
         return await self._call("POST", path, body, answer, timeout_s)
 
     async def _call(
-        self,
-        method: str,
-        path: str,
-        body: BaseModel | bytes | None,
-        answer: type[Answer],
-        timeout_s: float | None,
+        self, method: str, path: str, body: Body, answer: type[Answer], timeout_s: float | None
     ) -> Answer:
-        data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
-        kind = "application/octet-stream" if isinstance(body, bytes) else "application/json"
         short_of: set[int] = set()
         try:
             async with TimeLimit(timeout_s):
-                async with await self._begin(method, path, data, kind, short_of) as response:
+                async with await self._begin(method, path, body, short_of) as response:
                     text = await response.read()
         except TimeoutError:
-            for number in short_of:
-                raise self._shortage(number) from None
+            if short_of:
+                raise self._shortage(short_of.pop()) from None
             raise CallLost(self.name, path, f"no answer within {timeout_s} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(path, error) from error
-        if response.status >= 400:
-            raise self._refusal(path, response.status, text, answer)
-        try:
-            return answer.model_validate_json(text)
-        except ValidationError as error:
-            raise self._garbled(path, response.status, text, answer) from error
+        if response.status < 400:
+            with contextlib.suppress(ValidationError):
+                return answer.model_validate_json(text)
+        raise self._refusal(path, response.status, text, answer)
 
     async def stream(
         self, path: str, body: BaseModel, part: type[Part], last: type[Answer]
@@ -291,9 +279,8 @@ class Caller:
         """POST a message; yields the whole lines of the answer as they come. Raises and is closed like
         stream().
         """
-        data = body.model_dump_json().encode()
         try:
-            async with await self._begin("POST", path, data, "application/json", set()) as response:
+            async with await self._begin("POST", path, body, set()) as response:
                 if response.status >= 400:
                     raise self._refusal(path, response.status, await response.read(), ErrorBody)
                 rest = b""
@@ -304,18 +291,16 @@ class Caller:
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(path, error) from error
 
-    async def _begin(
-        self, method: str, path: str, data: bytes | None, kind: str, short_of: set[int]
-    ) -> aiohttp.ClientResponse:
+    async def _begin(self, method: str, path: str, body: Body, short_of: set[int]) -> aiohttp.ClientResponse:
         """The answer's head. Descriptors and ports come back when other calls end, so it tries for short_s,
         with what is lacking in `short_of`; then raises ConnectionShortage.
         """
+        data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
+        headers = {"content-type": f"application/{'octet-stream' if isinstance(body, bytes) else 'json'}"}
         clock, since_s = asyncio.get_running_loop().time, 0.0
         while True:
             try:
-                response = await self._open().request(
-                    method, self.url + path, data=data, headers={"content-type": kind}
-                )
+                response = await self._open().request(method, self.url + path, data=data, headers=headers)
             except aiohttp.ClientConnectorError as error:  # so nothing was sent
                 if error.errno not in OURS:
                     raise
@@ -330,7 +315,7 @@ class Caller:
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
 
     def _shortage(self, number: int) -> ConnectionShortage:
-        return out_of(f"cannot open a connection to {self.name}, which may be well", number, self.name)
+        return out_of(f"cannot open a connection to {self.name}, which may be well", number)
 
     def _warn_of_shortage(self, number: int) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -352,12 +337,8 @@ class Caller:
     def _refusal(
         self, path: str, status: int, text: bytes, answer: type[BaseModel]
     ) -> CallRefused | CallGarbled:
-        try:
+        with contextlib.suppress(ValidationError):
             return CallRefused(self.name, path, status, ErrorBody.model_validate_json(text))
-        except ValidationError:
-            return self._garbled(path, status, text, answer)
-
-    def _garbled(self, path: str, status: int, text: bytes, answer: type[BaseModel]) -> CallGarbled:
         shown = text[:200].decode(errors="replace")
         why = f"status {status} with a body that is no {answer.__name__}: {shown}"
         return CallGarbled(self.name, path, why, status=status, text=text)

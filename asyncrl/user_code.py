@@ -18,7 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure
 from asyncrl.waits import TimeLimit
@@ -31,35 +31,27 @@ def load_object(spec: str, setting: str) -> Any:
     `setting` is the config key, for the messages. Raises ConfigError if the module cannot be imported or
     lacks the attribute.
     """
-    module_name, separator, attribute = spec.partition(":")
-    if not separator or not module_name or not attribute:
-        raise ConfigError(
-            f"{setting}={spec} is not module:name", way_out=f"write it like {setting}=my_task:MyTask."
-        )
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{setting}={spec} is not module:name", way_out="write it like my_task:MyTask.")
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise _broken(spec, setting, module_name, error) from error
-        raise ConfigError(
-            f"{setting}={spec}: there is no module {error.name}",
-            rule=f"modules are looked for in the working directory ({here}) and among the installed packages",
-            way_out="start asyncrl in the folder of the module, install it, or correct the name.",
-        ) from error
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise _broken(spec, setting, module_name, error) from error
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            what = f"{setting}={spec}: there is no module {error.name}"
+            rule = f"modules are looked for in the working directory ({here}) and among installed packages"
+            way_out = "start asyncrl in the folder of the module, install it, or correct the name."
+            raise ConfigError(what, rule=rule, way_out=way_out) from error
+        what = f"{setting}={spec}: importing {module_name} raised {type(error).__name__}: {error}"
+        raise ConfigError(what, way_out=f"make `python -c 'import {module_name}'` work first.") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
             close = difflib.get_close_matches(name, vars(found), n=1)
-            raise ConfigError(
-                f"{setting}={spec}: {module_name} has no {name}",
-                way_out=f"did you mean {close[0]}?"
-                if close
-                else f"define {name} in {getattr(found, '__file__', module_name)}.",
-            )
+            way_out = f"did you mean {close[0]}?" if close else f"define {name} there."
+            raise ConfigError(f"{setting}={spec}: {module_name} has no {name}", way_out=way_out)
         found = getattr(found, name)
     return found
 
@@ -71,58 +63,37 @@ def load_function(
     usage: str,
     arguments: tuple[Any, ...],
     keywords: Mapping[str, Any] | None = None,
-    args: str = "task.args",
 ) -> Callable[..., Any]:
     """The function that `spec` names, which can be called as `usage` says. Raises ConfigError as load_object
     and check_call do.
     """
     function: Callable[..., Any] = load_object(spec, setting)
-    check_call(function, arguments, dict(keywords or {}), setting=setting, spec=spec, usage=usage, args=args)
+    check_call(function, arguments, keywords or {}, said=f"{setting}={spec}", usage=usage)
     return function
 
 
 def check_call(
-    function: Any,
-    arguments: tuple[Any, ...],
-    keywords: dict[str, Any],
-    *,
-    setting: str,
-    spec: str,
-    usage: str,
-    args: str = "task.args",
+    function: Any, arguments: tuple[Any, ...], keywords: Mapping[str, Any], *, said: str, usage: str
 ) -> None:
-    """Raise ConfigError if `function` cannot be called with these arguments; `usage` says how it will be
-    called, `args` is the setting that its keyword arguments come from.
+    """Raise ConfigError if `function` cannot be called with these arguments; `said` is what the config says,
+    `usage` how it will be called.
     """
     if not callable(function):
-        raise ConfigError(
-            f"{setting}={spec} is {function!r:.80}, which cannot be called",
-            rule=f"it is called as {usage}",
-            way_out="name a function or class.",
-        )
+        what = f"{said} is {function!r:.80}, which cannot be called"
+        raise ConfigError(what, rule=f"it is called as {usage}", way_out="name a function or class.")
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
-        raise ConfigError(
-            f"{setting}={spec}{inspect.signature(function)} cannot be called as {usage}: {error}",
-            way_out="give it these parameters"
-            + (f", and the names of {args}, no more." if keywords else ", no more."),
-        ) from error
+        what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
+        way_out = "give it these parameters, and the names of task.args or generator.args, no more."
+        raise ConfigError(what, way_out=way_out) from error
     except ValueError:  # a builtin without a signature: only the call itself can tell
         return
-
-
-def _broken(spec: str, setting: str, module_name: str, error: BaseException) -> ConfigError:
-    return ConfigError(
-        f"{setting}={spec}: importing {module_name} raised {type(error).__name__}: {error}",
-        way_out=f"make `python -c 'import {module_name}'` work first.",
-    )
 
 
 logger = logging.getLogger("asyncrl.user_code")
 
 Result = TypeVar("Result")
-Arguments = ParamSpec("Arguments")
 
 GRACE_S = 5.0
 """Seconds that a cancelled call has to clean up."""
@@ -170,11 +141,8 @@ class UserCalls:
         and run on.
         """
         if len(self._alive) >= MAX_ABANDONED:
-            raise self._error(
-                self._what(len(self._alive)),
-                rule=f"{MAX_ABANDONED} of them may run on, and nothing can end them",
-                way_out=WAY_OUT,
-            )
+            rule = f"{MAX_ABANDONED} of them may run on, and nothing can end them"
+            raise self._error(self._what(len(self._alive)), rule=rule, way_out=WAY_OUT)
 
     async def run(self, call: Awaitable[Result]) -> Result:
         """What it returns or raises. Raises RolloutFailure if it ends with a CancelledError of its own."""
@@ -185,11 +153,9 @@ class UserCalls:
             await self._end(task)
             raise
         if task.cancelled():
-            raise RolloutFailure(
-                f"{self.name} raised CancelledError",
-                rule="nobody had cancelled it: it did so itself, or what it awaited was cancelled",
-                way_out="catch that where it may happen, and raise an error instead.",
-            )
+            rule = "nobody had cancelled it: it did so itself, or what it awaited was cancelled"
+            way_out = "catch that where it may happen, and raise an error instead."
+            raise RolloutFailure(f"{self.name} raised CancelledError", rule=rule, way_out=way_out)
         result, error = task.result()
         if error is not None:
             raise error
@@ -201,17 +167,12 @@ class UserCalls:
             await _wait_within(self._grace_s, {task})
         finally:
             if not task.done():
-                self._abandon(task)
-
-    def _abandon(self, task: asyncio.Task[Any]) -> None:
-        abandon(task)
-        self._alive.add(task)
-        task.add_done_callback(self._alive.discard)
-        self.num_abandoned += 1
-        if self.num_abandoned == 1:
-            self._warn(
-                f"{self._what(1)}; it is left to itself, and further ones are counted. Way out: {WAY_OUT}"
-            )
+                abandon(task)
+                self._alive.add(task)
+                task.add_done_callback(self._alive.discard)
+                self.num_abandoned += 1
+                if self.num_abandoned == 1:
+                    self._warn(f"{self._what(1)}; it runs on, and more are counted. Way out: {WAY_OUT}")
 
     def _what(self, num_calls: int) -> str:
         calls = f"{num_calls} call{'s' if num_calls > 1 else ''} of {self.name}"
@@ -247,9 +208,7 @@ class DaemonThreads(ThreadPoolExecutor):
     then the end of the loop, which joins them without a limit, and the end of the process.
     """
 
-    def submit(
-        self, fn: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Future[Result]:
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Start it at once."""
         future: Future[Result] = Future()
 
@@ -283,12 +242,7 @@ async def end_what_is_left(main: Awaitable[Result]) -> Result:
             await _wait_within(GRACE_S, left)
         for task in left:
             if not task.done():
-                logger.warning(
-                    "task %s did not end within %s s of being cancelled: %s",
-                    task.get_name(),
-                    GRACE_S,
-                    task.get_coro(),
-                )
+                logger.warning("a task did not end within %s s of being cancelled: %s", GRACE_S, task)
 
 
 @atexit.register
@@ -313,6 +267,5 @@ def load_advantage(spec: str) -> Callable[..., Any]:
     """The function of an advantage. Raises ConfigError if it cannot be imported, or takes other
     parameters.
     """
-    return load_function(
-        spec, "algorithm.advantage", usage="advantage(reward_B, group_B)", arguments=(None, None)
-    )
+    usage = "advantage(reward_B, group_B)"
+    return load_function(spec, "algorithm.advantage", usage=usage, arguments=(None, None))

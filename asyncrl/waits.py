@@ -48,10 +48,9 @@ class LoopClock:
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> LoopClock:
         """The clock of this loop."""
-        clock = _CLOCKS.get(loop)
-        if clock is None:
-            clock = _CLOCKS[loop] = cls(loop)
-        return clock
+        if loop not in _CLOCKS:
+            _CLOCKS[loop] = cls(loop)
+        return _CLOCKS[loop]
 
     def time(self) -> float:
         """Seconds. The next tick stops it, until the loop gets to that."""
@@ -81,7 +80,7 @@ class LoopClock:
         self._missed_s += max(0.0, self._loop.time() - tick.when())
 
 
-_CLOCKS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock] = weakref.WeakKeyDictionary()
+_CLOCKS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopClock]()
 
 
 class Alarm:
@@ -129,10 +128,11 @@ class TimeLimit:
     TimeLimit(60.0) as limit`.
 
     Raises TimeoutError, and is expired() then, once the loop has run for timeout_s; None is no limit.
+    `or_raise` makes the error to raise in place of the TimeoutError.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
-        self._delay_s = timeout_s
+    def __init__(self, timeout_s: float | None, *, or_raise: Callable[[], Exception] | None = None) -> None:
+        self._delay_s, self._or_raise = timeout_s, or_raise
         self._alarm: Alarm | None = None
         self._left_s: float | None = None
         self._inner = asyncio.timeout(None)
@@ -146,44 +146,39 @@ class TimeLimit:
         """Seconds in which the loop has still to run, or had at the end of the block; None for no limit."""
         return self._left_s if self._alarm is None else self._alarm.left_s
 
-    def when(self) -> float | None:
-        """The loop's time at which it would be over if the loop stood still no more; None for never."""
-        return None if self._alarm is None else asyncio.get_running_loop().time() + self._alarm.left_s
-
-    def reschedule(self, when: float | None) -> None:
-        """Over at this time of the loop (None: never), from now on; only inside the block."""
+    def restart(self, left_s: float | None) -> None:
+        """Over once the loop has run for this long from now on (None: never); only inside the block."""
         self._inner.reschedule(None)
         self._stop()
         self._left_s = None
-        if when is not None:
-            self._start(when - asyncio.get_running_loop().time())
+        self._start(left_s)
 
     async def __aenter__(self) -> TimeLimit:
         await self._inner.__aenter__()
-        if self._delay_s is not None:
-            self._start(self._delay_s)
+        self._start(self._delay_s)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop()
-        await self._inner.__aexit__(kind, error, traceback)  # suppresses nothing
+        try:
+            await self._inner.__aexit__(kind, error, traceback)  # suppresses nothing
+        except TimeoutError:
+            if self._or_raise is None:
+                raise
+            raise self._or_raise() from None
 
-    def _start(self, delay_s: float) -> None:
-        if delay_s > 0:
-            self._alarm = Alarm(delay_s, self._expire)
-        else:
-            self._expire()
+    def _start(self, delay_s: float | None) -> None:
+        if delay_s is not None:
+            now = asyncio.get_running_loop().time
+            self._alarm = Alarm(delay_s, lambda: self._inner.reschedule(now()))
 
     def _stop(self) -> None:
         if self._alarm is not None:
             self._left_s = self._alarm.left_s
             self._alarm.cancel()
             self._alarm = None
-
-    def _expire(self) -> None:
-        self._inner.reschedule(asyncio.get_running_loop().time())
 
 
 async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError | None]:
@@ -209,11 +204,8 @@ class OpenWait:
     def __enter__(self) -> None:
         loop = asyncio.get_running_loop()
         self.task, self.since_s = asyncio.current_task(loop), loop.time()
-        waits = _OPEN.get(loop)
-        if waits is None:
-            waits = _OPEN[loop] = {}
-        self._waits = waits
-        waits[self] = None
+        self._waits = _OPEN.setdefault(loop, {})
+        self._waits[self] = None
 
     def __exit__(self, *_: object) -> None:
         del self._waits[self]
@@ -233,9 +225,7 @@ class OpenWait:
         return self._who or (self.where.partition(".")[0] if name.startswith("Task-") else name)
 
 
-_OPEN: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[OpenWait, None]] = (
-    weakref.WeakKeyDictionary()
-)
+_OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[OpenWait, None]]()
 
 
 def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWait:
@@ -265,10 +255,11 @@ def task_stacks() -> str:
     """Tasks that are not done: names, then function (file:line) down to where they wait, a line a place."""
     tasks_at: dict[str, list[str]] = {}
     for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
-        place = " > ".join(
-            f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-            for frame in await_chain(task.get_coro())
-        )
+        frames = await_chain(task.get_coro())
+        places = [
+            (frame.f_code, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}") for frame in frames
+        ]
+        place = " > ".join(f"{code.co_qualname} ({where})" for code, where in places)
         tasks_at.setdefault(place or "not begun", []).append(task.get_name())
     lines = []
     for place, names in tasks_at.items():

@@ -45,7 +45,7 @@ from report import RESULTS, options, reported
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, SupervisionConfig
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.placement.devices import find_cuda_devices, place
@@ -54,7 +54,8 @@ from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
-from asyncrl.sync.publisher import Publisher, PublisherStats
+from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.push import PushReport
 from asyncrl.trainer.trainer_client import TrainerClient
 
 MIB = 2**20
@@ -313,7 +314,7 @@ async def measure(
                 case.first_s = rooms.turns.gauges()["perf/handover_s"]
             elif isinstance(rooms.turns, TakingTurns):
                 case.cpu_s.append(cpu_s)
-                note(case, rooms.turns, rooms.phases, rooms.publisher.stats())
+                note(case, rooms.turns, rooms.phases, rooms.publisher.report)
             else:
                 await rooms.publisher.wait_announced(version)  # type: ignore[union-attr]
         await generate(rooms.pool, version)
@@ -321,9 +322,7 @@ async def measure(
     return case
 
 
-def note(
-    case: Case, turns: TakingTurns, phases: Mapping[str, Mapping[str, Any]], push: PublisherStats
-) -> None:
+def note(case: Case, turns: TakingTurns, phases: Mapping[str, Mapping[str, Any]], push: PushReport) -> None:
     """One turn: its seconds, and the bytes that were copied: by the trainer's moves of weights and optimizer,
     and by the push.
     """

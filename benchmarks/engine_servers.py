@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from asyncrl.config import RolloutConfig
-from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.own_server import EngineServer
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.engine import EngineClient, EngineServer
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller
 from asyncrl.messages.calls import EngineHealth
@@ -81,9 +81,8 @@ async def _client(kind: str, caller: Caller, model: Path, slots: int, max_length
         slots=slots,
         max_length=max_length,
         end_ids=(),
-        has_adapters=False,
         device="cpu",
     )
-    client = VllmServer(caller, facts=facts, decode=None, canary_limit=math.inf, retries=0, chunk_bytes=2**28)
+    client = VllmServer(caller, facts=facts, rules=PushRules(math.inf, retries=0))
     await client.ready(START_S)
     return client

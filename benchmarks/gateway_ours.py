@@ -23,7 +23,7 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RoomError
 from asyncrl.http import Caller, child_arguments, die_with_parent, secret_of

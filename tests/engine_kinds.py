@@ -18,10 +18,10 @@ from engine_processes import SECRET, EngineProcess, engine_process
 from safetensors.numpy import load_file
 from vllm_process import VllmProcess, vllm_process
 
-from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.own_server import EngineServer
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.engine import EngineClient, EngineServer
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.http import Caller
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -192,6 +192,6 @@ async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[
 
 
 def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
-    facts = VllmFacts(str(server.folder / "model"), "float32", SLOTS, MAX_LENGTH, (), False, "cpu")
-    how: dict[str, Any] = {"canary_limit": 1e-3, "chunk_bytes": 16384, "warn": pytest.fail}
-    return VllmServer(caller, facts=facts, policy_version=policy_version, **how)
+    facts = VllmFacts(str(server.folder / "model"), "float32", SLOTS, MAX_LENGTH, (), "cpu")
+    rules = PushRules(1e-3, chunk_bytes=16384, warn=pytest.fail)
+    return VllmServer(caller, facts=facts, rules=rules, policy_version=policy_version)

@@ -20,9 +20,10 @@ import pytest
 from pydantic import BaseModel
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_routes import GENERATE
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_routes import GENERATE
+from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.errors import EngineLost
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost
 from asyncrl.messages.base import Interrupt
@@ -37,6 +38,7 @@ MODES: list[Interrupt] = ["abort", "keep", "keep_kv", "wait"]
 PROMPT = (1, 2, 3)
 MODEL: dict[str, Any] = {"model": "/model", "dtype": "torch.float32", "max_model_len": 1000}
 MODEL["logprobs_mode"] = "processed_logprobs"
+ENV: dict[str, Any] = {}
 
 
 @dataclass
@@ -155,7 +157,8 @@ class FakeVllm(Caller):
             case "/weight_info":
                 return {"weight_version": self.label}
             case "/server_info":
-                return {"vllm_config": {"model_config": MODEL, "scheduler_config": {"max_num_seqs": SLOTS}}}
+                config = {"model_config": MODEL, "scheduler_config": {"max_num_seqs": SLOTS}}
+                return {"vllm_config": config, "vllm_env": ENV}
             case "asyncrl_facts":
                 return {"results": [{"vocab_size": 2**20}]}
             case "asyncrl_stage" | "asyncrl_load_chunk":
@@ -254,8 +257,9 @@ class FakeVllm(Caller):
 
 
 def server_over(fake: FakeVllm, *, mark: str = "", starts_fresh: bool = True) -> VllmServer:
-    facts = VllmFacts("/model", "float32", SLOTS, 1000, (), False, "cpu", starts_fresh=starts_fresh)
-    return VllmServer(fake, facts=facts, canary_limit=1e-3, warn=fake.warnings.append, mark=mark)
+    facts = VllmFacts("/model", "float32", SLOTS, 1000, (), "cpu", starts_fresh=starts_fresh)
+    rules = PushRules(1e-3, warn=fake.warnings.append)
+    return VllmServer(fake, facts=facts, rules=rules, mark=mark)
 
 
 def with_server(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

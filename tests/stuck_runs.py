@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from rollout_cases import make_producers, single_turn
 
 from asyncrl.config import SupervisionConfig, TaskConfig
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Answer
 from asyncrl.messages.records import Batch, Prompt

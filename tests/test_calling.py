@@ -51,13 +51,19 @@ async def caller() -> AsyncIterator[Caller]:
         thread.join()
 
 
-async def test_a_server_that_answers_while_our_own_loop_is_blocked_is_not_lost(caller: Caller) -> None:
+async def test_a_server_is_lost_that_is_silent_or_refuses_and_not_while_our_own_loop_is_blocked(
+    caller: Caller,
+) -> None:
     asking = asyncio.ensure_future(caller.get("/health", ErrorBody, timeout_s=0.1))
     await asyncio.sleep(0)
     time.sleep(0.25)  # noqa: ASYNC251  this is the fault
     assert await asking == HEALTH
     with pytest.raises(CallLost, match=r"no answer within 0\.1 s"):
         await caller.get("/silent", ErrorBody, timeout_s=0.1)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        caller.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(CallLost, match="ClientConnectorError"):
+        await caller.get("/health", ErrorBody, timeout_s=5.0)
 
 
 @contextlib.contextmanager
@@ -103,11 +109,3 @@ async def test_a_call_that_finds_no_descriptor_names_this_process_and_its_limit(
     assert "cannot open a connection to engine-0, which may be well: Too many open files" in caught.value.what
     assert re.search(r"all its \d+ descriptors open \(RLIMIT_NOFILE; \d+ is ", caught.value.rule)
     assert "rollout.slots" in caught.value.way_out
-
-
-async def test_a_server_that_refuses_connections_is_lost_as_before() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        caller = Caller("engine-0", f"http://127.0.0.1:{free.getsockname()[1]}", "s3cret")
-    with pytest.raises(CallLost, match="ClientConnectorError"):
-        await caller.get("/health", ErrorBody, timeout_s=5.0)
-    await caller.aclose()

@@ -14,7 +14,7 @@ from engine_contract import generate, until
 from engine_kinds import LONG, OURS, server_of, spec_of
 from engine_processes import SECRET, engine_process
 
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import find_fatal
 

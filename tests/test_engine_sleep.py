@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from test_engine_lora import adapters, lora_request
 
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.http import Caller, Refused
 from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest

@@ -27,9 +27,8 @@ def test_every_page_that_is_linked_exists() -> None:
 
 
 def test_the_command_for_servers_of_ones_own_gives_every_flag_that_the_run_asks_for() -> None:
-    facts = (ROOT / "asyncrl" / "engines" / "vllm" / "facts.py").read_text(encoding="utf-8")
+    facts = (ROOT / "asyncrl" / "engines" / "vllm_process.py").read_text(encoding="utf-8")
     wanted = set(re.findall(r"(--[a-z-]{4,}|\bVLLM_[A-Z_]+)", facts))
-    wanted -= {"--enable-lora", "--max-lora-rank", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
     assert "--logprobs-mode" in wanted
     blocks = re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL)
     (command,) = [block for block in blocks if "vllm serve" in block]

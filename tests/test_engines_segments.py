@@ -82,24 +82,21 @@ def test_an_answer_that_cannot_be_is_an_engine_error_with_its_values(parts: list
         check(*parts)
 
 
-@pytest.mark.parametrize("max_tokens", [3, 2])
-def test_a_partial_that_has_used_the_budget_or_more_of_a_larger_one_is_finished(max_tokens: int) -> None:
-    join = SegmentJoin(make_request(max_tokens), PARTIAL)
-    assert join.is_finished
-    assert (join.completion().finish_reason, join.completion().token_ids) == ("length", PARTIAL.token_ids)
-
-
 def test_all_there_is_is_told_after_each_interruption_and_not_at_the_end() -> None:
     told: list[PartialCompletion] = []
     join = SegmentJoin(make_request(8), PARTIAL, told.append)
     for segment in (rest("abort", 14, version=5), rest("abort"), rest("abort", 15, 16, version=6)):
         join.add(segment)
-    whole = (11, 12, 13, 14, 15, 16)  # an empty segment tells nothing new
-    assert [partial.token_ids for partial in told] == [whole[:4], whole]
+    sampled = (11, 12, 13, 14, 15, 16)  # an empty segment tells nothing new
+    assert [partial.token_ids for partial in told] == [sampled[:4], sampled]
     assert told[1].version_spans == (VersionSpan(0, 2, 4), VersionSpan(2, 4, 5), VersionSpan(4, 6, 6))
     assert [partial.num_interruptions for partial in told] == [4, 6]
     join.add(rest("abort", 17, 18))
     assert (join.is_finished, len(told)) == (True, 2), "an interruption right at the end of the budget"
+    for max_tokens in (3, 2):
+        whole = SegmentJoin(make_request(max_tokens), PARTIAL)  # which has used the budget, or a larger one
+        assert whole.is_finished
+        assert (whole.completion().finish_reason, whole.completion().token_ids) == ("length", (11, 12, 13))
 
 
 @pytest.mark.parametrize(

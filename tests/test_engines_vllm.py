@@ -5,18 +5,18 @@ flight, pushes that answer 200 and are wrong, sleep.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
+from engine_in_process import stage_file
 from torch import Tensor
 from vllm_house import CANARY_LIMIT, SLOTS, House, until
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.messages.base import Interrupt, weights_digest
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, SamplingRequest
 
@@ -290,43 +290,20 @@ def test_a_load_in_which_the_worker_misses_parameters_is_an_engine_lost(house: H
     mend(house)
 
 
-def digest_of(weights: dict[str, Tensor]) -> str:
-    return weights_digest(
-        (name, "float32", tuple(one.shape), one.numpy().tobytes()) for name, one in weights.items()
-    )
-
-
-def chunks(
-    house: House, version: int, weights: dict[str, Tensor], canary_of: dict[str, Tensor]
-) -> Iterator[ExportChunkResponse]:
-    """In one file, each over the one before."""
-    names, path = sorted(weights), house.scratch / "chunk.safetensors"
-    for index, part in enumerate((names[:20], names[20:])):
-        chunk = {name: weights[name].contiguous() for name in part}
-        save_file(chunk, path)
-        is_last = index == 1
-        yield ExportChunkResponse(
-            version=version,
-            index=index,
-            path=str(path),
-            digest=digest_of(chunk),
-            num_tensors=len(chunk),
-            num_bytes=sum(one.nbytes for one in chunk.values()),
-            is_last=is_last,
-            whole_digest=digest_of(weights) if is_last else "",
-            canary=house.canary(canary_of) if is_last else None,
-        )
-
-
 async def turn(
     server: VllmServer, house: House, weights: dict[str, Tensor], canary_of: dict[str, Tensor]
 ) -> None:
+    """Two chunks in one file, each over the one before."""
     await server.sleep(["kv", "weights"])
     await server.wake(["weights"])
-    version = server.policy_version + 1
-    for chunk in chunks(house, version, weights, canary_of):
-        assert await server.load_chunk(chunk) == chunk.digest
-    assert (await server.commit(version, digest_of(weights), "abort")).version == version
+    version, names = server.policy_version + 1, sorted(weights)
+    whole = stage_file(weights, version, house.scratch).digest
+    for index, part in enumerate((names[:20], names[20:])):
+        sent = stage_file({name: weights[name] for name in part}, version, house.scratch)
+        last = {"whole_digest": whole, "canary": house.canary(canary_of)} if index else {}
+        given = sent.model_dump(exclude={"kind"}) | {"index": index, "is_last": bool(index)} | last
+        assert await server.load_chunk(ExportChunkResponse(**given)) == sent.digest
+    assert (await server.commit(version, whole, "abort")).version == version
     await server.wake(["kv"])
 
 

@@ -26,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import EngineError
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import ExportChunkResponse, GenerateChunk

@@ -5,12 +5,14 @@ fault of a commit in turn; what is refused at the start, and of a request.
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 from fake_vllm import (
     DECODE_S,
+    ENV,
     MODEL,
     MODES,
     SLOTS,
@@ -27,9 +29,11 @@ from fake_vllm import (
 )
 
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm.sampling import joint_watch
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_routes import GENERATE
+from asyncrl.engines.vllm_sampling import joint_watch
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RequestRefused
+from asyncrl.http import CallLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import GenerateResponse
 from asyncrl.testing.virtual_time import all_blocked
@@ -173,6 +177,23 @@ async def test_a_frozen_server_holds_a_commit_until_its_limit_or_until_it_is_giv
     assert (await lost(server.generate_segment(request()))).is_told == is_cut
 
 
+@pytest.mark.parametrize(("route", "is_whole"), [("/pause", True), ("asyncrl_load", False)])
+@with_server
+async def test_a_resume_that_is_lost_with_the_connection_of_a_refused_call_is_asked_again(
+    fake: FakeVllm, server: VllmServer, route: str, is_whole: bool
+) -> None:
+    async def reset() -> None:
+        fake.pause = "abort"
+        raise CallLost("engine-0", "/resume", "ClientOSError: Connection reset by peer")
+
+    fake.refused[route], fake.hooks["/resume"] = (500, "planted"), reset
+    with pytest.raises(EngineError, match=f"answered 500 to .*{route}: planted") as caught:
+        await publish(server, 1)
+    assert (fake.pause, isinstance(caught.value, EngineLost)) == (None, not is_whole)
+    if is_whole:
+        assert len((await server.generate_segment(request())).token_ids) == 20
+
+
 @with_server
 async def test_a_second_cancellation_does_not_cut_the_resume_short(
     fake: FakeVllm, server: VllmServer
@@ -196,15 +217,9 @@ async def test_a_second_cancellation_does_not_cut_the_resume_short(
 
 
 @with_server
-async def test_a_request_that_breaks_is_data_while_the_engine_lives_and_a_loss_when_it_is_dead(
+async def test_an_answer_that_cannot_be_is_an_error_and_one_that_never_comes_a_loss(
     fake: FakeVllm, server: VllmServer
 ) -> None:
-    fake.refused["/inference/v1/generate"] = (500, "planted")
-    with pytest.raises(RequestRefused, match="answered 500 to request a .*planted"):
-        await server.generate_segment(request())
-    fake.refused["/health"] = (503, "")
-    assert not (await lost(server.generate_segment(request()))).is_told
-    fake.refused.clear()
     fake.gives_nan = True
     with pytest.raises(EngineError, match="logprob nan"):
         await server.generate_segment(request())
@@ -227,26 +242,43 @@ async def test_tokens_of_weights_that_another_run_pushed_are_never_taken_for_a_v
 
 
 @pytest.mark.parametrize("is_well", [True, False])
-@pytest.mark.parametrize("route", ["asyncrl_stage", "/pause"])
+@pytest.mark.parametrize(
+    ("route", "kind"), [("asyncrl_stage", EngineError), ("/pause", EngineError), (GENERATE, RequestRefused)]
+)
 @with_server
 async def test_a_server_whose_engine_is_dead_is_lost_whatever_it_is_asked_and_one_that_is_well_only_failed(
-    fake: FakeVllm, server: VllmServer, route: str, is_well: bool
+    fake: FakeVllm, server: VllmServer, route: str, kind: type[Exception], is_well: bool
 ) -> None:
     fake.refused[route] = (500, "EngineCore encountered an issue.")
     if not is_well:
         fake.refused["/health"] = (503, "the engine is dead")
-    with pytest.raises(EngineError, match=f"answered 500 to .*{route}") as caught:
-        await publish(server, 1, "wait")
-    assert (server.policy_version, isinstance(caught.value, EngineLost)) == (0, not is_well)
+    call = server.generate_segment(request()) if route == GENERATE else publish(server, 1, "wait")
+    with pytest.raises(kind if is_well else EngineLost, match="answered 500 to .*EngineCore enc") as caught:
+        await call
+    assert server.policy_version == 0
+    assert getattr(caught.value, "is_told", None) == (None if is_well else False)
 
 
-@pytest.mark.parametrize("other", [{"model": "/other"}, {"dtype": "torch.bfloat16"}, {"max_model_len": 999}])
+@pytest.mark.parametrize(
+    ("model", "keep_alive_s", "says"),
+    [
+        ({}, None, ""),
+        ({}, 60, ""),
+        ({}, 5, r"TIMEOUT_KEEP_ALIVE=5(.|\n)*TIMEOUT_KEEP_ALIVE=60 or more"),
+        ({"logprobs_mode": "raw_logprobs"}, None, "--logprobs-mode processed_logprobs"),
+        ({"model": "/other"}, None, r"model=/other(.|\n)*vllm serve /model"),
+        ({"dtype": "torch.bfloat16"}, None, "--dtype float32"),
+        ({"max_model_len": 999}, None, "--max-model-len 1000"),
+    ],
+)
 @with_server
-async def test_a_server_of_another_model_dtype_or_length_is_refused(
-    fake: FakeVllm, server: VllmServer, other: dict[str, Any]
+async def test_a_server_with_other_settings_is_refused_with_the_flag_to_give(
+    fake: FakeVllm, server: VllmServer, model: dict[str, Any], keep_alive_s: int | None, says: str
 ) -> None:
-    with patch.dict(MODEL, other), pytest.raises(ConfigError, match=f"has {next(iter(other))}="):
-        await server_over(fake).ready(10.0)
+    env = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": keep_alive_s}
+    with patch.dict(MODEL, model), patch.dict(ENV, env):
+        with pytest.raises(ConfigError, match=says) if says else nullcontext():
+            await server_over(fake).ready(10.0)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +287,7 @@ async def test_a_server_of_another_model_dtype_or_length_is_refused(
         ("/health", 401, "ASYNCRL_VLLM_KEY"),
         ("/server_info", 404, "VLLM_SERVER_DEV_MODE=1"),
         ("asyncrl_facts", 500, "--worker-extension-cls asyncrl_servers"),
-        ("/inference/v1/generate", 404, "--enable-scale-out"),
+        (GENERATE, 404, "--enable-scale-out"),
     ],
 )
 @with_server
@@ -275,7 +307,6 @@ async def test_a_server_that_lacks_a_route_or_has_the_weights_of_another_run_is_
     [
         ({"max_tokens": 998}, r"3 prompt tokens \+ 998 new ones = 1001, a slot holds 1000"),
         ({"prompt_ids": [2**20]}, "it has token id 1048576; the model knows ids 0..1048575"),
-        ({"num_resumed": 4}, "num_resumed=4 of 3"),
         ({"temperature": 0.001}, "temperature 0.001; vLLM samples at 0.01"),
     ],
 )

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm_house import House, vllm_house
 
-from asyncrl.engines.vllm.vllm_server import VllmServer
-from asyncrl.engines.vllm.vllm_weights import write_adapter_folder
+from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import write_adapter_folder
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import Interrupt, find_fatal
 from asyncrl.messages.calls import ExportResponse

@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_cases import single_turn, virtual
 
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.calls import ExportResponse
@@ -144,7 +144,7 @@ async def test_an_evaluation_that_this_machine_lacks_a_connection_for_is_abandon
 
     async def short(path: str, body: Any, *args: Any, **keywords: Any) -> Any:
         if path == "/prepare" and body.version == 3:
-            raise ConnectionShortage("engine-eval", "no descriptor is left")
+            raise ConnectionShortage("controller", "no descriptor is left")
         return await post(path, body, *args, **keywords)
 
     house.eval_engine.post = short  # type: ignore[method-assign]

@@ -47,9 +47,10 @@ def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_
         assert numbers["perf/to_trainer_s"] == pytest.approx(2 * MOVE_S)
         assert numbers["perf/to_engines_s"] == pytest.approx((4 + 2 * NUM_CHUNKS) * MOVE_S)
         assert numbers["perf/handover_bytes"] == (4000 + 2) + (1 + 2000 + 10 * NUM_CHUNKS + 1 + 2000)
-        publisher = house.publisher.stats()
-        assert (publisher.version, publisher.published, publisher.num_bytes) == (1, 1, 10 * NUM_CHUNKS)
-        assert [publisher.export_s, publisher.prepare_s] == pytest.approx([NUM_CHUNKS * MOVE_S] * 2)
+        publisher = house.publisher
+        assert (publisher.version, publisher.num_published) == (1, 1)
+        seconds = publisher.report.export_s, publisher.report.prepare_s
+        assert seconds == pytest.approx((NUM_CHUNKS * MOVE_S,) * 2)
 
     live(story)
 
@@ -69,7 +70,7 @@ def test_an_engine_or_a_trainer_that_dies_in_its_turn_or_a_handover_comes_back_w
         assert house.announced == [1, 2], "nobody waits for it"
         assert not house.worker.held
         await asyncio.sleep(10 * START_S)
-        assert house.pool.stats().down == ()
+        assert house.pool.down == ()
         assert house.worker.weights == ["p0#0", "p1#0"]
         assert {fake.weights for fake in house.fakes} == {"w|p0#0|p1#0"}
         await house.step()
@@ -207,7 +208,7 @@ def tokens_of_six_steps(kills: Kills) -> list[list[tuple[int, ...]]]:
         assert house.announced == [1, 2, 3, 4, 5, 6]
         weights = ["w", *(f"p{index}#0" for index in range(6))]
         assert house.published == [(version, "|".join(weights[: version + 1])) for version in range(1, 7)]
-        assert house.pool.stats().down == ()
+        assert house.pool.down == ()
         assert [fake.weights for fake in house.fakes] == [house.published[-1][1]] * 2
 
     live(story)

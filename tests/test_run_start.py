@@ -13,7 +13,7 @@ import pytest
 from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
 from asyncrl.messages.calls import EngineHealth

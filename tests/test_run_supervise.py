@@ -16,7 +16,7 @@ from rollout_cases import virtual
 from turn_cases import DECODE_S, HEARTBEAT_S, START_S, EngineRooms, make_request, play, play_to_its_error
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 from asyncrl.messages.records import Completion, SamplingRequest
@@ -82,7 +82,7 @@ def test_an_engine_that_comes_back_takes_its_share_of_the_queue_at_once(is_strea
         house.fakes[1].die()
         await asyncio.sleep(1.0 + START_S + 1.0)
         for _ in range(4):  # though nothing was published; and nothing moves that does not have to
-            assert house.pool.stats().load == {"engine-0": 4, "engine-1": 4}
+            assert house.pool.load == {"engine-0": 4, "engine-1": 4}
             assert [fake.num_running for fake in house.fakes] == [4, 4]
             house.trainer.step()
             await asyncio.sleep(1.0)
@@ -223,9 +223,9 @@ def test_a_loss_in_the_moment_of_coming_back_gives_it_no_work(later: int) -> Non
         house.pool.up_nowait = up  # type: ignore[method-assign]
         house.fakes[0].die()
         await asyncio.sleep(1.0 + START_S + 1.5)
-        assert (house.pool.stats().down, supervisor.num_restarts) == (("engine-0",), 2)
+        assert (house.pool.down, supervisor.num_restarts) == (("engine-0",), 2)
         await asyncio.sleep(20.0)
-        assert (house.pool.stats().down, supervisor.num_restarts) == ((), 2)
+        assert (house.pool.down, supervisor.num_restarts) == ((), 2)
 
     live(story)
 
@@ -271,8 +271,7 @@ def test_whatever_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announ
         assert house.announced == sorted(set(house.announced))
         assert house.announced[-1] == house.trainer.policy_version
         assert {fake.policy_version for fake in house.fakes} == {house.announced[-1]}
-        stats = house.pool.stats()
-        assert (stats.inflight, stats.down, stats.requests) == (0, (), len(asked))
+        assert (sum(house.pool.load.values()), house.pool.down) == (0, ())
 
     live(story, num_engines=num_engines, max_restarts=1000, backoff_s=0.5, prepare_s=prepare_s, swap_s=swap_s)
 
@@ -298,17 +297,17 @@ def test_a_controller_that_stood_still_gives_up_no_server_in_the_middle_of_a_pus
 
 async def short(*_: Any, **__: Any) -> Any:
     await asyncio.sleep(HEARTBEAT_S)
-    raise ConnectionShortage("engine-0", "cannot open a connection: Too many open files")
+    raise ConnectionShortage("controller", "cannot open a connection: Too many open files")
 
 
 def test_a_heartbeat_that_cannot_be_sent_says_nothing_of_the_server() -> None:
     async def story(house: House) -> None:
         house.fakes[0].get = short  # type: ignore[method-assign]
         await asyncio.sleep(20 * HEARTBEAT_S)
-        assert house.pool.stats().down == ()
+        assert house.pool.down == ()
         house.fakes[0].die()
         await asyncio.sleep(1.0)
-        assert house.pool.stats().down == ("engine-0",), "a death is still seen"
+        assert house.pool.down == ("engine-0",), "a death is still seen"
 
     live(story)
 

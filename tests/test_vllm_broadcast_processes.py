@@ -19,8 +19,10 @@ from rank_processes import Group, running
 from trainer_cases import changed, make_batch
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.errors import EngineLost
 from asyncrl.http import Caller
 from asyncrl.messages.calls import (
@@ -32,7 +34,6 @@ from asyncrl.messages.calls import (
     TrainResponse,
     pack_batch,
 )
-from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.push import Push
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -65,7 +66,7 @@ class House:
             async with AsyncExitStack() as stack, asyncio.timeout(300):
                 caller = Caller("trainer", self.trainer.urls[0], "s3cret")
                 trainer = TrainerClient(await stack.enter_async_context(aclosing(caller)), timeout_s=100.0)
-                broadcasts = Broadcasts(trainer, self.trainer.folder, timeout_s=60.0)
+                broadcasts = Broadcasts(trainer.broadcast, self.trainer.folder, timeout_s=60.0)
                 engines = []
                 for index, server in enumerate(self.servers[:num_servers]):
                     caller = Caller(f"engine-{index}", server.url, SECRET)
@@ -78,8 +79,9 @@ class House:
         asyncio.run(within())
 
     def client(self, caller: Caller, version: int = 0) -> VllmServer:
-        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), False, "cpu")
-        return VllmServer(caller, facts=facts, policy_version=version, canary_limit=1e-3, chunk_bytes=40_000)
+        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
+        rules = PushRules(1e-3, chunk_bytes=40_000)
+        return VllmServer(caller, facts=facts, rules=rules, policy_version=version)
 
 
 def served(server: VllmProcess) -> int:

@@ -9,7 +9,6 @@ import re
 import shutil
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,6 @@ from engine_in_process import make_qwen3
 from vllm_house import House
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.engines.vllm.facts import VllmFacts, check_settings
-from asyncrl.engines.vllm.vllm_routes import ServerInfo
-from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
 from asyncrl.messages.base import find_fatal
 from asyncrl_servers.vllm import arguments as vllm_arguments
@@ -96,23 +92,6 @@ def test_transport_and_tokenizer_choose_backend_adapters_and_text(tmp_path: Path
         assert ('{"backend": "broadcast"}' in given) == (transport == "nccl")
         assert ("--enable-lora" in given) == ("--max-lora-rank=16" in given) == (transport == "lora")
         assert "--skip-tokenizer-init" not in given
-
-
-@pytest.mark.parametrize(
-    ("keep_alive", "mode", "said"),
-    [
-        (None, "processed_logprobs", ""),
-        (60, "processed_logprobs", ""),
-        (5, "processed_logprobs", r"TIMEOUT_KEEP_ALIVE=5(.|\n)*TIMEOUT_KEEP_ALIVE=60 or more"),
-        (60, "raw_logprobs", "--logprobs-mode processed_logprobs"),
-    ],
-)
-def test_a_server_with_other_settings_is_refused(keep_alive: int | None, mode: str, said: str) -> None:
-    model = {"model": "/model", "dtype": "torch.float32", "max_model_len": 64, "logprobs_mode": mode}
-    config = {"model_config": model, "scheduler_config": {"max_num_seqs": 4}}
-    info = ServerInfo(vllm_config=config, vllm_env={"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": keep_alive})
-    with pytest.raises(ConfigError, match=said) if said else nullcontext():
-        check_settings("engine-0", info, VllmFacts("/model", "float32", 4, 64, (), False, "cpu"))
 
 
 def test_batch_invariance_is_asked_for_on_cuda_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from engine_processes import SECRET, engine_process
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
 
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller, Refused
 from asyncrl.messages.base import ChunkMemory, EnginePart, MemoryHandle

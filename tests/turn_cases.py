@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from asyncrl.config import SupervisionConfig
-from asyncrl.engines.own_server import EngineServer
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import CallRefused
@@ -152,7 +152,7 @@ class EngineRooms:
         """What holds between two steps."""
 
     def on_served(self, version: int) -> None:
-        down = self.pool.stats().down
+        down = self.pool.down
         live = [fake for fake in self.fakes if fake.name not in down and not fake.has_ended.is_set()]
         assert {fake.policy_version for fake in live} <= {version}
         assert all(fake.parts.can_serve for fake in live)
@@ -160,7 +160,7 @@ class EngineRooms:
 
     def _on_lost(self, error: EngineLost) -> None:
         self.supervisors[error.room].lost_nowait(error)
-        assert error.room in self.pool.stats().down, "down when the call returns"
+        assert error.room in self.pool.down, "down when the call returns"
 
 
 class House(EngineRooms):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.http import Caller
 from asyncrl.messages.calls import Canary, EngineHealth, ExportResponse, GenerateRequest
 from asyncrl.trainer.model.scratch import make_character_tokenizer
@@ -38,7 +39,6 @@ class House:
     base: dict[str, Tensor]
     tokenizer: Any
     model: Any
-    has_adapters: bool = False
     version: int = 0
     num_requests: int = 0
     pushed: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -47,24 +47,22 @@ class House:
     """Called once, at the next warning."""
 
     def facts(self, **changes: Any) -> VllmFacts:
-        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), self.has_adapters, "cpu")
+        facts = VllmFacts(str(self.model_path), "float32", SLOTS, MAX_LENGTH, (), "cpu")
         return replace(facts, **changes)
 
-    def run(self, story: Callable[[VllmServer], Awaitable[None]], **settings: Any) -> None:
+    def run(
+        self,
+        story: Callable[[VllmServer], Awaitable[None]],
+        canary_limit: float = CANARY_LIMIT,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
         """A story with a client of its own, on the weights that the story before left."""
 
         async def within() -> None:
-            facts = self.facts(**settings.pop("facts", {}))
             caller = Caller("engine-0", self.process.url, SECRET)
-            server = VllmServer(
-                caller,
-                facts=facts,
-                policy_version=self.version,
-                decode=self.decode,
-                chunk_bytes=40_000,
-                warn=self.warn,
-                **{"canary_limit": CANARY_LIMIT, **settings},
-            )
+            rules = PushRules(canary_limit, chunk_bytes=40_000, warn=self.warn)
+            known = {"rules": rules, "policy_version": self.version, "decode": self.decode}
+            server = VllmServer(caller, facts=self.facts(**(facts or {})), **known)
             try:
                 async with asyncio.timeout(200):
                     await server.ready(100)
@@ -158,8 +156,7 @@ def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Ite
         process.wait_ready()
         base = {name: one.detach().clone() for name, one in weights_of(model_path).items()}
         model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
-        text, has_adapters = AutoTokenizer.from_pretrained(model_path), bool(spec.get("has_adapters"))
-        house = House(process, model_path, folder, base, text, model, has_adapters)
+        house = House(process, model_path, folder, base, AutoTokenizer.from_pretrained(model_path), model)
         house.pushed[0] = base
         yield house
 

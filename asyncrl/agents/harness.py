@@ -174,7 +174,6 @@ class PythonHarness:
             usage=usage,
             arguments=(None, None),
             keywords=args,
-            args="generator.args",
         )
         self._calls = UserCalls(f"generator.python={spec}", error=ConfigError, grace_s=GRACE_S)
         called = getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__`

@@ -1,19 +1,24 @@
-"""What all clients of engine servers share: their methods, calls that end with their process, and the check
-of a segment.
+"""What all clients of engine servers share (their methods, calls that end with their process, the check of a
+segment), and the client of a server of ours.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from typing import Protocol
 
-from asyncrl.errors import EngineError, EngineLost
-from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused
+from pydantic import BaseModel
+
+from asyncrl.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
 from asyncrl.messages.calls import (
+    AbortRequest,
+    AbortResponse,
+    CommitRequest,
     CommitResponse,
     EngineHealth,
     ExportChunkResponse,
@@ -21,12 +26,19 @@ from asyncrl.messages.calls import (
     GenerateChunk,
     GenerateRequest,
     GenerateResponse,
+    LoadChunkRequest,
+    LoadChunkResponse,
+    PrepareRequest,
+    PrepareResponse,
+    SleepRequest,
     Span,
+    WakeRequest,
 )
 
 OnChunk = Callable[[GenerateChunk], None]
 _LOGPROB_SLACK = 1e-3
 """A log softmax in float32 may come out above 0 by its rounding; by no more than this."""
+_NEEDED = "a run needs its engine servers"
 
 
 class EngineClient(Protocol):
@@ -77,17 +89,17 @@ class Lifeline:
     def __init__(self, caller: Caller) -> None:
         self.caller, self.name = caller, caller.name
         self.is_cut = self.is_given_up = False
-        self._why_cut, self._rule, self._way_out = "was given up", "", ""
+        self._why_cut, self._rule = "was given up", _NEEDED
         self._limits: set[asyncio.Timeout] = set()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def calls(self) -> AsyncIterator[None]:
         """A block that raises EngineLost once the process is given up, and EngineError for a failed call."""
         limit = asyncio.timeout(None)
         try:
             async with limit:
                 if self.is_cut:
-                    raise self._lost()
+                    raise self.lost(self._why_cut, rule=self._rule)
                 self._limits.add(limit)
                 try:
                     yield
@@ -96,7 +108,7 @@ class Lifeline:
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise self._lost() from None
+            raise self.lost(self._why_cut, rule=self._rule) from None
         except (CallLost, CallRefused) as failure:
             raise await self.error_of(failure) from failure
 
@@ -109,36 +121,37 @@ class Lifeline:
         """Mark the process as broken; its supervisor learns of it from the calls. Idempotent."""
         if not self.is_cut:
             self._why_cut, self._rule = what, rule
-            self._way_out = "read its log for why, then start it again."
             self._end_calls()
+
+    def lost(self, what: str, *, rule: str = _NEEDED) -> EngineLost:
+        """The error of a process that cannot be counted on any more."""
+        way_out = f"read {self.name}'s log for why, then start the run again."
+        return EngineLost(self.name, what, rule=rule, way_out=way_out, is_told=self.is_given_up)
 
     async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
         """A call that failed, as an error of ours."""
-        where, read_log = f"({self.caller.url})", f"read {self.name}'s log"
-        if isinstance(failure, CallGarbled):
-            what = f"{where} answered {failure.path} with what is no answer: {failure.why}"
-            return EngineError(self.name, what, way_out=f"{read_log}.")
-        if isinstance(failure, CallLost):
-            return EngineLost(
-                self.name,
-                f"{where} gave no answer to {failure.path}: {failure.why}",
-                rule="a run needs its engine servers",
-                way_out=f"{read_log} for why it died or hangs, then start the run again.",
-                is_told=self.is_given_up,
-            )
-        said = failure.body
-        what = f"{where} answered {failure.status} to {failure.path}: {said.error}"
-        return EngineError(self.name, what, rule=said.rule, way_out=said.way_out or f"{read_log}.")
+        where, rule, way_out = f"({self.caller.url})", "", f"read {self.name}'s log."
+        if isinstance(failure, CallRefused):
+            what = f"answered {failure.status} to {failure.path}: {failure.body.error}"
+            rule, way_out = failure.body.rule, failure.body.way_out or way_out
+        elif isinstance(failure, CallGarbled):
+            what = f"answered {failure.path} with what is no answer: {failure.why}"
+        else:
+            return self.lost(f"{where} gave no answer to {failure.path}: {failure.why}")
+        return EngineError(self.name, f"{where} {what}", rule=rule, way_out=way_out)
 
     def _end_calls(self) -> None:
         self.is_cut = True
         while self._limits:
             self._limits.pop().reschedule(asyncio.get_running_loop().time())
 
-    def _lost(self) -> EngineLost:
-        return EngineLost(
-            self.name, self._why_cut, rule=self._rule, way_out=self._way_out, is_told=self.is_given_up
-        )
+
+def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> RequestRefused:
+    """The server `name` is well, and does not serve this one request."""
+    said, sizes = refusal.body, f"{len(request.prompt_ids)} prompt tokens, max_tokens={request.max_tokens}"
+    what = f"{name} answered {refusal.status} to request {request.request_id} ({sizes}): {said.error}"
+    way_out = said.way_out or f"ask for what the model can do; read {name}'s log."
+    return RequestRefused(what, rule=said.rule, way_out=way_out)
 
 
 class SegmentCheck:
@@ -198,9 +211,102 @@ class SegmentCheck:
 
     def _wrong(self, answered: str, rule: str) -> EngineError:
         request = self._request
-        return EngineError(
-            self._name,
-            f"answered request {request.request_id} of {request.max_tokens} tokens with {answered}",
-            rule=rule,
-            way_out="read that engine's log; a changed server must pass the contract test of tests/ first.",
-        )
+        what = f"answered request {request.request_id} of {request.max_tokens} tokens with {answered}"
+        return EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
+
+
+class EngineServer:
+    """An EngineClient of an embedded or simulated engine: its messages as calls, its failures as ours.
+
+    Life: made with the version that its process starts under -> given up by cut_nowait() -> renew_nowait(): a
+        new process stands behind the same name. Lives as long as its `caller`, which the maker closes.
+    Waits: calls sleep until the server answers, is gone or is given up. Their limit is the caller's:
+        rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat under both.
+    Invariant: no segment passes with a token older than the version that the server had confirmed when the
+        segment was sent: SegmentCheck guarantees it, chunk by chunk.
+    """
+
+    def __init__(self, caller: Caller, *, policy_version: int = 0) -> None:
+        self._caller, self.name = caller, caller.name
+        self.policy_version = self._offered_version = self._start_version = policy_version
+        self.num_commits = 0
+        self._line = Lifeline(caller)
+
+    def cut_nowait(self) -> None:
+        self._line.cut_nowait()
+
+    def renew_nowait(self) -> None:
+        self._line.cut_nowait()
+        self._line = Lifeline(self._caller)
+        self.policy_version = self._offered_version = self._start_version
+
+    async def generate_segment(
+        self, request: GenerateRequest, *, on_chunk: OnChunk | None = None
+    ) -> GenerateResponse:
+        check = SegmentCheck(self.name, request, oldest=self.policy_version)
+        async with self._line.calls():
+            try:
+                if on_chunk is None:
+                    answer = await self._caller.post("/generate", request, GenerateResponse, timeout_s=None)
+                else:
+                    answer = await self._stream(request, check, on_chunk)
+            except CallRefused as refusal:
+                if refusal.status not in (400, 422):
+                    raise
+                raise refused(self.name, request, refusal) from refusal
+        check.end(answer, newest=self._offered_version)
+        return answer
+
+    async def _stream(
+        self, request: GenerateRequest, check: SegmentCheck, on_chunk: OnChunk
+    ) -> GenerateResponse:
+        streamed = request.model_copy(update={"stream": True})
+        stream = self._caller.stream("/generate", streamed, GenerateChunk, GenerateResponse)
+        async with contextlib.aclosing(stream) as lines:
+            async for line in lines:
+                if isinstance(line, GenerateResponse):
+                    answer = line
+                else:
+                    check.chunk(line, newest=self._offered_version)
+                    on_chunk(line)
+        return answer  # Caller.stream ends with it, or raises
+
+    async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
+        request = AbortRequest(request_ids=request_ids)
+        return (await self._post("/abort", request, AbortResponse, timeout_s)).aborted
+
+    async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
+        async with self._line.calls():
+            return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
+
+    async def prepare(self, manifest: ExportResponse) -> str:
+        request = PrepareRequest.model_validate(manifest, from_attributes=True)
+        return (await self._post("/prepare", request, PrepareResponse)).digest
+
+    async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
+        self._offered_version = max(self._offered_version, version)
+        self.num_commits += 1
+        try:
+            request = CommitRequest(version=version, digest=digest, interrupt=interrupt)
+            answer = await self._post("/commit", request, CommitResponse)
+        finally:
+            self.num_commits += 1
+        self.policy_version = version
+        return answer
+
+    async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
+        self.num_commits += 1
+        return await self._post("/sleep", SleepRequest(parts=list(parts)), Moved)
+
+    async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
+        return await self._post("/wake", WakeRequest(parts=list(parts), restore=restore), Moved)
+
+    async def load_chunk(self, chunk: ExportChunkResponse) -> str:
+        request = LoadChunkRequest.model_validate(chunk, from_attributes=True)
+        return (await self._post("/load_chunk", request, LoadChunkResponse)).digest
+
+    async def _post(
+        self, path: str, body: BaseModel, answer: type[Answer], timeout_s: float | None = None
+    ) -> Answer:
+        async with self._line.calls():
+            return await self._caller.post(path, body, answer, timeout_s=timeout_s)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.waits import waiting
 
@@ -17,20 +17,6 @@ MAX_EMPTY_SEGMENTS = 32
 ABORT_TIMEOUT_S = 2.0
 
 OnTokens = Callable[[Sequence[int]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """`inflight` logical requests, and `load`: the same by server; `interrupted`, `tokens`, `requests`:
-    totals so far; `moved`: times that a request lost its server and went on; `down`: servers that get no work
-    now.
-    """
-
-    inflight: int
-    tokens: int
-    requests: int
-    load: Mapping[str, int]
-    down: tuple[str, ...]
 
 
 class EnginePool:
@@ -68,24 +54,24 @@ class EnginePool:
         beyond its slots queue.
         """
         self._changed = asyncio.Event()
-        self._interrupted = self._tokens = self._requests = 0
+        self._interrupted = self._tokens = 0
 
     @property
-    def oldest_served_version(self) -> int:
-        """The oldest version that any server which is up has confirmed last; -1 if none is up."""
-        return min((self.servers[index].policy_version for index in self._router.up), default=-1)
+    def load(self) -> dict[str, int]:
+        """Logical requests in flight, by server."""
+        return {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
 
-    def stats(self) -> PoolStats:
-        load = {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
-        down = tuple(server.name for index, server in enumerate(self.servers) if index not in self._router.up)
-        return PoolStats(sum(load.values()), self._tokens, self._requests, load, down)
+    @property
+    def down(self) -> tuple[str, ...]:
+        """Servers that get no work now."""
+        return tuple(one.name for index, one in enumerate(self.servers) if index not in self._router.up)
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py."""
         found: dict[str, float] = {
             "tokens/generated": self._tokens,
             "rollout/interrupted": self._interrupted,
-            "engine/down": len(self.servers) - len(self._router.up),
+            "engine/down": len(self.down),
         }
         if len(self.servers) > 1:
             found |= {f"engine/policy_version/{one.name}": one.policy_version for one in self.servers}
@@ -147,7 +133,6 @@ class EnginePool:
                     if self._on_lost is None:
                         raise
                     self._on_lost(lost)
-        self._requests += 1
         self._interrupted += join.num_interruptions
         return join.completion()
 
@@ -163,14 +148,12 @@ class EnginePool:
             if len(join.token_ids) > num_before or server.num_commits != commits_seen:
                 num_empty, commits_seen = 0, server.num_commits
             elif (num_empty := num_empty + 1) >= MAX_EMPTY_SEGMENTS:
-                request = join.request
-                raise EngineError(
-                    server.name,
-                    f"aborted request {request.request_id} {num_empty} times in a row without a token and "
-                    f"without a publish, after {num_before} of {request.max_tokens} tokens",
-                    rule="an interrupted request goes on when it is sent again",
-                    way_out=f"read {server.name}'s log; this run alone may call its /abort.",
+                what = f"aborted request {join.request.request_id} {num_empty} times in a row without a token"
+                rule = (
+                    f"only a publish may interrupt a request {MAX_EMPTY_SEGMENTS} times before its next token"
                 )
+                way_out = f"read {server.name}'s log; this run alone may call its /abort."
+                raise EngineError(server.name, what, rule=rule, way_out=way_out)
 
     async def _segment(self, index: int, join: SegmentJoin, on_tokens: OnTokens | None) -> None:
         """One segment, appended to `join` as it comes; a token is in `join` before on_tokens gets it."""
@@ -188,9 +171,8 @@ class EnginePool:
         self._sent[index][request.request_id] = None
         try:
             with waiting("completions", on=server.name, who="rollouts"):
-                rest = await server.generate_segment(
-                    request, on_chunk=None if on_tokens is None else on_chunk
-                )
+                listen = None if on_tokens is None else on_chunk
+                rest = await server.generate_segment(request, on_chunk=listen)
         except asyncio.CancelledError:  # a rollout that timed out or was dropped must not keep its slot
             await self._abort(server, [request.request_id])
             raise
@@ -255,9 +237,8 @@ class Router:
         """Whether an interrupted request of this server, whose cache is lost anyway, should be routed
         again.
         """
-        if index not in self.up:
-            return True
-        return self.load[index] > self.slots and any(self.load[other] < self.slots for other in self.up)
+        is_full = self.load[index] > self.slots
+        return index not in self.up or (is_full and any(self.load[other] < self.slots for other in self.up))
 
 
 class SegmentJoin:
@@ -315,16 +296,12 @@ class SegmentJoin:
 
     def add_chunk(self, chunk: GenerateChunk, engine: int = -1) -> None:
         """Append a part of a segment by engine server number `engine`, which SegmentCheck has passed."""
-        self._add_span(0, len(chunk.token_ids), chunk.version, engine)
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
+        span = Span(start=0, end=len(chunk.token_ids), version=chunk.version)
+        self._append(chunk.token_ids, chunk.logprobs, [span], engine)
 
     def add(self, segment: GenerateResponse, engine: int = -1) -> None:
         """Append a segment, or what is left of it after its chunks."""
-        for span in segment.version_spans:
-            self._add_span(span.start, span.end, span.version, engine)
-        self.token_ids += segment.token_ids
-        self.logprobs += segment.logprobs
+        self._append(segment.token_ids, segment.logprobs, segment.version_spans, engine)
         if segment.finish_reason == "abort":
             self._interrupted()
         self._has_stopped = segment.finish_reason == "stop"
@@ -336,19 +313,14 @@ class SegmentJoin:
 
     def partial(self) -> PartialCompletion:
         """All segments so far."""
-        return PartialCompletion(
-            tuple(self.token_ids), tuple(self.logprobs), tuple(self.spans), self.num_interruptions
-        )
+        return PartialCompletion(*self._so_far(), self.num_interruptions)
 
     def completion(self) -> Completion:
         """All segments as one. Only when is_finished."""
-        return Completion(
-            token_ids=tuple(self.token_ids),
-            behaviour_logprobs=tuple(self.logprobs),
-            version_spans=tuple(self.spans),
-            finish_reason="stop" if self._has_stopped else "length",
-            num_interruptions=self.num_interruptions,
-        )
+        return Completion(*self._so_far(), "stop" if self._has_stopped else "length", self.num_interruptions)
+
+    def _so_far(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[VersionSpan, ...]]:
+        return tuple(self.token_ids), tuple(self.logprobs), tuple(self.spans)
 
     def _interrupted(self) -> None:
         self.num_interruptions += 1
@@ -356,11 +328,16 @@ class SegmentJoin:
             self._on_segment(self.partial())
         self._num_told = len(self.token_ids)
 
-    def _add_span(self, start: int, end: int, version: int, engine: int) -> None:
-        """Of the tokens that follow, counted from where they begin; joined to the last span if it goes on."""
+    def _append(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span], engine: int
+    ) -> None:
+        """A span that goes on from the last one is joined to it."""
         shift = len(self.token_ids)
-        last = self.spans[-1] if self.spans else None
-        if last is not None and (last.version, last.engine) == (version, engine):
-            self.spans[-1] = replace(last, end=end + shift)
-        else:
-            self.spans.append(VersionSpan(start + shift, end + shift, version, engine))
+        for span in spans:
+            last = self.spans[-1] if self.spans else None
+            if last is not None and (last.version, last.engine) == (span.version, engine):
+                self.spans[-1] = replace(last, end=span.end + shift)
+            else:
+                self.spans.append(VersionSpan(span.start + shift, span.end + shift, span.version, engine))
+        self.token_ids += token_ids
+        self.logprobs += logprobs

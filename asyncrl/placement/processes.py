@@ -136,7 +136,7 @@ class ChildProcess:
         except OSError as error:
             if error.errno not in OURS:
                 raise
-            raise out_of(f"cannot start {self.name}", error.errno, self.name) from error
+            raise out_of(f"cannot start {self.name}", error.errno) from error
 
     async def _start_on(self, listener: socket.socket, log: int, spec_path: Path) -> None:
         self._log_start, self.url = os.fstat(log).st_size, f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -279,7 +279,7 @@ class Evaluation:
             return
         self.stats.state = "off"
         if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(asyncio.get_running_loop().time())
+            self._limit.restart(0.0)
         self._on_trouble(f"the run goes on without evaluation: {error}")
         self._keep(None)
 

@@ -119,13 +119,13 @@ class RolloutClock:
         """Stand still."""
         if self._limit is not None and not self._limit.expired():
             self._count(self._limit)
-            self._limit.reschedule(None)
+            self._limit.restart(None)
 
     def resume(self) -> None:
         """Run on, if it was held."""
         limit, left_s = self._limit, self.left_s
-        if limit is not None and left_s is not None and limit.when() is None and not limit.expired():
-            limit.reschedule(asyncio.get_running_loop().time() + left_s)
+        if limit is not None and left_s is not None and limit.left_s is None and not limit.expired():
+            limit.restart(left_s)
 
     def end(self) -> None:
         """The attempt has ended."""

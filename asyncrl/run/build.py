@@ -15,7 +15,8 @@ from typing import Any
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
@@ -41,7 +42,6 @@ from asyncrl.run.recorded import open_replay, sampled_by
 from asyncrl.run.start import Launcher, Server, bring_up
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
-from asyncrl.sync.broadcast import Broadcasts
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
@@ -157,7 +157,8 @@ class Parts:
             ),
         )
         if config.weight_sync.facts.is_one_kept:
-            self.meeting = Broadcasts(self.trainer, self.staging_dir, timeout_s=config.weight_sync.timeout_s)
+            send, timeout_s = self.trainer.broadcast, config.weight_sync.timeout_s
+            self.meeting = Broadcasts(send, self.staging_dir, timeout_s=timeout_s)
             for target in self.targets:
                 assert isinstance(target, VllmServer), "the config has it so"
                 target.meeting = self.meeting

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from asyncrl.config import RunConfig
-from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.own_server import EngineServer
-from asyncrl.engines.vllm.facts import VllmFacts
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.engine import EngineClient, EngineServer
+from asyncrl.engines.vllm_process import VllmFacts
+from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.http import Caller
 from asyncrl.placement.devices import NO_DEVICE
 from asyncrl.placement.fit import find_vllm_python, import_folder
@@ -144,26 +144,21 @@ class Vllm(Embedded):
             slots=self.slots(caller.name),
             max_length=self.rollout.max_length,
             end_ids=tuple(sorted(tokenizer.end_ids)),
-            has_adapters=config.weight_sync.facts.sends_adapters,
             device=device.partition(":")[0],
             special_ids=_special_ids(tokenizer),
             starts_fresh=is_eval or self.rollout.urls is None,
         )
         limit = config.weight_sync.canary_limit
-        return VllmServer(
-            caller,
-            facts=facts,
-            decode=tokenizer.decode,
-            canary_limit=math.inf
-            if limit is None
-            else CANARY_LIMITS[facts.dtype]
-            if limit == "auto"
-            else limit,
+        if limit is None:
+            limit = math.inf
+        rules = PushRules(
+            canary_limit=CANARY_LIMITS[facts.dtype] if limit == "auto" else limit,
             retries=config.weight_sync.retries,
             chunk_bytes=config.weight_sync.chunk_bytes,
             warn=warn,
-            mark=secrets.token_hex(4),
         )
+        mark = secrets.token_hex(4)
+        return VllmServer(caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
 
     def request(self, sampling: Body) -> tuple[str, Body]:
         """The route for token ids of vLLM."""

@@ -202,7 +202,7 @@ class Reporter(Voice):
         missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
         if missing is not None:
             self.warn_once("workers", missing)
-        down = parts.engines.stats().down
+        down = parts.engines.down
         optional = {
             "skipped_steps": self._num_skipped,
             "turns": parts.turns.status(),

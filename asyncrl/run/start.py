@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.vllm.vllm_server import VllmServer
+from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import EngineError, RoomError
 from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
 from asyncrl.messages.base import Moved

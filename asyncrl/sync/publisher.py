@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,18 +17,6 @@ from asyncrl.messages.base import Interrupt, Moved
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.sync.push import OnLost, Push, PushReport, WeightTrainer
 from asyncrl.waits import TimeLimit, waiting
-
-
-@dataclass(frozen=True, slots=True)
-class PublisherStats(PushReport):
-    """Totals, and the seconds of the last publish. `skipped`: versions that were newer ones before their turn
-    came. In turns the pause is all of publish_s.
-    """
-
-    version: int = 0
-    published: int = 0
-    skipped: int = 0
-    num_bytes: int = 0
 
 
 class Publisher:
@@ -73,9 +61,8 @@ class Publisher:
     ) -> None:
         self._trainer, self._targets = trainer, tuple(targets)
         self._push = partial(Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._is_one_kept = timeout_s, is_one_kept
         self._on_served, self._on_published, self._on_lost = on_served, on_published, on_lost
-        self._is_one_kept = is_one_kept
         self._is_file_wanted, self._on_file = is_file_wanted, on_file
         self._down: set[str] = set()
         self._turn = asyncio.Lock()
@@ -84,24 +71,22 @@ class Publisher:
         self._is_first_push_due = self._is_pushing = False
         self._exported_version = 0
         self._changed = asyncio.Event()
-        self._stats = PublisherStats()
+        self.version = self.num_published = self.num_skipped = 0
+        """num_skipped: versions that were newer ones before their turn came."""
+        self.report = PushReport()
+        """Of the last publish; in turns the pause is all of publish_s."""
 
     @property
     def _live(self) -> list[EngineClient]:
         return [target for target in self._targets if target.name not in self._down]
 
-    def stats(self) -> PublisherStats:
-        """Totals and the last publish."""
-        return self._stats
-
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py."""
-        stats = self._stats
         return {
-            "publish/version": stats.version,
-            "weight_sync/skipped": stats.skipped,
-            "perf/weight_sync_s": stats.publish_s,
-            "perf/weight_sync_pause_s": stats.pause_s,
+            "publish/version": self.version,
+            "weight_sync/skipped": self.num_skipped,
+            "perf/weight_sync_s": self.report.publish_s,
+            "perf/weight_sync_pause_s": self.report.pause_s,
         }
 
     def is_down(self, name: str) -> bool:
@@ -125,12 +110,8 @@ class Publisher:
         while True:
             with waiting(f"a policy_version above {self._exported_version}", on="the train loop"):
                 newest = await self._trainer.wait_version_above(self._exported_version)
-            if not self._is_one_kept:
-                await self._export_and_push(newest, self._turn)
-                continue
-            self._set_pushing(True)  # the trainer is not held while an engine is brought up
-            async with self._turn:
-                await self._export_and_push(newest, contextlib.nullcontext())
+            async with contextlib.AsyncExitStack() as turn:
+                await self._export_and_push(newest, turn)
 
     async def bring_up(self, name: str) -> None:
         """Give an engine whose process is new the announced weights; it is live when this returns.
@@ -143,9 +124,7 @@ class Publisher:
         async with self._turn:
             if self._announced is not None:
                 targets = [target for target in self._targets if target.name == name]
-                push = self._push(
-                    self._announced.version, targets, served=self._stats.version, on_lost=lost.append
-                )
+                push = self._push(self._announced.version, targets, served=self.version, on_lost=lost.append)
                 await push.whole(self._announced)
                 if lost:
                     raise lost[0]
@@ -155,12 +134,12 @@ class Publisher:
         """Before run: the engines have other weights than those of `version`, whose push is the first."""
         self._exported_version = version - 1
         self._is_first_push_due = True
-        self._stats = replace(self._stats, version=self._exported_version)
+        self.version = self._exported_version
 
     async def wait_announced(self, version: int) -> None:
         """Return once every live engine serves `version` or a newer one."""
         with waiting(f"the engines to serve policy_version {version}", on="publisher"):
-            while self._stats.version < version:
+            while self.version < version:
                 await self._changed.wait()
 
     async def wait_exported_or_busy(self, version: int) -> None:
@@ -177,7 +156,7 @@ class Publisher:
         """In turns: have every live engine serve the trainer's version. Raises PublishError, or what the
         trainer's client raises.
         """
-        version, served = self._trainer.policy_version, self._stats.version
+        version, served = self._trainer.policy_version, self.version
         push = self._push(version, self._live, served=served, on_lost=self._on_lost)
         report, manifest = await push.chunks(self._trainer)
         self._pushed = manifest, replace(report, pause_s=report.publish_s)
@@ -187,7 +166,7 @@ class Publisher:
         """In turns: all live engines serve what was pushed last, and can sample."""
         assert self._pushed is not None, "announce() comes after push()"
         manifest, report = self._pushed
-        self._count(manifest, report)
+        self._count(manifest.version, report)
         self._on_published(manifest)
         self._on_served(manifest.version)
 
@@ -200,59 +179,52 @@ class Publisher:
             self._on_file(manifest)
             Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240  a name in shared memory
 
-    async def _export_and_push(self, newest: int, turn: contextlib.AbstractAsyncContextManager[None]) -> None:
+    async def _export_and_push(self, newest: int, turn: contextlib.AsyncExitStack) -> None:
+        if self._is_one_kept:
+            self._set_pushing(True)  # the trainer is not held while an engine is brought up
+            await turn.enter_async_context(self._turn)
         clock = asyncio.get_running_loop().time
         start = clock()
         self._set_pushing(False)
         manifest = await self._export(newest)
         export_s = clock() - start
-        num_skipped = manifest.version - self._exported_version - 1
+        self.num_skipped += manifest.version - self._exported_version - 1
         self._exported_version = manifest.version
         self._set_pushing(True)
-        async with turn:
-            live, served = self._live, self._stats.version
-            push = self._push(
-                manifest.version, live, served=served, on_lost=self._on_lost, is_down=self.is_down
-            )
-            report = await push.whole(manifest)
-            self._announced = manifest
-        self._count(manifest, replace(report, export_s=export_s), num_skipped)
+        if not self._is_one_kept:
+            await turn.enter_async_context(self._turn)
+        live, served = self._live, self.version
+        push = self._push(manifest.version, live, served=served, on_lost=self._on_lost, is_down=self.is_down)
+        report = await push.whole(manifest)
+        self._announced = manifest
+        self._count(manifest.version, replace(report, export_s=export_s))
         self._on_served(manifest.version)
         self._on_published(manifest)
         self._set_pushing(False)
 
-    def _count(self, manifest: ExportResponse, report: PushReport, num_skipped: int = 0) -> None:
-        self._stats = PublisherStats(
-            **asdict(report),
-            version=manifest.version,
-            published=self._stats.published + 1,
-            skipped=self._stats.skipped + num_skipped,
-            num_bytes=manifest.num_bytes,
-        )
+    def _count(self, version: int, report: PushReport) -> None:
+        self.version, self.report = version, report
+        self.num_published += 1
 
     async def _export(self, newest: int) -> ExportResponse:
         """An export that a restart of the trainer cut short is asked for again."""
         while True:
             await self._trainer.wait_up()  # one that is started again may train for long on what is journaled
-            num_restarts, limit = self._trainer.num_restarts, TimeLimit(self._timeout_s)
+            num_restarts = self._trainer.num_restarts
             try:
-                async with limit:
-                    manifest = await self._trainer.export()
-            except TimeoutError:
-                if not limit.expired():
-                    raise
+                async with TimeLimit(self._timeout_s, or_raise=lambda: self._late(newest)):
+                    return await self._trainer.export()
+            except PublishError:
                 if self._trainer.is_up and self._trainer.num_restarts == num_restarts:
-                    raise PublishError(
-                        "publisher",
-                        f"the trainer did not export policy_version {newest} within {self._timeout_s} s",
-                        rule=f"weight_sync.timeout_s={self._timeout_s} is the limit of each phase, and an "
-                        "export waits for the running step",
-                        way_out="set weight_sync.timeout_s above the time of one optimizer step, or read the "
-                        "trainer's log.",
-                    ) from None
-            else:
-                assert manifest.version >= newest, f"version {manifest.version} after {newest} was announced"
-                return manifest
+                    raise
+
+    def _late(self, version: int) -> PublishError:
+        return PublishError(
+            "publisher",
+            f"the trainer did not export policy_version {version} within {self._timeout_s} s",
+            rule=f"weight_sync.timeout_s={self._timeout_s} is the limit, and an export waits for a step",
+            way_out="set weight_sync.timeout_s above the time of a step, or read the trainer's log.",
+        )
 
     def _set_pushing(self, is_pushing: bool) -> None:
         self._is_pushing = is_pushing

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Interrupt
+from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import CommitResponse, ExportChunkResponse, ExportResponse
 from asyncrl.waits import TimeLimit, waiting
 
@@ -27,8 +27,7 @@ class WeightTrainer(Protocol):
 
     `is_up` is false while its processes are started again, `num_restarts` how often they were; wait_up
     returns once it can answer. export copies the newest weights into staging, between two optimizer steps;
-    export_chunk writes one chunk of them over the one before. broadcast has the weights that are held sent to
-    all members of a group, and raises TrainerError.
+    export_chunk writes one chunk of them over the one before.
     """
 
     @property
@@ -41,7 +40,6 @@ class WeightTrainer(Protocol):
     async def wait_version_above(self, version: int) -> int: ...
     async def export(self) -> ExportResponse: ...
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse: ...
-    async def broadcast(self, request: BroadcastRequest) -> BroadcastResponse: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +99,8 @@ class Push:
         """Prepare and commit. Raises PublishError with the versions that each engine has now."""
         clock = asyncio.get_running_loop().time
         start = clock()
-        digests = await self._on_live("prepare", lambda target: target.prepare(manifest))
-        what = f"{manifest.num_tensors} tensors, {manifest.num_bytes} bytes"
-        self._check_digests("loaded", digests, manifest.digest, what)
+        digests = await self._on(self.live, "prepare", lambda target: target.prepare(manifest))
+        self._check_digests("loaded", digests, manifest.digest)
         return await self._commit(manifest.digest, 0.0, clock() - start)
 
     async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
@@ -114,20 +111,16 @@ class Push:
         export_s = load_s = 0.0
         sent: list[ExportChunkResponse] = []
         while not sent or not sent[-1].is_last:
-            start, index = clock(), len(sent)
-            chunk = await trainer.export_chunk(self.version, index)
+            start = clock()
+            sent.append(chunk := await trainer.export_chunk(self.version, len(sent)))
             exported = clock()
-            asked, wrote = (self.version, index), (chunk.version, chunk.index)
-            if wrote != asked or chunk.is_last != bool(chunk.whole_digest):
-                raise self._error(
-                    f"the trainer was asked for chunk {index} of policy_version {self.version} and wrote "
-                    f"chunk {chunk.index} of {chunk.version}, is_last={chunk.is_last}, "
-                    f"whole_digest={chunk.whole_digest or 'none'}",
-                    "the chunks of one version come in order, and the last one alone says the digest of all",
-                )
+            is_asked_for = (chunk.version, chunk.index) == (self.version, len(sent) - 1)
+            if not is_asked_for or chunk.is_last != bool(chunk.whole_digest):
+                wrote = f"the trainer wrote chunk {chunk.index} of {chunk.version} as chunk {len(sent) - 1}"
+                how = f"is_last={chunk.is_last}, whole_digest={chunk.whole_digest or 'none'}"
+                raise self._error(f"{wrote} of policy_version {self.version}, {how}")
             await self._load(chunk)
             export_s, load_s = export_s + exported - start, load_s + clock() - exported
-            sent.append(chunk)
         digest = sent[-1].whole_digest
         report = await self._commit(digest, export_s, load_s)
         num_tensors, num_bytes = sum(one.num_tensors for one in sent), sum(one.num_bytes for one in sent)
@@ -136,9 +129,9 @@ class Push:
         )
 
     async def _load(self, chunk: ExportChunkResponse) -> None:
-        digests = await self._on_live(f"load_chunk {chunk.index}", lambda target: target.load_chunk(chunk))
-        what = f"{chunk.num_tensors} tensors, {chunk.num_bytes} bytes"
-        self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest, what)
+        phase = f"load_chunk {chunk.index}"
+        digests = await self._on(self.live, phase, lambda target: target.load_chunk(chunk))
+        self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)
 
     async def _commit(self, digest: str, export_s: float, prepare_s: float) -> PushReport:
         """Have all of them serve the version, at once or one after the other, and check that they do."""
@@ -157,23 +150,12 @@ class Push:
             targets = [target for target in turn if not self._is_down(target.name)]
             answers = await self._on(targets, "commit", commit)
             served = {name: f"{one.digest} of version {one.version}" for name, one in answers.items()}
-            self._check_digests("serves", served, f"{digest} of version {self.version}", "committed")
+            self._check_digests("serves", served, f"{digest} of version {self.version}")
             reports |= answers
         self.live = tuple(target for target in self.live if target.name in reports)
-        return PushReport(
-            export_s,
-            prepare_s,
-            clock() - start,
-            pause_s=max((report.pause_s for report in reports.values()), default=0.0),
-            num_interrupted=sum(report.num_interrupted for report in reports.values()),
-        )
-
-    async def _on_live(
-        self, phase: str, call: Callable[[EngineClient], Awaitable[Result]]
-    ) -> dict[str, Result]:
-        answers = await self._on(self.live, phase, call)
-        self.live = tuple(target for target in self.live if target.name in answers)
-        return answers
+        pause_s = max((report.pause_s for report in reports.values()), default=0.0)
+        num_interrupted = sum(report.num_interrupted for report in reports.values())
+        return PushReport(export_s, prepare_s, clock() - start, pause_s, num_interrupted)
 
     async def _on(
         self, targets: Sequence[EngineClient], phase: str, call: Callable[[EngineClient], Awaitable[Result]]
@@ -182,53 +164,43 @@ class Push:
         an error can say what each one has.
         """
         answers: dict[str, Result] = {}
+        doing = f"{phase} of policy_version {self.version}"
 
         async def one(target: EngineClient) -> None:
             try:
-                with waiting(f"{phase} of policy_version {self.version}", on=target.name, who="publisher"):
-                    answers[target.name] = await self._in_time(phase, target, call(target))
+                with waiting(doing, on=target.name, who="publisher"):
+                    async with TimeLimit(self._timeout_s, or_raise=lambda: self._late(target, phase)):
+                        answers[target.name] = await call(target)
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise
                 self._on_lost(lost)  # right here: what it leads to must not wait for the other engines
+                self.live = tuple(one for one in self.live if one is not target)
 
         outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)
         for target, outcome in zip(targets, outcomes, strict=True):
             if isinstance(outcome, RoomError) and not isinstance(outcome, ConnectionShortage):
-                raise self._error(
-                    f"{target.name} failed in {phase} of policy_version {self.version}: {outcome.fault}",
-                    outcome.rule or _ANNOUNCED,
-                    outcome.way_out or RESTART,
-                ) from outcome
+                what = f"{target.name} failed in {doing}: {outcome.fault}"
+                raise self._error(what, outcome.rule, outcome.way_out) from outcome
             if isinstance(outcome, BaseException):  # a shortage is ours: nothing is known of the engine
                 raise outcome
         return answers
 
-    async def _in_time(self, phase: str, target: EngineClient, call: Awaitable[Result]) -> Result:
-        limit = TimeLimit(self._timeout_s)
-        try:
-            async with limit:
-                return await call
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise EngineLost(
-                target.name,
-                f"did not {phase} policy_version {self.version} within {self._timeout_s} s",
-                rule=f"weight_sync.timeout_s={self._timeout_s} is the limit of each phase",
-                way_out="raise weight_sync.timeout_s if the machine is slow, else read its log.",
-            ) from None
+    def _late(self, target: EngineClient, phase: str) -> EngineLost:
+        return EngineLost(
+            target.name,
+            f"did not {phase} policy_version {self.version} within {self._timeout_s} s",
+            rule=f"weight_sync.timeout_s={self._timeout_s} is the limit of each phase",
+            way_out="raise weight_sync.timeout_s if the machine is slow, else read its log.",
+        )
 
-    def _check_digests(self, verb: str, digests: dict[str, str], sent: str, what: str) -> None:
+    def _check_digests(self, verb: str, digests: dict[str, str], sent: str) -> None:
         for name, digest in digests.items():
             if digest != sent:
-                raise self._error(
-                    f"{name} {verb} policy_version {self.version} with digest {digest}, the trainer sent "
-                    f"{sent} ({what})",
-                    f"{_ANNOUNCED}, so {self.version} was not announced",
-                )
+                what = f"{name} {verb} policy_version {self.version} with digest {digest}"
+                raise self._error(f"{what}, the trainer sent {sent}; {self.version} was not announced")
 
-    def _error(self, what: str, rule: str, way_out: str = RESTART) -> PublishError:
+    def _error(self, what: str, rule: str = "", way_out: str = "") -> PublishError:
         serving = ", ".join(f"{name}: {version}" for name, version in self._serving.items())
         what = f"{what} (policy_version served: {serving})"
-        return PublishError("publisher", what, rule=rule, way_out=way_out)
+        return PublishError("publisher", what, rule=rule or _ANNOUNCED, way_out=way_out or RESTART)

@@ -79,7 +79,7 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
     factory = load_object(spec, "task.python")
     keywords = {"size": config.size, "seed": seed, **config.args}
     usage = f"{spec.partition(':')[2]}({', '.join(f'{name}={value!r}' for name, value in keywords.items())})"
-    check_call(factory, (), keywords, setting="task.python", spec=spec, usage=usage)
+    check_call(factory, (), keywords, said=f"task.python={spec}", usage=usage)
     try:
         with user_code():
             task = factory(**keywords)
@@ -91,8 +91,8 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
         rule = "a task has __len__(), prompt(index) and score(prompt, completion)"
         raise ConfigError(what, rule=rule, way_out="add it; examples/my_task.py shows one.")
     score = "score(prompt, completion)"
-    check_call(task.prompt, (0,), {}, setting="task.python", spec=spec, usage="prompt(index)")
-    check_call(task.score, (None, ""), {}, setting="task.python", spec=spec, usage=score)
+    check_call(task.prompt, (0,), {}, said=f"task.python={spec}", usage="prompt(index)")
+    check_call(task.score, (None, ""), {}, said=f"task.python={spec}", usage=score)
     return task
 
 

@@ -4,7 +4,7 @@ The file holds `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` 
 that has an adapter, and the scalar `scale`, which is alpha / rank. An embedded engine keeps the weights that
 it started with and merges each set of adapters over them (merge_adapters) by the rule by
 which the trainer computes (asyncrl/trainer/model/lora.py); vLLM gets them as a peft folder
-(asyncrl/engines/vllm/vllm_weights.py). In turns there is nothing to add adapters to: an engine that sleeps
+(asyncrl/engines/vllm_weights.py). In turns there is nothing to add adapters to: an engine that sleeps
 has given its weights away.
 """
 

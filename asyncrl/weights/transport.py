@@ -7,7 +7,7 @@ or in weight_sync.disk_dir, which other machines can read. Engines read, copy an
 go chunk by chunk (export.py), with ipc through memory that both sides open (ipc.py). The other ways are
 in adapters.py (lora) and nccl.py. What a transport needs of engine, placement and config is in
 asyncrl/config/transports.py, which needs no torch; how vLLM takes what comes, in
-asyncrl/engines/vllm/vllm_weights.py.
+asyncrl/engines/vllm_weights.py.
 """
 
 from __future__ import annotations

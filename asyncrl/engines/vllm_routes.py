@@ -159,7 +159,12 @@ class Routes(Lifeline):
                 async for line in lines:
                     data = line.removeprefix(b"data:").strip()
                     if data and data != b"[DONE]":
-                        yield self._part(data)
+                        try:
+                            part = Generated.model_validate_json(data)
+                        except ValidationError:
+                            why = f"no {Generated.__name__}: {data[:200].decode(errors='replace')}"
+                            raise CallGarbled(self.name, GENERATE, why, status=500, text=data) from None
+                        yield part
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End those of these that vLLM knows; it does not say which."""
@@ -172,9 +177,8 @@ class Routes(Lifeline):
         args = [] if argument is None else [json.dumps(argument)]
         answer = await self.post("/collective_rpc", {"method": method, "args": args}, RpcResults)
         for result in answer.results:
-            if error := result.get("error"):
-                said = {name: str(result.get(name) or "") for name in ("rule", "way_out")}
-                body = ErrorBody(error=str(error), **said)
+            if "error" in result:
+                body = ErrorBody.model_validate(result)
                 raise CallRefused(self.name, f"/collective_rpc {method}", 409, body)
         return answer.results
 
@@ -189,13 +193,6 @@ class Routes(Lifeline):
         text = (await self.get("/metrics", Said, timeout_s)).text
         return {ours: sum(_metric(text, theirs) for theirs in names) for ours, names in _COUNTS.items()}
 
-    def _part(self, data: bytes) -> Generated:
-        try:
-            return Generated.model_validate_json(data)
-        except ValidationError:
-            why = f"a line of the stream is no {Generated.__name__}: {data[:200].decode(errors='replace')}"
-            raise CallGarbled(self.name, GENERATE, why, status=500, text=data) from None
-
 
 @contextlib.contextmanager
 def _vllm_errors() -> Iterator[None]:
@@ -205,13 +202,12 @@ def _vllm_errors() -> Iterator[None]:
     try:
         yield
     except CallGarbled as garbled:
-        try:
+        said: Any = {}
+        with contextlib.suppress(ValueError):
             said = json.loads(garbled.text)
-        except ValueError:
-            said = None
         error = said.get("error") or said.get("detail") if isinstance(said, dict) else None
-        code = error.get("code") if isinstance(error, dict) else None
-        words = error.get("message") if isinstance(error, dict) else error
+        error = error if isinstance(error, dict) else {"message": error}
+        words, code = error.get("message"), error.get("code")
         if garbled.status < 400 or (not words and garbled.status < 500):
             raise
         status = code if isinstance(code, int) and code >= 400 else garbled.status

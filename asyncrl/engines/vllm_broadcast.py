@@ -13,10 +13,11 @@ from typing import Any
 
 from asyncrl.errors import EngineError, RoomError, TrainerError
 from asyncrl.messages.base import BroadcastRequest, GroupSeat
-from asyncrl.sync.push import WeightTrainer
 
 STEP_S = 60.0
 """Limit, in seconds, for forming a group and for each buffer: all members are ready when it begins."""
+Send = Callable[[BroadcastRequest], Awaitable[object]]
+Take = Callable[[GroupSeat], Awaitable[None]]
 
 
 @dataclass
@@ -24,16 +25,14 @@ class _Round:
     """One broadcast: a seat for each engine, by name; the first of `members` asks the trainer to send.
 
     `failure`: why the other members stop. It is set only before everything is sent; afterwards each engine
-    can finish alone. The group is used again if every member got the weights and it is not broken.
+    can finish alone. The group is used again unless it is broken: a member did not get the weights.
     """
 
     version: int
-    path: str
     members: tuple[tuple[str, int], ...]
     seats: dict[str, GroupSeat]
     sender: GroupSeat
     failure: asyncio.Future[RoomError]
-    num_left: int
     is_sent: bool = False
     is_broken: bool = False
 
@@ -42,6 +41,15 @@ class _Round:
         self.is_broken = True
         if not self.is_sent and not self.failure.done():
             self.failure.set_result(error)
+
+    def failed(self, name: str) -> EngineError:
+        """What the failure means for this member."""
+        return EngineError(
+            name,
+            f"was to be sent policy_version {self.version}: {self.failure.result()}",
+            rule="weights are sent once, to all engines, and one that fails before ends it for all",
+            way_out="read the logs of the engine and the trainer that are named.",
+        )
 
 
 class Broadcasts:
@@ -59,9 +67,11 @@ class Broadcasts:
         never keeps a part of a version unnoticed.
     """
 
-    def __init__(self, sender: WeightTrainer, folder: Path, *, timeout_s: float) -> None:
-        """`folder`: where a group's file may lie; no other user may write there."""
-        self._sender, self._folder, self._timeout_s = sender, folder, timeout_s
+    def __init__(self, send: Send, folder: Path, *, timeout_s: float) -> None:
+        """`send` is the trainer's, and raises TrainerError. `folder`: where a group's file may lie; no other
+        user may write there.
+        """
+        self._send_all, self._folder, self._timeout_s = send, folder, min(timeout_s, STEP_S)
         self._version = -1
         self._expected: dict[str, int] = {}
         self._here: dict[str, asyncio.Future[_Round]] = {}
@@ -91,7 +101,7 @@ class Broadcasts:
         if self._last is not None:
             self._last.is_broken = True
 
-    async def receive(self, name: str, version: int, take: Callable[[GroupSeat], Awaitable[None]]) -> None:
+    async def receive(self, name: str, version: int, take: Take) -> None:
         """`take` has the workers of this engine take their seats and receive. Returns when they have the
         weights. Raises EngineError.
         """
@@ -100,42 +110,40 @@ class Broadcasts:
             raise EngineError(name, what, rule="an engine prepares a version before it receives it")
         turn = self._here[name] = asyncio.get_running_loop().create_future()
         self._begin_nowait()
-        is_done = False
         try:
             await self._take_part(await turn, name, take)
-            is_done = True
-        finally:
+        except BaseException as error:
             if turn.cancelled():
                 self.leave_nowait(name)
-            elif not is_done and turn.exception() is None:
-                turn.result().fail_nowait(RoomError(name, "is gone", rule="all of a group must live"))
+            elif turn.exception() is None:
+                why = "is gone" if isinstance(error, asyncio.CancelledError) else f"failed: {error}"
+                turn.result().fail_nowait(RoomError(name, why))
+            raise
 
     def _begin_nowait(self) -> None:
         """Start the round if all are here."""
         if not self._expected or self._here.keys() != self._expected.keys():
             return
         members, last = tuple(sorted(self._expected.items())), self._last
-        is_new = last is None or last.members != members or last.is_broken or last.num_left > 0
-        path = str(self._folder / f"group-{uuid.uuid4().hex}") if last is None or is_new else last.path
-        size, timeout_s = 1 + sum(num for _, num in members), min(self._timeout_s, STEP_S)
-        sender = GroupSeat(path=path, size=size, rank=0, is_new=is_new, timeout_s=timeout_s)
+        is_kept = last is not None and last.members == members and not last.is_broken
+        path = last.sender.path if last and is_kept else str(self._folder / f"group-{uuid.uuid4().hex}")
+        size = 1 + sum(num for _, num in members)
+        sender = GroupSeat(path=path, size=size, rank=0, is_new=not is_kept, timeout_s=self._timeout_s)
         rank, seats = 1, {}
         for name, num_workers in members:
             seats[name] = sender.model_copy(update={"rank": rank})
             rank += num_workers
         failure = asyncio.get_running_loop().create_future()
-        begun = self._last = _Round(self._version, path, members, seats, sender, failure, len(members))
+        self._last = _Round(self._version, members, seats, sender, failure)
         for turn in self._here.values():
-            turn.set_result(begun)
+            turn.set_result(self._last)
         self._expected, self._here = {}, {}
 
-    async def _take_part(
-        self, begun: _Round, name: str, take: Callable[[GroupSeat], Awaitable[None]]
-    ) -> None:
+    async def _take_part(self, begun: _Round, name: str, take: Take) -> None:
         """An error of either side ends the other one: there is no wait for a broken group."""
-        works: list[Awaitable[None]] = [take(begun.seats[name])]
+        works = [take(begun.seats[name])]
         if name == begun.members[0][0]:
-            works.append(self._send(begun))
+            works.append(self._send(begun, name))
         parts = [asyncio.ensure_future(work) for work in works]
         try:
             while left := {part for part in parts if not part.done()}:
@@ -145,27 +153,16 @@ class Broadcasts:
                     if part.done():
                         part.result()
                 if begun.failure.done():
-                    raise self._failed(begun, name)
+                    raise begun.failed(name)
         finally:
             for part in parts:
-                if part.done() and not part.cancelled() and (error := part.exception()) is not None:
-                    begun.fail_nowait(RoomError(name, f"failed: {error}"))
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
-        begun.num_left -= 1
 
-    async def _send(self, begun: _Round) -> None:
+    async def _send(self, begun: _Round, name: str) -> None:
         try:
-            await self._sender.broadcast(BroadcastRequest(version=begun.version, seat=begun.sender))
+            await self._send_all(BroadcastRequest(version=begun.version, seat=begun.sender))
         except TrainerError as error:
             begun.fail_nowait(error)
-            raise self._failed(begun, begun.members[0][0]) from error
+            raise begun.failed(name) from error
         begun.is_sent = True
-
-    def _failed(self, begun: _Round, name: str) -> EngineError:
-        return EngineError(
-            name,
-            f"was to be sent policy_version {begun.version}: {begun.failure.result()}",
-            rule="weights are sent once, to all engines, and one that fails before ends it for all",
-            way_out="read the logs of the engine and the trainer that are named.",
-        )

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from urllib.parse import urlencode
 
 from asyncrl.engines.engine import OnChunk
-from asyncrl.engines.vllm.facts import VllmFacts, make_ready
-from asyncrl.engines.vllm.sampling import Decode, check_request, sample
-from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
-from asyncrl.engines.vllm.vllm_routes import LabelInfo, Said
-from asyncrl.engines.vllm.vllm_weights import (
-    AdapterLoad,
-    BroadcastLoad,
-    ChunkLoad,
-    Commit,
-    CommitRules,
-    FileLoad,
-    Load,
-    Meeting,
-)
-from asyncrl.errors import EngineError, EngineLost
+from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess, make_ready
+from asyncrl.engines.vllm_routes import LabelInfo, Said
+from asyncrl.engines.vllm_sampling import Decode, check_request, sample
+from asyncrl.engines.vllm_weights import ChunkLoad, Commit, Load, PushRules, load_of
+from asyncrl.errors import EngineError
 from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
 from asyncrl.messages.calls import (
@@ -54,9 +44,8 @@ class VllmServer:
         before their end are told while no weights had been loaded since they were asked for. VllmProcess and
         Commit say the rest.
 
-    `canary_limit` in nats; `retries` of a load whose canary fails; `decode` for stop strings that lie over
-    the joint of two segments. `mark` is in all labels of this run: tokens with the label of another run,
-    which pushes to the same server, raise EngineError.
+    `decode` for stop strings that lie over the joint of two segments. `mark` is in all labels of this run:
+    tokens with the label of another run, which pushes to the same server, raise EngineError.
     """
 
     def __init__(
@@ -64,22 +53,16 @@ class VllmServer:
         caller: Caller,
         *,
         facts: VllmFacts,
+        rules: PushRules,
         policy_version: int = 0,
         decode: Decode | None = None,
-        canary_limit: float,
-        retries: int = 1,
-        chunk_bytes: int = 2**28,
-        warn: Callable[[str], None] = lambda _: None,
         mark: str = "",
     ) -> None:
-        self._caller, self.facts, self.name = caller, facts, caller.name
-        self.meeting: Meeting | None = None
+        self._caller, self.facts, self._rules, self.name = caller, facts, rules, caller.name
+        self.meeting: Broadcasts | None = None
         """Where weights are received, if the trainer sends them; given before the first push."""
         self.num_commits = 0
         self._start_version, self._decode, self._mark = policy_version, decode, mark
-        self._rules = CommitRules(facts.slots, canary_limit, retries, warn)
-        self._chunk_bytes = chunk_bytes
-        self._was_ready = False
         self._begin_nowait()
 
     def _begin_nowait(self) -> None:
@@ -89,7 +72,6 @@ class VllmServer:
         """Of the push that comes chunk by chunk, so far."""
         self._unchecked: Commit | None = None
         """Of weights that were committed while parts slept."""
-        self._adapter_folder: Path | None = None
 
     @property
     def policy_version(self) -> int:
@@ -108,27 +90,27 @@ class VllmServer:
         once. Raises ConfigError with the flag to give, EngineError, or EngineLost after `timeout_s`.
         """
         async with self._within(timeout_s, "was not ready"):
-            is_first = self.facts.starts_fresh and not self._was_ready
-            await make_ready(self._process, self.facts, is_first=is_first)
-        self._was_ready = True
+            await make_ready(self._process, self.facts)
         return await self.health(timeout_s=timeout_s)
 
     async def generate_segment(
         self, request: GenerateRequest, *, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:
         process = self._process
-        check_request(self.name, request, self.facts, process.vocab_size)
-        if process.is_here(request.request_id):
+        check_request(process, request, self.facts)
+        if process.segments([request.request_id]):
             what = f"is sampling request {request.request_id} already"
             raise EngineError(self.name, what, rule="request ids are unique among requests in flight")
         wire_id = f"{uuid.uuid4().hex[:12]}-{request.request_id}"
-        segment = Segment(request, wire_id, on_chunk is not None)
-        return await sample(process, segment, self.facts, self._decode, on_chunk)
+        return await sample(process, Segment(request, wire_id, on_chunk), self.facts, self._decode)
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
         """Returns once they have ended."""
         process = self._process
-        found = process.abort_nowait(request_ids)
+        found = process.segments(request_ids)
+        for segment in found:
+            segment.is_aborted = True
+        process.change_nowait()  # those at the gate end
         async with self._within(timeout_s, "gave no answer to /abort_requests"):
             await process.end([segment for segment in found if segment.is_sent])
         return [segment.request.request_id for segment in found]
@@ -156,15 +138,7 @@ class VllmServer:
 
     async def prepare(self, manifest: ExportResponse) -> str:
         self._check_weights_awake(f"policy_version {manifest.version} cannot be prepared")
-        self._staged = None
-        load: Load
-        if self.meeting is not None and manifest.is_held:
-            load = BroadcastLoad(self.name, manifest, self.meeting)
-        elif manifest.kind == "weights":
-            load = FileLoad(self.name, manifest, self._chunk_bytes)
-        else:
-            assert self.facts.has_adapters, "weight_sync.transport=lora has it so"
-            load = AdapterLoad(self.name, manifest, self._adapter_folder)
+        self._staged, load = None, load_of(self.name, manifest, self._rules, self.meeting)
         async with self._process.calls():
             digest = await load.stage(self._process)
         self._staged = load
@@ -186,12 +160,12 @@ class VllmServer:
             self._staged = None if isinstance(load, ChunkLoad) else load
             raise EngineError(
                 self.name,
-                f"is to serve policy_version {version} with digest {digest}; staged is {staged}, it serves "
-                f"{process.version}{', and another commit is under way' if process.is_committing else ''}",
-                rule="only staged weights can be committed, one commit at a time, and no older version",
+                f"cannot serve policy_version {version} with digest {digest}: staged is {staged}, it serves "
+                f"{process.version}{', another commit is under way' if process.is_committing else ''}",
+                rule="staged weights are committed, one version at a time, and no older one",
                 way_out="prepare this version first.",
             )
-        commit = Commit(process, load, self._rules)
+        commit = Commit(process, load, self._rules, self.facts.slots)
         self.num_commits += 1
         process.is_committing, report = True, None
         try:
@@ -204,7 +178,6 @@ class VllmServer:
                 self._leave_meeting_nowait()
         if process is self._process:
             self._staged, self._unchecked = None, None if process.is_settled else commit
-            self._adapter_folder = load.folder if isinstance(load, AdapterLoad) else None
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
@@ -231,12 +204,8 @@ class VllmServer:
         process, started = self._process, asyncio.get_running_loop().time()
         if restore and "weights" in parts and not process.has_content:
             if not process.is_settled and self._unchecked is None:
-                raise EngineError(
-                    self.name,
-                    f"cannot restore policy_version {process.version}: others were loaded over it",
-                    rule="what is restored is what the weights were when they went to sleep",
-                    way_out="push this version again, from chunk 0.",
-                )
+                what = f"cannot restore policy_version {process.version}: others were loaded over it"
+                raise EngineError(self.name, what, way_out="push this version again, from chunk 0.")
             process.has_content = True
             process.change_nowait()
         if woken := process.asleep & set(parts):
@@ -251,33 +220,31 @@ class VllmServer:
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         """The workers refuse chunks of another push, and what is not what was sent."""
-        process = self._process
+        process, why = self._process, ""
         what = f"chunk {chunk.index} of policy_version {chunk.version} cannot be loaded"
         self._check_weights_awake(what)
-        here, self._num_chunks = self._num_chunks, 0
-        if process.has_content or chunk.version < process.version or chunk.index not in (0, here):
-            if process.has_content:
-                what = f"{what} over weights that are served"
-            elif chunk.version < process.version:
-                what = f"{what} after {process.version}"
-            else:
-                what = f"{what}: loaded is {f'chunks 0..{here - 1}' if here else 'nothing'}"
-            raise EngineError(
-                self.name,
-                what,
-                rule="chunks come in order, of no older version, into weights that woke without restore",
-                way_out="sleep and wake the weights, then push from chunk 0.",
-            )
+        num_loaded, self._num_chunks = self._num_chunks, 0
+        if process.has_content:
+            why = " over weights that are served"
+        elif chunk.version < process.version:
+            why = f" after {process.version}"
+        elif chunk.index not in (0, num_loaded):
+            why = f": loaded is {f'chunks 0..{num_loaded - 1}' if num_loaded else 'nothing'}"
+        if why:
+            rule = "chunks come in order, of no older version, into weights that woke without restore"
+            way_out = "sleep and wake the weights, then push from chunk 0."
+            raise EngineError(self.name, f"{what}{why}", rule=rule, way_out=way_out)
         self._staged = None
         if chunk.index == 0:
             process.begin_load_nowait(chunk.version)
         asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
             workers = await process.rpc("asyncrl_load_chunk", asked)
-        self._num_chunks = 0 if chunk.is_last else chunk.index + 1
         if chunk.is_last:
             whole = chunk.model_dump(include={"version", "path", "num_tensors", "num_bytes", "canary"})
             self._staged = ChunkLoad(self.name, ExportResponse(**whole, digest=chunk.whole_digest))
+        else:
+            self._num_chunks = chunk.index + 1
         return str(workers[0]["digest"])
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:
@@ -288,15 +255,9 @@ class VllmServer:
     @asynccontextmanager
     async def _within(self, timeout_s: float | None, what: str) -> AsyncIterator[None]:
         """Calls that make the engine lost if they take longer."""
-        limit = TimeLimit(timeout_s)
-        try:
-            async with limit, self._process.calls():
-                yield
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            what = f"({self._caller.url}) {what} within {timeout_s} s"
-            raise EngineLost(self.name, what, way_out=f"read {self.name}'s log.") from None
+        process, what = self._process, f"({self._caller.url}) {what} within {timeout_s} s"
+        async with TimeLimit(timeout_s, or_raise=lambda: process.lost(what)), process.calls():
+            yield
 
     def _leave_meeting_nowait(self) -> None:
         if self.meeting is not None:
@@ -305,6 +266,5 @@ class VllmServer:
     def _check_weights_awake(self, what: str) -> None:
         if "weights" in self._process.asleep:
             rule = "the memory of sleeping weights is in use by the trainer"
-            raise EngineError(
-                self.name, f"{what}: the weights are asleep", rule=rule, way_out="wake them first."
-            )
+            what = f"{what}: the weights are asleep"
+            raise EngineError(self.name, what, rule=rule, way_out="wake them first.")

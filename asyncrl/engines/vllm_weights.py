@@ -1,4 +1,4 @@
-"""New weights for one vLLM process: the ways in which exported weights get in (a file through our worker
+"""New weights for one vLLM process: how the weights of each transport get in (a file through our worker
 extension, chunks, an adapter, a broadcast), and their commit: pause, load, label, resume, and the canary that
 checks what was loaded.
 """
@@ -10,14 +10,15 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from asyncrl.engines.vllm.vllm_process import Segment, VllmProcess
-from asyncrl.engines.vllm.vllm_routes import GENERATE, Generated, Routes, vllm_request
+from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.engines.vllm_process import Segment, VllmProcess
+from asyncrl.engines.vllm_routes import GENERATE, Generated, vllm_request
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.messages.base import GroupSeat, Interrupt, weights_digest
 from asyncrl.messages.calls import Canary, CommitResponse, ExportResponse
@@ -31,6 +32,17 @@ _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
 _RULE = "once a load has begun, the weights are those of no version until it is done and checked"
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _ADAPTER_RULE = "adapters are <module>.lora_A.weight and .lora_B.weight of one rank, and one float32 scale"
+
+
+class PushRules(NamedTuple):
+    """`canary_limit` in nats; `retries` of a load whose canary fails, each with a call of `warn`;
+    `chunk_bytes` of a file are loaded at once.
+    """
+
+    canary_limit: float
+    retries: int = 1
+    chunk_bytes: int = 2**28
+    warn: Callable[[str], None] = lambda _: None
 
 
 class Load:
@@ -48,15 +60,24 @@ class Load:
         self.name, self.manifest = name, manifest
         self.version, self.digest, self.canary = manifest.version, manifest.digest, manifest.canary
 
-    async def stage(self, routes: Routes) -> str:
+    async def stage(self, process: VllmProcess) -> str:
         raise NotImplementedError
 
-    async def load(self, routes: Routes) -> None:
+    async def load(self, process: VllmProcess) -> None:
         raise NotImplementedError
+
+
+def load_of(name: str, manifest: ExportResponse, rules: PushRules, meeting: Broadcasts | None) -> Load:
+    """How a whole set of weights gets in: as its transport brings it."""
+    if meeting is not None and manifest.is_held:
+        return BroadcastLoad(name, manifest, meeting)
+    if manifest.kind == "lora":
+        return AdapterLoad(name, manifest)
+    return FileLoad(name, manifest, rules.chunk_bytes)
 
 
 class FileLoad(Load):
-    """A whole set of weights in one file."""
+    """transport: shm or disk. A whole set of weights in one file."""
 
     can_repeat = True
 
@@ -64,100 +85,89 @@ class FileLoad(Load):
         super().__init__(name, manifest)
         self._chunk_bytes = chunk_bytes
 
-    async def stage(self, routes: Routes) -> str:
+    async def stage(self, process: VllmProcess) -> str:
         """The workers hash in a thread, and are asked until they are done: an answer that waited would hold
         up generation.
         """
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
         asked = self.manifest.model_dump(include=names)
-        await routes.rpc("asyncrl_drop", {})  # else a file that was staged before is not read again
+        await process.rpc("asyncrl_drop", {})  # else a file that was staged before is not read again
         while True:
-            workers = await routes.rpc("asyncrl_stage", asked)
+            workers = await process.rpc("asyncrl_stage", asked)
             if all(worker.get("state") == "staged" for worker in workers):
                 return str(workers[0]["digest"])  # each worker has compared it with the announced one
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _ASK_AGAIN_MAX_S)
 
-    async def load(self, routes: Routes) -> None:
+    async def load(self, process: VllmProcess) -> None:
         """One load call a chunk, in each worker, which refuses what is not whole."""
         asked = {"version": self.version, "digest": self.digest, "chunk_bytes": self._chunk_bytes}
-        await routes.rpc("asyncrl_load", asked)
+        await process.rpc("asyncrl_load", asked)
 
 
 class ChunkLoad(Load):
-    """What came chunk by chunk into weights that are awake and not served: nothing is to be staged."""
+    """In turns. What came chunk by chunk into weights that are awake and not served; it needs no stage()."""
 
-    async def load(self, routes: Routes) -> None:
+    async def load(self, process: VllmProcess) -> None:
         """Close the update; the workers refuse it if it is not whole."""
-        await routes.rpc("asyncrl_finish_chunks", {"version": self.version, "digest": self.digest})
-
-
-class Meeting(Protocol):
-    """Where engines wait until all of them are there and the trainer sends: sync.broadcast.Broadcasts."""
-
-    def expect_nowait(self, name: str, version: int, num_workers: int) -> None: ...
-    def leave_nowait(self, name: str) -> None: ...
-    async def receive(
-        self, name: str, version: int, take: Callable[[GroupSeat], Awaitable[None]]
-    ) -> None: ...
+        await process.rpc("asyncrl_finish_chunks", {"version": self.version, "digest": self.digest})
 
 
 class BroadcastLoad(Load):
-    """A whole set of weights that the trainer sends once, to all engines, through vLLM's own weight-transfer
-    routes. If the canary fails, it cannot be loaded again for one of them.
+    """transport: nccl. A whole set of weights that the trainer sends once, to all engines, through vLLM's own
+    weight-transfer routes. If the canary fails, it cannot be loaded again for one of them.
     """
 
-    def __init__(self, name: str, manifest: ExportResponse, meeting: Meeting) -> None:
+    def __init__(self, name: str, manifest: ExportResponse, meeting: Broadcasts) -> None:
         super().__init__(name, manifest)
         self._meeting = meeting
 
-    async def stage(self, routes: Routes) -> str:
+    async def stage(self, process: VllmProcess) -> str:
         """Announce that this engine and its workers take part; no weights come yet. The workers compare the
         digest as they load.
         """
-        workers = await routes.rpc("asyncrl_facts", {})
+        workers = await process.rpc("asyncrl_facts", {})
         self._meeting.expect_nowait(self.name, self.version, len(workers))
         return self.digest
 
-    async def load(self, routes: Routes) -> None:
+    async def load(self, process: VllmProcess) -> None:
         """Wait for all others, then receive; a worker that gets something else refuses it."""
         expected = self.manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
 
         async def take(seat: GroupSeat) -> None:
             if seat.is_new:
-                await routes.tell("/init_weight_transfer_engine", {"init_info": seat.model_dump()})
-            await routes.tell("/start_weight_update")
-            await routes.tell("/update_weights", {"update_info": expected})
-            await routes.tell("/finish_weight_update", {})
+                await process.tell("/init_weight_transfer_engine", {"init_info": seat.model_dump()})
+            await process.tell("/start_weight_update")
+            await process.tell("/update_weights", {"update_info": expected})
+            await process.tell("/finish_weight_update", {})
 
         await self._meeting.receive(self.name, self.version, take)
 
 
 class AdapterLoad(Load):
-    """Adapters for the weights that vLLM started with, as a folder of peft made of the trainer's file
-    (asyncrl/weights/adapters.py). `before`: the folder of the adapter that serves now, which is not needed
-    once this one does.
+    """transport: lora. Adapters for the weights that vLLM started with, as a folder of peft made of the
+    trainer's file (asyncrl/weights/adapters.py).
     """
 
     can_repeat = True
     model = ADAPTER
 
-    def __init__(self, name: str, manifest: ExportResponse, before: Path | None) -> None:
+    def __init__(self, name: str, manifest: ExportResponse) -> None:
         super().__init__(name, manifest)
-        self._before = before
-        self.folder = Path(manifest.path).with_name(f"{name}-adapter-{manifest.version}")
+        self._folder = Path(manifest.path).with_name(f"{name}-adapter-{manifest.version}")
         """One for each version: vLLM's prefix cache tells adapters apart by it."""
 
-    async def stage(self, routes: Routes) -> str:
-        return await asyncio.to_thread(write_adapter_folder, self.name, self.manifest, self.folder)
+    async def stage(self, process: VllmProcess) -> str:
+        return await asyncio.to_thread(write_adapter_folder, self.name, self.manifest, self._folder)
 
-    async def load(self, routes: Routes) -> None:
-        """Under the name of the one before, in its place."""
-        adapter = {"lora_name": ADAPTER, "lora_path": str(self.folder), "load_inplace": True}
-        await routes.tell("/v1/load_lora_adapter", adapter)
-        if self._before is not None and self._before != self.folder:
-            await asyncio.to_thread(shutil.rmtree, self._before, ignore_errors=True)
+    async def load(self, process: VllmProcess) -> None:
+        """Under the name of the one before, in its place; the folder of that is not needed any more."""
+        adapter = {"lora_name": ADAPTER, "lora_path": str(self._folder), "load_inplace": True}
+        await process.tell("/v1/load_lora_adapter", adapter)
+        before, process.adapter_folder = process.adapter_folder, self._folder
+        if before not in (None, self._folder):
+            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
 
 
 def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> str:
@@ -168,13 +178,8 @@ def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> s
         tensors = read_tensors(Path(manifest.path))
         digest = weights_digest((key, one.dtype, one.shape, one.data) for key, one in tensors.items())
         if digest != manifest.digest:
-            raise EngineError(
-                name,
-                f"{manifest.path} has digest {digest}, announced for policy_version {manifest.version} was "
-                f"{manifest.digest}",
-                rule="a version is served only when what was loaded is what was sent",
-                way_out=RESEND,
-            )
+            announced = f"announced for policy_version {manifest.version} was {manifest.digest}"
+            raise ValueError(f"it has digest {digest}, {announced}")
         config = json.dumps(_peft_config(tensors))
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -209,15 +214,6 @@ def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
     }
 
 
-class CommitRules(NamedTuple):
-    """`limit` of the canary, in nats; `retries` of a load whose canary fails, each with a call of `warn`."""
-
-    slots: int
-    limit: float
-    retries: int
-    warn: Callable[[str], None]
-
-
 class Commit:
     """Makes one Load the serving weights of a process.
 
@@ -230,8 +226,8 @@ class Commit:
         process is broken: what it holds is no version.
     """
 
-    def __init__(self, process: VllmProcess, load: Load, rules: CommitRules) -> None:
-        self._process, self._load, self._rules = process, load, rules
+    def __init__(self, process: VllmProcess, load: Load, rules: PushRules, slots: int) -> None:
+        self._process, self._load, self._rules, self._slots = process, load, rules, slots
         self._num_attempts = 1 + (rules.retries if load.can_repeat and load.canary is not None else 0)
         self._what_failed = f"failed in a swap from policy_version {process.version} to {load.version}"
         self._label = process.label_of(load.version)
@@ -248,13 +244,12 @@ class Commit:
                         self._label = process.label_of(load.version, attempt)
                         await load.stage(process)
                     await self._swap("abort" if attempt else interrupt)
-                    is_check_later = bool(process.asleep) and load.canary is not None
-                    if is_check_later or await self._is_true(attempt + 1):
-                        process.version, process.digest = load.version, load.digest
-                        process.label, process.model = self._label, load.model
-                        if not is_check_later:
-                            process.confirm_nowait()
+                    if process.asleep or await self._is_true(attempt + 1):
                         break
+                process.version, process.digest = load.version, load.digest
+                process.label, process.model = self._label, load.model
+                if load.canary is None or not process.asleep:
+                    process.confirm_nowait()
         return CommitResponse(
             version=load.version,
             digest=load.digest,
@@ -276,15 +271,15 @@ class Commit:
             return
         num_running, started = len(process.sent), clock()
         mode, keeps_kv = ("keep", True) if interrupt == "keep_kv" else (interrupt, False)
-        pause = {"mode": mode, "clear_cache": str(not keeps_kv).lower()}
         try:
-            await process.tell(f"/pause?{urlencode(pause)}")
+            await process.tell(
+                f"/pause?{urlencode({'mode': mode, 'clear_cache': str(not keeps_kv).lower()})}"
+            )
             if interrupt == "wait":
                 started = clock()
-            elif interrupt == "abort":
-                self._num_interrupted += num_running
             else:
-                self._num_interrupted += min(num_running, self._rules.slots)
+                most = num_running if interrupt == "abort" else self._slots
+                self._num_interrupted += min(num_running, most)
             await process.end(self._not_kept(interrupt))
             await self._load_under_label(interrupt)
         finally:
@@ -301,9 +296,9 @@ class Commit:
         sent = self._process.sent
         if interrupt == "abort":
             return sent
-        kept = [segment for segment in sent if not segment.is_streamed]
-        num_kept = len(kept) if self._load.canary is None else self._rules.slots - 1
-        return [segment for segment in sent if segment.is_streamed] + kept[num_kept:]
+        kept = [segment for segment in sent if segment.on_chunk is None]
+        num_kept = len(kept) if self._load.canary is None else self._slots - 1
+        return [segment for segment in sent if segment.on_chunk is not None] + kept[num_kept:]
 
     async def _load_under_label(self, interrupt: Interrupt) -> None:
         self._process.begin_load_nowait(self._load.version, keeps_kv=interrupt == "keep_kv")
@@ -311,7 +306,10 @@ class Commit:
         await self._process.set_label(self._label)
 
     async def _resume(self) -> None:
-        """A resume too many does nothing, so it is asked again: vLLM closes connections idle for 5 s."""
+        """Asked once more if it fails: a resume too many does nothing, and after a route that answered 500
+        vLLM closes that connection (uvicorn, for an app that raised after its response began): a /resume that
+        was sent on it meanwhile is lost.
+        """
         process, clock = self._process, asyncio.get_running_loop().time
         until_s = clock() + RESUME_LIMIT_S
         for is_last in (False, True):
@@ -325,51 +323,44 @@ class Commit:
 
     async def _is_true(self, attempt: int) -> bool:
         """Whether the canary agrees. Raises EngineError if it does not, and this was the last attempt."""
-        load, process = self._load, self._process
+        load, process, limit = self._load, self._process, self._rules.canary_limit
         if load.canary is None:
             return True
-        fault = await canary_fault(
-            process, load.canary, label=self._label, model=load.model, limit=self._rules.limit
-        )
+        fault = await canary_fault(process, load.canary, label=self._label, model=load.model, limit=limit)
         if not fault:
             return True
         process.distrusted.add(self._label)
-        what = (
-            f"does not compute with the weights of policy_version {load.version} that it says it loaded: "
-            f"{fault}"
-        )
+        what = f"does not compute with the weights of policy_version {load.version} that it says it loaded"
         if attempt < self._num_attempts:
-            self._rules.warn(
-                f"{process.name} {what}; loading them again, {attempt} of {self._num_attempts - 1}"
-            )
+            again = f"loading them again, {attempt} of {self._num_attempts - 1}"
+            self._rules.warn(f"{process.name} {what}: {fault}; {again}")
             return False
         self._is_untrue = True
         raise EngineError(
             process.name,
-            f"{what} ({attempt} of {self._num_attempts} attempts)",
-            rule=f"the canary must agree to weight_sync.canary_limit={self._rules.limit} nats",
-            way_out=f"if model.dtype rounds so much, set weight_sync.canary_limit above it; else start "
-            f"{process.name} again, and the run with its --run-dir.",
+            f"{what}: {fault} ({attempt} of {self._num_attempts} attempts)",
+            rule=f"the canary must agree to weight_sync.canary_limit={limit} nats",
+            way_out="if model.dtype rounds so much, set weight_sync.canary_limit above it; else start again.",
         )
 
     @contextmanager
     def _all_or_broken(self) -> Iterator[None]:
         """Left by an error or a cancellation while it is not known what the weights are: broken."""
-        process, is_done = self._process, False
+        process = self._process
         try:
             yield
-            is_done = True
-        except EngineError as error:
-            if process.is_settled or self._is_untrue or isinstance(error, EngineLost):
-                raise
-            what = f"{self._what_failed}: {error.fault}"
-            raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
-        finally:
-            if not is_done and not process.is_settled:
+        except BaseException as error:
+            if not process.is_settled:
                 process.break_nowait(self._what_failed, rule=_RULE)
+                if isinstance(error, EngineError) and not (isinstance(error, EngineLost) or self._is_untrue):
+                    what = f"{self._what_failed}: {error.fault}"
+                    raise EngineLost(process.name, what, rule=_RULE, way_out=error.way_out) from error
+            raise
 
 
-async def canary_fault(routes: Routes, canary: Canary, *, label: str, model: str | None, limit: float) -> str:
+async def canary_fault(
+    process: VllmProcess, canary: Canary, *, label: str, model: str | None, limit: float
+) -> str:
     """A sentence on how vLLM and the trainer differ about the canary; '' if they agree.
 
     The first probe goes the way of every request, through the prefix cache; the second computes the prompt
@@ -379,7 +370,7 @@ async def canary_fault(routes: Routes, canary: Canary, *, label: str, model: str
     for name, more in {"next": {}, "prompt": {"prompt_logprobs": 0}}.items():
         sampling = {"max_tokens": 1, "temperature": 0.0} | more
         body = vllm_request(canary.token_ids, f"canary-{label}-{name}", label, model, **sampling)
-        answers.append(await routes.post(GENERATE, body, Generated))
+        answers.append(await process.post(GENERATE, body, Generated))
     choices = [choice for answer in answers for choice in answer.choices]
     labels = [span.version for choice in choices for span in choice.weight_versions or []]
     if labels != [label, label]:

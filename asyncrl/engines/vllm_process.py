@@ -1,0 +1,303 @@
+"""The client's state of one vLLM process (which weights it serves, which requests may be sent, which are in
+flight, whether it lives), what it must be for this run, and the wait until it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.engines.engine import OnChunk
+from asyncrl.engines.vllm_routes import GENERATE, LabelInfo, Routes, Said, ServerInfo, vllm_request
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused
+from asyncrl.messages.base import EnginePart
+from asyncrl.messages.calls import GenerateRequest
+
+START_LABEL = "default"
+"""vLLM's label for the weights that it started with."""
+EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
+_LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+_RULE = "a run needs a vLLM server that was started as docs/engines.md says"
+_MIN_KEEP_ALIVE_S = 60
+"""Our connections rest for 30 s (http.Caller); a server that closes one first breaks the next request on it.
+"""
+_ASK_AGAIN_S = 0.1
+"""An abort that overtook its request finds nothing: it is sent again until the request has ended."""
+_HEALTH_LIMIT_S = 5.0
+
+
+@dataclass(eq=False)
+class Segment:
+    """One segment from its arrival to its answer.
+
+    Life: made -> at the gate -> sent, under a version and its label -> answered, however the call ended.
+        `num_loads`: how often weights had been loaded when it was sent.
+    """
+
+    request: GenerateRequest
+    wire_id: str
+    on_chunk: OnChunk | None
+    version: int = 0
+    label: str = ""
+    num_loads: int = 0
+    is_sent: bool = False
+    is_aborted: bool = False
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class VllmProcess(Routes):
+    """One vLLM process behind a server's name.
+
+    Life: open, or closed while weights change or parts of it sleep -> cut, as any Lifeline. It is broken when
+        what it holds is no version.
+    Waits: a segment sleeps in wait_open until it may be sent, and in wait_settled with an answer that came
+        after a load began, until it is clear what the weights were. change_nowait wakes them.
+    Invariant: a segment is sent only while the weights are those of `version`, under `label`. No token leaves
+        under a label that is distrusted: version_of has no version for it.
+    """
+
+    def __init__(self, caller: Caller, version: int, mark: str = "") -> None:
+        """`mark` is in every label of this run: another run that pushes to the same server has another
+        mark.
+        """
+        super().__init__(caller)
+        self._mark = f"~{mark}" if mark else ""  # vLLM takes no @ in a salt
+        self.version = self.offered_version = self._start_version = version
+        self.label, self.digest = START_LABEL, ""
+        self.model: str | None = None
+        """Name of the adapter that serves; None is the base model."""
+        self.adapter_folder: Path | None = None
+        """Of the adapter that was loaded last."""
+        self.asleep: set[EnginePart] = set()
+        self.has_content = True
+        """False from a sleep of the weights until they are restored or a commit has filled them."""
+        self.vocab_size: float = math.inf
+        """Ids that the model knows: 0..vocab_size - 1. Said when it is ready."""
+        self.is_committing, self.is_settled = False, True
+        self.distrusted: set[str] = set()
+        """Labels of loads whose canary failed."""
+        self._num_loads = self._last_kept_kv = 0
+        self._segments: dict[str, Segment] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def sent(self) -> list[Segment]:
+        """Segments that were sent to vLLM and not answered."""
+        return [one for one in self._segments.values() if one.is_sent and not one.answered.is_set()]
+
+    @property
+    def num_waiting(self) -> int:
+        """Segments at the gate."""
+        return sum(not segment.is_sent for segment in self._segments.values())
+
+    def segments(self, request_ids: Sequence[str] | None) -> list[Segment]:
+        """Those in flight that belong to these requests (None = all)."""
+        found = self._segments.values()
+        return [one for one in found if request_ids is None or one.request.request_id in request_ids]
+
+    def label_of(self, version: int, attempt: int = 0) -> str:
+        """What the weights of a version are called at the server; each attempt to load them has a label of
+        its own.
+        """
+        return f"{version}{f'#{attempt}' if attempt else ''}{self._mark}"
+
+    def version_of(self, label: str) -> int | None:
+        """The version that a label means; None if what was sampled under it is not to be trusted, -1 if it is
+        none of ours.
+        """
+        if label in self.distrusted:
+            return None
+        if label == START_LABEL:
+            return self._start_version
+        text = label.removesuffix(self._mark).partition("#")[0]
+        return int(text) if text.isdecimal() and label.endswith(self._mark) else -1
+
+    def change_nowait(self) -> None:
+        """Wake all waiters."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def begin_load_nowait(self, version: int, *, keeps_kv: bool = False) -> None:
+        """From here until confirm_nowait it is unknown which weights the process has."""
+        self._num_loads += 1
+        self.is_settled = False
+        self.offered_version = max(self.offered_version, version)
+        if keeps_kv:
+            self._last_kept_kv = self._num_loads
+
+    def confirm_nowait(self) -> None:
+        """The weights are those of `label`, as a check has confirmed."""
+        self.is_settled = self.has_content = True
+        self.change_nowait()
+
+    def is_certain(self, segment: Segment) -> bool:
+        """Whether its tokens are sampled under the version with which it was sent."""
+        return segment.num_loads == self._num_loads
+
+    def is_stale(self, segment: Segment) -> bool:
+        """Whether a load that kept the KV cache lies between its sending and now: if it began after that, it
+        may have read old blocks.
+        """
+        return self._last_kept_kv > segment.num_loads
+
+    async def wait_open(self, segment: Segment) -> None:
+        """Return once it may be sent, marked as sent; or was aborted."""
+        while not segment.is_aborted and (
+            self.is_committing or self.asleep or not self.is_settled or not self.has_content
+        ):
+            await self._changed.wait()
+        segment.version, segment.label, segment.num_loads = self.version, self.label, self._num_loads
+        segment.is_sent = not segment.is_aborted
+
+    async def wait_settled(self, segment: Segment) -> None:
+        """Return once it is known under which weights the rest of it was sampled."""
+        while not self.is_certain(segment) and not self.is_settled:
+            await self._changed.wait()
+
+    @contextlib.contextmanager
+    def holding(self, segment: Segment) -> Iterator[None]:
+        """In flight until the block ends. If it is cancelled, the broken connection ends it in vLLM."""
+        self._segments[segment.wire_id] = segment
+        try:
+            yield
+        finally:
+            del self._segments[segment.wire_id]
+            segment.answered.set()
+
+    async def end(self, segments: Sequence[Segment]) -> None:
+        """Have these end with what they have; returns once vLLM has answered all of them."""
+        while wire_ids := [segment.wire_id for segment in segments if not segment.answered.is_set()]:
+            await self.abort(wire_ids)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_ASK_AGAIN_S):
+                    for segment in segments:
+                        await segment.answered.wait()
+
+    async def error_of(self, failure: CallLost | CallRefused) -> EngineError:
+        """EngineLost too if the engine is dead: its server lives on a moment, and answers 500 or above."""
+        if isinstance(failure, CallRefused) and failure.status >= 500:
+            try:
+                await self.get("/health", Said, _HEALTH_LIMIT_S)
+            except (CallLost, CallRefused) as dead:
+                said = f"answered {failure.status} to {failure.path} ({failure.body.error})"
+                return self.lost(f"{said} and is not well: {dead}")
+        return await super().error_of(failure)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmFacts:
+    """What the run counts on.
+
+    `end_ids`: tokens that end a completion; vLLM is told to heed no others. `special_ids`: tokens that have
+    no text, by their name: a stop string that is such a name stops at that token. `starts_fresh`: it has the
+    initial weights; False: the run did not start it, and its weights are replaced before anything is sampled.
+    """
+
+    model_path: str
+    dtype: str
+    slots: int
+    max_length: int
+    end_ids: tuple[int, ...]
+    device: str
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+    starts_fresh: bool = True
+
+
+def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
+    """Raise ConfigError with the flag that vLLM needs, if its settings are not what the run counts on."""
+    config, keep_alive_s = info.vllm_config, info.vllm_env.get(_KEEP_ALIVE)
+    model, scheduler = config.get("model_config") or {}, config.get("scheduler_config") or {}
+    path, dtype = str(model.get("model")), str(model.get("dtype")).removeprefix("torch.")
+    is_path = os.path.realpath(path) == os.path.realpath(facts.model_path)
+    mode, length = model.get("logprobs_mode"), model.get("max_model_len")
+    num_seqs = scheduler.get("max_num_seqs")
+    is_resting = keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S)
+    for setting, found, is_so, flag in (
+        ("logprobs_mode", mode, mode == _LOGPROBS, f"--logprobs-mode {_LOGPROBS}"),
+        ("model", path, is_path, f"vllm serve {facts.model_path}"),
+        ("dtype", dtype, dtype == facts.dtype, f"--dtype {facts.dtype}"),
+        ("max_model_len", length, _at_least(length, facts.max_length), f"--max-model-len {facts.max_length}"),
+        ("max_num_seqs", num_seqs, _at_least(num_seqs, facts.slots), f"--max-num-seqs {facts.slots}"),
+        (_KEEP_ALIVE, keep_alive_s, is_resting, f"{_KEEP_ALIVE}={_MIN_KEEP_ALIVE_S} or more set"),
+    ):
+        if not is_so:
+            what = f"{name}: the vLLM server there has {setting}={found}"
+            raise ConfigError(what, rule=_RULE, way_out=f"start it with {flag}.")
+
+
+def _at_least(found: object, least: int) -> bool:
+    return isinstance(found, int | float) and found >= least
+
+
+async def make_ready(process: VllmProcess, facts: VllmFacts) -> None:
+    """Returns once it serves as it must; its limit is the caller's. Raises ConfigError, CallRefused or
+    CallLost.
+    """
+    there = f"{process.name}: the vLLM server there"
+    with _refusal_means(
+        f"{there} does not take the key", "put its key into the environment variable ASYNCRL_VLLM_KEY.", 401
+    ):
+        await _until_up(process)
+    with _refusal_means(f"{there} has no /server_info", "start it with VLLM_SERVER_DEV_MODE=1.", 403, 404):
+        info = await process.get("/server_info?config_format=json", ServerInfo)
+    check_settings(process.name, info, facts)
+    with _refusal_means(
+        f"{there} has no worker extension of ours", f"start it with --worker-extension-cls {EXTENSION}."
+    ):
+        workers = await process.rpc("asyncrl_facts")
+    process.vocab_size = min(int(worker["vocab_size"]) for worker in workers)
+    ours = process.label_of(process.version)
+    label = (await process.get("/weight_info", LabelInfo)).weight_version
+    if facts.starts_fresh and label not in (START_LABEL, ours):
+        what, rule = (
+            f"{there} has weights that another run pushed",
+            f"it begins with those of {facts.model_path}",
+        )
+        raise ConfigError(f"{what}, under the label {label}", rule=rule, way_out="start that server again.")
+    await process.tell("/resume")  # the run that paused it last may have been killed
+    await process.set_label(ours)
+    process.label = ours
+    with _refusal_means(f"{there} has no {GENERATE}", "start it with --enable-scale-out.", 403, 404):
+        await _warm_up(process, ours)
+
+
+@contextlib.contextmanager
+def _refusal_means(what: str, way_out: str, *statuses: int) -> Iterator[None]:
+    """A refusal with one of these statuses (none: any) is a ConfigError; a missing route has 403 or 404."""
+    try:
+        yield
+    except CallRefused as refusal:
+        if statuses and refusal.status not in statuses:
+            raise
+        raise ConfigError(f"{what} ({refusal.body.error})", rule=_RULE, way_out=way_out) from refusal
+
+
+async def _until_up(process: VllmProcess) -> None:
+    """A server that we started has a socket from the first moment; one that the run did not start may refuse
+    connections for a while.
+    """
+    while True:
+        try:
+            await process.get("/health", Said)
+        except CallGarbled:
+            raise
+        except CallLost:
+            await asyncio.sleep(_ASK_AGAIN_S)
+        else:
+            return
+
+
+async def _warm_up(process: VllmProcess, label: str) -> None:
+    """Have vLLM do once what it compiles at the first time: sampling with a seed, logprobs, and those of a
+    prompt.
+    """
+    greedy = {"max_tokens": 1, "temperature": 0.0}
+    seeded = {"max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "seed": 1}
+    for number, sampling in enumerate((greedy, greedy | {"prompt_logprobs": 0}, seeded)):
+        await process.tell(GENERATE, vllm_request([1, 2, 3], f"warm-up-{number}", label, None, **sampling))

@@ -1,0 +1,249 @@
+"""One segment sampled by a vLLM process: the request in vLLM's terms, and the answer in ours."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.engines.engine import SegmentCheck, refused
+from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess
+from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, vllm_request
+from asyncrl.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.http import CallLost, CallRefused
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+
+Decode = Callable[[Sequence[int]], str]
+_NO_LOGPROB = -9999.0
+"""What vLLM writes for a logprob that is NaN or below this."""
+_MIN_TEMPERATURE = 0.01
+"""vLLM takes this for anything between 0 and it."""
+_SLACK = 8
+"""Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
+ones).
+"""
+
+
+def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFacts) -> None:
+    """Raise RequestRefused for a request that vLLM would change: it cuts one that is too long, and raises a
+    temperature that is too low. An id far outside of the vocabulary would end its engine.
+    """
+    num_prompt, num_new, limit = len(request.prompt_ids), request.max_tokens, facts.max_length
+    unknown = [token for token in request.prompt_ids if not 0 <= token < process.vocab_size]
+    if num_prompt + num_new > limit:
+        what = f"{num_prompt} prompt tokens + {num_new} new ones = {num_prompt + num_new}"
+        what, rule = f"{what}, a slot holds {limit}", "prompt and completion share a slot"
+        way_out = "shorten the prompt, or raise rollout.max_prompt_tokens or .max_tokens."
+    elif unknown:
+        what, rule = f"it has token id {unknown[0]}", f"the model knows ids 0..{process.vocab_size - 1}"
+        way_out = "encode the prompt with the model's own tokenizer."
+    elif 0.0 < request.temperature < _MIN_TEMPERATURE:
+        what = f"temperature {request.temperature}"
+        rule = f"vLLM samples at {_MIN_TEMPERATURE} where less is asked for"
+        way_out = f"set rollout.temperature to 0 (greedy), or to {_MIN_TEMPERATURE} or more."
+    else:
+        return
+    what = f"{process.name} refused request {request.request_id}: {what}"
+    raise RequestRefused(what, rule=rule, way_out=way_out)
+
+
+async def sample(
+    process: VllmProcess, segment: Segment, facts: VllmFacts, decode: Decode | None
+) -> GenerateResponse:
+    """The segment's answer; `decode` for stop strings over the joint with the segment before. Raises
+    RequestRefused, EngineLost or EngineError.
+    """
+    request = segment.request
+    async with process.calls():
+        with process.holding(segment):
+            await process.wait_open(segment)
+            sampled = Sampled(process, segment)
+            if not segment.is_aborted:
+                body, watch = generate_body(segment, facts, process.model), joint_watch(request, decode)
+                try:
+                    if segment.on_chunk is None and watch is None:
+                        sampled.add(await process.post(GENERATE, body, Generated))
+                    else:
+                        await sampled.stream(body, watch)
+                except CallRefused as refusal:
+                    error = await process.error_of(refusal)
+                    if isinstance(error, EngineLost) or refusal.status in (401, 403, 404):
+                        raise error from refusal
+                    raise refused(process.name, request, refusal) from refusal
+                segment.answered.set()
+                await process.wait_settled(segment)
+            return sampled.response()
+
+
+def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict[str, Any]:
+    """What vLLM is asked. Its random stream restarts with each request, so the seed (63 bits, the same in
+    every process) says where the segment begins.
+    """
+    request = segment.request
+    place = f"{request.seed}|{len(request.prompt_ids)}".encode()
+    special = [facts.special_ids[text] for text in request.stop if text in facts.special_ids]
+    sampling = request.model_dump(include={"max_tokens", "temperature", "top_p"}) | {
+        "seed": int.from_bytes(hashlib.sha256(place).digest()[:8], "big") >> 1,
+        "stop": [text for text in request.stop if text],
+        "stop_token_ids": [*facts.end_ids, *special],
+        "detokenize": bool(request.stop),
+    }
+    return vllm_request(request.prompt_ids, segment.wire_id, segment.label, model, **sampling)
+
+
+class Sampled:
+    """The answer of vLLM to a segment.
+
+    Life: made once the segment may be sent -> add() for the whole answer, or stream(); neither if it was
+        aborted before -> response().
+    Invariant: on_chunk has got `num_told` of the tokens. `labels` come with the end and cover all tokens.
+    """
+
+    def __init__(self, process: VllmProcess, segment: Segment) -> None:
+        self._process, self._segment = process, segment
+        self._check = SegmentCheck(process.name, segment.request, oldest=process.version)
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._finish: Finish | None = "abort" if segment.is_aborted else None
+        self._labels: list[LabelSpan] | None = None
+        self._num_cached = self._num_told = 0
+
+    def add(self, part: Generated) -> None:
+        """A whole answer, or a part of a stream."""
+        for choice in part.choices:
+            content = [] if choice.logprobs is None else choice.logprobs.content or []
+            self._token_ids += choice.token_ids or []
+            self._logprobs += [math.nan if one.logprob <= _NO_LOGPROB else one.logprob for one in content]
+            self._finish = choice.finish_reason or self._finish
+            self._labels = choice.weight_versions or self._labels
+        if part.usage is not None:
+            self._num_cached = (part.usage.prompt_tokens_details or {}).get("cached_tokens") or 0
+
+    async def stream(self, body: dict[str, Any], watch: JointWatch | None) -> None:
+        """Read to the end even when a stop string was found: the end says which weights the tokens were
+        of.
+        """
+        process, segment = self._process, self._segment
+        num_wanted: int | None = None
+        async with contextlib.aclosing(process.stream(body)) as parts:
+            async for part in parts:
+                num_before = len(self._token_ids)
+                self.add(part)
+                if watch is not None and num_wanted is None:
+                    taken = watch.take(self._token_ids[num_before:])
+                    num_wanted = None if taken is None else num_before + taken
+                    if num_wanted is not None and self._finish is None:
+                        await process.abort([segment.wire_id])
+                if self._finish is None and num_wanted is None and process.is_certain(segment):
+                    self._tell()
+        if self._finish is None:
+            raise CallLost(process.name, GENERATE, "the answer broke off before its end")
+        if num_wanted is not None:
+            self._cut(num_wanted, "stop")
+
+    def _tell(self) -> None:
+        new = slice(self._num_told, None)
+        if self._segment.on_chunk is not None and self._token_ids[new]:
+            ids, logprobs = self._token_ids[new], self._logprobs[new]
+            chunk = GenerateChunk(token_ids=ids, logprobs=logprobs, version=self._segment.version)
+            self._check.chunk(chunk, newest=self._process.offered_version)
+            self._segment.on_chunk(chunk)
+            self._num_told = len(self._token_ids)
+
+    def _cut(self, num_tokens: int, finish: Finish) -> None:
+        """Forget what lies behind the first `num_tokens`."""
+        del self._token_ids[num_tokens:], self._logprobs[num_tokens:]
+        self._finish = finish
+
+    def response(self) -> GenerateResponse:
+        """The tokens that were not told yet, up to the first one whose label has no version that can be
+        trusted.
+
+        Nothing counts if the prompt may have been read from a cache of older weights, and began under newer
+        ones. Raises EngineError for an answer that cannot be.
+        """
+        process, segment, num_told = self._process, self._segment, self._num_told
+        answered = f"answered request {segment.request.request_id} with"
+        shown = ", ".join(f"[{span.start}, {span.end}) {span.version}" for span in self._labels or [])
+        spans = self._spans()
+        if any(span.version < 0 for span in spans):
+            what, rule = (
+                f"{answered} labels that this run never set: {shown}",
+                "one run alone pushes to a server",
+            )
+            raise EngineError(process.name, what, rule=rule, way_out="give each run servers of its own.")
+        if process.is_stale(segment) and self._num_cached and spans and spans[0].version != segment.version:
+            spans = []
+        num_good = spans[-1].end if spans else 0
+        is_told_wrong = num_told > num_good or any(
+            span.start < num_told and span.version != segment.version for span in spans
+        )
+        if self._finish is None or (self._token_ids and self._labels is None) or is_told_wrong:
+            raise EngineError(
+                process.name,
+                f"{answered} finish_reason {self._finish}, {len(self._token_ids)} tokens and labels "
+                f"{shown or 'none'}, after {num_told} tokens under version {segment.version}",
+                rule="vLLM 0.32 says how an answer ended and which weights sampled it",
+                way_out=f"read {process.name}'s log, and use vLLM 0.32.",
+            )
+        if num_good < len(self._token_ids):
+            self._cut(num_good, "abort")
+        answer = GenerateResponse(
+            request_id=segment.request.request_id,
+            token_ids=self._token_ids[num_told:],
+            logprobs=self._logprobs[num_told:],
+            version_spans=[
+                Span(start=max(0, span.start - num_told), end=span.end - num_told, version=span.version)
+                for span in spans
+                if span.end > num_told
+            ],
+            finish_reason=self._finish,
+        )
+        self._check.end(answer, newest=process.offered_version)
+        return answer
+
+    def _spans(self) -> list[Span]:
+        spans: list[Span] = []
+        for label in self._labels or []:
+            version = self._process.version_of(label.version)
+            if version is None:
+                break
+            end = min(label.end, len(self._token_ids))  # what was cut behind a stop string is labelled too
+            if label.start < end:
+                spans.append(Span(start=label.start, end=end, version=version))
+        return spans
+
+
+class JointWatch:
+    """Tells which of the first new tokens completes a stop string that began before them: vLLM looks at new
+    text alone.
+
+    Life: made with the resumed ids -> take() for the new ones, in order.
+    """
+
+    def __init__(self, stop: Sequence[str], decode: Decode, resumed_ids: Sequence[int]) -> None:
+        self._stop, self._decode = [text for text in stop if text], decode
+        self._window = max(len(text.encode()) for text in self._stop) + _SLACK
+        self._tail = list(resumed_ids[-self._window :])
+        self._num_taken = 0
+
+    def take(self, token_ids: Sequence[int]) -> int | None:
+        """Number of these that are left when the one that completes a stop string is the last; None if none
+        does. Behind the window no stop string reaches back over the joint.
+        """
+        for index, token_id in enumerate(token_ids[: self._window - self._num_taken]):
+            self._tail.append(token_id)
+            self._num_taken += 1
+            text = self._decode(self._tail)
+            if any(stop in text for stop in self._stop):
+                return index + 1
+        return None
+
+
+def joint_watch(request: GenerateRequest, decode: Decode | None) -> JointWatch | None:
+    """A watch, where the segment has a joint that a stop string can lie over, and its text can be read."""
+    if decode is None or not request.num_resumed or not any(request.stop):
+        return None
+    return JointWatch(request.stop, decode, request.prompt_ids[-request.num_resumed :])
