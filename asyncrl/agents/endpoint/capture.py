@@ -30,8 +30,8 @@ edited.
 @dataclass(slots=True)
 class GatewayStats:
     """`calls` were planned so far, and `extended`, `realigned` or `forked` (the rest began a session);
-    `refused` counts errors by status. Tokens are of calls that were sampled to their end. `sessions`,
-    `connections` and `in_flight` are of now.
+    `refused` counts errors by status. Tokens are of calls that were sampled to their end. `in_flight` is of
+    now.
     """
 
     calls: int = 0
@@ -41,8 +41,6 @@ class GatewayStats:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     in_flight: int = 0
-    sessions: int = 0
-    connections: int = 0
     refused: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -86,7 +84,7 @@ class Capture:
 
     def __init__(self, renderer: ChatRenderer, counts: GatewayStats) -> None:
         self._renderer, self._counts = renderer, counts
-        self._nodes: dict[str, Node] = {}  # by completion_id
+        self._nodes: dict[str, Node] = {}  # by name
         self._by_chat: dict[bytes, Node] = {}
         self._num_calls = 0
         self._has_root = False
@@ -143,15 +141,15 @@ class Capture:
         planned: Planned,
         completion: Completion,
         message: Mapping[str, Any],
-        completion_id: str,
+        name: str,
         *,
         choice: int = 0,
     ) -> None:
         """The harness got this answer: `message` is the assistant message as it got it."""
-        assert completion_id not in self._nodes, f"{completion_id} is recorded already"
+        assert name not in self._nodes, f"{name} is recorded already"
         added = planned.prompt_ids[planned.num_reused :]
         node = Node(
-            completion_id=completion_id,
+            name=name,
             order=(planned.number, choice),
             parent=planned.parent,
             ids=np.array(added + completion.token_ids, dtype=np.int32),
@@ -162,7 +160,7 @@ class Capture:
             num_interruptions=completion.num_interruptions,
             asked=planned.draft.asked if planned.draft else None,
         )
-        self._nodes[completion_id] = node
+        self._nodes[name] = node
         self._count_branch(node)
         if planned.draft is not None:
             key = planned.draft.chain.key_with(message)
@@ -174,10 +172,8 @@ class Capture:
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
         if not self._nodes:
-            raise RolloutFailure(
-                "the harness ended without one completion, and without a reward",
-                way_out="let it call /v1/chat/completions with its session's key, or return a reward.",
-            )
+            way_out = "let it call the model with its session's key, or return a reward."
+            raise RolloutFailure("the harness ended without one completion or a reward", way_out=way_out)
         last = max(self._nodes.values(), key=lambda node: node.order)
         return self._renderer.decode(last.sampled_ids.tolist())
 
