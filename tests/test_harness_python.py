@@ -66,7 +66,7 @@ async def test_a_function_that_swallows_its_cancellation_is_given_up_and_too_man
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(harness.run(TASK, SESSION), 10.0)
     assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
-    assert harness.num_abandoned == 1
+    assert harness.calls.num_abandoned == 1
     with pytest.raises(ConfigError, match=r"1 call of generator.python=.*:swallows did not end"):
         await harness.run(TASK, SESSION)
 

@@ -122,13 +122,12 @@ class CommandHarness:
         any exit code but 0, too much output, or a last line that is not an outcome.
         """
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
-        most = self.max_output_bytes
         try:
             (folder / "work").mkdir()
             (folder / "tmp").mkdir()
             with (
-                contextlib.closing(OutputPipe("standard output", most)) as output,
-                contextlib.closing(OutputPipe("standard error", most)) as errors,
+                contextlib.closing(OutputPipe("standard output", self.max_output_bytes)) as output,
+                contextlib.closing(OutputPipe("standard error", self.max_output_bytes)) as errors,
             ):
                 code = await self._run(task, session, folder, output, errors)
                 text = self._output(code, output, errors)

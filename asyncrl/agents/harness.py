@@ -202,22 +202,17 @@ class PythonHarness:
             keywords=self._args,
             args="generator.args",
         )
-        self._calls = UserCalls(f"generator.python={spec}", error=ConfigError, grace_s=GRACE_S)
+        self.calls = UserCalls(f"generator.python={spec}", error=ConfigError, grace_s=GRACE_S)
         called = getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__`
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(called)
-
-    @property
-    def num_abandoned(self) -> int:
-        """Calls so far that were given up because they did not end when they were cancelled."""
-        return self._calls.num_abandoned
 
     async def run(self, task: AnyTask, session: Session) -> Any:
         """What the function returns. Raises whatever it raises."""
         call = functools.partial(self._function, task, session, **self._args)
-        self._calls.check()
-        value = call() if self._is_async else await self._calls.run(asyncio.to_thread(_in_thread, call))
+        self.calls.check()
+        value = call() if self._is_async else await self.calls.run(asyncio.to_thread(_in_thread, call))
         # of a plain function too: a partial, a decorator
-        return await self._calls.run(value) if inspect.isawaitable(value) else value
+        return await self.calls.run(value) if inspect.isawaitable(value) else value
 
 
 def _in_thread(call: Callable[[], Any]) -> Any:

@@ -51,7 +51,7 @@ class VerifiersHarness:
         self._env, self._seat = _load_trainable(self._name, config.args)
         self._servers, self._changing, self._is_open = AsyncExitStack(), asyncio.Lock(), False
         self.num_users = 0
-        self._calls = UserCalls(f"generator.verifiers={self._name}", error=ConfigError, grace_s=GRACE_S)
+        self.calls = UserCalls(f"generator.verifiers={self._name}", error=ConfigError, grace_s=GRACE_S)
         for name in _CHATTY:
             if logging.getLogger(name).level == logging.NOTSET:
                 logging.getLogger(name).setLevel(logging.WARNING)
@@ -65,8 +65,8 @@ class VerifiersHarness:
         client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
         context = vf.ModelContext(model=session.model, client=client)
         async with self._served():
-            self._calls.check()
-            episode = await self._calls.run(self._env.run_episode(played, context))
+            self.calls.check()
+            episode = await self.calls.run(self._env.run_episode(played, context))
         return self._outcome(episode, session)
 
     @asynccontextmanager
@@ -87,11 +87,6 @@ class VerifiersHarness:
                 if self._is_open and self.num_users == 0:
                     self._is_open = False
                     await self._servers.aclose()
-
-    @property
-    def num_abandoned(self) -> int:
-        """Episodes so far that were given up because they did not end when they were cancelled."""
-        return self._calls.num_abandoned
 
     def kill_all_nowait(self) -> None:
         """Free the runtimes that still live: their servers, sandboxes and folders."""

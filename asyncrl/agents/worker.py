@@ -99,7 +99,7 @@ class Worker:
             num_running=len(self._running),
             loop_lag_s=max(0.0, now_s - self._ticked_s - TICK_S),
             gateway_lost_s=None if lost_s is None else now_s - lost_s,
-            num_abandoned=getattr(self._harness, "num_abandoned", 0),
+            num_abandoned=getattr(getattr(self._harness, "calls", None), "num_abandoned", 0),
         )
 
     async def run(self) -> None:

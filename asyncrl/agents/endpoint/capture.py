@@ -16,7 +16,8 @@ from asyncrl.errors import RolloutFailure
 from asyncrl.messages.protocols import ChatRenderer
 from asyncrl.messages.records import Completion, Outcome, Rollout
 
-Messages = Sequence[Mapping[str, Any]]
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
 
 How = Literal["new", "extended", "realigned", "forked"]
 """How the prompt of a call was made. new: the session's first prompt. extended: recorded ids and then new
@@ -137,13 +138,7 @@ class Capture:
         return self._planned("extended", tuple(prompt_ids[ends[parent] :]), parent, None)
 
     def record(
-        self,
-        planned: Planned,
-        completion: Completion,
-        message: Mapping[str, Any],
-        name: str,
-        *,
-        choice: int = 0,
+        self, planned: Planned, completion: Completion, message: Message, name: str, *, choice: int = 0
     ) -> None:
         """The harness got this answer: `message` is the assistant message as it got it."""
         assert name not in self._nodes, f"{name} is recorded already"
@@ -213,15 +208,9 @@ class Capture:
     # - It refuses the sentinel, or swallows it: there is no place to cut.
 
     def _continue(
-        self,
-        parent: Node,
-        chain: Chain,
-        messages: Messages,
-        tools: Messages | None,
-        answer_index: int,
-        prefill: str,
+        self, parent: Node, chain: Chain, messages: Messages, tools: Messages | None, at: int, prefill: str
     ) -> Draft | None:
-        """What follows the recorded answer `messages[answer_index]`, generation prompt and prefill included;
+        """What follows the recorded answer `messages[at]`, generation prompt and prefill included;
         None: there is no place to cut.
 
         If the parent has no `asked`, its text never is what the template writes, so one render is saved.
@@ -234,7 +223,7 @@ class Capture:
                 return Draft(text[asked.num_chars + len(sampled) :], parent, chain, PromptText.of(text))
         stand_in = {"role": "assistant", "content": SENTINEL}
         try:
-            shown = [*messages[:answer_index], stand_in, *messages[answer_index + 1 :]]
+            shown = [*messages[:at], stand_in, *messages[at + 1 :]]
             _, rest = renderer.render(shown, tools=tools).split(SENTINEL)
         except ValueError:
             return None
@@ -282,7 +271,7 @@ class Chain:
             if message.get("role") == "assistant":
                 self.answers.append((index, self._state.digest()))
 
-    def key_with(self, answer: Mapping[str, Any]) -> bytes:
+    def key_with(self, answer: Message) -> bytes:
         """Key of this chat with one more message."""
         state = self._state.copy()
         state.update(canonical(answer))
@@ -292,7 +281,7 @@ class Chain:
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
-def canonical(message: Mapping[str, Any]) -> bytes:
+def canonical(message: Message) -> bytes:
     """The message, as requests.py reads one or as an answer was given, as one JSON object. A harness sends
     its history back as its own library wrote it, so these do not count: fields that are None, the order of
     keys, the JSON spacing of tool arguments, white space around an assistant's content.

@@ -43,6 +43,7 @@ MAX_CHARACTERS = 64
 """Most characters of a text for each token of the longest prompt. A longer text is refused untokenised."""
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
+OnBroken = Callable[[RoomError], None]
 
 
 @dataclass(eq=False, repr=False)
@@ -63,7 +64,7 @@ class EngineRoute:
     tool_format: ToolFormat
     rules: CallRules
     seed_of: SeedOf
-    on_broken: Callable[[RoomError], None]
+    on_broken: OnBroken
 
     def __post_init__(self) -> None:
         self.counts, self._reader = GatewayStats(), RequestReader(self.rules)

@@ -28,12 +28,12 @@ from asyncrl.agents.endpoint.answers import (
     invalid,
 )
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.engine_route import EngineRoute, SeedOf
+from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
 from asyncrl.agents.endpoint.requests import CallRequest, CallRules
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
-from asyncrl.errors import ConfigError, RoomError
+from asyncrl.errors import ConfigError
 from asyncrl.messages.protocols import SamplingEngine
 
 log = logging.getLogger(__name__)
@@ -76,14 +76,14 @@ class Gateway:
         config: GatewayConfig,
         *,
         seed_of: SeedOf,
-        on_broken: Callable[[RoomError], None],
+        on_broken: OnBroken,
         extra_routes: Sequence[web.RouteDef] = (),
     ) -> None:
         """`on_broken` ends the run. `extra_routes`: of others, beside its own."""
-        self._config, self._rules, self._model = config, rules, rules.model_name
+        self._config, self._model = config, rules.model_name
         self._sessions, self._refused = Sessions(config), Counter[int]()
-        self._make_route = partial(EngineRoute, self._sessions, tokenizer=tokenizer, tool_format=tool_format)
-        self._route = self._make_route(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
+        parts = tokenizer, tool_format, rules, seed_of, on_broken
+        self._route = EngineRoute(self._sessions, engine, *parts)
         self.open_nowait = self._route.open_nowait
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
@@ -94,30 +94,21 @@ class Gateway:
         app = web.Application(middlewares=[self._in_form], client_max_size=self._config.max_body_bytes)
         app[READ_TIMEOUT_S] = self._config.read_timeout_s
         for prefix in ("/v1", "/s/{key}/v1"):
-            app.add_routes(
-                [
-                    web.post(f"{prefix}/chat/completions", partial(self._complete, ChatForm())),
-                    web.post(f"{prefix}/completions", partial(self._complete, TextForm())),
-                    web.get(f"{prefix}/models", self._models),
-                    web.get(f"{prefix}/models/{{model:.+}}", self._models),
-                ]
-            )
+            app.router.add_post(f"{prefix}/chat/completions", partial(self._complete, ChatForm()))
+            app.router.add_post(f"{prefix}/completions", partial(self._complete, TextForm()))
+            app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_get(f"{prefix}/models/{{model:.+}}", self._models)
         app.add_routes(extra_routes)
         return app
 
     def add_route(
-        self,
-        engine: SamplingEngine,
-        *,
-        temperature: float,
-        seed_of: SeedOf,
-        on_broken: Callable[[RoomError], None],
+        self, engine: SamplingEngine, *, temperature: float, seed_of: SeedOf, on_broken: OnBroken
     ) -> EngineRoute:
         """The host of another engine's sessions, which stats() does not count. A call that asks for another
         temperature gets this one.
         """
-        rules = replace(self._rules, temperature=temperature, on_sampling_override="use_config")
-        return self._make_route(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
+        rules = replace(self._route.rules, temperature=temperature, on_sampling_override="use_config")
+        return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:
         """Take the port; returns the address for clients, without /v1. Idempotent. Raises ConfigError if it

@@ -22,10 +22,10 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "prediction".split()
+_IGNORED = (
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction"
 )
+IGNORED = frozenset(_IGNORED.split())
 """Change nothing of what is sampled."""
 
 _CHANGES = "it changes the distribution that is sampled from, and training would not know"

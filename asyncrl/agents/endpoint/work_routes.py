@@ -62,8 +62,7 @@ class RolloutQueue:
 
     def __post_init__(self) -> None:
         self._items = WorkItems(self.outcomes)
-        self._takers: dict[str, Callable[[Outcome], None]] = {}
-        self._sampling_keys: set[str] = set()
+        self._takers: dict[str, Callable[[Outcome], None] | None] = {}
         self._run_id, self._numbers = secrets.token_hex(4), itertools.count()
         self._changed = asyncio.Event()
         self._silence: Alarm | None = None
@@ -121,8 +120,7 @@ class RolloutQueue:
         """Outcomes that are posted with this key belong to no work item: `take` has them. It may raise
         RolloutFailure, answered with 400. `sampling_key`: that of the calls, which posts nothing.
         """
-        self._takers[key] = take
-        self._sampling_keys.add(sampling_key)
+        self._takers |= {key: take, sampling_key: None}
 
     async def aclose(self) -> None:
         """Answer the polls that wait, with nothing, and give out nothing any more; results are taken.
@@ -214,9 +212,9 @@ class RolloutQueue:
     async def _outcome(self, request: web.Request) -> web.StreamResponse:
         """Raises ApiError, for a harness asks. The key comes first: no body is read without one."""
         key = shown_key(request)
-        if key in self._sampling_keys:
-            raise outcome_refused("posted")
         take = self._takers.get(key)
+        if take is None and key in self._takers:
+            raise outcome_refused("posted")
         if take is None:
             self._items.find_postable(key)
         try:
