@@ -6,12 +6,15 @@ import contextlib
 import functools
 import os
 import sys
+from collections.abc import Callable
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from asyncrl import __version__
+from asyncrl.agents.harness import HARNESSES
 from asyncrl.config import load_config
 from asyncrl.errors import AsyncrlError
 
@@ -54,6 +57,17 @@ Version = Annotated[
     bool,
     typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
 ]
+
+
+def _with_harnesses(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each kind of harness, in place of its **harness."""
+    shape = signature(command, eval_str=True)
+    *own, _ = shape.parameters.values()
+    for name, kind in HARNESSES.items():
+        option = Annotated[Text, Option(metavar=kind.metavar, help=f"Agent: {kind.help}")]
+        own.append(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=option))
+    command.__signature__ = shape.replace(parameters=own)  # type: ignore[attr-defined]
+    return command
 
 
 @app.callback()
@@ -158,6 +172,7 @@ def simulate(
 
 
 @app.command()
+@_with_harnesses
 def work(
     url: Annotated[str, Argument(metavar="URL", help="Address of the gateway, as the run prints it.")],
     key: Annotated[
@@ -166,13 +181,6 @@ def work(
     key_file: Annotated[
         File, Option(metavar="FILE", help="A file with it, or the run's gateway.json.")
     ] = None,
-    python: Annotated[
-        Text, Option(metavar="MODULE:FUNCTION", help="Agent: async (task, session) -> reward.")
-    ] = None,
-    command: Annotated[
-        Text, Option(metavar="'PROGRAM ARG...'", help="Agent: a program, its task on stdin.")
-    ] = None,
-    verifiers: Annotated[Text, Option(metavar="ID", help="Agent: a verifiers environment.")] = None,
     slots: Annotated[int, typer.Option(help="Rollouts that this worker runs at once.")] = 8,
     name: Annotated[Text, Option(help="Its name in the run's messages (default: HOST/PID).")] = None,
     args: Annotated[Text, Option(metavar="JSON", help="Settings of the agent, an object.")] = None,
@@ -180,6 +188,7 @@ def work(
     pass_env: Annotated[
         Texts, Option(metavar="NAME", help="Variable of ours that the command gets, too.")
     ] = None,
+    **harness: Text,
 ) -> None:
     """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
     come and go as they like.
@@ -188,19 +197,18 @@ def work(
     """
     from asyncrl.agents.worker import run_worker
 
-    run_worker(
+    code = run_worker(
         url,
         key=key,
         key_file=key_file,
-        python=python,
-        command=command,
-        verifiers=verifiers,
+        harness=harness,
         slots=slots,
         name=name,
         args=args,
         env=env or [],
         pass_env=pass_env or [],
     )
+    _exit(code)
 
 
 @serve_app.command("gateway")

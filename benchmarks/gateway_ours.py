@@ -75,7 +75,9 @@ class Turnover:
             )  # its idle connections are as many as calls were in flight, for half a minute
         gc.collect()
         return web.json_response(
-            stats | {"trajectories": self.num_trajectories, "objects": len(gc.get_objects())}
+            stats
+            | {"sessions": len(self._sessions), "trajectories": self.num_trajectories}
+            | {"objects": len(gc.get_objects())}
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from asyncrl.agents.endpoint.openai_form import ApiError
+from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.http import Caller
 from asyncrl.messages.records import Outcome, Prompt, Work

@@ -19,7 +19,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from job_runs import read_lines
 
 from asyncrl.agents import Outcome, Task
-from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.harness import Session, build_harness
 from asyncrl.config import GeneratorConfig, load_config
@@ -116,7 +115,9 @@ def test_every_question_of_the_search_agent_is_answered_by_a_passage() -> None:
 def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:
     async def story() -> tuple[Outcome, list[Any]]:
         async with open_gateway() as gateway:
-            harness = CommandHarness(["examples/shell_agent/agent.sh"], {}, max_output_bytes=2**16)
+            harness = build_harness(
+                GeneratorConfig(command=["examples/shell_agent/agent.sh"]), is_worker=False
+            )
             task = Task("p", ({"role": "user", "content": "e 8"},))
             outcome = await harness.run(task, Session(f"{gateway.url}/v1", "key", "policy"))
             return outcome, [body["messages"] for _, body in gateway.calls]

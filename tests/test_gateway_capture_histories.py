@@ -123,7 +123,7 @@ class History:
     def _check_prompt(self, planned: Planned, messages: list[Message], prefill: str) -> None:
         parent = planned.parent
         if parent is not None:
-            prompt_ids, sampled = self.engine.sampled[parent.completion_id]
+            prompt_ids, sampled = self.engine.sampled[parent.name]
             assert planned.prompt_ids[: planned.num_reused] == prompt_ids + sampled.token_ids
         if planned.how != "realigned":
             text = self.renderer.decode(planned.prompt_ids, skip_special_tokens=False)

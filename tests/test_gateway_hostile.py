@@ -15,8 +15,8 @@ from gateway_cases import HI, RULES, ByteTokenizer, ScriptedEngine, World, gatew
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.engine_route import LONG_BODY, LONG_TEXT
-from asyncrl.agents.endpoint.openai_form import ApiError
 from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.errors import RolloutFailure

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from text_tokenizers import END, PYTHON, START, byte_fallback, byte_level, metaspace, save
 from tiny_model import TINY_CHARACTERS
 
-from asyncrl.agents.endpoint.answer_text import Answer, AnswerText
-from asyncrl.agents.endpoint.requests import MAX_TOOLS, CallRequest
-from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.answers import Answer, AnswerText
+from asyncrl.agents.endpoint.requests import ChatRequest
+from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, find_tool_format
 from asyncrl.messages.records import Completion, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model.scratch import make_character_tokenizer
@@ -116,7 +116,8 @@ def finished(ids: Sequence[int], reason: Any = "stop") -> Completion:
 
 
 def make_choice(format_name: str, stop: tuple[str, ...] = (), prefill: str = "") -> Answer:
-    asked, tool_format = CallRequest(stop=stop, logprobs=True), find_tool_format(format_name, "")
+    asked = ChatRequest(messages=[{"role": "user", "content": ""}], stop=list(stop), logprobs=True)
+    tool_format = find_tool_format(format_name, "")
     return Answer(0, ByteTokenizer(), tool_format, asked, prefill=prefill, name="call_0")
 
 

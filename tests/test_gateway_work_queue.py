@@ -21,7 +21,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asyncrl.agents.endpoint.openai_form import ApiError
+from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import Outcomes

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from asyncrl.agents import Outcome, Task
 from asyncrl.agents.endpoint import requests as shapes
-from asyncrl.agents.endpoint.openai_form import ApiError
+from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.requests import CallRules, RequestReader
 from asyncrl.cli import app
 from asyncrl.config import GatewayConfig, RunConfig
@@ -71,13 +71,13 @@ def test_the_pages_python_runs_and_its_agent_asks_again_until_it_is_right() -> N
 
 def test_the_commands_of_the_page_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, Any]] = []
-    monkeypatch.setattr("asyncrl.agents.worker.run_worker", lambda url, **options: started.append(options))
+    monkeypatch.setattr("asyncrl.agents.worker.run_worker", lambda url, **more: started.append(more) or 0)
     lines = [line for text in blocks("generators", "") for line in text.splitlines()]
     for line in lines:
         assert line.startswith("ASYNCRL_WORKER_KEY=... asyncrl work ")
         result = CliRunner().invoke(app, shlex.split(line)[2:])
         assert result.exit_code == 0, result.output
-    assert [bool(each["python"]) for each in started] == [True, False]
+    assert [bool(each["harness"]["python"]) for each in started] == [True, False]
     for config in re.findall(r"`asyncrl run (\S+)`", PAGES["generators"]):
         assert (ROOT / config).exists(), config
 
@@ -101,7 +101,7 @@ def read(**more: Any) -> None:
 
 
 def test_the_page_names_every_parameter_and_says_what_becomes_of_it() -> None:
-    assert names("parameter") == set(shapes._ChatBody.model_fields) | set(shapes._TextBody.model_fields)
+    assert names("parameter") == set(shapes.ChatRequest.model_fields) | set(shapes.TextRequest.model_fields)
     assert names("ignored") == shapes.IGNORED
     for name in shapes.IGNORED:
         read(**{name: "x"})

@@ -14,15 +14,16 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gateway_cases import in_loop
 from harness_gateway import open_gateway, settled
 
 from asyncrl.agents import Outcome, Session, Task
-from asyncrl.agents.command import CommandHarness, last_line_outcome
-from asyncrl.agents.process_group import MARK_ENV, find_group
-from asyncrl.agents.work_client import Worker
+from asyncrl.agents.command import MARK_ENV, CommandHarness, find_group, last_line_outcome
+from asyncrl.agents.worker import Worker
+from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 
 MESSAGES = ({"role": "user", "content": "What is 6 * 7?"},)
@@ -41,7 +42,11 @@ def own_temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def shell(script: str, *, max_output_bytes: int = 2**16, **env: str) -> CommandHarness:
-    return CommandHarness(["/bin/bash", "-c", script], env, max_output_bytes)
+    return made("/bin/bash", "-c", script, env=env, max_output_bytes=max_output_bytes)
+
+
+def made(*command: str, **settings: Any) -> CommandHarness:
+    return CommandHarness(GeneratorConfig(command=list(command), **settings))
 
 
 def run(script: str, session: Session = SESSION, **settings: int) -> Outcome:
@@ -142,8 +147,7 @@ def test_the_environment_is_scrubbed_and_the_folder_is_its_own(
     script = (
         f"env > {report}; pwd >> {report}; ls -A >> {report}; touch here $TMPDIR/there; mkdir -m 500 shut"
     )
-    command = ["/bin/bash", "-c", script]
-    harness = CommandHarness(command, {"CORPUS": "/data"}, 2**16, pass_env=["JUDGE_KEY"])
+    harness = made("/bin/bash", "-c", script, env={"CORPUS": "/data"}, pass_env=["JUDGE_KEY"])
     assert asyncio.run(harness.run(TASK, SESSION)) == Outcome()
     said = report.read_text()
     names = {line.split("=")[0] for line in said.splitlines() if "=" in line}
@@ -214,11 +218,12 @@ def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
         import asyncio, os
         from asyncrl.agents import Session, Task
         from asyncrl.agents.command import CommandHarness
+        from asyncrl.config import GeneratorConfig
         import psutil
 
         async def story():
             script = "setsid --fork true; (sleep 0.01 &) ; sleep 100 & exit $((RANDOM % 2))"
-            harness = CommandHarness(["/bin/bash", "-c", script], {}, 2**16, is_worker=True)
+            harness = CommandHarness(GeneratorConfig(command=["/bin/bash", "-c", script]), is_worker=True)
             async def one():
                 try:
                     await harness.run(Task("p", ()), Session("http://127.0.0.1:9/v1", "k", "m"))
@@ -229,7 +234,7 @@ def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
             await asyncio.gather(*(one() for _ in range(12)))
             await one()
             children = psutil.Process().children(recursive=True)
-            alive = [child.status() for child in children if child.pid != harness._killer.pid]
+            alive = [child.status() for child in children if child.pid != harness._guard.pid]
             print(before == len(os.listdir("/proc/self/fd")), alive)
         asyncio.run(story())
     """
@@ -253,7 +258,7 @@ def test_what_cannot_run_is_refused_before_any_rollout(monkeypatch: pytest.Monke
         ),
     ):
         with pytest.raises(ConfigError, match=said):
-            CommandHarness([command], env, 2**16, pass_env=passed)
+            made(command, env=env, pass_env=passed)
 
 
 @pytest.mark.slow
@@ -266,7 +271,7 @@ def test_files_of_the_working_directory_are_found_from_the_folder_of_the_command
     (tmp_path / "binary").chmod(stat.S_IRWXU)
     monkeypatch.chdir(tmp_path)
     commands = ["bash", "agent.sh"], ["./agent.sh"], ["binary"]
-    *harnesses, broken = [CommandHarness(command, {}, 2**16) for command in commands]
+    *harnesses, broken = [made(*command) for command in commands]
     monkeypatch.chdir("/")
     for harness in harnesses:
         assert asyncio.run(harness.run(TASK, SESSION)) == Outcome(0.25)

@@ -14,7 +14,14 @@ from gateway_cases import in_loop, in_virtual_time
 from harness_gateway import open_gateway
 
 from asyncrl.agents import Outcome, Session, Task
-from asyncrl.agents.harness import GRACE_S, AnyTask, PythonHarness, build_harness, make_http_client
+from asyncrl.agents.harness import (
+    GRACE_S,
+    AnyTask,
+    PythonHarness,
+    as_outcome,
+    build_harness,
+    make_http_client,
+)
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 
@@ -24,7 +31,7 @@ SESSION = Session("http://127.0.0.1:9/v1", "key", "policy")
 
 def run(name: str, **args: Any) -> Outcome:
     harness = build_harness(GeneratorConfig(python=f"harnesses_for_test:{name}", args=args))
-    return asyncio.run(harness.run(TASK, SESSION))
+    return as_outcome(asyncio.run(harness.run(TASK, SESSION)))
 
 
 def test_a_task_is_a_record_and_an_answer_that_is_not_given_is_missing() -> None:
@@ -55,11 +62,11 @@ async def test_a_function_that_swallows_its_cancellation_is_given_up_and_too_man
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.user_code.MAX_ABANDONED", 1)
-    harness = PythonHarness("harnesses_for_test:swallows", {})
+    harness = PythonHarness(GeneratorConfig(python="harnesses_for_test:swallows"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(harness.run(TASK, SESSION), 10.0)
     assert asyncio.get_running_loop().time() == 10.0 + GRACE_S
-    assert harness.num_abandoned == 1
+    assert harness.calls.num_abandoned == 1
     with pytest.raises(ConfigError, match=r"1 call of generator.python=.*:swallows did not end"):
         await harness.run(TASK, SESSION)
 

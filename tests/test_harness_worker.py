@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from gateway_cases import in_loop
 from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
+from typer.testing import CliRunner
 
 from asyncrl.agents import Harness, Outcome, Session, Task
+from asyncrl.agents.command import find_group
 from asyncrl.agents.harness import AnyTask, build_harness
-from asyncrl.agents.process_group import find_group
-from asyncrl.agents.work_client import Worker
-from asyncrl.agents.worker import WorkerSpec, _key_in, gateway_url, run_worker
+from asyncrl.agents.worker import Worker, WorkerSpec, _key_in, gateway_url
+from asyncrl.cli import app
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.http import Caller
@@ -107,7 +108,7 @@ async def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
     async with open_gateway() as gateway, working(gateway, steps):
         for wrong, said in (
             (Outcome(turn_rewards={"é" * 200_000: 1.0}), "the outcome has 400"),
-            ("no outcome", "the outcome is wrong"),
+            ("text", r"the harness returned no outcome: 'text' \(str\): it is a text"),
         ):
             running = asyncio.ensure_future(gateway.run(0))
             await settled(lambda: "p0" in steps.ends)
@@ -119,7 +120,7 @@ async def test_an_outcome_that_cannot_be_sent_is_a_failure() -> None:
 @in_loop
 async def test_a_rollout_that_runs_past_its_limit_is_ended_by_its_worker() -> None:
     async with open_gateway() as gateway, working(gateway, python("sleeps")):
-        with pytest.raises(RolloutFailure, match=r"is not finished 0\.05 s after worker w began it"):
+        with pytest.raises(RolloutFailure, match=r"did not end within 0\.05 s"):
             await gateway.run(0, timeout_s=0.05)
 
 
@@ -141,7 +142,7 @@ async def test_what_was_taken_back_is_cancelled_at_the_next_sign_of_life_and_its
 async def test_a_worker_finds_a_gateway_that_was_started_again_and_gives_up_what_the_old_one_gave_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("asyncrl.agents.work_client.MAX_SIGN_PERIOD_S", 0.5)
+    monkeypatch.setattr("asyncrl.agents.worker.MAX_SIGN_PERIOD_S", 0.5)
     steps, loop = Steps(), asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as later:
         async with open_gateway() as old:
@@ -257,14 +258,14 @@ def token(environment: Path) -> str:
 
 @contextlib.asynccontextmanager
 async def elsewhere(
-    gateway: TestGateway, *, key: str = WORKER_KEY, **arguments: Any
+    gateway: TestGateway, *, key: str = WORKER_KEY, **arguments: str
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """What `asyncrl work` does, in a process of its own."""
-    call = f"run_worker({gateway.url + '/v1/'!r}, key=None, slots=3, **{arguments!r})"
-    program = f"from asyncrl.agents.worker import run_worker; {call}"
+    """`asyncrl work`."""
+    words = [part for name, value in arguments.items() for part in (f"--{name}", value)]
+    command = ["-m", "asyncrl.cli", "work", f"{gateway.url}/v1/", "--slots", "3", *words]
     env = os.environ | {WORKER_KEY_ENV: key, "PYTHONPATH": str(Path(__file__).parent)}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, env=env, stderr=asyncio.subprocess.PIPE
+        sys.executable, *command, env=env, stderr=asyncio.subprocess.PIPE
     )
     try:
         yield process
@@ -313,15 +314,18 @@ def test_a_worker_reads_its_key_from_a_file_or_from_a_runs_gateway_json(tmp_path
 
 def test_wrong_arguments_of_a_worker_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(WORKER_KEY_ENV, raising=False)
+    key = ["--key", "k"]
     for said, arguments in (
-        ("no worker key", {"key": None}),
-        ("greater than or equal to 1", {"slots": 0, "command": "c"}),
-        ("one harness", {"python": "a:b", "command": "c"}),
-        ("--args as a JSON object", {"python": "a:b", "args": "[]"}),
-        ("NAME=VALUE", {"command": "true", "env": ["X"]}),
+        ("no worker key", []),
+        ("greater than or equal to 1", [*key, "--slots", "0", "--command", "c"]),
+        ("one harness", [*key, "--python", "a:b", "--command", "c"]),
+        ("one harness", key),
+        ("--args is a JSON object", [*key, "--python", "a:b", "--args", "[]"]),
+        ("--env NAME=VALUE", [*key, "--command", "true", "--env", "X"]),
     ):
-        with pytest.raises(ConfigError, match=said):
-            run_worker("http://127.0.0.1:9", **{"key": "k"} | arguments)  # type: ignore[arg-type]
+        refused = CliRunner().invoke(app, ["work", "http://127.0.0.1:9", *arguments])
+        assert isinstance(refused.exception, ConfigError)
+        assert said in str(refused.exception)
     with pytest.raises(ConfigError, match="is no address of a gateway"):
         gateway_url("localhost:8700")
     assert gateway_url("http://host:1/v1/") == "http://host:1"

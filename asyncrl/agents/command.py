@@ -5,12 +5,18 @@ OPENAI_MODEL, beside PATH, HOME, LANG, TMPDIR and generator.env. What it starts 
 does not find the answer or the outcome key there: those come with the task, through a pipe that is read once.
 This keeps rollouts apart from each other and from the run's settings. It is not a sandbox: a command may read
 and write everything that the worker's user may.
+
+The processes of a command are its process group, and every process with the command's mark in its
+environment. Children inherit the mark, so a process with a session of its own (setsid, a daemon) is found
+too. Two kinds are not found: a process that has its own session and was started without the mark (`setsid env
+-i ...`), and one of another user.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import functools
 import itertools
 import json
@@ -19,23 +25,18 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 from pydantic import ValidationError
 
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
-from asyncrl.agents.process_group import (
-    MARK_ENV,
-    adopt_orphans,
-    end_group,
-    find_group,
-    kill_group_nowait,
-    kill_when_gone,
-    reap_orphans,
-)
+from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome
 
@@ -45,10 +46,28 @@ KEPT_ENV = ("PATH", "HOME", "LANG")
 ROLLOUT_ENV = ("TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
 OWN_PREFIX = "ASYNCRL_"
 """Prefix of asyncrl's own variables: MARK_ENV, keys and secrets. A command gets none of them."""
+MARK_ENV = "ASYNCRL_COMMAND"
 GRACE_S = 2.0
 """Between SIGTERM and SIGKILL; less than the worker itself is given."""
 STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 2**16
+_POLL_S, _KILL_WAIT_S = 0.02, 5.0
+_KILL_ROUNDS = 20
+_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+
+_GUARD = """
+read _
+for round in 1 2 3 4 5 6 7 8; do
+    for file in $(grep -ls "$1" /proc/[0-9]*/environ); do
+        pid=${file#/proc/}
+        kill -9 "${pid%/environ}"
+    done
+done
+rm -rf "$2"
+"""
+"""Started by a worker, it waits until that has ended, in whatever way; then it kills all that has the text $1
+in its environment, those included that they start meanwhile, and removes the folder $2.
+"""
 
 
 class CommandHarness:
@@ -58,64 +77,59 @@ class CommandHarness:
         ended and reaped -> folder removed.
     Waits: run sleeps until the command exits; then GRACE_S at most for what it left behind, and as long again
         after SIGKILL.
-    Invariant: when run() is left, no process of the group lives (see process_group.py for what escapes), no
-        pipe is open, no folder left.
+    Invariant: when run() is left, no process of the group lives, no pipe is open, no folder left.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        max_output_bytes: int,
-        *,
-        pass_env: Sequence[str] = (),
-        is_worker: bool = False,
-    ) -> None:
-        """`pass_env`: names of variables of this process that the command gets, too. `is_worker`: this
-        process has no children but commands: it adopts the processes that a command leaves behind, and if
-        this process itself is killed they are killed too. Arguments that name files of the working directory
-        are given as absolute paths: the command runs in another one.
+    def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
+        """`is_worker`: this process has no children but commands: it adopts the processes that a command
+        leaves behind, and if this process itself is killed they are killed too. Arguments that name files of
+        the working directory are given as absolute paths: the command runs in another one.
 
-        Raises ConfigError if there is no such program, `env` sets what is not its own, or a variable of
-        `pass_env` is not set.
+        Raises ConfigError if there is no such program, generator.env sets what is not its own, or a variable
+        of generator.pass_env is not set.
         """
-        _refuse_own("generator.env", env)
+        _refuse_own("generator.env", config.env)
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
-        self._env = kept | passed_env(pass_env) | dict(env)
-        self.command = tuple(str(Path(part).absolute()) if Path(part).is_file() else part for part in command)
+        self._env = kept | passed_env(config.pass_env) | config.env
+        command = config.command or []
+        self.command = [str(Path(part).absolute()) if Path(part).is_file() else part for part in command]
         if shutil.which(self.command[0], path=self._env.get("PATH")) is None:
-            raise ConfigError(
-                f"generator.command: there is no program {command[0]}",
-                rule=f"it is looked for in {Path.cwd()} and on PATH={self._env.get('PATH', '')}",
-                way_out="correct the name, give an absolute path, or make the file executable.",
-            )
-        self.max_output_bytes = max_output_bytes
+            what = f"generator.command: there is no program {command[0]}"
+            rule = f"it is looked for in {Path.cwd()} and on PATH={self._env.get('PATH', '')}"
+            raise ConfigError(what, rule=rule, way_out="correct the name, or make the file executable.")
+        self.max_output_bytes = config.max_output_bytes
         self.token = secrets.token_hex(8)
         """Prefix of the marks of all commands of this harness."""
         self._numbers = itertools.count()
         self._own_children: set[int] = set()
         self._num_starting = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-commands-")) if is_worker else None
-        if self._folder is not None:
-            self._killer = kill_when_gone(self.token, self._folder)
-            self._own_children.add(self._killer.pid)
-            adopt_orphans()
+        self._folder: str | None = None
+        if is_worker:
+            self._folder = tempfile.mkdtemp(prefix="asyncrl-commands-")
+            self._guard = subprocess.Popen(
+                ["/bin/sh", "-c", _GUARD, "guard", f"{MARK_ENV}={self.token}", self._folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                env={},
+            )
+            self._own_children.add(self._guard.pid)
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
         """The outcome on the command's last line (empty where outcomes are posted). Raises RolloutFailure for
         any exit code but 0, too much output, or a last line that is not an outcome.
         """
-        mark = f"{self.token}.{next(self._numbers)}."
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
         try:
             (folder / "work").mkdir()
             (folder / "tmp").mkdir()
-            most = self.max_output_bytes
             with (
-                contextlib.closing(OutputPipe(most)) as output,
-                contextlib.closing(OutputPipe(most)) as errors,
+                contextlib.closing(OutputPipe("standard output", self.max_output_bytes)) as output,
+                contextlib.closing(OutputPipe("standard error", self.max_output_bytes)) as errors,
             ):
-                code = await self._run(task, session, mark, folder, output, errors)
+                code = await self._run(task, session, folder, output, errors)
                 text = self._output(code, output, errors)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
         finally:
@@ -126,14 +140,9 @@ class CommandHarness:
         kill_group_nowait(self.token)
 
     async def _run(
-        self, task: AnyTask, session: Session, mark: str, folder: Path, output: OutputPipe, errors: OutputPipe
+        self, task: AnyTask, session: Session, folder: Path, output: OutputPipe, errors: OutputPipe
     ) -> int:
-        reading_end, writing_end = os.pipe()  # read once: a pipe keeps nothing
-        feed, _ = await asyncio.get_running_loop().connect_write_pipe(
-            asyncio.BaseProtocol, os.fdopen(writing_end, "wb", buffering=0)
-        )
-        feed.write(_standard_input(task, session))
-        feed.close()  # once all is written
+        mark = f"{self.token}.{next(self._numbers)}."
         environment = self._env | {
             "TMPDIR": str(folder / "tmp"),
             "OPENAI_BASE_URL": session.base_url,
@@ -141,6 +150,12 @@ class CommandHarness:
             "OPENAI_MODEL": session.model,
             MARK_ENV: mark,
         }
+        reading_end, writing_end = os.pipe()  # read once: a pipe keeps nothing
+        feed, _ = await asyncio.get_running_loop().connect_write_pipe(
+            asyncio.BaseProtocol, os.fdopen(writing_end, "wb", buffering=0)
+        )
+        feed.write(_standard_input(task, session))
+        feed.close()  # once all is written
         process: asyncio.subprocess.Process | None = None
         try:
             self._num_starting += 1
@@ -159,8 +174,6 @@ class CommandHarness:
             finally:
                 self._num_starting -= 1
                 os.close(reading_end)
-                output.close_writing_end()
-                errors.close_writing_end()
             self._own_children.add(process.pid)
             for pipe in (output, errors):
                 pipe.read(on_overflow=functools.partial(kill_group_nowait, mark, process.pid))
@@ -173,8 +186,7 @@ class CommandHarness:
     async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:
         group = process.pid if process else None
         try:
-            if not await end_group(mark, group, grace_s=GRACE_S):
-                survivors = find_group(mark, group)
+            if survivors := await end_group(mark, group):
                 log.error("processes of command %s survive SIGKILL: %s", self.command[0], survivors)
             if process is not None:
                 await process.wait()
@@ -190,20 +202,15 @@ class CommandHarness:
 
     def _output(self, code: int, output: OutputPipe, errors: OutputPipe) -> str:
         """What it printed. Raises RolloutFailure if it did not end well."""
-        for name, pipe in (("standard output", output), ("standard error", errors)):
-            pipe.drain()
+        for pipe in (output, errors):
+            pipe.take()
             if pipe.is_over:
-                raise RolloutFailure(
-                    f"command {self.command[0]} printed more than {self.max_output_bytes} bytes to {name}",
-                    way_out="have it print less, or raise generator.max_output_bytes.",
-                )
+                what = f"command {self.command[0]} printed more than {pipe.max_bytes} bytes to {pipe.name}"
+                raise RolloutFailure(what, way_out="print less, or raise generator.max_output_bytes.")
         if code != 0:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
             tail = errors.text()[-STDERR_TAIL_BYTES:].strip() or "(empty)"
-            raise RolloutFailure(
-                f"command {self.command[0]} {how}; the end of its standard error: {tail}",
-                rule="a rollout ends well with exit code 0",
-            )
+            raise RolloutFailure(f"command {self.command[0]} {how}; the end of its standard error: {tail}")
         return output.text()
 
 
@@ -213,21 +220,15 @@ def passed_env(names: Sequence[str]) -> dict[str, str]:
     """
     _refuse_own("generator.pass_env", names)
     if missing := [name for name in names if name not in os.environ]:
-        raise ConfigError(
-            f"generator.pass_env names {', '.join(missing)}, which this process does not have",
-            rule="a command gets the values of the environment in which `asyncrl` was started",
-            way_out=f"export {missing[0]}=... before, or remove the name.",
-        )
+        what = f"generator.pass_env names {', '.join(missing)}, which this process does not have"
+        raise ConfigError(what, way_out=f"export {missing[0]}=... before `asyncrl` is started.")
     return {name: os.environ[name] for name in names}
 
 
 def _refuse_own(setting: str, names: Iterable[str]) -> None:
     if taken := sorted(name for name in names if name in ROLLOUT_ENV or name.startswith(OWN_PREFIX)):
-        raise ConfigError(
-            f"{setting} has {', '.join(taken)}",
-            rule=f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are asyncrl's own",
-            way_out="leave them out, or give the command that value under another name.",
-        )
+        rule = f"{', '.join(ROLLOUT_ENV)} are set for each rollout; {OWN_PREFIX}... are asyncrl's own"
+        raise ConfigError(f"{setting} has {', '.join(taken)}", rule=rule, way_out="choose other names.")
 
 
 def _standard_input(task: AnyTask, session: Session) -> bytes:
@@ -250,31 +251,31 @@ def last_line_outcome(text: str) -> Outcome:
             last = json.dumps({"reward": float(last)})
         return OUTCOME.validate_json(last) if last.startswith("{") else Outcome()
     except ValidationError as error:
-        raise RolloutFailure(
-            f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}",
-            rule="it is a number, a JSON object of reward, metrics, turn_rewards, branch_rewards, or text",
-            way_out='print e.g. {"reward": 1.0, "metrics": {"turns": 3}}, or a word if the task scores it.',
-        ) from None
+        what = f"the command's last line is no outcome: {last[:200]!r}: {first_fault(error)}"
+        rule = 'it is a number, an object like {"reward": 1.0, "metrics": {"turns": 3}}, or any other text'
+        raise RolloutFailure(what, rule=rule) from None
 
 
 class OutputPipe:
     """A pipe whose reading end is ours. We do not wait for its end: a process that keeps the writing end open
     cannot block us.
 
-    Life: both ends open -> given to a process, close_writing_end() -> read() -> drain() once the process has
-        exited: the rest of what it wrote -> close().
+    Life: both ends open -> given to a process -> read() -> take() once the process has exited: the rest of
+        what it wrote -> close().
     Invariant: holds max_bytes and one chunk at most.
     """
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self._data = max_bytes, bytearray()
-        self._reading_end, self.writing_end = os.pipe()
-        os.set_blocking(self._reading_end, False)
+    def __init__(self, name: str, max_bytes: int) -> None:
+        self.name, self.max_bytes, self._data = name, max_bytes, bytearray()
+        reading_end, writing_end = os.pipe()
+        os.set_blocking(reading_end, False)
+        self._reading_end = os.fdopen(reading_end, "rb", buffering=0)
+        self.writing_end = os.fdopen(writing_end, "wb", buffering=0)
 
     def close(self) -> None:
-        self.close_writing_end()
-        self._stop()
-        os.close(self._reading_end)
+        asyncio.get_running_loop().remove_reader(self._reading_end)
+        self._reading_end.close()
+        self.writing_end.close()
 
     @property
     def is_over(self) -> bool:
@@ -285,35 +286,99 @@ class OutputPipe:
         """What came, as UTF-8; what is none is replaced."""
         return self._data.decode("utf-8", errors="replace")
 
-    def close_writing_end(self) -> None:
-        """Ours; the process has its own. Idempotent."""
-        if self.writing_end >= 0:
-            os.close(self.writing_end)
-            self.writing_end = -1
-
     def read(self, on_overflow: Callable[[], None]) -> None:
-        """Read as it comes; `on_overflow` is called once there is too much, and no more is read."""
+        """Of the process, which has its writing end. `on_overflow` is called once there is too much."""
 
         def readable() -> None:
-            if not self._read_once() or self.is_over:
-                self._stop()
+            self.take()
             if self.is_over:
                 on_overflow()
 
+        self.writing_end.close()
         asyncio.get_running_loop().add_reader(self._reading_end, readable)
 
-    def drain(self) -> None:
-        """Take what has been written by now."""
-        self._stop()
-        with contextlib.suppress(BlockingIOError):
-            while not self.is_over and self._read_once():
-                pass
-
-    def _read_once(self) -> bool:
-        """False at the end of all writers."""
-        chunk = os.read(self._reading_end, _CHUNK_BYTES)
-        self._data += chunk
-        return bool(chunk)
-
-    def _stop(self) -> None:
+    def take(self) -> None:
+        """What has been written by now, while it is not too much."""
+        while not self.is_over:
+            chunk = self._reading_end.read(_CHUNK_BYTES)
+            if chunk is None:  # nothing for now
+                return
+            self._data += chunk
+            if not chunk:
+                break
         asyncio.get_running_loop().remove_reader(self._reading_end)
+
+
+# ---- the processes of a command
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def hide_memory() -> None:
+    """Hide this process's environment, memory and files in /proc from others of this user: what a model runs
+    is of the same user, and a worker and a run's controller have the worker key, and the answers of their
+    rollouts.
+
+    An exec ends it, so child processes are not hidden. Linux only; root can still read everything.
+    """
+    _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def find_group(mark: str, group: int | None = None) -> list[int]:
+    """Live processes of the group, or with a mark that has this prefix; never this process itself."""
+    wanted = b"\0" + f"{MARK_ENV}={mark}".encode()
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError, psutil.Error):  # it is gone, or another user's
+            if pid == os.getpid() or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                continue
+            if os.getpgid(pid) == group or wanted in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
+    return found
+
+
+async def end_group(mark: str, group: int | None) -> list[int]:
+    """SIGTERM, and after GRACE_S SIGKILL, to all of them; returns once none lives, or those that would not
+    die.
+    """
+    now_s, found = asyncio.get_running_loop().time, list[int]()
+    for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
+        until_s, pause_s, signalled = now_s() + limit_s, _POLL_S, set[int]()
+        while found := find_group(mark, group):
+            for pid in found:
+                if pid not in signalled:
+                    _signal(pid, number)
+            signalled.update(found)
+            if now_s() >= until_s:
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, until_s - now_s())
+        else:
+            return []
+    return found
+
+
+def kill_group_nowait(mark: str, group: int | None = None) -> None:
+    """SIGKILL to all of them, those included that they start meanwhile; waits for none."""
+    for _ in range(_KILL_ROUNDS):
+        found = find_group(mark, group)
+        for pid in found:
+            _signal(pid, signal.SIGKILL)
+        if not found:
+            return
+
+
+def reap_orphans(but: set[int]) -> None:
+    """Reap adopted processes that have ended; `but` are this process's own children, which asyncio reaps."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(child.pid, os.WNOHANG)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

@@ -1,5 +1,5 @@
 """What a harness is given: a task, and a session with the model. The kinds of harness, and of them `python`,
-an async (or plain) function of the user's.
+an async (or plain) function of the user's. How one attempt becomes an outcome, or a failure as data.
 """
 
 from __future__ import annotations
@@ -9,25 +9,33 @@ import contextlib
 import functools
 import importlib
 import inspect
+import logging
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError, RolloutFailure, install_extra
+from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout, install_extra
+from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import MAX_OUTCOME_BYTES, WorkItem
 from asyncrl.user_code import UserCalls, load_function
+from asyncrl.waits import TimeLimit
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
+
+log = logging.getLogger("asyncrl.worker")
 
 GRACE_S = 30.0
 """Seconds that a cancelled harness has to clean up before its slot is given to the next rollout."""
 MAX_RETRIES = 4
 """Retries of the client: the gateway samples a call once, however often the client repeats it."""
 OUTCOME = TypeAdapter(Outcome)
+_MAX_WORDS = 4000
 
 
 class MissingAnswerError(ConfigError, AttributeError):
@@ -57,11 +65,8 @@ class AnyTask:
         """
         if name != "answer":
             raise AttributeError(f"a task has no {name}")
-        raise MissingAnswerError(
-            "the harness reads task.answer, which it is not given",
-            rule="generator.give_answer=false: what a model's tools run could find it",
-            way_out="set generator.give_answer=true, or leave the reward to the task (return nothing).",
-        )
+        way_out = "set generator.give_answer=true, or leave the reward to the task (return nothing)."
+        raise MissingAnswerError("the harness reads task.answer, which it is not given", way_out=way_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,27 +76,22 @@ class Task(AnyTask):
     answer: Any = field(default=None, repr=False, kw_only=True)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Session:
     """The model, as this one rollout may call it: any OpenAI client with `base_url` and `api_key`, or
     `client`.
 
     Life: opened for one attempt; once that has ended, every call answers 410.
+
+    `outcome_key`: what a program posts its outcome with (None: it posts none). `http_client` makes the httpx
+    client below `client`; several sessions may share one.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        api_key: str,
-        model: str,
-        *,
-        outcome_key: str | None = None,
-        http_client: Callable[[], Any] = lambda: None,
-    ) -> None:
-        """`outcome_key`: what a program posts its outcome with (None: it posts none). `http_client` makes the
-        httpx client below `client`; several sessions may share one.
-        """
-        self.base_url, self.api_key, self.model, self.outcome_key = base_url, api_key, model, outcome_key
-        self._http_client = http_client
+    base_url: str
+    api_key: str
+    model: str
+    outcome_key: str | None = None
+    http_client: Callable[[], Any] = lambda: None
 
     @functools.cached_property
     def client(self) -> AsyncOpenAI:
@@ -103,7 +103,7 @@ class Session:
             api_key=self.api_key,
             max_retries=MAX_RETRIES,
             timeout=None,
-            http_client=self._http_client(),
+            http_client=self.http_client(),
         )
         return client
 
@@ -120,39 +120,63 @@ def _openai() -> Any:
     try:
         return importlib.import_module("openai")
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"session.client needs the package openai: {error}",
-            way_out=f"{install_extra('harness')}, where the worker runs; or use session.base_url yourself.",
-        ) from error
+        way_out = f"{install_extra('harness')}, where the worker runs; or use session.base_url yourself."
+        raise ConfigError(f"session.client needs the package openai: {error}", way_out=way_out) from error
 
 
 class Harness(Protocol):
     """A way to run a rollout. Whatever it raises fails this rollout, but ConfigError ends the worker."""
 
-    async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """What the rollout came to; Outcome() if there is nothing to say: the task's own reward function
-        scores it, then.
+    async def run(self, task: AnyTask, session: Session) -> Any:
+        """What the rollout came to, for as_outcome; None or Outcome() if there is nothing to say: the task's
+        own reward function scores it, then.
 
         When it returns, raises or is cancelled, nothing of the rollout runs any more.
         """
         ...
 
 
-def build_harness(spec: GeneratorConfig) -> Harness:
-    """The harness of a worker. Raises ConfigError if it cannot be run here."""
-    if spec.command:
-        from asyncrl.agents.command import CommandHarness
+@dataclass(frozen=True, slots=True)
+class HarnessKind:
+    """`place`: its class in this folder, made with (GeneratorConfig, is_worker=), which raises ConfigError if
+    it cannot be run here. `checked_in`: who makes one before a run, to check the config: the controller
+    (here); a short-lived child, for it loads code of the user's; None: the task loads the same.
 
-        return CommandHarness(
-            spec.command, spec.env, spec.max_output_bytes, pass_env=spec.pass_env, is_worker=True
-        )
-    if spec.verifiers:
-        from asyncrl.agents.verifiers import VerifiersHarness
+    Its option of `asyncrl work` is shown with `metavar` and `help`; `parse` makes the config key of it.
+    """
 
-        return VerifiersHarness(spec.verifiers, spec.args)
-    with contextlib.suppress(ModuleNotFoundError):  # while nothing runs: it takes seconds
-        importlib.import_module("openai")
-    return PythonHarness(spec.python or "", spec.args)
+    place: str
+    checked_in: Literal["here", "child"] | None
+    metavar: str
+    help: str
+    parse: Callable[[str], Any] = str
+
+
+HARNESSES: Mapping[str, HarnessKind] = {
+    "python": HarnessKind(
+        "harness:PythonHarness", "child", "MODULE:FUNCTION", "async (task, session) -> reward."
+    ),
+    "command": HarnessKind(
+        "command:CommandHarness", "here", "'PROGRAM ARG...'", "a program, its task on stdin.", shlex.split
+    ),
+    "verifiers": HarnessKind("verifiers:VerifiersHarness", None, "ID", "a verifiers environment."),
+}
+"""By the config key of `generator`, and the option of `asyncrl work`."""
+
+
+def kind_of(config: GeneratorConfig) -> HarnessKind | None:
+    """None: a single turn, or workers elsewhere."""
+    return next((kind for name, kind in HARNESSES.items() if getattr(config, name)), None)
+
+
+def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness:
+    """The harness of a worker, or one to check a config. Raises ConfigError if it cannot be run here."""
+    kind = kind_of(config)
+    assert kind is not None, "the config has a harness"
+    module, _, name = kind.place.partition(":")
+    make = getattr(importlib.import_module(f"asyncrl.agents.{module}"), name)
+    harness: Harness = make(config, is_worker=is_worker)
+    return harness
 
 
 class PythonHarness:
@@ -164,62 +188,91 @@ class PythonHarness:
     on until its next call of the model, which is refused.
     """
 
-    def __init__(self, spec: str, args: dict[str, Any]) -> None:
+    def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
         """Raises ConfigError if there is no such function, or it cannot be called so."""
-        self.spec, self._args = spec, args
-        usage = ", ".join(["(task, session", *(f"{name}=..." for name in args)]) + ")"
+        spec, self._args = config.python or "", config.args
+        if is_worker:
+            with contextlib.suppress(ModuleNotFoundError):  # while nothing runs: it takes seconds
+                importlib.import_module("openai")
+        usage = ", ".join(["(task, session", *(f"{name}=..." for name in self._args)]) + ")"
         self._function: Callable[..., Any] = load_function(
             spec,
             "generator.python",
             usage=usage,
             arguments=(None, None),
-            keywords=args,
+            keywords=self._args,
         )
-        self._calls = UserCalls(f"generator.python={spec}", error=ConfigError, grace_s=GRACE_S)
+        self.calls = UserCalls(f"generator.python={spec}", error=ConfigError, grace_s=GRACE_S)
         called = getattr(self._function, "__call__", None)  # noqa: B004  an object with `async def __call__`
         self._is_async = inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(called)
 
-    @property
-    def num_abandoned(self) -> int:
-        """Calls so far that were given up because they did not end when they were cancelled."""
-        return self._calls.num_abandoned
-
-    async def run(self, task: AnyTask, session: Session) -> Outcome:
-        """What the function returns, as an Outcome. Raises RolloutFailure for a value that is none, and
-        whatever the function raises.
-        """
+    async def run(self, task: AnyTask, session: Session) -> Any:
+        """What the function returns. Raises whatever it raises."""
         call = functools.partial(self._function, task, session, **self._args)
-        self._calls.check()
-        value = call() if self._is_async else await self._calls.run(asyncio.to_thread(_in_thread, call))
-        if inspect.isawaitable(value):  # of a plain function too: a partial, a decorator
-            value = await self._calls.run(value)
-        return as_outcome(value, self.spec)
+        self.calls.check()
+        value = call() if self._is_async else await self.calls.run(asyncio.to_thread(_in_thread, call))
+        # of a plain function too: a partial, a decorator
+        return await self.calls.run(value) if inspect.isawaitable(value) else value
 
 
 def _in_thread(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except (
-        StopIteration,
-        KeyboardInterrupt,
-    ) as error:  # the first no future carries; the second ends the loop
+    except (StopIteration, KeyboardInterrupt) as error:  # no future carries the one, the other ends the loop
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def as_outcome(value: object, spec: str) -> Outcome:
+# ---- one attempt
+
+
+async def run_item(harness: Harness, item: WorkItem, session: Session) -> Outcome | ErrorBody:
+    """What an attempt came to. What goes wrong in a harness is data; ConfigError passes."""
+    given = (item.prompt_id, tuple(item.messages), item.info, item.seed, item.sample_index, item.attempt)
+    task: AnyTask = Task(*given, answer=item.answer) if item.has_answer else AnyTask(*given)
+    limit = TimeLimit(item.timeout_s)
+    try:
+        async with limit:
+            return as_outcome(await harness.run(task, session))
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TimeoutError) and limit.expired():
+            what = f"{item.rollout_id} (prompt {item.prompt_id}) did not end within {item.timeout_s} s"
+            rule = "that is what was left of rollout.timeout_s, the limit of all attempts together"
+            error = RolloutTimeout(what, rule=rule)
+        elif not isinstance(error, RolloutFailure):
+            log.warning("%s attempt %d failed", item.rollout_id, item.attempt, exc_info=True)
+        return _failure(item, error)
+
+
+def as_outcome(value: object) -> Outcome:
     """An Outcome from None, a finite number (of numpy and torch too), or an Outcome of such numbers. Raises
     RolloutFailure for all else.
     """
     try:
         if isinstance(value, (str, bytes)):
             raise ValueError("it is a text")
-        return OUTCOME.validate_python(value if isinstance(value, Outcome) else Outcome(value))  # type: ignore[arg-type]
+        outcome = OUTCOME.validate_python(value if isinstance(value, Outcome) else Outcome(value))  # type: ignore[arg-type]
     except ValueError as error:
-        raise RolloutFailure(
-            f"generator.python={spec} returned no outcome: {value!r:.80} ({type(value).__name__}): "
-            f"{first_fault(error)}",
-            rule="it returns a finite number, an Outcome of such, or None for the task's own reward",
-        ) from error
+        what = (
+            f"the harness returned no outcome: {value!r:.80} ({type(value).__name__}): {first_fault(error)}"
+        )
+        rule = "it returns a finite number, an Outcome of such, or None for the task's own reward"
+        raise RolloutFailure(what, rule=rule) from error
+    if (size := len(OUTCOME.dump_json(outcome))) > MAX_OUTCOME_BYTES:
+        rule = f"{MAX_OUTCOME_BYTES} is the limit"
+        raise RolloutFailure(f"the outcome has {size} bytes", rule=rule, way_out="give fewer metrics.")
+    return outcome
+
+
+def _failure(item: WorkItem, error: BaseException) -> ErrorBody:
+    """Fit for JSON, whatever a harness has put into its exception."""
+    rule, way_out = "", "the worker's log has the traceback."
+    what = f"{item.rollout_id} (prompt {item.prompt_id}): its harness raised {type(error).__name__}: {error}"
+    if isinstance(error, AsyncrlError):
+        what, rule, way_out = error.what, error.rule, error.way_out
+    words = [text[:_MAX_WORDS].encode("utf-8", errors="replace").decode() for text in (what, rule, way_out)]
+    return ErrorBody(error=words[0], rule=words[1], way_out=words[2])
 
 
 def first_fault(error: ValueError) -> str:

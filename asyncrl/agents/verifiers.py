@@ -45,14 +45,13 @@ class VerifiersHarness:
     loop stops all its rollouts.
     """
 
-    def __init__(self, identifier: str, args: Mapping[str, Any]) -> None:
+    def __init__(self, config: GeneratorConfig, *, is_worker: bool = False) -> None:
         """Raises ConfigError if there is no such environment, or it cannot be trained here."""
-        self._env = load_environment(identifier, args)
-        self._name, self._seat = identifier, _trained_seat(identifier, self._env.config)
+        self._name = config.verifiers or ""
+        self._env, self._seat = _load_trainable(self._name, config.args)
         self._servers, self._changing, self._is_open = AsyncExitStack(), asyncio.Lock(), False
         self.num_users = 0
-        self._vf = _library(identifier)
-        self._calls = UserCalls(f"generator.verifiers={identifier}", error=ConfigError, grace_s=GRACE_S)
+        self.calls = UserCalls(f"generator.verifiers={self._name}", error=ConfigError, grace_s=GRACE_S)
         for name in _CHATTY:
             if logging.getLogger(name).level == logging.NOTSET:
                 logging.getLogger(name).setLevel(logging.WARNING)
@@ -61,16 +60,13 @@ class VerifiersHarness:
         """The environment's reward and metrics. Raises RolloutFailure for whatever fails in it, ConfigError
         for what can never be.
         """
-        played = self._task(task)
-        root = session.base_url.removesuffix("/v1")
-        client = self._vf.EvalClientConfig(
-            base_url=f"{root}/s/{session.api_key}/v1", api_key_var=_NO_KEY_VARIABLE
-        )
+        played, vf = self._task(task), _library(self._name)
+        address = f"{session.base_url.removesuffix('/v1')}/s/{session.api_key}/v1"
+        client = vf.EvalClientConfig(base_url=address, api_key_var=_NO_KEY_VARIABLE)
+        context = vf.ModelContext(model=session.model, client=client)
         async with self._served():
-            self._calls.check()
-            episode = await self._calls.run(
-                self._env.run_episode(played, self._vf.ModelContext(model=session.model, client=client))
-            )
+            self.calls.check()
+            episode = await self.calls.run(self._env.run_episode(played, context))
         return self._outcome(episode, session)
 
     @asynccontextmanager
@@ -92,11 +88,6 @@ class VerifiersHarness:
                     self._is_open = False
                     await self._servers.aclose()
 
-    @property
-    def num_abandoned(self) -> int:
-        """Episodes so far that were given up because they did not end when they were cancelled."""
-        return self._calls.num_abandoned
-
     def kill_all_nowait(self) -> None:
         """Free the runtimes that still live: their servers, sandboxes and folders."""
         from verifiers.v1.runtimes.base import cleanup_at_exit
@@ -109,10 +100,8 @@ class VerifiersHarness:
         """
         data = task.info.get(INFO_KEY)
         if data is None:
-            raise ConfigError(
-                f"prompt {task.prompt_id} is none of the verifiers environment {self._name}",
-                way_out="set task.verifiers=true in the run's config.",
-            )
+            what = f"prompt {task.prompt_id} is none of the verifiers environment {self._name}"
+            raise ConfigError(what, way_out="set task.verifiers=true in the run's config.")
         task_class = type(self._env.taskset).task_type()
         return task_class(task_class.data_type().model_validate(data), self._env.config.taskset.task)
 
@@ -122,18 +111,14 @@ class VerifiersHarness:
             raise self._failure(episode, session)
         trace = traces[0]
         if len(traces) > 1 or not trace.agent.trainable:
-            raise ConfigError(
-                f"verifiers environment {self._name}: an episode ran its agent {self._seat} {len(traces)} "
-                f"times, trainable={trace.agent.trainable}",
-                rule="an episode is one rollout of the one agent that is trained",
-                way_out="use rollout.group_size for several attempts; give other agents a client.",
-            )
+            what = f"ran its agent {self._seat} {len(traces)} times, trainable={trace.agent.trainable}"
+            rule = "an episode is one rollout of the one agent that is trained"
+            way_out = "use rollout.group_size for several attempts; give other agents a client."
+            raise ConfigError(f"{self._name}: an episode {what}", rule=rule, way_out=way_out)
         if missing := [name for name, reward in trace.rewards.items() if reward is None]:
-            raise RewardFailure(
-                f"verifiers environment {self._name} did not come to its rewards {', '.join(missing)} "
-                f"(stopped by {trace.stop_condition})",
-                way_out="raise the timeouts in generator.args, or correct the environment.",
-            )
+            what = f"did not come to its rewards {', '.join(missing)} (stopped by {trace.stop_condition})"
+            way_out = "raise the timeouts in generator.args, or correct the environment."
+            raise RewardFailure(f"verifiers environment {self._name} {what}", way_out=way_out)
         metrics = {f"reward/{name}": float(reward.score) for name, reward in trace.rewards.items()}
         metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
         return Outcome(float(trace.reward) if trace.rewards else None, metrics)
@@ -145,13 +130,9 @@ class VerifiersHarness:
         foreign = {call.endpoint for call in calls if call.error is not None} - {None, "/chat/completions"}
         way_out = "correct the environment, or its settings in generator.args."
         if foreign:
-            way_out = (
-                f"choose a program that calls /chat/completions; this one calls {', '.join(sorted(foreign))}."
-            )
-        return RolloutFailure(
-            f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}",
-            way_out=way_out,
-        )
+            way_out = f"choose a program that calls /chat/completions; this one calls {', '.join(foreign)}."
+        what = f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}"
+        return RolloutFailure(what, way_out=way_out)
 
 
 @asynccontextmanager
@@ -181,10 +162,8 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
     vf = _library(identifier)
     shown, taskset = f"generator.verifiers={identifier}", args.get("taskset", {})
     if not isinstance(taskset, Mapping) or "id" in taskset:
-        raise ConfigError(
-            f"{shown}: generator.args.taskset is {taskset!r:.80}",
-            rule="it holds the taskset's own settings; generator.verifiers is its id",
-        )
+        rule = "it holds the taskset's own settings; generator.verifiers is its id"
+        raise ConfigError(f"{shown}: generator.args.taskset is {taskset!r:.80}", rule=rule)
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
@@ -192,23 +171,17 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
     try:
         return vf.load_environment(vf.resolve_env_config(settings))
     except ValidationError as error:
-        raise ConfigError(
-            f"{shown}: generator.args: {first_fault(error)} (given: {error.errors()[0]['input']!r:.80})",
-            rule=f"generator.args are the fields of verifiers' {error.title}",
-            way_out=f"`vf-eval {identifier} --help` shows them as --env.NAME.",
-        ) from error
+        what = f"generator.args: {first_fault(error)} (given: {error.errors()[0]['input']!r:.80})"
+        way_out = f"`vf-eval {identifier} --help` shows the fields of {error.title} as --env.NAME."
+        raise ConfigError(f"{shown}: {what}", way_out=way_out) from error
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{shown} cannot be imported: {error.__cause__ or error}",
-            rule=f"environments are looked for in {here} and among the installed packages",
-            way_out="start asyncrl in the folder of the module, install it, or correct the name.",
-        ) from error
+        what = f"{shown} is not in {here} and not installed: {error.__cause__ or error}"
+        raise ConfigError(what, way_out="start asyncrl in its folder, or install it.") from error
     except Exception as error:  # the environment's own code
-        raise ConfigError(
-            f"{shown} cannot be loaded with generator.args={dict(args)}: {type(error).__name__}: {error}",
-            rule="verifiers 0.4 loads a package that exports a Taskset in __all__",
-            way_out=f"correct generator.args, or the environment; `vf-eval {identifier}` runs it by itself.",
-        ) from error
+        what = f"cannot be loaded with generator.args={dict(args)}: {type(error).__name__}: {error}"
+        rule = "verifiers 0.4 loads a package that exports a Taskset in __all__"
+        way_out = f"correct generator.args, or the environment; `vf-eval {identifier}` runs it by itself."
+        raise ConfigError(f"{shown} {what}", rule=rule, way_out=way_out) from error
 
 
 def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
@@ -218,45 +191,39 @@ def taskset_loader(generator: GeneratorConfig) -> Callable[[], Any]:
 
 def load_taskset(identifier: str, args: Mapping[str, Any]) -> Any:
     """The taskset of an environment that can be trained. Raises ConfigError."""
-    env = load_environment(identifier, args)
-    _trained_seat(identifier, env.config)
-    return env.taskset
+    return _load_trainable(identifier, args)[0].taskset
 
 
-def _trained_seat(identifier: str, config: Any) -> str:
-    """The name of the one agent that calls the session. Raises ConfigError if there is none, or more than
-    one.
+def _load_trainable(identifier: str, args: Mapping[str, Any]) -> tuple[Any, str]:
+    """The environment, and the name of the one agent that calls the session. Raises ConfigError if there is
+    none, or more than one.
 
     An agent without a client of its own gets that of the run. What another agent says there would be trained
     as the policy's.
     """
-    vf = _library(identifier)
-    agents = {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
-    trained: list[str] = [name for name, agent in agents.items() if agent.client is None]
+    env, vf = load_environment(identifier, args), _library(identifier)
+    agents = {name: value for name, value in env.config if isinstance(value, vf.AgentConfig)}
+    trained = {name: agent for name, agent in agents.items() if agent.client is None}
     shown = f"generator.verifiers={identifier}"
-    if len(trained) != 1 or agents[trained[0]].model is not None:
-        raise ConfigError(
-            f"{shown}: of its agents {', '.join(agents)} these have no client of their own: "
-            f"{', '.join(f'{name} (model={agents[name].model})' for name in trained) or 'none'}",
-            rule="the one without a client and without a model is trained, and only one can be",
-            way_out="give each other agent, a judge or a user say, a `client` in generator.args.",
-        )
-    for place, retries in (("", config.retries), (f"{trained[0]}.", agents[trained[0]].retries)):
+    if [agent.model for agent in trained.values()] != [None]:
+        found = ", ".join(f"{name} (model={agent.model})" for name, agent in trained.items()) or "none"
+        what = f"of its agents {', '.join(agents)} these have no client of their own: {found}"
+        rule = "the one without a client and a model is trained; each other, a judge say, needs a `client`"
+        raise ConfigError(f"{shown}: {what}", rule=rule, way_out="give them one in generator.args.")
+    ((seat, agent),) = trained.items()
+    for place, retries in (("", env.config.retries), (f"{seat}.", agent.retries)):
         if retries.max_retries or any(rule.max_retries for rule in retries.rules):
-            raise ConfigError(
-                f"{shown}: generator.args has {place}retries",
-                rule="a retry inside the environment samples into the same rollout, which is trained",
-                way_out="remove them: a failed rollout is run again by asyncrl (rollout.retries).",
-            )
-    return trained[0]
+            rule = "a retry inside the environment samples into the same rollout, which is trained"
+            way_out = "remove them: asyncrl runs a failed rollout again (rollout.retries)."
+            raise ConfigError(f"{shown}: generator.args has {place}retries", rule=rule, way_out=way_out)
+    return env, seat
 
 
 def _library(identifier: str) -> Any:
     try:
         import verifiers.v1
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"generator.verifiers={identifier} needs the package verifiers, of version 0.4: {error}",
-            way_out=f"{install_extra('verifiers')}, where the run is started and where its workers run.",
-        ) from error
+        what = f"generator.verifiers={identifier} needs the package verifiers, of version 0.4: {error}"
+        way_out = f"{install_extra('verifiers')}, where the run is started and where its workers run."
+        raise ConfigError(what, way_out=way_out) from error
     return verifiers.v1

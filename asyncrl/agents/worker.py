@@ -1,4 +1,5 @@
-"""The worker process: `python -m asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
+"""The worker: takes work items from a gateway, has its harness run them, and posts what came of them. A
+process of its own: `python -m asyncrl.agents.worker` as a child of a run, `asyncrl work URL` on any host.
 
 Harnesses run on the event loop of the main thread. GET /health of a child is answered from another thread, so
 that a harness that blocks the loop costs its rollouts and not the run. SIGTERM ends a worker with all that
@@ -8,30 +9,213 @@ its commands have started; so does the end of the parent.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
-import shlex
+import random
+import secrets
 import signal
 import socket
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
-from asyncrl.agents.harness import Harness, build_harness
-from asyncrl.agents.process_group import hide_memory
-from asyncrl.agents.work_client import Worker
+from asyncrl.agents.command import hide_memory
+from asyncrl.agents.harness import (
+    HARNESSES,
+    Harness,
+    Session,
+    build_harness,
+    make_http_client,
+    run_item,
+)
 from asyncrl.config import GeneratorConfig
-from asyncrl.errors import ConfigError
-from asyncrl.http import Caller
-from asyncrl.messages.base import ErrorBody, Message, fatal_line
-from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.errors import ConfigError, ConnectionShortage
+from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages import work as wire
+from asyncrl.messages.base import Message
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.user_code import end_what_is_left
+
+log = logging.getLogger("asyncrl.worker")
+
+Answer = TypeVar("Answer", bound=BaseModel)
+
+CALL_TIMEOUT_S = 15.0
+MAX_SIGN_PERIOD_S = 5.0
+"""Seconds between two signs of life; a quarter of lease_timeout_s if that is less. A worker learns of a
+rollout that was taken back at most this much later.
+"""
+MAX_BACKOFF_S = 30.0
+TICK_S = 1.0
+GOODBYE_TIMEOUT_S = 1.0
+
+
+class Worker:
+    """Runs as many rollouts at once as it has slots.
+
+    Life: run() until it is cancelled: then every harness is cancelled, and the gateway hears that this worker
+        leaves.
+    Waits: it sleeps until a slot is free, then until there is work; each attempt sleeps in its harness. When
+        the gateway does not answer, all of them ask again, MAX_BACKOFF_S apart at most, for ever: it may be
+        started again.
+    Invariant: an item is in `holding` from the answer that gave it until its result has been answered, or it
+        was cancelled. Signs of life come from the event loop that the harnesses run on: a harness that blocks
+        it for lease_timeout_s loses its worker all items.
+    """
+
+    def __init__(self, harness: Harness, caller: Caller, *, name: str, slots: int) -> None:
+        self.name, self.slots = name, slots
+        self._harness, self._caller = harness, caller
+        self._who = {"worker": name, "instance": secrets.token_hex(8)}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._freed, self._is_known = asyncio.Event(), asyncio.Event()
+        self._number = 0
+        self._http: Any = None
+        self._lease_timeout_s = 4 * MAX_SIGN_PERIOD_S
+        self._lost_since_s: float | None = None
+        self._ticked_s = asyncio.get_running_loop().time()
+
+    @property
+    def holding(self) -> list[str]:
+        """The items that are not given back."""
+        return list(self._running)
+
+    def health(self, now_s: float) -> wire.WorkerHealth:
+        """State of the worker; another thread may ask, so a blocked event loop does not delay the answer.
+        `now_s`: of the loop's clock.
+        """
+        lost_s = self._lost_since_s
+        return wire.WorkerHealth(
+            name=self.name,
+            slots=self.slots,
+            num_running=len(self._running),
+            loop_lag_s=max(0.0, now_s - self._ticked_s - TICK_S),
+            gateway_lost_s=None if lost_s is None else now_s - lost_s,
+            num_abandoned=getattr(getattr(self._harness, "calls", None), "num_abandoned", 0),
+        )
+
+    async def run(self) -> None:
+        """Work until cancelled. Raises ConfigError if the gateway does not take this worker, or the harness
+        cannot be run at all.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._tick(), name="tick")
+                tasks.create_task(self._give_signs(), name="signs of life")
+                await self._take_for_ever(tasks)
+        except BaseExceptionGroup as several:
+            wrong = next((error for error in several.exceptions if isinstance(error, ConfigError)), None)
+            raise wrong or several from None
+        finally:
+            leaving = self._alive_request(is_leaving=True)
+            with contextlib.suppress(CallLost, CallRefused, ConnectionShortage):
+                await self._caller.post("/work/alive", leaving, wire.AliveAnswer, timeout_s=GOODBYE_TIMEOUT_S)
+            if self._http is not None:
+                await self._http.aclose()
+
+    async def _take_for_ever(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            while len(self._running) >= self.slots:
+                self._freed.clear()
+                await self._freed.wait()
+            timeout_s = wire.MAX_WAIT_S + CALL_TIMEOUT_S
+            answer = await self._ask("/work/take", self._take_request, wire.TakeAnswer, timeout_s)
+            self._lease_timeout_s = answer.lease_timeout_s
+            self._is_known.set()
+            for item in answer.items:
+                name = f"{item.rollout_id} attempt {item.attempt}"
+                self._running[item.item_id] = tasks.create_task(self._run_item(item, answer.model), name=name)
+
+    def _take_request(self) -> wire.TakeRequest:
+        """A new one for each try: what is held changes meanwhile."""
+        self._number += 1
+        numbers = {"slots": self.slots, "max_items": self.slots - len(self._running), "number": self._number}
+        return wire.TakeRequest(**self._who, **numbers, holding=self.holding)
+
+    async def _run_item(self, item: wire.WorkItem, model: str) -> None:
+        url = f"{self._caller.url}/v1"
+        session = Session(url, item.key, model, item.outcome_key, http_client=self._http_client)
+        try:
+            said = await run_item(self._harness, item, session)
+            field = "outcome" if isinstance(said, Outcome) else "failure"
+            result = wire.ResultRequest(**self._who, item_id=item.item_id, **{field: said})
+            await self._ask("/work/result", lambda: result, wire.Accepted, CALL_TIMEOUT_S)
+        except CallRefused as refused:
+            log.info("%s: its result was dropped: %s", item.rollout_id, refused.body.error)
+        except asyncio.CancelledError:
+            self._free(item)
+            raise
+        self._free(item)  # any other error ends the worker, which holds the item until it has said so
+
+    def _free(self, item: wire.WorkItem) -> None:
+        del self._running[item.item_id]
+        self._freed.set()
+
+    def _http_client(self) -> Any:
+        """The one of all sessions; made in the worker's event loop by the first that asks."""
+        if self._http is None:
+            self._http = make_http_client()
+        return self._http
+
+    async def _give_signs(self) -> None:
+        await self._is_known.wait()  # how often, and for what, is known from the first answer on
+        while True:
+            await asyncio.sleep(min(MAX_SIGN_PERIOD_S, self._lease_timeout_s / 4))
+            timeout_s = min(CALL_TIMEOUT_S, self._lease_timeout_s / 3)
+            answer = await self._ask("/work/alive", self._alive_request, wire.AliveAnswer, timeout_s)
+            for item_id, why in answer.cancel.items():
+                if (running := self._running.get(item_id)) is not None:
+                    log.info("%s is given up: %s", running.get_name(), why)
+                    running.cancel()  # also while its result is on its way: it is not taken
+
+    def _alive_request(self, *, is_leaving: bool = False) -> wire.AliveRequest:
+        return wire.AliveRequest(**self._who, holding=self.holding, is_leaving=is_leaving)
+
+    async def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._ticked_s = loop.time()
+            await asyncio.sleep(TICK_S)
+
+    async def _ask(
+        self, path: str, make: Callable[[], BaseModel], answer: type[Answer], timeout_s: float
+    ) -> Answer:
+        """Post what `make` makes until there is an answer.
+
+        Raises CallRefused for 410, ConfigError if the gateway does not know this worker's key or its
+        messages.
+        """
+        backoff_s, now_s = 0.5, asyncio.get_running_loop().time
+        while True:
+            try:
+                found = await self._caller.post(path, make(), answer, timeout_s=timeout_s)
+            except (CallRefused, CallLost, ConnectionShortage) as error:
+                if isinstance(error, CallRefused) and error.status == 410:
+                    raise
+                if isinstance(error, CallRefused) and error.status in (401, 422):
+                    what = f"the gateway at {self._caller.url} refused worker {self.name}: {error.body.error}"
+                    raise ConfigError(what, rule=error.body.rule, way_out=error.body.way_out) from error
+                if self._lost_since_s is None:
+                    self._lost_since_s = now_s()
+                    log.warning("worker %s: %s. It asks again, for ever; Ctrl-C ends it.", self.name, error)
+            else:
+                if self._lost_since_s is not None:
+                    lost_s, self._lost_since_s = now_s() - self._lost_since_s, None
+                    log.warning("worker %s: the gateway answers again, after %.0f s", self.name, lost_s)
+                return found
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S, self._lease_timeout_s / 4)
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))  # many workers do not come back at once
+
+
+# ---- its process
 
 
 class WorkerSpec(Message):
@@ -44,16 +228,10 @@ class WorkerSpec(Message):
 
 
 def work(
-    harness: Harness,
-    spec: WorkerSpec,
-    key: str,
-    *,
-    say: Callable[[ConfigError], int],
-    begun: Callable[[Worker], None] = lambda worker: None,
-    code_of: Callable[[int], int] = lambda number: 128 + number,
-) -> NoReturn:
-    """Work until SIGTERM or SIGINT comes, and end the process with code_of its number; the second one ends it
-    at once. `say` prints a ConfigError that Worker.run raises, and returns the exit code.
+    harness: Harness, spec: WorkerSpec, key: str, begun: Callable[[Worker], None] = lambda worker: None
+) -> int:
+    """Work until SIGTERM or SIGINT comes, and return its number; the second one ends the process at once.
+    Raises ConfigError as Worker.run does.
     """
 
     async def live() -> int:
@@ -78,17 +256,9 @@ def work(
                 raise
         finally:
             await caller.aclose()
-        return code_of(caught[0])
+        return caught[0]
 
-    async def live_and_end() -> NoReturn:
-        try:
-            code = await live()
-        except ConfigError as error:
-            code = say(error)
-        end_process(code)
-
-    asyncio.run(end_what_is_left(live_and_end()))
-    raise AssertionError("the process has ended")
+    return asyncio.run(end_what_is_left(live()))
 
 
 def main() -> None:
@@ -103,42 +273,37 @@ def main() -> None:
         for harness in harnesses:
             getattr(harness, "kill_all_nowait", lambda: None)()
 
-    die_with_parent(kill_commands)
-    log_to_stderr()
-    hide_memory()
-    key = secret_of(WORKER_KEY_ENV)
-    try:
-        harnesses.append(build_harness(spec.harness))
-    except ConfigError as error:
-        fail(error.what, rule=error.rule, way_out=error.way_out)
-
     def serve_health(worker: Worker) -> None:
         loop, app = asyncio.get_running_loop(), make_app()
 
         @app.get("/health")
-        async def health() -> WorkerHealth:
+        async def health() -> wire.WorkerHealth:
             return worker.health(loop.time())
 
         threading.Thread(target=serve, args=(app, fd), name="health", daemon=True).start()
 
-    def say(error: ConfigError) -> int:
-        body = ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
-        print(fatal_line(body), file=sys.stderr)
-        return 1
+    die_with_parent(kill_commands)
+    _log_to_stderr()
+    hide_memory()
+    key, code = secret_of(WORKER_KEY_ENV), 0
+    try:
+        harnesses.append(build_harness(spec.harness))
+        work(harnesses[0], spec, key, serve_health)
+    except ConfigError as error:
+        code = 1
+        with contextlib.suppress(SystemExit):
+            fail(error.what, rule=error.rule, way_out=error.way_out)
+    end_process(code)
 
-    work(harnesses[0], spec, key, say=say, begun=serve_health, code_of=lambda number: 0)
 
-
-def log_to_stderr() -> None:
+def _log_to_stderr() -> None:
     """The worker's log, without a line for each call of the model."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def end_process(code: int) -> NoReturn:
-    """End at once, from within the event loop: closing that would wait for threads that a harness has hanging
-    in asyncio.to_thread.
-    """
+    """End at once: Python's own end would wait for threads that a harness has hanging."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -152,60 +317,45 @@ def run_worker(
     url: str,
     *,
     key: str | None,
-    python: str | None = None,
-    command: str | None = None,
-    verifiers: str | None = None,
-    slots: int = 8,
-    name: str | None = None,
-    args: str | None = None,
-    env: Sequence[str] = (),
-    pass_env: Sequence[str] = (),
-    key_file: Path | None = None,
-    max_output_bytes: int = 2**20,
-) -> None:
-    """Run rollouts of the gateway at `url` until SIGTERM or Ctrl-C; then the process ends, with 143 or 130.
+    key_file: Path | None,
+    harness: Mapping[str, str | None],
+    slots: int,
+    name: str | None,
+    args: str | None,
+    env: Sequence[str],
+    pass_env: Sequence[str],
+) -> int:
+    """Run rollouts of the gateway at `url` until SIGTERM or Ctrl-C; the exit code is 143 or 130.
 
-    `key` None: `key_file` or the environment has it, where no other user reads it. `command` is split like a
-    shell's; `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables. Raises ConfigError
-    for what cannot be; if the gateway refuses this worker, it is printed and the process ends.
+    `key` None: `key_file` or the environment has it, where no other user reads it. `harness` has the option
+    of one of HARNESSES; `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables. Raises
+    ConfigError for what cannot be, and if the gateway refuses this worker.
     """
     worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
     os.environ.pop(WORKER_KEY_ENV, None)
     if not worker_key:
-        raise ConfigError(
-            "`asyncrl work` has no worker key",
-            way_out=f"set {WORKER_KEY_ENV} or give --key-file FILE; a run with generator.remote prints it, "
-            f"and its gateway.json has it.",
-        )
+        way_out = f"set {WORKER_KEY_ENV}, or give --key-file FILE: the run's gateway.json, say."
+        raise ConfigError("`asyncrl work` has no worker key", way_out=way_out)
+    given = {kind: text for kind, text in harness.items() if text}
     try:
-        harness = GeneratorConfig(
-            python=python,
-            command=shlex.split(command) if command else None,
-            verifiers=verifiers,
+        if len(given) != 1:
+            raise ValueError(f"{len(given)} harnesses")
+        config = GeneratorConfig(
+            **{kind: HARNESSES[kind].parse(text) for kind, text in given.items()},
             args=json.loads(args or "{}"),
-            env=dict(_variable(each) for each in env),
+            env=dict(each.split("=", 1) for each in env),
             pass_env=list(pass_env),
-            max_output_bytes=max_output_bytes,
         )
-        if not harness.is_harness:
-            raise ValueError("no harness is given")
         name = name or f"{socket.gethostname()}/{os.getpid()}"
-        spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=harness)
+        spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=config)
     except ValueError as error:
-        raise ConfigError(
-            f"`asyncrl work` got python={python}, command={command}, verifiers={verifiers}, {args=}: {error}",
-            rule="it runs one harness: --python MODULE:FUNCTION, --command '...' or --verifiers ID",
-            way_out="write --args as a JSON object, like '{\"max_turns\": 4}'.",
-        ) from error
-    log_to_stderr()
+        options = ", ".join(f"--{kind} {each.metavar}" for kind, each in HARNESSES.items())
+        way_out = f"give it one harness, one of {options}; --args is a JSON object, --env NAME=VALUE."
+        raise ConfigError(f"`asyncrl work` got {given}, {args=}: {error}", way_out=way_out) from error
+    _log_to_stderr()
     hide_memory()
-    logging.getLogger("asyncrl.worker").info("worker %s: %d slots, gateway %s", name, slots, spec.url)
-
-    def say(error: ConfigError) -> int:
-        print(f"ConfigError: {error}", file=sys.stderr)
-        return ConfigError.exit_code
-
-    work(build_harness(spec.harness), spec, worker_key, say=say)
+    log.info("worker %s: %d slots, gateway %s", name, slots, spec.url)
+    return 128 + work(build_harness(config), spec, worker_key)
 
 
 def gateway_url(url: str) -> str:
@@ -226,17 +376,8 @@ def _key_in(path: Path) -> str:
         text = path.read_text(encoding="utf-8").strip()
         return str(json.loads(text)["worker_key"]) if text.startswith("{") else text
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"--key-file {path} cannot be read: {type(error).__name__}: {error}",
-            rule="it holds the worker key alone, or is the gateway.json of a run with generator.remote",
-        ) from error
-
-
-def _variable(text: str) -> tuple[str, str]:
-    name, separator, value = text.partition("=")
-    if not separator or not name:
-        raise ConfigError(f"--env {text} is not NAME=VALUE", way_out="write it like --env CORPUS=/data/wiki.")
-    return name, value
+        what = f"--key-file {path} cannot be read: {type(error).__name__}: {error}"
+        raise ConfigError(what, rule="it holds the key alone, or is the gateway.json of a run") from error
 
 
 if __name__ == "__main__":

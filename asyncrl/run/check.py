@@ -20,9 +20,8 @@ from pathlib import Path
 
 import yaml
 
-from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.agents.harness import PythonHarness
+from asyncrl.agents.harness import build_harness, kind_of
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
@@ -121,9 +120,9 @@ def look(config: RunConfig) -> Found:
         notes += [] if config.evaluates_agent else _too_long("eval task", eval_prompts, tokenizer, config)
     if tokenizer is not None or ":" in config.gateway.tool_format:
         find_tool_format(config.gateway.tool_format, "" if tokenizer is None else tokenizer.template)
-    if (command := config.generator.command) is not None:
-        generator = config.generator
-        CommandHarness(command, generator.env, generator.max_output_bytes, pass_env=generator.pass_env)
+    kind = kind_of(config.generator)
+    if kind is not None and kind.checked_in == "here":
+        build_harness(config.generator, is_worker=False)
     _ask_child(config)
     return Found(tuple(lines), tuple(notes), task, eval_task)
 
@@ -191,8 +190,9 @@ def _too_long(
 
 def _ask_child(config: RunConfig) -> None:
     """Raise the ConfigError that a process of its own finds, if there is something for it to load."""
-    names = (config.algorithm.loss, config.algorithm.advantage, config.generator.python or "")
-    if not any(":" in name for name in names) and config.trainer.lora is None:
+    names, kind = (config.algorithm.loss, config.algorithm.advantage), kind_of(config.generator)
+    is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
+    if not is_code and config.trainer.lora is None:
         return
     environment = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
     with (
@@ -233,8 +233,9 @@ def check_in_child(config: RunConfig) -> None:
         load_loss(config.algorithm.loss)
     if ":" in config.algorithm.advantage:
         load_advantage(config.algorithm.advantage)
-    if config.generator.python is not None:
-        PythonHarness(config.generator.python, config.generator.args)
+    kind = kind_of(config.generator)
+    if kind is not None and kind.checked_in == "child":
+        build_harness(config.generator, is_worker=False)
     model, lora = config.model, config.trainer.lora
     if lora is not None and (model.scratch is not None or find_on_disk(model) is not None):
         _check_targets(model, lora)

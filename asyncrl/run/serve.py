@@ -22,9 +22,8 @@ from typing import Any
 
 from rich.console import Console
 
-from asyncrl.agents.command import passed_env
+from asyncrl.agents.command import hide_memory, passed_env
 from asyncrl.agents.endpoint.gateway import Gateway
-from asyncrl.agents.process_group import hide_memory
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError

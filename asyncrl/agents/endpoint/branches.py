@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,12 @@ class Node:
     """One completion. `ids` follow those of its parent: first the A ids that its prompt added, then the N
     sampled ones.
 
-    ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from the first sampled token. `order`
-    is (number of the call, choice). `asked` is the text that the prompt's ids spell, None where the template
-    would write another.
+    `name` is the id of its answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from
+    the first sampled token. `order` is (number of the call, choice). `asked` is the text that the prompt's
+    ids spell, None where the template would write another.
     """
 
-    completion_id: str
+    name: str
     order: tuple[int, int]
     parent: Node | None
     ids: npt.NDArray[np.int32]
@@ -89,9 +88,9 @@ def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, rew
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_sampled])
     if not paths:
+        what = f"the harness ended with {len(nodes)} completions and not one sampled token"
         raise RolloutFailure(
-            f"the harness ended with {len(nodes)} completions and not one sampled token",
-            way_out="let it call /v1/chat/completions with its session's key, and read the answers.",
+            what, way_out="let it call the model with its session's key, and read the answers."
         )
     owners: dict[Node, int] = {}
     """The first branch that holds a node."""
@@ -102,13 +101,8 @@ def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, rew
     rollout = []
     for branch, path in enumerate(paths):
         own = {node for node in path if owners[node] == branch}
-        fields = {
-            "sample_index": sample_index,
-            "branch": branch,
-            "reward": reward,
-            "metrics": dict(outcome.metrics),
-        }
-        rollout.append(_trajectory(path, own, credited, **fields))
+        head = {"sample_index": sample_index, "branch": branch, "reward": reward}
+        rollout.append(_trajectory(path, own, credited, metrics=dict(outcome.metrics), **head))
     return tuple(rollout)
 
 
@@ -121,7 +115,7 @@ def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
     own = {}
     for node in nodes:
         engines = tuple(span.engine for span in node.version_spans)
-        own[node] = (*node.content, reward.get(node.completion_id, 0.0), node in parents, engines)
+        own[node] = (*node.content, reward.get(node.name, 0.0), node in parents, engines)
     return sorted(nodes, key=lambda node: [own[each] for each in node.path()])
 
 
@@ -149,9 +143,8 @@ def _trajectory(
         if node in own and start < end:
             loss_mask[start:end] = True
             logprobs[start:end] = node.logprobs
-            spans += [
-                replace(span, start=start + span.start, end=start + span.end) for span in node.version_spans
-            ]
+            for span in node.version_spans:
+                spans.append(replace(span, start=start + span.start, end=start + span.end))
             if node in credited:
                 credits.append(Credit(start, end, *credited[node]))
     return Trajectory(
@@ -171,57 +164,45 @@ def _credited(
 ) -> dict[Node, tuple[float, int]]:
     """(reward, unit) of each node, if rewards were given by turn or by branch."""
     by_turn, by_branch = outcome.turn_rewards, outcome.branch_rewards
-    name, rewards = ("turn_rewards", by_turn) if by_turn else ("branch_rewards", by_branch)
-    known = {node.completion_id for node in nodes}
-    if unknown := [completion_id for completion_id in rewards if completion_id not in known]:
-        raise _wrong_rewards(f"{name} names {_listed(unknown)}; this rollout has {_listed(sorted(known))}")
+    which, rewards = ("turn_rewards", by_turn) if by_turn else ("branch_rewards", by_branch)
+    known = sorted(node.name for node in nodes)
+    if unknown := sorted(set(rewards).difference(known)):
+        raise _wrong_rewards(f"{which} names {_listed(unknown)}; this rollout has {_listed(known)}")
     if by_turn:
-        missing = [
-            node.completion_id for node in nodes if node.num_sampled and node.completion_id not in by_turn
-        ]
-        if missing:
-            raise _wrong_rewards(
-                f"{name} names {len(rewards)} of {len(nodes)} completions; not {_listed(missing)}"
-            )
+        if missing := [node.name for node in nodes if node.num_sampled and node.name not in by_turn]:
+            have = f"{len(rewards)} of {len(nodes)} completions"
+            raise _wrong_rewards(f"{which} names {have}; not {_listed(missing)}")
         units = enumerate(nodes)
-        return {
-            node: (rewards[node.completion_id], unit) for unit, node in units if node.completion_id in rewards
-        }
-    if not by_branch:
-        return {}
-    of_branch = _of_branch(paths, rewards)
-    return {node: (of_branch[branch], branch) for node, branch in owners.items()}
+        return {node: (by_turn[node.name], unit) for unit, node in units if node.name in by_turn}
+    of_branch = _of_branch(paths, by_branch) if by_branch else {}
+    return {node: (of_branch[branch], branch) for node, branch in owners.items() if of_branch}
 
 
 def _of_branch(paths: Sequence[Path], rewards: Mapping[str, float]) -> dict[int, float]:
     """The reward of each branch."""
     found: dict[int, float] = {}
-    branch_of = {node.completion_id: branch for branch, path in enumerate(paths) for node in path}
-    num_branches = Counter(node.completion_id for path in paths for node in path)
-    last = [path[-1].completion_id for path in paths]
+    last = [path[-1].name for path in paths]
+    branches_of: dict[str, list[int]] = {}
+    for branch, path in enumerate(paths):
+        for node in path:
+            branches_of.setdefault(node.name, []).append(branch)
     for name, reward in rewards.items():
-        if num_branches[name] != 1:
-            raise _wrong_rewards(
-                f"branch_rewards names {name}, which lies in {num_branches[name]} branches; they end with "
-                f"{_listed(last)}"
-            )
-        if (before := found.setdefault(branch_of[name], reward)) != reward:
+        branches = branches_of.get(name, [])
+        if len(branches) != 1:
+            where = f"which lies in {len(branches)} branches; they end with {_listed(last)}"
+            raise _wrong_rewards(f"branch_rewards names {name}, {where}")
+        if (before := found.setdefault(branches[0], reward)) != reward:
             raise _wrong_rewards(f"branch_rewards gives one branch {before} and {reward} (at {name})")
     if missing := [name for branch, name in enumerate(last) if branch not in found]:
-        raise _wrong_rewards(
-            f"branch_rewards names {len(found)} of {len(paths)} branches; not those that end with "
-            f"{_listed(missing)}"
-        )
+        have = f"{len(found)} of {len(paths)} branches"
+        raise _wrong_rewards(f"branch_rewards names {have}; not those that end with {_listed(missing)}")
     return found
 
 
 def _wrong_rewards(what: str) -> RolloutFailure:
-    return RolloutFailure(
-        what,
-        rule="turn_rewards names each completion of this session by its `id`, branch_rewards each branch by "
-        "one completion that lies in it alone",
-        way_out="use the `id` of this session's answers, and name them all; 0.0 is a reward too.",
-    )
+    rule = "turn_rewards names each completion by its `id`, branch_rewards each branch by one in it alone"
+    way_out = "use the `id` of this session's answers, and name them all; 0.0 is a reward too."
+    return RolloutFailure(what, rule=rule, way_out=way_out)
 
 
 def _listed(names: Sequence[str], most: int = 5) -> str:

@@ -16,7 +16,8 @@ from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout
 from asyncrl.messages.work import ChatRenderer
 
-Messages = Sequence[Mapping[str, Any]]
+Message = Mapping[str, Any]
+Messages = Sequence[Message]
 
 How = Literal["new", "extended", "realigned", "forked"]
 """How the prompt of a call was made. new: the session's first prompt. extended: recorded ids and then new
@@ -30,8 +31,8 @@ edited.
 @dataclass(slots=True)
 class GatewayStats:
     """`calls` were planned so far, and `extended`, `realigned` or `forked` (the rest began a session);
-    `refused` counts errors by status. Tokens are of calls that were sampled to their end. `sessions`,
-    `connections` and `in_flight` are of now.
+    `refused` counts errors by status. Tokens are of calls that were sampled to their end. `in_flight` is of
+    now.
     """
 
     calls: int = 0
@@ -41,8 +42,6 @@ class GatewayStats:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     in_flight: int = 0
-    sessions: int = 0
-    connections: int = 0
     refused: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -86,7 +85,7 @@ class Capture:
 
     def __init__(self, renderer: ChatRenderer, counts: GatewayStats) -> None:
         self._renderer, self._counts = renderer, counts
-        self._nodes: dict[str, Node] = {}  # by completion_id
+        self._nodes: dict[str, Node] = {}  # by name
         self._by_chat: dict[bytes, Node] = {}
         self._num_calls = 0
         self._has_root = False
@@ -139,19 +138,13 @@ class Capture:
         return self._planned("extended", tuple(prompt_ids[ends[parent] :]), parent, None)
 
     def record(
-        self,
-        planned: Planned,
-        completion: Completion,
-        message: Mapping[str, Any],
-        completion_id: str,
-        *,
-        choice: int = 0,
+        self, planned: Planned, completion: Completion, message: Message, name: str, *, choice: int = 0
     ) -> None:
         """The harness got this answer: `message` is the assistant message as it got it."""
-        assert completion_id not in self._nodes, f"{completion_id} is recorded already"
+        assert name not in self._nodes, f"{name} is recorded already"
         added = planned.prompt_ids[planned.num_reused :]
         node = Node(
-            completion_id=completion_id,
+            name=name,
             order=(planned.number, choice),
             parent=planned.parent,
             ids=np.array(added + completion.token_ids, dtype=np.int32),
@@ -162,7 +155,7 @@ class Capture:
             num_interruptions=completion.num_interruptions,
             asked=planned.draft.asked if planned.draft else None,
         )
-        self._nodes[completion_id] = node
+        self._nodes[name] = node
         self._count_branch(node)
         if planned.draft is not None:
             key = planned.draft.chain.key_with(message)
@@ -174,10 +167,8 @@ class Capture:
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
         if not self._nodes:
-            raise RolloutFailure(
-                "the harness ended without one completion, and without a reward",
-                way_out="let it call /v1/chat/completions with its session's key, or return a reward.",
-            )
+            way_out = "let it call the model with its session's key, or return a reward."
+            raise RolloutFailure("the harness ended without one completion or a reward", way_out=way_out)
         last = max(self._nodes.values(), key=lambda node: node.order)
         return self._renderer.decode(last.sampled_ids.tolist())
 
@@ -217,15 +208,9 @@ class Capture:
     # - It refuses the sentinel, or swallows it: there is no place to cut.
 
     def _continue(
-        self,
-        parent: Node,
-        chain: Chain,
-        messages: Messages,
-        tools: Messages | None,
-        answer_index: int,
-        prefill: str,
+        self, parent: Node, chain: Chain, messages: Messages, tools: Messages | None, at: int, prefill: str
     ) -> Draft | None:
-        """What follows the recorded answer `messages[answer_index]`, generation prompt and prefill included;
+        """What follows the recorded answer `messages[at]`, generation prompt and prefill included;
         None: there is no place to cut.
 
         If the parent has no `asked`, its text never is what the template writes, so one render is saved.
@@ -238,7 +223,7 @@ class Capture:
                 return Draft(text[asked.num_chars + len(sampled) :], parent, chain, PromptText.of(text))
         stand_in = {"role": "assistant", "content": SENTINEL}
         try:
-            shown = [*messages[:answer_index], stand_in, *messages[answer_index + 1 :]]
+            shown = [*messages[:at], stand_in, *messages[at + 1 :]]
             _, rest = renderer.render(shown, tools=tools).split(SENTINEL)
         except ValueError:
             return None
@@ -286,7 +271,7 @@ class Chain:
             if message.get("role") == "assistant":
                 self.answers.append((index, self._state.digest()))
 
-    def key_with(self, answer: Mapping[str, Any]) -> bytes:
+    def key_with(self, answer: Message) -> bytes:
         """Key of this chat with one more message."""
         state = self._state.copy()
         state.update(canonical(answer))
@@ -296,7 +281,7 @@ class Chain:
 _to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
-def canonical(message: Mapping[str, Any]) -> bytes:
+def canonical(message: Message) -> bytes:
     """The message, as requests.py reads one or as an answer was given, as one JSON object. A harness sends
     its history back as its own library wrote it, so these do not count: fields that are None, the order of
     keys, the JSON spacing of tool arguments, white space around an assistant's content.

@@ -5,17 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import TypeVar
 
 import numpy as np
 
-from asyncrl.agents.endpoint.answer_text import Answer, GatewayTokenizer
+from asyncrl.agents.endpoint.answers import (
+    NO_RETRY,
+    Answer,
+    ApiError,
+    ChatForm,
+    GatewayTokenizer,
+    invalid,
+    too_long,
+)
 from asyncrl.agents.endpoint.capture import GatewayStats, Planned
-from asyncrl.agents.endpoint.openai_form import NO_RETRY, ApiError, ChatForm, invalid, session_ended, too_long
-from asyncrl.agents.endpoint.requests import CallRequest, CallRules, RequestReader
-from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions
+from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
+from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
@@ -35,8 +43,10 @@ MAX_CHARACTERS = 64
 """Most characters of a text for each token of the longest prompt. A longer text is refused untokenised."""
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
+OnBroken = Callable[[RoomError], None]
 
 
+@dataclass(eq=False, repr=False)
 class EngineRoute:
     """The SessionHost of one engine: plans its sessions' calls and has them sampled.
 
@@ -48,27 +58,22 @@ class EngineRoute:
         a request, with 400. A tool-call format of the user's that goes wrong fails the rollout.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        engine: EnginePool,
-        tokenizer: GatewayTokenizer,
-        tool_format: ToolFormat,
-        rules: CallRules,
-        *,
-        seed_of: SeedOf,
-        on_broken: Callable[[RoomError], None],
-    ) -> None:
-        self._engine, self.tokenizer, self._tool_format = engine, tokenizer, tool_format
-        self._rules, self._reader = rules, RequestReader(rules)
+    sessions: Sessions
+    engine: EnginePool
+    tokenizer: GatewayTokenizer
+    tool_format: ToolFormat
+    rules: CallRules
+    seed_of: SeedOf
+    on_broken: OnBroken
+
+    def __post_init__(self) -> None:
+        self.counts, self._reader = GatewayStats(), RequestReader(self.rules)
         self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
-        self._seed_of, self._on_broken = seed_of, on_broken
-        self.counts = GatewayStats()
-        self.open_nowait = partial(GatewaySession, sessions, self)
+        self.open_nowait = partial(GatewaySession, self.sessions, self)
 
     async def begin(
         self, session: GatewaySession, form: ChatForm, body: bytes, digest: bytes, *, is_retry: bool
-    ) -> tuple[GatewayCall, CallRequest, bool]:
+    ) -> tuple[GatewayCall, AnyRequest, bool]:
         """(the call of this body, its parsed request, whether it is new). A call that is not new was sent
         before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
 
@@ -92,38 +97,35 @@ class EngineRoute:
         return call, asked, True
 
     async def _new_call(
-        self, session: GatewaySession, form: ChatForm, asked: CallRequest, digest: bytes, *, is_long: bool
+        self, session: GatewaySession, form: ChatForm, asked: AnyRequest, digest: bytes, *, is_long: bool
     ) -> GatewayCall:
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
-        if asked.tools and self._tool_format.name == "none":
-            why = "gateway.tool_format names no format, or its auto found none in the chat template."
-            raise invalid(f"tools are refused: {why}", "tools")
-        prefill = self._prefill(asked)
+        tool_format, prefill = ToolFormat(), ""
+        if isinstance(asked, ChatRequest) and asked.tools:
+            tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
         planned = await self._plan(session, asked, prefill, is_long=is_long)
         if session.is_users and session.opening is None:
-            session.opening = asked.messages or [{"role": "user", "content": asked.prompt_text or ""}]
-        budget, keys = self._budget(planned, asked), self._keys(session, planned, asked)
-        tool_format = self._tool_format if asked.tools else ToolFormat()
+            session.opening = asked.messages
+        budget, keys = self._budget(planned, asked), _keys(session, planned, asked)
         request_id = f"{session.rollout_id}/a{session.attempt}/c{planned.number}"
-        choices, requests = [], []
+        sampled = {}
         for index, key in enumerate(keys):
             # the name may become a part of the next prompt, so it is not made of the call's number
             name = f"call_{key:016x}"
-            choices.append(Answer(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name))
-            request = SamplingRequest(
+            answer = Answer(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name)
+            sampled[answer] = SamplingRequest(
                 request_id=request_id if index == 0 else f"{request_id}/{index}",
                 prompt_ids=planned.prompt_ids,
                 max_tokens=budget,
-                temperature=self._rules.temperature,
-                top_p=self._rules.top_p,
-                stop=asked.stop,
-                seed=self._seed_of(session.prompt_id, session.sample_index, session.attempt, key),
+                temperature=self.rules.temperature,
+                top_p=self.rules.top_p,
+                stop=tuple(asked.stop),
+                seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
                 route_key=session.route_key,
                 after=session.last_span,
             )
-            requests.append(request)
-        return GatewayCall(form, digest, planned, choices, requests)
+        return GatewayCall(form, digest, planned, sampled)
 
     async def sample(self, session: GatewaySession, call: GatewayCall, *, is_streamed: bool) -> None:
         """Sample the call; the result is in its choices, or in its error. Only cancellation, and a mistake of
@@ -133,12 +135,9 @@ class EngineRoute:
         try:
             indices = range(len(call.requests))
             asked = [self._sample_answer(session, call, each, is_streamed=is_streamed) for each in indices]
-            if len(asked) == 1:
-                await asked[0]
-            else:
-                results = await asyncio.gather(*asked, return_exceptions=True)
-                if failures := [each for each in results if each is not None]:
-                    raise failures[0]
+            for failure in await asyncio.gather(*asked, return_exceptions=True):
+                if failure is not None:
+                    raise failure
             self.counts.prompt_tokens += call.num_prompt_tokens
             self.counts.completion_tokens += call.num_completion_tokens
             call.done_nowait()
@@ -148,7 +147,7 @@ class EngineRoute:
             session.fail_nowait(failure)
             call.done_nowait(session_ended(session.ended or ""))
         except RoomError as error:
-            self._on_broken(error)
+            self.on_broken(error)
             why = f"The run is ending: {error.what}"
             call.done_nowait(
                 ApiError(503, why, type="server_error", code="engine_unavailable", headers=NO_RETRY)
@@ -167,78 +166,74 @@ class EngineRoute:
     async def _sample_answer(
         self, session: GatewaySession, call: GatewayCall, index: int, *, is_streamed: bool
     ) -> None:
-        answer, feed = call.choices[index], partial(call.feed, index)
-        completion = await self._engine.generate(
-            call.requests[index], on_tokens=feed if is_streamed else None
-        )
+        on_tokens = partial(call.feed, index) if is_streamed else None
+        completion = await self.engine.generate(call.requests[index], on_tokens=on_tokens)
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
-        answer.finish(completion)
+        call.choices[index].finish(completion)
 
-    def _prefill(self, asked: CallRequest) -> str:
+    def _prefill(self, tool_choice: str) -> str:
         """Beginning of the answer that forces a tool call, where the call asks for one. Raises ApiError."""
-        if asked.tool_choice in ("none", "auto"):
+        if self.tool_format.name == "none":
+            why = "gateway.tool_format names no format, or its auto found none in the chat template."
+            raise invalid(f"tools are refused: {why}", "tools")
+        if tool_choice == "auto":
             return ""
-        required = asked.tool_choice == "required"
-        prefill = self._tool_format.prefill(None if required else asked.tool_choice.removeprefix("function:"))
+        name = None if tool_choice == "required" else tool_choice.removeprefix("function:")
+        prefill = self.tool_format.prefill(name)
         if prefill is None:
-            why = f"tool format {self._tool_format.name} cannot force it."
-            raise invalid(f"tool_choice {asked.tool_choice} is refused: {why}", "tool_choice")
+            why = f"tool format {self.tool_format.name} cannot force it."
+            raise invalid(f"tool_choice {tool_choice} is refused: {why}", "tool_choice")
         return prefill
 
     async def _plan(
-        self, session: GatewaySession, asked: CallRequest, prefill: str, *, is_long: bool
+        self, session: GatewaySession, asked: AnyRequest, prefill: str, *, is_long: bool
     ) -> Planned:
         capture = session.capture
         try:
-            if asked.messages is not None:
-                draft_now = partial(capture.draft, asked.messages, asked.tools, prefill=prefill)
+            if isinstance(asked, ChatRequest):
+                tools = asked.tools or None
+                draft_now = partial(capture.draft, asked.messages, tools, prefill=prefill)
                 draft = await _beside(self._rendering, draft_now) if is_long else draft_now()
                 return capture.plan(draft, await self._encode(draft.text, asked))
-            ids = asked.prompt_ids or await self._encode(asked.prompt_text or "", asked)
+            prompt = asked.prompt
+            ids = await self._encode(prompt, asked) if isinstance(prompt, str) else tuple(prompt)
             if not ids:
                 raise invalid("prompt has no token.", "prompt")
             return capture.plan_ids(ids)
         except ValueError as error:  # of the template, or no Unicode
             raise invalid(f"{error}.", asked.param) from None
 
-    async def _encode(self, text: str, asked: CallRequest) -> tuple[int, ...]:
-        most = self._rules.max_prompt_tokens
+    async def _encode(self, text: str, asked: AnyRequest) -> tuple[int, ...]:
+        most = self.rules.max_prompt_tokens
         if len(text) > MAX_CHARACTERS * most:
-            raise too_long(
-                f"This prompt has {len(text)} characters; rollout.max_prompt_tokens={most} is the most.",
-                asked.param,
-            )
+            why = f"This prompt has {len(text)} characters; rollout.max_prompt_tokens={most} is the most."
+            raise too_long(why, asked.param)
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text)
         return await _beside(self._encoding, partial(self.tokenizer.encode, text))
 
-    def _budget(self, planned: Planned, asked: CallRequest) -> int:
+    def _budget(self, planned: Planned, asked: AnyRequest) -> int:
         """Most tokens to sample. Raises ApiError if the prompt leaves no room."""
-        rules, length = self._rules, len(planned.prompt_ids)
+        rules, length = self.rules, len(planned.prompt_ids)
         if length > rules.max_prompt_tokens:
-            raise too_long(
-                f"This prompt has {length} tokens; rollout.max_prompt_tokens={rules.max_prompt_tokens} is "
-                f"the most. Shorten the conversation, or raise it.",
-                asked.param,
-            )
+            why = f"This prompt has {length} tokens; rollout.max_prompt_tokens={rules.max_prompt_tokens} is "
+            raise too_long(f"{why}the most. Shorten the conversation, or raise it.", asked.param)
         return min(asked.max_tokens or rules.max_tokens, rules.max_tokens, rules.max_length - length)
 
-    def _keys(self, session: GatewaySession, planned: Planned, asked: CallRequest) -> list[int]:
-        """One key for each choice; its seed is made of it. The key depends on the content of the call and on
-        how many equal calls came before, never on the time.
 
-        Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
-        """
-        digest = blake2b(np.array(planned.prompt_ids, dtype="<i4").tobytes(), digest_size=16).digest()
-        number = f"seed {asked.seed}"
-        if asked.seed is None:
-            times = session.times_asked[digest] = session.times_asked.get(digest, -1) + 1
-            number = f"time {times}"
-        keys = [
-            blake2b(digest + f"/{number}/{index}".encode(), digest_size=8).digest()
-            for index in range(asked.n)
-        ]
-        return [int.from_bytes(key, "big") >> 1 for key in keys]
+def _keys(session: GatewaySession, planned: Planned, asked: AnyRequest) -> list[int]:
+    """One key for each choice; its seed is made of it. The key depends on the content of the call and on how
+    many equal calls came before, never on the time.
+
+    Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
+    """
+    digest = blake2b(np.array(planned.prompt_ids, dtype="<i4").tobytes(), digest_size=16).digest()
+    number = f"seed {asked.seed}"
+    if asked.seed is None:
+        times = session.times_asked[digest] = session.times_asked.get(digest, -1) + 1
+        number = f"time {times}"
+    contents = [digest + f"/{number}/{index}".encode() for index in range(asked.n)]
+    return [int.from_bytes(blake2b(each, digest_size=8).digest(), "big") >> 1 for each in contents]
 
 
 async def _beside(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:

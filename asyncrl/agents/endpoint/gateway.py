@@ -1,43 +1,70 @@
-"""The gateway: an OpenAI-compatible endpoint whose sessions record what was sampled."""
+"""The gateway: an OpenAI-compatible endpoint whose sessions record what was sampled. Its routes check the
+key, read the call, and write the answer, whole or as a stream.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
+from typing import Any
 
 from aiohttp import web
 
-from asyncrl.agents.endpoint.answer_text import GatewayTokenizer
+from asyncrl.agents.endpoint.answers import (
+    NO_RETRY,
+    ApiError,
+    ChatForm,
+    GatewayTokenizer,
+    TextForm,
+    WrittenAnswer,
+    invalid,
+)
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.endpoint_routes import Connection, EndpointRoutes
-from asyncrl.agents.endpoint.engine_route import EngineRoute, SeedOf
-from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.sessions import Sessions
+from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
+from asyncrl.agents.endpoint.requests import CallRequest, CallRules
+from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import ConfigError, RoomError
+from asyncrl.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+READ_TIMEOUT_S = web.AppKey("read_timeout_s", float)
 _BACKLOG = 1024
 _CLOSE_S = 2.0
 """Seconds that calls in hand have to end when the gateway closes."""
 _LINGERING_S = 5.0
 """How long the rest of a body is read and dropped after the answer, so that the client can read the refusal.
 """
+_EVENT_STREAM = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class Gateway:
     """The SessionHost of a run's engines, and the HTTP endpoint that clients call with its sessions' keys.
 
     Life: made -> bind() takes the port, so that its address is known -> start() -> aclose() ends every
-        session and connection.
+        session and connection. A request is refused, or finds its session -> its call is sampled, or is one
+        that was sampled before -> answered.
+    Waits: handlers sleep in the client's body, the engine, and the client's reading, all bounded by
+        read_timeout_s or the session.
     Invariant: nothing that a client sends reaches an engine unchecked, and no call is answered after its
-        session.
+        session. Whatever a client sends is answered in OpenAI's form; errors are counted by status.
     """
 
     def __init__(
@@ -49,33 +76,39 @@ class Gateway:
         config: GatewayConfig,
         *,
         seed_of: SeedOf,
-        on_broken: Callable[[RoomError], None],
+        on_broken: OnBroken,
         extra_routes: Sequence[web.RouteDef] = (),
     ) -> None:
-        """`on_broken` ends the run."""
-        self._config, self._rules, self._extra_routes = config, rules, extra_routes
-        self._sessions = Sessions(config)
-        self._make_route = partial(EngineRoute, self._sessions, tokenizer=tokenizer, tool_format=tool_format)
-        self._route = self._make_route(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
+        """`on_broken` ends the run. `extra_routes`: of others, beside its own."""
+        self._config, self._model = config, rules.model_name
+        self._sessions, self._refused = Sessions(config), Counter[int]()
+        parts = tokenizer, tool_format, rules, seed_of, on_broken
+        self._route = EngineRoute(self._sessions, engine, *parts)
         self.open_nowait = self._route.open_nowait
-        self._routes = EndpointRoutes(self._sessions, model=rules.model_name)
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
+        app = self._app(extra_routes)
+        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=_CLOSE_S)
+
+    def _app(self, extra_routes: Sequence[web.RouteDef]) -> web.Application:
+        app = web.Application(middlewares=[self._in_form], client_max_size=self._config.max_body_bytes)
+        app[READ_TIMEOUT_S] = self._config.read_timeout_s
+        for prefix in ("/v1", "/s/{key}/v1"):
+            app.router.add_post(f"{prefix}/chat/completions", partial(self._complete, ChatForm()))
+            app.router.add_post(f"{prefix}/completions", partial(self._complete, TextForm()))
+            app.router.add_get(f"{prefix}/models", self._models)
+            app.router.add_get(f"{prefix}/models/{{model:.+}}", self._models)
+        app.add_routes(extra_routes)
+        return app
 
     def add_route(
-        self,
-        engine: EnginePool,
-        *,
-        temperature: float,
-        seed_of: SeedOf,
-        on_broken: Callable[[RoomError], None],
+        self, engine: EnginePool, *, temperature: float, seed_of: SeedOf, on_broken: OnBroken
     ) -> EngineRoute:
         """The host of another engine's sessions, which stats() does not count. A call that asks for another
         temperature gets this one.
         """
-        rules = replace(self._rules, temperature=temperature, on_sampling_override="use_config")
-        return self._make_route(engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
+        rules = replace(self._route.rules, temperature=temperature, on_sampling_override="use_config")
+        return replace(self._route, engine=engine, rules=rules, seed_of=seed_of, on_broken=on_broken)
 
     def bind(self) -> str:
         """Take the port; returns the address for clients, without /v1. Idempotent. Raises ConfigError if it
@@ -87,11 +120,9 @@ class Gateway:
             try:
                 self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             except OSError as error:
-                raise ConfigError(
-                    f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}",
-                    rule="gateway.host is an address of this machine, and the port is free",
-                    way_out="set gateway.port to none for any free one, or choose another.",
-                ) from error
+                what = f"gateway.host={host} and gateway.port={port} cannot be listened on: {error}"
+                way_out = "give an address of this machine and a free port; gateway.port=none takes any."
+                raise ConfigError(what, way_out=way_out) from error
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # of a client that takes nothing for so long (Linux)
                 slow_ms = max(1, int(self._config.read_timeout_s * 1000))
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, slow_ms)
@@ -103,8 +134,6 @@ class Gateway:
     async def start(self) -> str:
         """Answer from now on; returns the address for clients."""
         url, loop, slow_s = self.bind(), asyncio.get_running_loop(), self._config.read_timeout_s
-        app = self._routes.app(self._extra_routes)
-        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=_CLOSE_S)
         await self._runner.setup()
         assert self._runner.server is not None
         assert self._socket is not None
@@ -127,25 +156,192 @@ class Gateway:
         for listening in (self._listener, self._socket):
             if listening is not None:
                 listening.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        self._socket = self._listener = self._runner = None
+        await self._runner.cleanup()
+        self._socket = self._listener = None
 
     def stats(self) -> GatewayStats:
         """Counts so far."""
-        server = self._runner.server if self._runner is not None else None
-        return replace(
-            self._route.counts,
-            sessions=self._sessions.num_open,
-            connections=len(server.connections) if server is not None else 0,
-            refused=dict(self._routes.refused),
-        )
+        return replace(self._route.counts, refused=dict(self._refused))
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py."""
-        counts, refused = self._route.counts, sum(self._routes.refused.values())
         names = ("calls", "extended", "realigned", "forked")
-        return {f"gateway/{name}": getattr(counts, name) for name in names} | {"gateway/refused": refused}
+        counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
+        return counts | {"gateway/refused": self._refused.total()}
+
+    # ---- routes
+
+    @web.middleware
+    async def _in_form(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Errors in OpenAI's form."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            failure = error
+        except web.RequestPayloadError as error:
+            failure = invalid(f"The body of this request is broken: {error}.")
+        except web.HTTPException as error:
+            failure = self._http_error(error)
+        except Exception:
+            log.exception("gateway: a call failed by a mistake of ours")
+            if request.writer.output_size > 0:
+                raise  # the answer has begun: aiohttp closes the connection
+            why = "The gateway made a mistake; its log says which."
+            failure = ApiError(500, why, type="server_error", headers=NO_RETRY)
+        self._refused[failure.status] += 1
+        response = failure.response()
+        if failure.status in (408, 500):
+            response.force_close()
+        return response
+
+    async def _complete(self, form: ChatForm, request: web.Request) -> web.StreamResponse:
+        session, stream = self._sessions.find(shown_key(request)), _Stream(request)
+        try:
+            async with session.in_hand():
+                async with session.reading:
+                    body = await read_body(request)
+                    digest, is_retry = _asked_as(form, body, request)
+                    begun = session.route.begin(session, form, body, digest, is_retry=is_retry)
+                    call, asked, is_new = await begun
+                with call.attended(stream.is_there):
+                    return await self._answer(session, call, asked, stream, is_new=is_new)
+        except ApiError as error:
+            if 400 <= error.status < 500 and error.status != 410:
+                session.refused_nowait()
+            if not stream.has_begun:
+                raise
+            self._refused[error.status] += 1
+            return await stream.write(b"data: " + error.body() + b"\n\n")
+
+    async def _answer(
+        self, session: GatewaySession, call: GatewayCall, asked: CallRequest, stream: _Stream, *, is_new: bool
+    ) -> web.StreamResponse:
+        """Sample the call, unless it is one that was sampled before, and write what came of it."""
+        written = WrittenAnswer(call, self._model, asked)
+        if is_new:
+            sampling = session.route.sample(session, call, is_streamed=asked.stream)
+            if asked.stream:
+                await asyncio.gather(sampling, self._write_news(call, written, stream))
+            else:
+                await sampling
+        await call.wait_done()
+        if session.ended is not None:  # in this very round of the loop: in_hand() has had no turn yet
+            raise session_ended(session.ended)
+        if stream.is_there():
+            session.deliver_nowait(call)
+        if asked.stream:
+            return await stream.write(written.end())
+        return web.Response(body=written.whole(), content_type="application/json")
+
+    async def _write_news(self, call: GatewayCall, written: WrittenAnswer, stream: _Stream) -> None:
+        """Text as it comes, until the end or until the client is gone."""
+        while not call.is_done and stream.is_there():
+            await call.wait_news()
+            if not call.is_done and (text := written.news()):
+                await stream.write(text)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._sessions.find(shown_key(request))
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        name = request.match_info.get("model")
+        if name is not None and name != self._model:
+            why = f"There is one model here, {self._model}."
+            raise ApiError(404, why, code="model_not_found", param="model")
+        return web.json_response(model if name is not None else {"object": "list", "data": [model]})
+
+    def _http_error(self, error: web.HTTPException) -> ApiError:
+        """What aiohttp refuses by itself. The address is not shown, for it may hold a key."""
+        words = {
+            404: "Invalid URL. There are /v1/chat/completions, /v1/completions and /v1/models.",
+            413: f"The body is larger than gateway.max_body_bytes={self._config.max_body_bytes}.",
+        }
+        allow = {name: value for name, value in error.headers.items() if name == "Allow"}
+        return ApiError(error.status, words.get(error.status, error.reason), headers=allow)
+
+
+class _Stream:
+    """One response that may be a stream of events: begun with the first of them, so that an early error has
+    its own status.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers=_EVENT_STREAM)
+        self.has_begun = False
+
+    def is_there(self) -> bool:
+        """Whether the client is still connected."""
+        transport = self._request.transport
+        return transport is not None and not transport.is_closing()
+
+    async def write(self, events: bytes) -> web.StreamResponse:
+        """Write, if the client is there; a client that goes away is no error of the call."""
+        with contextlib.suppress(ConnectionError):
+            if not self.has_begun:
+                self.has_begun = True
+                await self._response.prepare(self._request)
+            await self._response.write(events)
+        return self._response
+
+
+def shown_key(request: web.Request) -> str:
+    """The key in the address, or the bearer token; empty if there is none."""
+    key = request.match_info.get("key")
+    if key is None:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        key = token if scheme.lower() == "bearer" else ""
+    return key.strip()
+
+
+def _asked_as(form: ChatForm, body: bytes, request: web.Request) -> tuple[bytes, bool]:
+    """What tells one call from another, and whether its client says that it asks again."""
+    key = request.headers.get("Idempotency-Key", "")
+    digest = blake2b(
+        body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
+    ).digest()
+    retries = request.headers.get("x-stainless-retry-count", "")  # what OpenAI's clients count retries in
+    return digest, bool(key or retries.strip("0 "))
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The whole body. Raises ApiError if it is too slow, web.HTTPException if it is too large."""
+    slow_s = request.app.get(READ_TIMEOUT_S)
+    try:
+        async with asyncio.timeout(slow_s):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(408, f"The body of this request did not arrive within {slow_s} s.") from None
+
+
+class Connection(web.RequestHandler):
+    """One connection. aiohttp closes one that is idle, or within a request's head, for read_timeout_s. One
+    more than `most` takes the place of the one that is idle longest; if none is, it is answered with 503.
+    """
+
+    __slots__ = ("_most",)
+
+    def __init__(self, server: web.Server, most: int, **settings: Any) -> None:
+        super().__init__(server, auto_decompress=False, **settings)
+        self._most = most
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert self._manager is not None
+        others = [each for each in self._manager.connections if each.transport is not None]
+        if len(others) >= self._most:
+            idle = [each for each in others if each._waiter is not None and not each._waiter.done()]
+            if not idle:
+                assert isinstance(transport, asyncio.Transport)
+                transport.set_protocol(asyncio.Protocol())
+                transport.write(_FULL)
+                transport.close()
+                return
+            idle[0].force_close()
+        super().connection_made(transport)
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """Called by aiohttp for bytes that are not HTTP. They are a mistake of the client and are not
+        logged.
+        """
 
 
 YOUNG = 10_000

@@ -7,25 +7,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 from typing_extensions import TypedDict
 
-from asyncrl.agents.endpoint.openai_form import ApiError, invalid, shown, too_long
+from asyncrl.agents.endpoint.answers import ApiError, invalid, shown, too_long
+from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
 
 log = logging.getLogger(__name__)
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
-MAX_TOOLS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-IGNORED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention "
-    "prediction".split()
+_IGNORED = (
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction"
 )
+IGNORED = frozenset(_IGNORED.split())
 """Change nothing of what is sampled."""
 
 _CHANGES = "it changes the distribution that is sampled from, and training would not know"
@@ -42,10 +42,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), _TEXT_ONLY),
     "best_of": ((1,), "every sampled completion is an answer"),
     "echo": ((False,), "prompts are not echoed"),
-    "response_format": (
-        ({"type": "text"},),
-        "the engines sample without a grammar; ask for it in the prompt",
-    ),
+    "response_format": (({"type": "text"},), "the engines have no grammar; ask for it in the prompt"),
     "functions": ((), "it is deprecated; use tools"),
     "function_call": ((), "it is deprecated; use tool_choice"),
     "audio": ((), _TEXT_ONLY),
@@ -70,31 +67,6 @@ class CallRules:
     """Of prompt and completion together, in the engines."""
     vocab_size: int
     on_sampling_override: Literal["use_config", "refuse"] = "use_config"
-
-
-@dataclass(frozen=True, slots=True)
-class CallRequest:
-    """What one call asks for, whichever endpoint it came by. One of `messages`, `prompt_text` and
-    `prompt_ids` is given. `tool_choice`: none, auto, required, or `function:NAME`.
-    """
-
-    messages: list[dict[str, Any]] | None = None
-    prompt_text: str | None = None
-    prompt_ids: tuple[int, ...] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str = "none"
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    max_tokens: int | None = None
-    logprobs: bool = False
-    stream: bool = False
-    include_usage: bool = False
-
-    @property
-    def param(self) -> str:
-        """The parameter that holds the prompt."""
-        return "prompt" if self.messages is None else "messages"
 
 
 # ---- chat messages and tools, as a call sends them and as a chat template reads them
@@ -173,9 +145,7 @@ def _tidy(message: Any) -> Any:
     """
     if not isinstance(message, dict):
         return message
-    said = {
-        name: value for name, value in message.items() if value is not None and (value or name not in _EMPTY)
-    }
+    said = {key: value for key, value in message.items() if value or not (value is None or key in _EMPTY)}
     return {"content": "", **said} if said.get("role") == "assistant" else said
 
 
@@ -216,11 +186,15 @@ def _prompt(value: Any) -> Any:
     return value
 
 
-# ---- bodies
+# ---- calls
 
 
-class _Body(BaseModel):
+class CallRequest(BaseModel):
+    """The body of a call, whichever route it came by."""
+
     model_config = STRICT
+    param: ClassVar[str]
+    """The parameter that holds the prompt."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] = "policy"
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -235,9 +209,24 @@ class _Body(BaseModel):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool = False
     stream_options: dict[str, Any] = {}
+    logprobs: bool | Literal[0] | None = None
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options.get("include_usage") is True
 
 
-class _ChatBody(_Body):
+class ChatRequest(CallRequest):
+    """Of /v1/chat/completions. Once it is read, `tool_choice` is none, auto, required or function:NAME,
+    `tools` is empty with none, and `max_tokens` is the smaller of the two limits.
+    """
+
+    param = "messages"
+
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     tools: Annotated[list[_GivenTool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
@@ -245,13 +234,23 @@ class _ChatBody(_Body):
     logprobs: bool = False
 
 
-class _TextBody(_Body):
+class TextRequest(CallRequest):
+    """Of /v1/completions."""
+
+    param = "prompt"
+
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # without it, as OpenAI has it
     logprobs: Literal[0] | None = None
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as a chat."""
+        return [{"role": "user", "content": self.prompt if isinstance(self.prompt, str) else ""}]
 
-Body = TypeVar("Body", bound=_Body)
+
+AnyRequest = ChatRequest | TextRequest
+Call = TypeVar("Call", bound=CallRequest)
 
 
 class RequestReader:
@@ -261,43 +260,32 @@ class RequestReader:
         self._rules = rules
         self._logged: set[str] = set()
 
-    def chat(self, body: bytes) -> CallRequest:
+    def chat(self, body: bytes) -> ChatRequest:
         """A call of /v1/chat/completions. Raises ApiError; for too many messages before any is looked at."""
         given, most = _parse_json(body), self._rules.max_prompt_tokens
         messages = given.get("messages")
         if isinstance(messages, list) and len(messages) > most:
-            raise too_long(
-                f"{len(messages)} messages are more than the longest prompt of this run has tokens, "
-                f"rollout.max_prompt_tokens={most}.",
-                "messages",
-            )
-        asked = self._checked(given, _ChatBody)
-        choice = asked.tool_choice if asked.tools or asked.tool_choice != "auto" else "none"
+            why = f"{len(messages)} messages are more than rollout.max_prompt_tokens={most}: each is a token."
+            raise too_long(why, "messages")
+        asked = self._checked(given, ChatRequest)
         names = [f"function:{tool['function']['name']}" for tool in asked.tools]
-        if choice not in (("none", "auto", "required", *names) if names else ("none",)):
-            raise invalid(f"tool_choice {shown(choice)} is not among the tools.", "tool_choice")
+        if asked.tool_choice == "auto" and not names:
+            asked.tool_choice = "none"
+        if asked.tool_choice not in (("none", "auto", "required", *names) if names else ("none",)):
+            raise invalid(f"tool_choice {shown(asked.tool_choice)} is not among the tools.", "tool_choice")
+        asked.tools = [] if asked.tool_choice == "none" else given["tools"]  # as they are, keys in order
         limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
-        return self._request(
-            asked,
-            messages=asked.messages,
-            tools=None if choice == "none" else given["tools"],  # as they are: the order of keys counts
-            tool_choice=choice,
-            max_tokens=min(limits, default=None),
-            logprobs=asked.logprobs,
-        )
+        asked.max_tokens = min(limits, default=None)
+        return asked
 
-    def text(self, body: bytes) -> CallRequest:
+    def text(self, body: bytes) -> TextRequest:
         """A call of /v1/completions. Raises ApiError."""
-        asked = self._checked(_parse_json(body), _TextBody)
-        more: dict[str, Any] = {"max_tokens": asked.max_tokens, "logprobs": asked.logprobs is not None}
-        if isinstance(asked.prompt, str):
-            return self._request(asked, prompt_text=asked.prompt, **more)
-        largest, known = max(asked.prompt), self._rules.vocab_size
-        if largest >= known:
+        asked, known = self._checked(_parse_json(body), TextRequest), self._rules.vocab_size
+        if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) >= known:
             raise invalid(f"prompt holds {shown(largest)}; the model knows ids 0 to {known - 1}.", "prompt")
-        return self._request(asked, prompt_ids=tuple(asked.prompt), **more)
+        return asked
 
-    def _checked(self, body: Mapping[str, Any], shape: type[Body]) -> Body:
+    def _checked(self, body: Mapping[str, Any], shape: type[Call]) -> Call:
         """The parameters that say something, as `shape` has them. Raises ApiError."""
         given = {}
         for name, value in body.items():
@@ -315,27 +303,14 @@ class RequestReader:
         except ValidationError as error:
             raise _refused(error) from None
         for name in ("temperature", "top_p"):
-            self._check_sampling(name, getattr(asked, name), getattr(self._rules, name))
+            value, fixed = getattr(asked, name), getattr(self._rules, name)
+            if value in (None, fixed):
+                continue
+            if self._rules.on_sampling_override == "refuse":
+                why = f"training samples at {name}={fixed}. Leave it out, or set gateway.on_sampling_override"
+                raise invalid(f"{name}={value} is refused: {why} to use_config.", name)
+            self._log_once(name, f"a call asks for {name}={value} and gets {name}={fixed}, as every one will")
         return asked
-
-    def _request(self, asked: _Body, **more: Any) -> CallRequest:
-        return CallRequest(
-            n=asked.n,
-            stop=tuple(asked.stop),
-            seed=asked.seed,
-            stream=asked.stream,
-            include_usage=asked.stream_options.get("include_usage") is True,
-            **more,
-        )
-
-    def _check_sampling(self, name: str, value: float | None, fixed: float) -> None:
-        """Another value than the run's is overruled or refused, by gateway.on_sampling_override."""
-        if value is None or value == fixed:
-            return
-        if self._rules.on_sampling_override == "refuse":
-            why = f"training samples at {name}={fixed}. Leave it out, or set gateway.on_sampling_override"
-            raise invalid(f"{name}={value} is refused: {why} to use_config.", name)
-        self._log_once(name, f"a call asks for {name}={value} and gets {name}={fixed}, as every one will")
 
     def _log_once(self, name: str, text: str) -> None:
         if name not in self._logged:

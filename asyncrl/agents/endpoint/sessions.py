@@ -6,20 +6,13 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl.agents.endpoint.answer_text import Answer
+from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, ChatForm, invalid
 from asyncrl.agents.endpoint.capture import Capture, Messages, Planned
-from asyncrl.agents.endpoint.openai_form import (
-    ApiError,
-    ChatForm,
-    invalid,
-    rate_limited,
-    session_ended,
-    unknown_key,
-)
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
@@ -37,6 +30,22 @@ REFUSALS_PER_CALL = 10
 """Calls of one rollout that may be refused, for each that it may make."""
 
 
+def unknown_key() -> ApiError:
+    """401. The key itself is never shown: answers end up in logs."""
+    why = "Unknown or missing session key. Send `Authorization: Bearer KEY`, or call /s/KEY/v1/...."
+    return ApiError(401, why, code="invalid_api_key")
+
+
+def session_ended(reason: str) -> ApiError:
+    """410: the rollout is over, and so is its key."""
+    return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
+
+
+def rate_limited(message: str, headers: Mapping[str, str]) -> ApiError:
+    """429; `headers` say whether waiting helps."""
+    return ApiError(429, message, type="requests", code="rate_limit_exceeded", headers=headers)
+
+
 class GatewayCall:
     """One sampling, and all clients that want its answer.
 
@@ -48,16 +57,11 @@ class GatewayCall:
     """
 
     def __init__(
-        self,
-        form: ChatForm,
-        digest: bytes,
-        planned: Planned,
-        choices: Sequence[Answer],
-        requests: Sequence[SamplingRequest],
+        self, form: ChatForm, digest: bytes, planned: Planned, sampled: Mapping[Answer, SamplingRequest]
     ) -> None:
         """`digest`: of what was asked, by which it is known when it is asked again."""
         self.form, self.digest, self.created_s = form, digest, int(time.time())
-        self.choices, self.requests = tuple(choices), tuple(requests)
+        self.choices, self.requests = tuple(sampled), tuple(sampled.values())
         self.num_prompt_tokens = len(planned.prompt_ids)
         self.name = f"{form.name}-{planned.number}"
         self.error: ApiError | None = None
@@ -113,6 +117,7 @@ class GatewayCall:
             raise self.error
 
 
+@dataclass(eq=False, repr=False)
 class GatewaySession:
     """One attempt of a rollout: its key, what was sampled under it, and its calls in hand.
 
@@ -124,25 +129,22 @@ class GatewaySession:
         410. What is in `capture` was given to a client: deliver_nowait alone records.
     """
 
-    def __init__(
-        self,
-        sessions: Sessions,
-        route: EngineRoute,
-        rollout_id: str,
-        *,
-        prompt_id: str,
-        sample_index: int,
-        attempt: int,
-        route_key: str,
-        user_key: str | None = None,
-    ) -> None:
-        """Open from now on. `route`: where its calls are sampled. `user_key`: the key is a user's (`asyncrl
-        serve gateway`), who may open one session after another.
-        """
-        self.key, self.is_users = user_key or secrets.token_urlsafe(24), user_key is not None
-        self.rollout_id, self.prompt_id, self.sample_index = rollout_id, prompt_id, sample_index
-        self.attempt, self.route_key, self.route, self.limits = attempt, route_key, route, sessions.limits
-        self.capture = Capture(route.tokenizer, route.counts)
+    sessions: Sessions
+    route: EngineRoute
+    """Where its calls are sampled."""
+    rollout_id: str
+    _: KW_ONLY
+    prompt_id: str
+    sample_index: int
+    attempt: int
+    route_key: str
+    user_key: str | None = None
+    """The key is a user's (`asyncrl serve gateway`), who may open one session after another."""
+
+    def __post_init__(self) -> None:
+        self.key, self.is_users = self.user_key or secrets.token_urlsafe(24), self.user_key is not None
+        self.limits = self.sessions.limits
+        self.capture = Capture(self.route.tokenizer, self.route.counts)
         self.opening: Messages | None = None
         """Messages of the first call, kept of a user's session alone."""
         self.last_span: VersionSpan | None = None
@@ -159,10 +161,9 @@ class GatewaySession:
         """By what was asked. None: a call that was refused for now, and will be asked again."""
         self.times_asked: dict[bytes, int] = {}
         """How many calls had the same prompt, by its hash."""
-        self._sessions = sessions
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
-        sessions.add(self)
+        self.sessions.add(self)
 
     def end_nowait(self, reason: str) -> None:
         """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
@@ -173,7 +174,7 @@ class GatewaySession:
         self.ended = reason
         self.calls.clear()
         self.times_asked.clear()
-        self._sessions.expire(self)
+        self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
 
@@ -215,48 +216,35 @@ class GatewaySession:
             self.capture.record(planned, completion, choice.message, name, choice=choice.index)
         num_tokens, most = self.capture.num_branch_tokens, self.limits.max_rollout_tokens
         if most is not None and num_tokens > most and not self.is_users:
-            self.fail_nowait(
-                RolloutFailure(
-                    f"{self.rollout_id}: its branches have {num_tokens} tokens after {self.num_calls} calls",
-                    rule=f"gateway.max_rollout_tokens={most}; context that branches share counts in each",
-                    way_out="have the harness keep its history as it is, so that calls go on from each "
-                    "other, or make fewer calls; or raise gateway.max_rollout_tokens.",
-                )
-            )
+            what = f"{self.rollout_id}: its branches have {num_tokens} tokens after {self.num_calls} calls"
+            rule = f"gateway.max_rollout_tokens={most}; context that branches share counts in each"
+            way_out = "have the harness keep its history, so that calls go on from each other, or raise it."
+            self.fail_nowait(RolloutFailure(what, rule=rule, way_out=way_out))
 
     def check_limits(self, num_choices: int) -> None:
         """Raise ApiError if it may not sample one call more, with so many choices: 429, or 400 if it never
         may.
         """
-        limits, most = self.limits, self.limits.max_concurrent_calls
+        most, share, more = self.limits.max_concurrent_calls, 1, ""
         if num_choices > most:
-            raise invalid(
-                f"n={num_choices} is refused: gateway.max_concurrent_calls={most} is the most.", "n"
-            )
-        used = (
-            (self.num_calls, "calls", "max_calls", limits.max_calls),
-            (
-                self.capture.num_branch_tokens,
-                "tokens in its branches",
-                "max_rollout_tokens",
-                limits.max_rollout_tokens,
-            ),
-        )
-        for number, what, name, limit in used:
-            if limit is not None and number >= (USER_SHARE * limit if self.is_users else limit):
-                why = f"This rollout has {number} {what}; gateway.{name}={limit} is the limit"
-                if self.is_users:
-                    why += (
-                        f", {USER_SHARE} times for a user. Post an outcome to /v1/outcome with the outcome "
-                    )
-                    why += "key: it ends this rollout, and this key goes on with the next one"
-                raise rate_limited(f"{why}.", retry_after_s=None)
+            raise invalid(f"n={num_choices} is refused: gateway.max_concurrent_calls={most}.", "n")
+        if self.is_users:
+            share, more = USER_SHARE, f", {USER_SHARE} times for a user. Post an outcome to /v1/outcome with "
+            more += "the outcome key: it begins the next rollout"
+        for number, what, name in (
+            (self.num_calls, "calls", "max_calls"),
+            (self.capture.num_branch_tokens, "tokens in its branches", "max_rollout_tokens"),
+        ):
+            limit = getattr(self.limits, name)
+            if limit is not None and number >= share * limit:
+                why = f"This rollout has {number} {what}; gateway.{name}={limit} is the limit{more}."
+                raise rate_limited(why, NO_RETRY)
         if self.num_sampling + num_choices > most:
-            raise rate_limited(
-                f"{self.num_sampling} answers of this rollout are being sampled and {num_choices} more are "
-                f"asked for; gateway.max_concurrent_calls={most} is the most at once.",
-                retry_after_s=1,
+            why = (
+                f"{self.num_sampling} answers of this rollout are being sampled, {num_choices} more are asked"
             )
+            why += f" for; gateway.max_concurrent_calls={most} is the most at once."
+            raise rate_limited(why, {"Retry-After": "1"})
 
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
@@ -299,36 +287,44 @@ class GatewaySession:
             raise
 
 
+class Expired(OrderedDict[str, str]):
+    """Why what is gone has ended, by its key: the newest `most`."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def add(self, key: str, reason: str) -> None:
+        self[key] = reason
+        if len(self) > self._most:
+            self.popitem(last=False)
+
+    def error(self, key: str) -> ApiError:
+        """401 for a key that was never there, 410 with the reason."""
+        return session_ended(self[key]) if key in self else unknown_key()
+
+
 class Sessions:
     """All open sessions by key, and why the expired ones ended.
 
-    Invariant: a session that has ended is in no table; there are never more than MAX_EXPIRED reasons.
+    Invariant: a session that has ended is in no table.
     """
 
     def __init__(self, limits: GatewayConfig) -> None:
         self.limits = limits
         self._open: dict[str, GatewaySession] = {}
-        self._expired: OrderedDict[str, str] = OrderedDict()
-        self._closed: str | None = None
-
-    @property
-    def num_open(self) -> int:
-        return len(self._open)
+        self._expired, self._closed = Expired(MAX_EXPIRED), ""
 
     def add(self, session: GatewaySession) -> None:
         self._open[session.key] = session
-        if self._closed is not None:
+        if self._closed:
             session.end_nowait(self._closed)
 
     def find(self, key: str) -> GatewaySession:
-        """The open session of this key. Raises ApiError: 401 for an unknown key, 410 with the reason for an
-        expired session.
-        """
-        session = self._open.get(key)
-        if session is not None:
-            return session
-        reason = self._expired.get(key)
-        raise unknown_key() if reason is None else session_ended(reason)
+        """The open session of this key. Raises ApiError: 401 or 410."""
+        if (session := self._open.get(key)) is None:
+            raise self._expired.error(key)
+        return session
 
     def end_all_nowait(self, reason: str) -> None:
         """End every session, those too that are opened later."""
@@ -338,6 +334,4 @@ class Sessions:
 
     def expire(self, session: GatewaySession) -> None:
         del self._open[session.key]
-        self._expired[session.key] = session.ended or ""
-        if len(self._expired) > MAX_EXPIRED:
-            self._expired.popitem(last=False)
+        self._expired.add(session.key, session.ended or "")

@@ -19,6 +19,10 @@ THINKING_END = "</think>"
 """What a model writes after its reasoning. A call inside the reasoning does not count."""
 
 
+MAX_TOOLS = 128
+"""Tools that a call may give, and calls that a message may hold."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """`arguments`: a JSON object, as text."""
@@ -84,18 +88,13 @@ def _hold_marker(text: str, marker: str, start: int) -> int:
 _TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
-
-
-class MalformedCall(ValueError):  # noqa: N818  what a model writes, and no failure of ours
-    """What the model wrote is no tool call. It stays text."""
+_MALFORMED = (ValueError, TypeError, RecursionError)
+"""Raised for text that is no tool call: it stays text."""
 
 
 def _read_value(text: str, at: int) -> tuple[Any, int]:
     """The JSON value at `at`, and where the next thing after it is."""
-    try:
-        value, end = _DECODER.raw_decode(text, _skip(_SPACE, text, at))
-    except (ValueError, RecursionError) as error:
-        raise MalformedCall(str(error)) from None
+    value, end = _DECODER.raw_decode(text, _skip(_SPACE, text, at))
     return value, _skip(_SPACE, text, end)
 
 
@@ -106,21 +105,16 @@ def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 def _call_of(value: Any, keys: Sequence[str]) -> ToolCall:
     """The call `{"name": ..., KEY: {...}}`, one of `keys` holding its arguments."""
-    given = [value[key] for key in keys if key in value] if isinstance(value, dict) else []
-    if len(given) != 1:
-        raise MalformedCall(f"a call needs one of {', '.join(keys)}")
-    return _make_call(value.get("name"), given[0])
+    (arguments,) = [value[key] for key in keys if key in value]
+    return _make_call(value.get("name"), arguments)
 
 
 def _make_call(name: Any, arguments: Any) -> ToolCall:
     """A call that a harness can read and may send back."""
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
-        raise MalformedCall("a call needs the name of a tool, and an object of arguments")
-    try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        from_json(text)  # as it is read when it is sent back: no lone surrogates, and not too deep
-    except (ValueError, TypeError, RecursionError) as error:
-        raise MalformedCall(f"the arguments are no JSON: {error}") from None
+        raise ValueError("a call needs the name of a tool, and an object of arguments")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    from_json(text)  # as it is read when it is sent back: no lone surrogates, and not too deep
     return ToolCall(name, text)
 
 
@@ -151,15 +145,14 @@ class HermesFormat(ToolFormat):
             while at >= 0:
                 content.append(text[end:at].rstrip())
                 value, end = _read_value(text, at + len(OPEN))
-                calls += [
-                    _call_of(each, ("arguments",)) for each in (value if isinstance(value, list) else [value])
-                ]
+                values = value if isinstance(value, list) else [value]
+                calls += [_call_of(each, ("arguments",)) for each in values]
                 if text.startswith(CLOSE, end):
                     end += len(CLOSE)
                 elif end < len(text):
-                    raise MalformedCall(f"{CLOSE} is missing")
+                    return ParsedAnswer(text)
                 at = text.find(OPEN, end)
-        except MalformedCall:
+        except _MALFORMED:
             return ParsedAnswer(text)
         if not calls:
             return ParsedAnswer(text)
@@ -199,7 +192,7 @@ class LlamaFormat(ToolFormat):
                 value, at = _read_value(after, at)
                 calls.append(_call_of(value, ("parameters", "arguments")))
                 at = _skip(_BETWEEN, after, at)
-        except MalformedCall:
+        except _MALFORMED:
             return ParsedAnswer(text)
         return ParsedAnswer(before.rstrip() or None, tuple(calls))
 
@@ -234,33 +227,29 @@ class UserFormat(ToolFormat):
         """Raises RolloutFailure if the function returns or raises something else."""
         try:
             found = self._function(text) or ()
-            if not isinstance(found, list | tuple) or any(
-                not isinstance(entry, list | tuple) or len(entry) != 2 for entry in found
-            ):
-                raise self._misused(f"returned {found!r:.200}")
-            calls = tuple(
-                _make_call(name, from_json(arguments) if isinstance(arguments, str) else arguments)
-                for name, arguments in found
-            )
         except (ValueError, RecursionError):
             return ParsedAnswer(text)
-        except RolloutFailure:
-            raise
         except Exception as error:  # the user's code: its mistake is data, like a reward function's
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(frame.filename).name} line {frame.lineno}"
             raise self._misused(f"raised {type(error).__name__}: {error} ({place})") from error
-        return ParsedAnswer(None, calls) if calls else ParsedAnswer(text)
+        if not isinstance(found, list | tuple) or not all(
+            isinstance(entry, list | tuple) and len(entry) == 2 for entry in found
+        ):
+            raise self._misused(f"returned {found!r:.200}")
+        try:
+            calls = [(name, from_json(given) if isinstance(given, str) else given) for name, given in found]
+            tool_calls = tuple(_make_call(*call) for call in calls)
+        except _MALFORMED:
+            return ParsedAnswer(text)
+        return ParsedAnswer(None, tool_calls) if tool_calls else ParsedAnswer(text)
 
     def hold_from(self, text: str, start: int = 0) -> int:
         return 0
 
     def _misused(self, what: str) -> RolloutFailure:
-        return RolloutFailure(
-            f"gateway.tool_format={self.name} {what}",
-            rule=f"it is called as {USAGE}; a ValueError says that a call is malformed",
-            way_out="return a list of pairs, each a name and a dict of arguments, or None.",
-        )
+        rule = f"it is called as {USAGE}; a ValueError says that a call is malformed"
+        return RolloutFailure(f"gateway.tool_format={self.name} {what}", rule=rule)
 
 
 _OTHER_FORMATS = ("<function=", "<arg_key>", "<TOOLCALL>", "functools[", "<tool_calls>")
@@ -282,10 +271,8 @@ def find_tool_format(name: str, template: str) -> ToolFormat:
         return ToolFormat()
     if ":" in name:
         return UserFormat(name)
-    raise ConfigError(
-        f"gateway.tool_format={name} is not known",
-        way_out="set it to auto, hermes, llama, none, or module:function of a parser of your own.",
-    )
+    way_out = "set it to auto, hermes, llama, none, or module:function of a parser of your own."
+    raise ConfigError(f"gateway.tool_format={name} is not known", way_out=way_out)
 
 
 def _name_from(template: str) -> str:

@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from asyncrl.agents.endpoint.openai_form import NO_RETRY, ApiError, session_ended, unknown_key
+from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError
+from asyncrl.agents.endpoint.sessions import MAX_EXPIRED, Expired
 from asyncrl.config import Outcomes
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Work
@@ -14,16 +15,13 @@ from asyncrl.messages.records import Outcome, Work
 WorkerId = tuple[str, str]
 """The worker's name, and a random text of its process: two processes of one name are two workers."""
 
-MAX_REMEMBERED = 10_000
-"""Ended items whose end can still be explained to a worker or harness that comes too late."""
 MAX_BYTES = 2**22
 """Most bytes of the items of one answer, the last item not counted."""
 
 
 def outcome_refused(outcomes: Outcomes) -> ApiError:
     """403: a session's key sets no reward."""
-    why = f"This key samples and sets no reward. generator.outcomes={outcomes}: rewards are what the harness "
-    why += "returns or prints (returned), the task's own (none), or posted with the outcome key (posted)."
+    why = f"This key samples and sets no reward: generator.outcomes={outcomes} says where rewards come from."
     return ApiError(403, why, code="outcome_refused", headers=NO_RETRY)
 
 
@@ -73,7 +71,7 @@ class WorkItems:
         self._items: dict[str, QueuedItem] = {}
         self._by_key: dict[str, QueuedItem] = {}
         self._queue: OrderedDict[str, QueuedItem] = OrderedDict()
-        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._ended = Expired(3 * MAX_EXPIRED)  # by the item, and by its two keys
         self.workers: dict[WorkerId, WorkerRecord] = {}
 
     @property
@@ -149,7 +147,7 @@ class WorkItems:
         """
         item = self._by_key.get(key)
         if item is None:
-            raise session_ended(self._ended[key]) if key in self._ended else unknown_key()
+            raise self._ended.error(key)
         if key != item.outcome_key:
             raise outcome_refused(self.outcomes)
         return item
@@ -172,11 +170,10 @@ class WorkItems:
             del self._queue[item.item_id]
         elif item.worker in self.workers:
             del self.workers[item.worker].held[item.item_id]
+        self._ended.add(item.item_id, why)
         for key in item.keys:
             del self._by_key[key]
-        self._ended |= dict.fromkeys((item.item_id, *item.keys), why)
-        while len(self._ended) > 3 * MAX_REMEMBERED:
-            self._ended.popitem(last=False)
+            self._ended.add(key, why)
         if result is not None:
             item.ended(result)
 
@@ -189,11 +186,8 @@ class WorkItems:
         if self.outcomes == "returned":
             return returned
         if returned.reward is not None or returned.turn_rewards or returned.branch_rewards:
-            return RolloutFailure(
-                f"{item.work.rollout_id}: the harness returned a reward",
-                rule="generator.outcomes=posted takes rewards that are posted, and no others",
-                way_out="set generator.outcomes=returned, or return nothing.",
-            )
+            rule = "generator.outcomes=posted takes rewards that are posted, and no others"
+            return RolloutFailure(f"{item.work.rollout_id}: the harness returned a reward", rule=rule)
         return Outcome(posted.reward, metrics, posted.turn_rewards, posted.branch_rewards)
 
     def _why(self, item_id: str) -> str:

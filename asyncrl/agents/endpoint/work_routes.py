@@ -12,36 +12,26 @@ import itertools
 import json
 import secrets
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from aiohttp import web
 from pydantic import ValidationError
 
-from asyncrl.agents.endpoint.endpoint_routes import read_body, shown_key
-from asyncrl.agents.endpoint.openai_form import invalid
+from asyncrl.agents.endpoint.answers import invalid
+from asyncrl.agents.endpoint.gateway import read_body, shown_key
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, outcome_refused
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.config import Outcomes
 from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.http import Refused
+from asyncrl.messages import work as wire
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome, Work
-from asyncrl.messages.work import (
-    MAX_MESSAGE_BYTES,
-    MAX_OUTCOME_BYTES,
-    MAX_WAIT_S,
-    Accepted,
-    AliveAnswer,
-    AliveRequest,
-    ResultRequest,
-    TakeRequest,
-    WorkerMessage,
-    WorkItem,
-)
 from asyncrl.waits import ROUNDING_S, Alarm, LoopClock, waiting
 
 Read = TypeVar("Read")
-FromWorker = TypeVar("FromWorker", bound=WorkerMessage)
+FromWorker = TypeVar("FromWorker", bound=wire.WorkerMessage)
 Handler = Callable[[web.Request], Awaitable[Message | bytes]]
 
 _TAKEN_BACK = (
@@ -49,36 +39,30 @@ _TAKEN_BACK = (
 )
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RolloutQueue:
     """The WorkQueue that harness workers empty, on the gateway's own port.
 
     Life: made inside the loop -> routes() mounted -> aclose().
     Waits: run sleeps until its work has ended: until a result, or until its worker has been silent for
-        lease_timeout_s in which our own loop ran. A poll of /work/take sleeps until there is work, MAX_WAIT_S
-        at most.
+        lease_timeout_s in which our own loop ran. A poll of /work/take sleeps until there is work,
+        MAX_WAIT_S at most.
     Invariant: each run() ends once, by its worker's one accepted result or by a RolloutFailure; see
         WorkItems.
     """
 
-    def __init__(
-        self,
-        *,
-        worker_key: str,
-        model: str,
-        lease_timeout_s: float,
-        task_seed: Callable[[Work], int],
-        outcomes: Outcomes = "returned",
-        give_answer: bool = False,
-    ) -> None:
-        """`model`: its name for calls. `task_seed`: the seed that a harness is given for its own draws.
-        `outcomes`, `give_answer`: see GeneratorConfig.
-        """
-        self._worker_key, self._model = worker_key, model
-        self._task_seed, self._give_answer = task_seed, give_answer
-        self.lease_timeout_s = lease_timeout_s
-        self._items = WorkItems(outcomes)
-        self._takers: dict[str, Callable[[Outcome], None]] = {}
-        self._sampling_keys: set[str] = set()
+    worker_key: str
+    model: str
+    """Its name for calls."""
+    lease_timeout_s: float
+    task_seed: Callable[[Work], int]
+    """The seed that a harness is given for its own draws."""
+    outcomes: Outcomes = "returned"
+    give_answer: bool = False
+
+    def __post_init__(self) -> None:
+        self._items = WorkItems(self.outcomes)
+        self._takers: dict[str, Callable[[Outcome], None] | None] = {}
         self._run_id, self._numbers = secrets.token_hex(4), itertools.count()
         self._changed = asyncio.Event()
         self._silence: Alarm | None = None
@@ -101,13 +85,13 @@ class RolloutQueue:
         }
 
     def _what_runs(self) -> str:
-        queued, held, workers = self._items.num_queued, self._items.num_held, len(self._items.workers)
-        return f"harnesses ({queued} wait for a worker, {held} run on {workers} workers)"
+        items = self._items
+        return f"harnesses ({items.num_queued} wait, {items.num_held} run on {len(items.workers)} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Let a worker run it. `started` is called again if the item never reached the first worker."""
         item_id = f"{self._run_id}-{next(self._numbers)}"
-        outcome_key = secrets.token_urlsafe(24) if self._items.outcomes == "posted" else None
+        outcome_key = secrets.token_urlsafe(24) if self.outcomes == "posted" else None
         body = self._body(item_id, work, outcome_key)
         done: asyncio.Future[Outcome | RolloutFailure] = asyncio.get_running_loop().create_future()
 
@@ -128,15 +112,15 @@ class RolloutQueue:
 
     def worker_gone_nowait(self, name: str, why: str) -> None:
         """The process of the worker of this name has ended: what it held fails now."""
-        for worker_id in [worker_id for worker_id in self._items.workers if worker_id[0] == name]:
-            self._drop(worker_id, f"is gone: {why}", way_out="read that worker's log.")
+        for worker_id in list(self._items.workers):
+            if worker_id[0] == name:
+                self._drop(worker_id, f"is gone: {why}", way_out="read that worker's log.")
 
     def on_outcome(self, key: str, take: Callable[[Outcome], None], *, sampling_key: str) -> None:
         """Outcomes that are posted with this key belong to no work item: `take` has them. It may raise
         RolloutFailure, answered with 400. `sampling_key`: that of the calls, which posts nothing.
         """
-        self._takers[key] = take
-        self._sampling_keys.add(sampling_key)
+        self._takers |= {key: take, sampling_key: None}
 
     async def aclose(self) -> None:
         """Answer the polls that wait, with nothing, and give out nothing any more; results are taken.
@@ -163,7 +147,7 @@ class RolloutQueue:
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
                 shown = shown_key(request).encode(errors="surrogateescape")
-                if not hmac.compare_digest(shown, self._worker_key.encode()):
+                if not hmac.compare_digest(shown, self.worker_key.encode()):
                     way_out = "start the worker with the key that the run prints."
                     raise Refused(401, "wrong or missing worker key", way_out=way_out)
                 answered, status = await handler(request), 200
@@ -175,24 +159,24 @@ class RolloutQueue:
         return answer
 
     async def _take(self, request: web.Request) -> bytes:
-        message, worker_id = await self._heard(request, TakeRequest)
+        message, worker_id = await self._heard(request, wire.TakeRequest)
         if self._is_closed:  # an empty answer would have it ask again at once
             raise Refused(503, "the run ends", way_out="wait until it is started again.")
         self._items.workers[worker_id].slots = message.slots
         is_new = self._items.ask(worker_id, message.number, message.holding)
         items = await self._wait_items(request, message, worker_id) if is_new else []
         self._num_given += len(items)
-        head = f'"model":{json.dumps(self._model)},"lease_timeout_s":{self.lease_timeout_s}'.encode()
+        head = f'"model":{json.dumps(self.model)},"lease_timeout_s":{self.lease_timeout_s}'.encode()
         return b'{"items":[' + b",".join(item.body for item in items) + b"]," + head + b"}"
 
     async def _wait_items(
-        self, request: web.Request, message: TakeRequest, worker_id: WorkerId
+        self, request: web.Request, message: wire.TakeRequest, worker_id: WorkerId
     ) -> list[QueuedItem]:
         """Work as soon as there is any; nothing after the time limit, or if this worker has asked again or
         has left.
         """
         worker = self._items.workers[worker_id]
-        wait_s = min(message.wait_s, MAX_WAIT_S, self.lease_timeout_s / 2)
+        wait_s = min(message.wait_s, wire.MAX_WAIT_S, self.lease_timeout_s / 2)
         until_s = asyncio.get_running_loop().time() + wait_s
         self._wake()  # what was lost on its way is queued again; an older poll of this worker ends
         while True:
@@ -209,44 +193,44 @@ class RolloutQueue:
                 return []
 
     async def _alive(self, request: web.Request) -> Message:
-        message, worker_id = await self._heard(request, AliveRequest)
+        message, worker_id = await self._heard(request, wire.AliveRequest)
         lost = self._items.lost(worker_id, message.holding)
         if message.is_leaving:
             self._drop(worker_id, "was ended", way_out="none needed, if that was wanted.")
-        return AliveAnswer(cancel=lost)
+        return wire.AliveAnswer(cancel=lost)
 
     async def _result(self, request: web.Request) -> Message:
-        message, worker_id = await self._heard(request, ResultRequest)
+        message, worker_id = await self._heard(request, wire.ResultRequest)
         result: Outcome | RolloutFailure = message.outcome or Outcome()
         if (failure := message.failure) is not None:
             result = RolloutFailure(failure.error, rule=failure.rule, way_out=failure.way_out)
         why = self._items.result(worker_id, message.item_id, result)
         if why is not None:
             raise Refused(410, f"work item {message.item_id} is not this worker's: {why}")
-        return Accepted()
+        return wire.Accepted()
 
     async def _outcome(self, request: web.Request) -> web.StreamResponse:
         """Raises ApiError, for a harness asks. The key comes first: no body is read without one."""
         key = shown_key(request)
-        if key in self._sampling_keys:
-            raise outcome_refused("posted")
         take = self._takers.get(key)
+        if take is None and key in self._takers:
+            raise outcome_refused("posted")
         if take is None:
             self._items.find_postable(key)
         try:
-            outcome = await _read(request, OUTCOME.validate_json, MAX_OUTCOME_BYTES)
+            outcome = await _read(request, OUTCOME.validate_json, wire.MAX_OUTCOME_BYTES)
             if take is not None:
                 take(outcome)
             else:
                 self._items.find_postable(key).posted = outcome  # it may have ended meanwhile
         except (Refused, RolloutFailure) as why:
             raise invalid(f"The outcome is refused: {why}") from None
-        return web.Response(text=Accepted().model_dump_json(), content_type="application/json")
+        return web.Response(text=wire.Accepted().model_dump_json(), content_type="application/json")
 
     # ---- inside
 
     async def _heard(self, request: web.Request, shape: type[FromWorker]) -> tuple[FromWorker, WorkerId]:
-        message = await _read(request, shape.model_validate_json, MAX_MESSAGE_BYTES)
+        message = await _read(request, shape.model_validate_json, wire.MAX_MESSAGE_BYTES)
         worker_id = (message.worker, message.instance)
         self._last_seen_s = self._clock.time()
         self._items.seen(worker_id, self._last_seen_s)
@@ -260,13 +244,10 @@ class RolloutQueue:
         for worker_id, worker in list(workers.items()):
             silent_s = now_s - worker.last_seen_s
             if silent_s > self.lease_timeout_s - ROUNDING_S:
-                self._drop(
-                    worker_id,
-                    f"gave no sign of life for {silent_s:.1f} s",
-                    rule=f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit",
-                    way_out="read that worker's log; move what blocks its event loop into `await "
-                    "asyncio.to_thread(...)`, or raise gateway.lease_timeout_s.",
-                )
+                rule = f"gateway.lease_timeout_s={self.lease_timeout_s} is the limit"
+                way_out = "read its log; move what blocks its event loop into asyncio.to_thread, or raise it."
+                what = f"gave no sign of life for {silent_s:.1f} s"
+                self._drop(worker_id, what, rule=rule, way_out=way_out)
         self._silence = None
         if workers:
             next_s = min(worker.last_seen_s for worker in workers.values()) + self.lease_timeout_s
@@ -281,28 +262,25 @@ class RolloutQueue:
     def _body(self, item_id: str, work: Work, outcome_key: str | None) -> bytes:
         prompt = work.prompt
         try:
-            item = WorkItem(
+            item = wire.WorkItem(
                 item_id=item_id,
                 rollout_id=work.rollout_id,
                 prompt_id=prompt.prompt_id,
                 messages=[dict(each) for each in prompt.messages],
                 info=dict(prompt.info),
-                answer=prompt.answer if self._give_answer else None,
-                has_answer=self._give_answer,
+                answer=prompt.answer if self.give_answer else None,
+                has_answer=self.give_answer,
                 sample_index=work.sample_index,
                 attempt=work.attempt,
-                seed=self._task_seed(work),
+                seed=self.task_seed(work),
                 key=work.key,
                 outcome_key=outcome_key,
                 timeout_s=work.timeout_s,
             )
             return item.model_dump_json().encode()
         except (ValueError, TypeError, RecursionError) as error:  # pydantic's own are ValueErrors
-            raise PromptUnusable(
-                f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}",
-                rule="`answer` and `info` of a prompt travel as JSON",
-                way_out="have the task give numbers, texts, lists and dicts.",
-            ) from error
+            what = f"{work.rollout_id}: prompt {prompt.prompt_id} cannot be sent to a worker: {error!s:.300}"
+            raise PromptUnusable(what, rule="its `answer` and `info` travel as JSON") from error
 
     def _wake(self) -> None:
         self._changed.set()
