@@ -45,7 +45,6 @@ from report import RESULTS, options, reported
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, SupervisionConfig
-from asyncrl.engines.own_server import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.placement.devices import find_cuda_devices, place
@@ -198,6 +197,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
     is_shared = placement.mode == "colocated"
     launcher = startup.Launcher(config, placement, model, folder)
     trainers, engines = launcher.trainers(staging), launcher.engines()
+    targets = [launcher.client(server, print) for server in engines]
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:
@@ -216,7 +216,6 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
                 before_start=lambda: None,
                 recover=_never,
             )
-            targets = [EngineServer(server.caller) for server in engines]
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
             publisher: Publisher
             turns: Turns

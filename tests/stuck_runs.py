@@ -18,9 +18,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Answer
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
+from asyncrl.run.report import reported
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
-from asyncrl.run.watch import reported
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.testing.fake_engine import FakeEngineServer

@@ -24,8 +24,7 @@ from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, 
 from asyncrl.messages.trainer_calls import TrainResponse
 from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluator import EvalResult
-from asyncrl.run.report import Reporter
-from asyncrl.run.watch import gauges
+from asyncrl.run.report import Reporter, gauges
 from asyncrl.trainer.record import append_line
 
 DOCS = Path(__file__).parents[1] / "docs"

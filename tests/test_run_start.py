@@ -135,9 +135,9 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
 def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
     """A vLLM that answers after 30 s, and dies after so long."""
 
-    async def ready(timeout_s: float) -> Any:
+    async def ready() -> Any:
         await asyncio.sleep(30.0)
-        return await client.health(timeout_s)
+        return await client.health(timeout_s=3.0)
 
     async def watch() -> None:
         await asyncio.sleep(dies_s)
@@ -145,8 +145,8 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
 
     child: Any = ForeignProcess("engine-0", "http://127.0.0.1:1")
     child.watch, child.death = watch, lambda: RoomError("engine-0", "killed by SIGKILL")
-    client: Any = SimpleNamespace(health=AsyncMock(side_effect=error, return_value=HEALTH), ready=ready)
-    return Server(child, Caller("engine-0", "", ""), EngineHealth, vllm=client)
+    client: Any = SimpleNamespace(health=AsyncMock(side_effect=error, return_value=HEALTH))
+    return Server(child, Caller("engine-0", "", ""), EngineHealth, engine=client, ready=ready)
 
 
 @virtual

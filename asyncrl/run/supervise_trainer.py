@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncrl.checkpoints.controller_state import ControllerState
 from asyncrl.checkpoints.folder import Checkpoints, Pending, set_aside
 from asyncrl.errors import CheckpointError, RoomError, TrainerError, TrainerLost
 from asyncrl.journal.journal import Journal
@@ -60,8 +61,8 @@ class SupervisedTrainer(Supervisor):
         gone.
         """
         super().__init__(ranks, supervision)
-        self.client, self._before_start, self._recover = client, before_start, recover
-        self._wait_room = wait_room
+        self.client, self._recover, self._wait_room = client, recover, wait_room
+        self._clear_rendezvous = before_start
         self._over: RoomError | None = None
         """Why there will be no trainer any more."""
         self._changed = asyncio.Event()
@@ -203,9 +204,8 @@ class SupervisedTrainer(Supervisor):
             await self._wait_room()
         yield
 
-    async def _start_all(self) -> None:
-        self._before_start()
-        await super()._start_all()
+    def _before_start(self) -> None:
+        self._clear_rendezvous()
 
     async def _bring_back(self) -> None:
         """To the newest version that was answered, and off the device where the lost processes were off
@@ -283,8 +283,7 @@ class Checkpointer:
                 f"the checkpoint at version {version} is left out: the one before is being written"
             )
         elif (begun := await self._begin()) is not None:
-            writing = self._finish(*begun, self._parts.controller_state())
-            self._writing = self._job.spawn(writing, name=f"checkpoint {begun[1]}")
+            self._writing = self._job.spawn(self._finish(*begun), name=f"checkpoint {version}")
 
     async def make_last(self, version: int) -> None:
         """A checkpoint right now, after the one that is being written; returns when it is whole. For the end
@@ -296,27 +295,29 @@ class Checkpointer:
             with waiting("the checkpoint before", on="checkpoint"):
                 await asyncio.wait({self._writing})
         if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
-            await self._finish(*begun, self._parts.controller_state())
+            await self._finish(*begun)
 
-    async def _begin(self) -> tuple[Pending, int] | None:
-        """(what the trainer is writing into, the version that it is of); None, after a warning, if it
-        cannot.
+    async def _begin(self) -> tuple[Pending, int, ControllerState] | None:
+        """(what the trainer is writing into, the version that it is of, the rest of that moment); None, after
+        a warning, if it cannot.
         """
         pending = None
         try:
             pending = await asyncio.to_thread(self._checkpoints.begin)
-            return pending, await self._trainer.begin_save_state(pending.trainer_dir)
+            version = await self._trainer.begin_save_state(pending.trainer_dir)
+            return pending, version, self._parts.controller_state()
         except (CheckpointError, TrainerLost) as error:
             await self._failed(pending, error)
             return None
 
-    async def _finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> None:
+    async def _finish(self, pending: Pending, version: int, controller: ControllerState) -> None:
         try:
             await self._trainer.wait_save_state()
             # Only now: had the trainer died meanwhile, it would have to go back first.
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
+                    state = controller.model_dump()
+                    folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, state)
                 self.num_made += 1
                 self._parts.journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._job.config.journal.keep == "checkpoint":

@@ -1,28 +1,34 @@
-"""Builds what runs rollouts: a harness (gateway, work queue, worker processes) or a single turn; and the
-evaluation on the eval engine.
+"""What runs rollouts: a harness (gateway, work queue, worker processes), a single turn, or a user who tries
+an agent by hand.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
 from asyncrl.agents.endpoint.requests import CallRules
+from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import RunConfig
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import RoomError
+from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.files import write_whole
 from asyncrl.http import Caller
 from asyncrl.messages.protocols import SamplingEngine
+from asyncrl.messages.records import Outcome, Prompt, Rollout
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.observe.run_numbers import several
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
+from asyncrl.rollouts.recording import RolloutRecorder, spans_of
 from asyncrl.rollouts.rollout import Generator, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.life import Life
@@ -48,17 +54,12 @@ def num_rollouts(config: RunConfig) -> int:
 
 
 def make_gateway(
-    config: RunConfig,
-    engines: SamplingEngine,
-    tokenizer: HFChatTokenizer,
-    *,
-    worker_key: str,
-    on_broken: Callable[[RoomError], None],
+    life: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, worker_key: str
 ) -> tuple[Gateway, RolloutQueue]:
     """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format
     that is not known.
     """
-    seed, rollout = config.seed, config.rollout
+    config, seed, rollout = life.config, life.config.seed, life.config.rollout
     queue = RolloutQueue(
         worker_key=worker_key,
         model=model_name(config),
@@ -75,7 +76,7 @@ def make_gateway(
         top_p=1.0,
         max_tokens=rollout.max_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
-        max_length=config.rollout.max_length,
+        max_length=rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=config.gateway.on_sampling_override,
     )
@@ -86,7 +87,7 @@ def make_gateway(
         rules,
         config.gateway,
         seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),
-        on_broken=on_broken,
+        on_broken=life.on_broken,
         extra_routes=queue.routes(),
     )
     return gateway, queue
@@ -102,27 +103,16 @@ class Harnessing:
     def __init__(
         self, job: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, supervision: Supervision
     ) -> None:
-        config, run_dir = job.config, job.run_dir
-        is_remote = config.generator.remote
+        config, run_dir, is_remote = job.config, job.run_dir, job.config.generator.remote
         # The key of our own workers stands nowhere: what a model runs under our user could take it, lease
         # rollouts, and reward them.
         self.worker_key = _kept_worker_key(run_dir) if is_remote else secrets.token_urlsafe(24)
-        self.gateway, self.queue = make_gateway(
-            config, engines, tokenizer, worker_key=self.worker_key, on_broken=job.on_broken
-        )
+        self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
         self.url = self.gateway.bind()
         where = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
         write_whole(run_dir / "gateway.json", json.dumps(where) + "\n", is_private=True)
         self.workers = () if is_remote else self._own_workers(config, run_dir)
-        self.supervisors = tuple(
-            WorkerSupervisor(
-                worker,
-                supervision,
-                lease_timeout_s=config.gateway.lease_timeout_s,
-                gone=self.queue.worker_gone_nowait,
-            )
-            for worker in self.workers
-        )
+        self.supervisors = tuple(WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers)
 
     def _own_workers(self, config: RunConfig, run_dir: Path) -> tuple[Server, ...]:
         """Each worker has a secret of its own: the run's secret opens engines and trainer, and programs that
@@ -131,26 +121,16 @@ class Harnessing:
         generator, num_slots = config.generator, num_rollouts(config)
         if config.eval is not None and config.evaluates_agent:
             num_slots += config.eval.slots
-        harness = generator.model_dump(mode="json")
-        spec = {"url": self.url, "slots": -(-num_slots // generator.workers), "harness": harness}
+        harness, slots = generator.model_dump(mode="json"), -(-num_slots // generator.workers)
         workers = []
         for name in (f"worker-{index}" for index in range(generator.workers)):
-            secret = secrets.token_urlsafe(24)
+            spec = json.dumps({"name": name, "url": self.url, "slots": slots, "harness": harness})
+            secret, keys = secrets.token_urlsafe(24), {WORKER_KEY_ENV: self.worker_key}
             child = ChildProcess(
-                name,
-                "asyncrl.agents.worker",
-                json.dumps({"name": name, **spec}),
-                run_dir=run_dir,
-                secret=secret,
-                secrets={WORKER_KEY_ENV: self.worker_key},
+                name, "asyncrl.agents.worker", spec, run_dir=run_dir, secret=secret, secrets=keys
             )
             workers.append(Server(child, Caller(name, "", secret), WorkerHealth))
         return tuple(workers)
-
-    @property
-    def start_worker(self) -> str:
-        """The command for a worker elsewhere, without its key."""
-        return f"asyncrl work {self.url} --python MODULE:FUNCTION"
 
     async def open(self, job: Life) -> None:
         """Open the gateway and start the workers; returns when they answer. `job` closes them. Raises
@@ -164,7 +144,7 @@ class Harnessing:
         await start_all(self.workers)
         collect_less()
         if not self.workers:
-            command = f"{WORKER_KEY_ENV}={self.worker_key} {self.start_worker}"
+            command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
             job.say_secret(f"gateway at {self.url}; start workers with: {command}")
 
     def missing_workers(self) -> str | None:
@@ -174,13 +154,11 @@ class Harnessing:
         work = self.queue.gauges()
         if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
             return None
-        way_out = f"start one with: {WORKER_KEY_ENV}=KEY {self.start_worker} (KEY stands in gateway.json)"
+        way_out = f"start one with: asyncrl work {self.url} --key-file RUN_DIR/gateway.json --python AGENT"
         if self.workers:
-            way_out = "the run starts its own again; logs/worker-0.log of the run directory says what they do"
-        return (
-            f"{work['harness/queued']:.0f} rollouts wait and no worker has been seen for "
-            f"{work['harness/unseen_s']:.0f} s; {way_out}"
-        )
+            way_out = "the run starts its own again, and logs/worker-0.log says what they do"
+        unseen = f"no worker has been seen for {work['harness/unseen_s']:.0f} s"
+        return f"{work['harness/queued']:.0f} rollouts wait and {unseen}; {way_out}"
 
     async def aclose(self) -> None:
         """No more work is given out, the workers end, every session ends."""
@@ -219,3 +197,72 @@ def make_generator(
         temperature=config.rollout.temperature,
         stop=tuple(config.generator.stop),
     )
+
+
+class UserKey:
+    """The keys of a user who tries an agent by hand: calls with one, an outcome with the other, then calls
+    again.
+
+    Life: open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and is
+        recorded -> a new session -> ... -> close: what has no outcome yet is recorded without a reward.
+    Invariant: a completion is in one rollout: the calls that are in hand when an outcome comes are answered
+        410 and are in none.
+    """
+
+    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
+        self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self._gateway, self._recorder, self._life = gateway, recorder, life
+        # Drawn, so that the next time does not draw the same tokens.
+        self._name = f"people/{secrets.token_hex(4)}"
+        self._session = self._open(0)
+        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
+
+    def close(self) -> None:
+        """No calls any more; what was begun is recorded. Raises RoomError if that cannot be written."""
+        self._session.end_nowait("the gateway was ended")
+        try:
+            rollout = self._session.rollout(0, Outcome(), 0.0)
+        except RolloutFailure:  # nothing was sampled
+            return
+        self._keep(self._session, None, rollout)
+
+    def _open(self, number: int) -> GatewaySession:
+        name, prompt_id = f"{self._name}/{number}", self._name
+        return self._gateway.open_nowait(
+            name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
+        )
+
+    def _take(self, outcome: Outcome) -> None:
+        """An outcome was posted. Raises RolloutFailure, and nothing has changed, if it does not fit what was
+        sampled.
+        """
+        parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
+        reward = fmean(parts) if outcome.reward is None and parts else outcome.reward
+        session = self._session
+        rollout = session.rollout(0, outcome, reward or 0.0)
+        session.end_nowait("an outcome was posted: it ended this rollout, and the key goes on with a new one")
+        self._session = self._open(session.sample_index + 1)
+        try:
+            self._keep(session, reward, rollout)
+        except RoomError as error:
+            self._life.on_broken(error)
+            raise RolloutFailure(f"this rollout cannot be recorded: {error.what}") from error
+
+    def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
+        messages = tuple(session.opening or ())
+        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+        # The same opening words are the same prompt: a group to be replayed.
+        prompt = Prompt(f"people/{digest}", messages)
+        index = self._recorder.next_sample(prompt.prompt_id)
+        numbered = tuple(replace(branch, sample_index=index) for branch in rollout)
+        self._recorder.record(prompt, reward, numbered)
+        told = "none" if reward is None else f"{reward:.4g}"
+        self._life.say(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
+
+
+def shape_text(rollout: Rollout) -> str:
+    """Turns (runs of sampled tokens), tokens, and branches where there is more than one."""
+    turns = sum(len(spans_of(branch.loss_mask)) for branch in rollout)
+    num_tokens = sum(branch.num_sampled for branch in rollout)
+    text = f"{several(turns, 'turn')}, {num_tokens} sampled tokens"
+    return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
