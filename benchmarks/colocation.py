@@ -197,7 +197,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
     is_shared = placement.mode == "colocated"
     launcher = startup.Launcher(config, placement, model, folder)
     trainers, engines = launcher.trainers(staging), launcher.engines()
-    targets = [launcher.client(server, print) for server in engines]
+    targets = [launcher.client(server) for server in engines]
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:
@@ -213,7 +213,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
                 client,
                 trainers,
                 Supervision(SupervisionConfig(max_restarts=0), 600.0, print, lambda *_: None),
-                before_start=lambda: None,
+                before_start=_at_once,
                 recover=_never,
             )
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
@@ -245,6 +245,10 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
         for server in (*trainers, *engines):
             await server.aclose()
         remove_staging_dir(staging)
+
+
+async def _at_once() -> None:
+    pass
 
 
 async def _never(version: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 from buffer_groups import make_buffer
 from pydantic import BaseModel
@@ -81,7 +82,7 @@ class House:
             TrainerClient(self.worker),
             [self.trainer_process],
             Supervision(SupervisionConfig(max_restarts=1), 3.0, print, print),
-            before_start=lambda: None,
+            before_start=AsyncMock(),
             recover=self._recover,
         )
         publisher = Publisher(

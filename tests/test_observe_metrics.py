@@ -151,7 +151,7 @@ def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> 
 class CountingReporter(Reporter):
     """One whose rooms are the numbers that they have counted."""
 
-    def _step_metrics(self, rooms: Any, batch: Any, answer: TrainResponse, step_s: float) -> dict[str, float]:
+    def _metrics(self, rooms: Any, batch: Any, answer: TrainResponse, step_s: float) -> dict[str, float]:
         found = {"step": batch.version, "time_s": step_s, "reward/mean": 0.5, **answer.metrics}
         return found | self._totals.add(rooms or {})
 

@@ -126,7 +126,7 @@ class Parts:
     async def make_processes(self, model_path: Path) -> None:
         """Trainer and engines, not started yet, and their clients, the trainer's under its supervisor."""
         config, job, sync = self._config, self._job, self._config.weight_sync
-        launcher = Launcher(config, self._placement, model_path, job.run_dir)
+        launcher = Launcher(config, self._placement, model_path, job.run_dir, job.warn)
         self.tokenizer = await asyncio.to_thread(lambda: launcher.tokenizer)
         self._ranks, self._engine_servers = launcher.trainers(self.staging_dir), launcher.engines()
         client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
@@ -135,19 +135,18 @@ class Parts:
             self._ranks,
             self.supervision,
             before_start=self._before_trainer_starts,
-            wait_room=lambda: self.turns.wait_room_for_trainer(),
             recover=partial(
                 recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
             ),
         )
         if sync.way.is_one_kept:
             self.meeting = Broadcasts(self.trainer, self.staging_dir, timeout_s=sync.timeout_s)
-        self.targets = [launcher.client(server, job.warn, self.meeting) for server in self._engine_servers]
+        self.targets = [launcher.client(server, self.meeting) for server in self._engine_servers]
         """The clients that sample for training: all but that of the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
         if config.eval is not None:
             self.eval_server = launcher.eval_engine()
-            self._eval_target = launcher.client(self.eval_server, job.warn)
+            self._eval_target = launcher.client(self.eval_server)
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
         """Returns when all answer. A run that goes on checks its model before they load it."""
@@ -284,9 +283,7 @@ class Parts:
             )
         else:
             are_ours = config.rollout.urls is None
-            self.turns = SideBySide(
-                self.publisher, num_steps=num_steps, spawn=job.spawn, are_engines_ours=are_ours
-            )
+            self.turns = SideBySide(self.publisher, num_steps=num_steps, spawn=job.spawn, are_ours=are_ours)
         self.supervisors = tuple(
             EngineSupervisor(server, target, self.engines, self.turns, self.supervision)
             for server, target in zip(self._engine_servers, self.targets, strict=True)
@@ -297,8 +294,9 @@ class Parts:
         """Called when pool or publisher got no answer from this engine."""
         next(one for one in self.supervisors if one.name == error.room).lost_nowait(error)
 
-    def _before_trainer_starts(self) -> None:
-        """Give new ranks a new rendezvous file."""
+    async def _before_trainer_starts(self) -> None:
+        """New ranks need room on the devices, and a new rendezvous file."""
+        await self.turns.wait_room_for_trainer()
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
         if self.meeting is not None:
             self.meeting.sender_gone_nowait()

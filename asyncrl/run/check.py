@@ -55,9 +55,7 @@ from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
 """Number of prompts that are tokenized, from the first on."""
-SIMULATED = (
-    "rollout.engine=simulated: tokens are drawn at random, so rewards and trained weights mean nothing"
-)
+SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
 RUN_COPY = "replay.jsonl"
 """Copy in the run directory of the recording that the run began with."""
 CONFIG = "config"

@@ -29,18 +29,16 @@ T = TypeVar("T")
 class SideBySide:
     """Each side has devices of its own: there are no turns, and the publisher goes on beside both.
 
-    `are_engines_ours`: the run started them, with the initial weights; what foreign ones have is not known.
+    `are_ours`: the run started the engines, with the initial weights; what foreign ones have is not known.
     """
 
-    def __init__(
-        self, publisher: Publisher, *, num_steps: int, spawn: Spawn, are_engines_ours: bool = True
-    ) -> None:
+    def __init__(self, publisher: Publisher, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
         self.publisher, self._num_steps, self._spawn = publisher, num_steps, spawn
-        self._are_engines_ours = are_engines_ours
+        self._are_ours = are_ours
 
     async def start(self, version: int) -> None:
         """Before the first batch: engines serve `version` when this returns."""
-        must_push = version > 0 or not self._are_engines_ours
+        must_push = version > 0 or not self._are_ours
         if must_push:
             self.publisher.start_before_nowait(version)
         self._spawn(self.publisher.run(), name="publisher")

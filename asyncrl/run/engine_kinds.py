@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -82,9 +82,7 @@ class Embedded:
         """
         return {}
 
-    def client(
-        self, server: Server, launcher: Launcher, warn: Callable[[str], None], meeting: Broadcasts | None
-    ) -> EngineClient:
+    def client(self, server: Server, launcher: Launcher, meeting: Broadcasts | None) -> EngineClient:
         """The client of a server that is not started yet. `meeting`: where it receives what the trainer
         sends.
         """
@@ -135,9 +133,7 @@ class Vllm(Embedded):
         python = find_vllm_python(self.rollout)
         return {"python": python, "env": {"PYTHONPATH": str(imports)}}
 
-    def client(
-        self, server: Server, launcher: Launcher, warn: Callable[[str], None], meeting: Broadcasts | None
-    ) -> EngineClient:
+    def client(self, server: Server, launcher: Launcher, meeting: Broadcasts | None) -> EngineClient:
         """The server is ready once its settings are what the run counts on."""
         config, placement, tokenizer = self.config, launcher.placement, launcher.tokenizer
         is_eval = server.name == EVAL_ENGINE
@@ -164,7 +160,7 @@ class Vllm(Embedded):
             canary_limit=limit,
             retries=config.weight_sync.retries,
             chunk_bytes=config.weight_sync.chunk_bytes,
-            warn=warn,
+            warn=launcher.warn,
             mark=secrets.token_hex(4),
         )
         client.meeting = meeting

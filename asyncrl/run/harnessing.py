@@ -1,13 +1,15 @@
-"""What runs rollouts: a harness (gateway, work queue, worker processes), a single turn, or a user who tries
-an agent by hand.
+"""What runs rollouts: a harness (gateway, work queue, worker processes) or a single turn; and how an agent is
+tried, by a user or on some prompts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -23,13 +25,13 @@ from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.files import write_whole
 from asyncrl.http import Caller
 from asyncrl.messages.protocols import SamplingEngine
-from asyncrl.messages.records import Outcome, Prompt, Rollout
+from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
 from asyncrl.observe.run_numbers import several
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn
 from asyncrl.rollouts.recording import RolloutRecorder, spans_of
-from asyncrl.rollouts.rollout import Generator, derive_seed
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.life import Life
 from asyncrl.run.start import Server, start_all
@@ -103,15 +105,17 @@ class Harnessing:
     def __init__(
         self, job: Life, engines: SamplingEngine, tokenizer: HFChatTokenizer, supervision: Supervision
     ) -> None:
-        config, run_dir, is_remote = job.config, job.run_dir, job.config.generator.remote
-        # The key of our own workers stands nowhere: what a model runs under our user could take it, lease
-        # rollouts, and reward them.
-        self.worker_key = _kept_worker_key(run_dir) if is_remote else secrets.token_urlsafe(24)
+        path, is_remote = job.run_dir / "gateway.json", job.config.generator.remote
+        written = json.loads(path.read_text(encoding="utf-8")) if path.exists() and is_remote else {}
+        given = os.environ.get(WORKER_KEY_ENV) if is_remote else None
+        # Workers elsewhere connect again to a resumed run by the key that they have. That of our own stands
+        # nowhere: what a model runs under our user could take it, lease rollouts, and reward them.
+        self.worker_key = given or written.get("worker_key") or secrets.token_urlsafe(24)
         self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
         self.url = self.gateway.bind()
         where = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
-        write_whole(run_dir / "gateway.json", json.dumps(where) + "\n", is_private=True)
-        self.workers = () if is_remote else self._own_workers(config, run_dir)
+        write_whole(path, json.dumps(where) + "\n", is_private=True)
+        self.workers = () if is_remote else self._own_workers(job.config, job.run_dir)
         self.supervisors = tuple(WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers)
 
     def _own_workers(self, config: RunConfig, run_dir: Path) -> tuple[Server, ...]:
@@ -126,9 +130,7 @@ class Harnessing:
         for name in (f"worker-{index}" for index in range(generator.workers)):
             spec = json.dumps({"name": name, "url": self.url, "slots": slots, "harness": harness})
             secret, keys = secrets.token_urlsafe(24), {WORKER_KEY_ENV: self.worker_key}
-            child = ChildProcess(
-                name, "asyncrl.agents.worker", spec, run_dir=run_dir, secret=secret, secrets=keys
-            )
+            child = ChildProcess(name, "asyncrl.agents.worker", spec, run_dir, secret, secrets=keys)
             workers.append(Server(child, Caller(name, "", secret), WorkerHealth))
         return tuple(workers)
 
@@ -166,15 +168,6 @@ class Harnessing:
         for worker in self.workers:
             await worker.aclose()
         await self.gateway.aclose()
-
-
-def _kept_worker_key(run_dir: Path) -> str:
-    """The worker key from the environment, else the run's own. A resumed run keeps it, so that workers on
-    other machines can connect again.
-    """
-    path = run_dir / "gateway.json"
-    written = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return os.environ.get(WORKER_KEY_ENV) or written.get("worker_key") or secrets.token_urlsafe(24)
 
 
 def make_generator(
@@ -266,3 +259,49 @@ def shape_text(rollout: Rollout) -> str:
     num_tokens = sum(branch.num_sampled for branch in rollout)
     text = f"{several(turns, 'turn')}, {num_tokens} sampled tokens"
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
+
+
+async def try_rollouts(
+    life: Life, generator: Generator, prompts: Sequence[Prompt], recorder: RolloutRecorder
+) -> bool:
+    """`rollout.group_size` rollouts of each prompt, each told in a line as it ends, then all of them. Returns
+    whether any was not a failure.
+
+    They are recorded in the order of prompts and samples, each as soon as all before it are done. In the
+    order in which they end, a recording would begin with the short ones.
+    """
+    rollout, slots = life.config.rollout, Slots(num_rollouts(life.config))
+    runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
+    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)]
+    held, ended = dict[int, Rollout](), list[Rollout | FailedRollout]()
+
+    async def one(place: int, prompt: Prompt, index: int) -> None:
+        group_id = GroupId(place // rollout.group_size)
+        result = await runner.run(group_id, prompt, index, slots=slots, order=(place, index))
+        ended.append(result)
+        if isinstance(result, FailedRollout):
+            text = f"{result.how}: {result.failure.what}"
+        else:
+            held[place] = result
+            text = f"reward {result[0].reward:.4g}, {shape_text(result)}"
+        life.say(f"[{len(ended)}/{len(places)}] {prompt.prompt_id} sample {index}: {text}")
+
+    def record(place: int) -> None:
+        if (done := held.pop(place, None)) is not None:
+            recorder.record(places[place][0], done[0].reward, done)
+
+    tasks = [life.spawn(one(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
+    try:
+        for place, task in enumerate(tasks):
+            await asyncio.wait({task})
+            record(place)
+    finally:  # cut short: what has ended behind one that has not
+        for place in range(len(places)):
+            record(place)
+    failures = [result.failure for result in ended if isinstance(result, FailedRollout)]
+    rewards = [result[0].reward for result in ended if not isinstance(result, FailedRollout)]
+    if rewards:
+        life.say(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
+    if failures:
+        life.say(f"{len(failures)} of {len(ended)} rollouts failed, the last one: {failures[-1]}")
+    return bool(rewards)

@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.http import OURS, out_of
 from asyncrl.observe.console import outliving
 from asyncrl.placement.staging import clear_own_staging
-from asyncrl.run.start import Server, note_deaths
+from asyncrl.run.start import Server, first_death
 from asyncrl.waits import uncut
 
 logger = logging.getLogger("asyncrl.run.life")
@@ -138,7 +138,8 @@ class Life(ABC):
             except BaseExceptionGroup as errors:
                 # A call that broke may mean that its process just died: the kernel has a moment to say so.
                 timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
-                await note_deaths(self.servers, timeout_s=timeout_s)
+                if (death := await first_death(self.servers, timeout_s)) is not None:
+                    raise death from errors
                 raise
         return code
 
@@ -179,7 +180,6 @@ class Life(ABC):
             log_path = self.run_dir / "logs" / "controller.log"
             what = f"internal error {type(error).__name__}: {error}"
             error = RoomError("controller", what, way_out=f"report it, with the traceback in {log_path}.")
-        error = next((server.child.died for server in self.servers if server.child.died is not None), error)
         logger.error("ended by %s", error, exc_info=error)
         with contextlib.suppress(RoomError):  # the first error is the one to tell
             self.voice.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))

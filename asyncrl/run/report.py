@@ -176,7 +176,7 @@ class Reporter(Voice):
     def step(self, parts: Parts, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
         self._totals.starts_from(self._before.get(batch.version, self._journaled))
-        metrics = self._step_metrics(parts, batch, report, step_s) | self._new_evaluation
+        metrics = self._metrics(parts, batch, report, step_s) | self._new_evaluation
         self._new_evaluation, self._last = {}, metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
@@ -208,9 +208,7 @@ class Reporter(Voice):
             self.warn_once("gap", text)
         if metrics.get("rollout/given_up"):
             tries = several(self.config.rollout.max_hand_backs + 1, "time")
-            text = (
-                f"a prompt that failed or became too old {tries} (rollout.max_hand_backs), or can never be "
-            )
+            text = f"a prompt that failed or became too old {tries} (rollout.max_hand_backs), or cannot be "
             self.warn_once("given up", f"{text}sampled, is given up; logs/controller.log says why")
         if skipped := skipped_text(metrics):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
@@ -296,9 +294,7 @@ class Reporter(Voice):
         """time_s continues from the last step: it never decreases in a resumed run, and leaves set-up out."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
-    def _step_metrics(
-        self, parts: Parts, batch: Batch, report: TrainResponse, step_s: float
-    ) -> dict[str, float]:
+    def _metrics(self, parts: Parts, batch: Batch, report: TrainResponse, step_s: float) -> dict[str, float]:
         metrics: dict[str, float] = {
             "step": batch.version,
             "policy_version": report.policy_version,

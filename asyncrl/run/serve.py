@@ -16,10 +16,8 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from asyncrl.agents.command import passed_env
@@ -29,23 +27,13 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
-from asyncrl.messages.records import GroupId, Prompt, Rollout
 from asyncrl.placement.choices import settle_dtype
 from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.rollouts.recording import RecordFile, RolloutRecorder
-from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
 from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind, sampled_by
-from asyncrl.run.harnessing import (
-    Harnessing,
-    UserKey,
-    make_gateway,
-    make_generator,
-    model_name,
-    num_rollouts,
-    shape_text,
-)
+from asyncrl.run.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
 from asyncrl.run.life import Life, Voice, logging_to, make_run_dir
 from asyncrl.run.start import Launcher, Server, start_all
 from asyncrl.run.supervise import Supervision, heartbeat
@@ -115,7 +103,8 @@ class Serving(Life):
         config = self.config
         self.tell("making the model" if config.model.scratch else "finding the model")
         model_path = await make_model_folder(config, self.run_dir)
-        launcher = Launcher(config, place(config, len(find_cuda_devices())), model_path, self.run_dir)
+        placement = place(config, len(find_cuda_devices()))
+        launcher = Launcher(config, placement, model_path, self.run_dir, self.warn)
         await asyncio.to_thread(lambda: launcher.tokenizer)
         return launcher
 
@@ -144,7 +133,7 @@ class EngineServing(Serving):
         """Until Ctrl-C."""
         launcher = await self.launch()
         (engine, *_), kind = launcher.engines(), engine_kind(self.config)
-        launcher.client(engine, self.warn)
+        launcher.client(engine)
         await self.start([engine])
         for line in (
             f"{engine.name} ready; logs in {self.run_dir / 'logs'}",
@@ -160,15 +149,13 @@ class EngineServing(Serving):
 class GatewayServing(Serving):
     """`asyncrl serve gateway`: for people, or for `num_prompts` prompts."""
 
-    def __init__(
-        self, config: RunConfig, run_dir: Path, record: Path | None, num_prompts: int | None
-    ) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, path: Path | None, num_prompts: int | None) -> None:
         super().__init__(config, run_dir)
-        self._record, self._num_prompts = record, num_prompts
+        self._path, self._num_prompts = path, num_prompts
 
     async def live(self) -> int:
         """Until Ctrl-C, or until the rollouts are done."""
-        config, path, file = self.config, self._record, None
+        config, path, file = self.config, self._path, None
         self._task = (await find_task(self, is_needed=self._num_prompts is not None)).task
         launcher = await self.launch()
         if path is not None:
@@ -176,7 +163,7 @@ class GatewayServing(Serving):
             file = RecordFile(path, sampled, must_be_new=self._num_prompts is not None)
         self._tokenizer, engines = launcher.tokenizer, launcher.engines()
         self._recorder = RolloutRecorder(file, self._tokenizer, warn=self.warn)
-        clients = [launcher.client(engine, self.warn) for engine in engines]
+        clients = [launcher.client(engine) for engine in engines]
         self._pool = EnginePool(clients, slots=config.rollout.slots)
         await self.start(engines)
         self.spawn(self.wait_broken(), name="watch gateway")
@@ -232,15 +219,12 @@ class GatewayServing(Serving):
             await harnessing.open(self)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-        self.say(
-            f"ready: {config.rollout.group_size} rollouts of each prompt; logs in {self.run_dir / 'logs'}"
-        )
+        self.say(f"ready: {config.rollout.group_size} rollouts a prompt; logs in {self.run_dir / 'logs'}")
         generator = make_generator(config, self._pool, self._tokenizer, scorer, harnessing)
-        all_tried = await try_rollouts(self, generator, prompts, self._recorder)
-        self.say(verdict(all_tried))
+        is_any_done = await try_rollouts(self, generator, prompts, self._recorder)
         if harnessing is not None:
             self._say_calls(harnessing.gateway)
-        return 1 if all(isinstance(tried.result, FailedRollout) for tried in all_tried) else 0
+        return 0 if is_any_done else 1
 
     def _say_calls(self, gateway: Gateway) -> None:
         stats = gateway.stats()
@@ -252,65 +236,3 @@ class GatewayServing(Serving):
 
 def _json_data(body: Mapping[str, Any]) -> str:
     return f'-H "Content-Type: application/json" -d {shlex.quote(json.dumps(body, ensure_ascii=False))}'
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """What came of one rollout."""
-
-    prompt: Prompt
-    sample_index: int
-    result: Rollout | FailedRollout
-
-    def __str__(self) -> str:
-        name, result = f"{self.prompt.prompt_id} sample {self.sample_index}", self.result
-        if isinstance(result, FailedRollout):
-            return f"{name} {result.how}: {result.failure.what}"
-        return f"{name}: reward {result[0].reward:.4g}, {shape_text(result)}"
-
-
-async def try_rollouts(
-    life: Life, generator: Generator, prompts: Sequence[Prompt], recorder: RolloutRecorder
-) -> list[Tried]:
-    """`rollout.group_size` rollouts of each prompt, in the order of their ends, each told in a line.
-
-    They are recorded in the order of prompts and samples, each as soon as all before it are done. In the
-    order in which they end, a recording would begin with the short ones.
-    """
-    rollout, slots = life.config.rollout, Slots(num_rollouts(life.config))
-    runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
-    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)]
-    held, all_tried = dict[int, Tried](), list[Tried]()
-
-    async def one(place: int, prompt: Prompt, index: int) -> None:
-        group_id = GroupId(place // rollout.group_size)
-        result = await runner.run(group_id, prompt, index, slots=slots, order=(place, index))
-        held[place] = Tried(prompt, index, result)
-        all_tried.append(held[place])
-        life.say(f"[{len(all_tried)}/{len(places)}] {held[place]}")
-
-    def record(place: int) -> None:
-        tried = held.pop(place, None)
-        if tried is not None and not isinstance(tried.result, FailedRollout):
-            recorder.record(tried.prompt, tried.result[0].reward, tried.result)
-
-    tasks = [life.spawn(one(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
-    try:
-        for place, task in enumerate(tasks):
-            await asyncio.wait({task})
-            record(place)
-    finally:  # cut short: what has ended behind one that has not
-        for place in range(len(places)):
-            record(place)
-    return all_tried
-
-
-def verdict(all_tried: Sequence[Tried]) -> str:
-    """All of it in a line, and the last failure."""
-    results = [tried.result for tried in all_tried]
-    failures = [result.failure for result in results if isinstance(result, FailedRollout)]
-    rewards = [result[0].reward for result in results if not isinstance(result, FailedRollout)]
-    parts = [f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts"] if rewards else []
-    if failures:
-        parts.append(f"{len(failures)} of {len(results)} rollouts failed, the last one: {failures[-1]}")
-    return "; ".join(parts)

@@ -106,15 +106,12 @@ class Server:
         """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
         await self.child.watch()
 
-    async def start(self) -> None:
-        """Start the process; it answers later (wait_ready)."""
+    async def come_up(self) -> None:
+        """Start the process; returns when it can serve. Raises RoomError if it dies first or takes longer
+        than it may, ConfigError if it never can.
+        """
         await self.child.start()
         self.caller.url = self.child.url
-
-    async def wait_ready(self) -> None:
-        """Sleep until the server can serve. Raises RoomError if it dies first or takes longer than it may,
-        ConfigError if it never can.
-        """
         asking = asyncio.ensure_future(self.ask(START_TIMEOUT_S) if self.ready is None else self.ready())
         watching = asyncio.ensure_future(self.watch())
         try:
@@ -131,11 +128,6 @@ class Server:
             raise RoomError(self.name, what, way_out=way_out or f"read {self.child.log_path}.") from error
         finally:
             await end_all([asking, watching])
-
-    async def come_up(self) -> None:
-        """Start the process; returns when it answers. Raises what start and wait_ready raise."""
-        await self.start()
-        await self.wait_ready()
 
     async def end(self) -> str:
         """Kill the process, frozen or not, and close the connections; another one can be started in its
@@ -200,24 +192,21 @@ async def bring_up(
     await start_all([*engines, *beside])
     try:
         async with TimeLimit(START_TIMEOUT_S):
-            await asyncio.gather(
-                *(server.engine.sleep(["kv", "weights"]) for server in engines if server.engine)
-            )
+            clients = [server.engine for server in engines if server.engine is not None]
+            await asyncio.gather(*(client.sleep(["kv", "weights"]) for client in clients))
     except TimeoutError as error:
         what = f"an engine does not free the trainer's device within {START_TIMEOUT_S} s"
         raise RoomError("placement", what, way_out="read the logs of the engines.") from error
     await start_all(trainers)
 
 
-async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
-    """Note in each of them whether its process has died; waits up to `timeout_s` for the first death."""
-    running = [server.child for server in servers if server.child.pid and server.child.returncode is None]
-    if waits := [asyncio.ensure_future(child.wait()) for child in running]:
+async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
+    """Why one of their processes has died, if one has; waits up to `timeout_s` for the first death."""
+    children = [server.child for server in servers if server.child.pid]
+    if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         await end_all(waits)
-    for server in servers:
-        if server.child.returncode is not None and server.child.died is None:
-            server.child.died = server.child.death()
+    return next((child.death() for child in children if child.returncode is not None), None)
 
 
 @dataclass(frozen=True)
@@ -228,18 +217,17 @@ class Launcher:
     placement: Placement
     model_path: Path
     run_dir: Path
+    warn: Callable[[str], None] = print
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
     def trainers(self, staging_dir: Path) -> list[Server]:
         """The ranks of the trainer, of which the first takes requests."""
-        config, servers, devices = self.config, [], self.placement.trainer
-        for rank in range(config.trainer.world_size):
+        servers, module, threads = [], "asyncrl.trainer.rank_process", trainer_threads(self.config)
+        for rank in range(self.config.trainer.world_size):
+            name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
-            port, threads = None if rank else config.trainer.port, trainer_threads(config)
-            child = self._child(
-                f"trainer-{rank}", "asyncrl.trainer.rank_process", spec, devices, port, threads
-            )
-            servers.append(Server(child, Caller(child.name, "", self.secret), TrainerHealth))
+            child = self._child(name, module, spec, self.placement.trainer, port, threads)
+            servers.append(Server(child, Caller(name, "", self.secret), TrainerHealth))
         return servers
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
@@ -289,22 +277,19 @@ class Launcher:
         """Of the model. Blocks at first."""
         return HFChatTokenizer(self.model_path, chat_template=self.config.model.chat_template)
 
-    def client(
-        self, server: Server, warn: Callable[[str], None], meeting: Broadcasts | None = None
-    ) -> EngineClient:
+    def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
         """The client of an engine server, made before that is started. `meeting`: where it receives weights,
         if the trainer sends them. Blocks at first.
         """
-        server.engine = engine_kind(self.config).client(server, self, warn, meeting)
+        server.engine = engine_kind(self.config).client(server, self, meeting)
         return server.engine
 
     def _engine(self, name: str, devices: Sequence[str], port: int | None) -> Server:
-        kind, takes_turns = engine_kind(self.config), self.placement.mode == "colocated"
-        spec = kind.spec(self.model_path, name, devices[0], takes_turns=takes_turns and name != EVAL_ENGINE)
+        kind, is_shared = engine_kind(self.config), self.placement.mode == "colocated"
+        takes_turns = is_shared and name != EVAL_ENGINE
+        spec = json.dumps(kind.spec(self.model_path, name, devices[0], takes_turns=takes_turns))
         module, threads = f"asyncrl_servers.{self.config.rollout.engine}", engine_threads(self.config)
-        child = self._child(
-            name, module, json.dumps(spec), devices, port, threads, **kind.process(self.run_dir)
-        )
+        child = self._child(name, module, spec, devices, port, threads, **kind.process(self.run_dir))
         return self._engine_server(child, self.secret)
 
     def _engine_server(self, child: ChildProcess | ForeignProcess, key: str) -> Server:
@@ -330,6 +315,4 @@ class Launcher:
     ) -> ChildProcess:
         """The environment in which a process sees these devices and no others."""
         env = {"OMP_NUM_THREADS": str(threads), **child_environ(devices, find_cuda_devices()), **(env or {})}
-        return ChildProcess(
-            name, module, spec, run_dir=self.run_dir, secret=self.secret, port=port, env=env, **more
-        )
+        return ChildProcess(name, module, spec, self.run_dir, self.secret, port, env, **more)

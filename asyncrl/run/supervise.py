@@ -173,8 +173,8 @@ class Supervisor:
         self._report, self._reported = None, asyncio.Event()
         self.is_starting = False
         async with self._room():
+            await self._before_start()
             self.is_starting = True
-            self._before_start()
             try:
                 with waiting("its new process", on=self._processes[0].name):
                     await start_all(self._processes)
@@ -216,7 +216,7 @@ class Supervisor:
         """Wait until the devices are free for new processes, and hold them."""
         return contextlib.nullcontext()
 
-    def _before_start(self) -> None:
+    async def _before_start(self) -> None:
         """Forget what was the old processes'."""
 
     async def _bring_back(self) -> None:
@@ -260,7 +260,7 @@ class EngineSupervisor(Supervisor):
     def _room(self) -> AbstractAsyncContextManager[None]:
         return self._turns.room_for_engine(self.name)
 
-    def _before_start(self) -> None:
+    async def _before_start(self) -> None:
         self._client.renew_nowait()
 
     async def _bring_back(self) -> None:

@@ -5,7 +5,6 @@ calls are repeated. Also makes the checkpoints that this needs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, Tr
 from asyncrl.messages.records import Batch
 from asyncrl.messages.trainer_calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.run.start import Server
-from asyncrl.run.supervise import GRACE_S, Supervision, Supervisor, until_lost
+from asyncrl.run.supervise import GRACE_S, Supervision, Supervisor
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
@@ -53,16 +52,12 @@ class SupervisedTrainer(Supervisor):
         ranks: Sequence[Server],
         supervision: Supervision,
         *,
-        before_start: Callable[[], None],
+        before_start: Callable[[], Awaitable[None]],
         recover: Callable[[int], Awaitable[None]],
-        wait_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`recover` brings new ranks to a version. `wait_room`: until engines on the same devices have
-        gone.
-        """
+        """`before_start` returns when new ranks may start, `recover` brings them to a version."""
         super().__init__(ranks, supervision)
-        self.client, self._recover, self._wait_room = client, recover, wait_room
-        self._clear_rendezvous = before_start
+        self.client, self._recover, self._may_start = client, recover, before_start
         self._over: RoomError | None = None
         """Why there will be no trainer any more."""
         self._changed = asyncio.Event()
@@ -187,25 +182,17 @@ class SupervisedTrainer(Supervisor):
         """The first rank refuses a call if another rank has died; the kernel reports that death a moment
         later.
         """
-        if len(self._processes) == 1 or not await until_lost(
-            self._processes, self.heartbeat_s, asyncio.sleep(GRACE_S)
-        ):
-            return None
-        return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
+        if len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S)):
+            return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
+        return None
 
     def _check_up(self) -> None:
         """New processes, on their way to where the old ones were, must not be taken for them."""
         if not self.is_up:
             raise TrainerLost("trainer", "is being started again", rule="a checkpoint is of a finished step")
 
-    @contextlib.asynccontextmanager
-    async def _room(self) -> AsyncIterator[None]:
-        if self._wait_room is not None:
-            await self._wait_room()
-        yield
-
-    def _before_start(self) -> None:
-        self._clear_rendezvous()
+    async def _before_start(self) -> None:
+        await self._may_start()
 
     async def _bring_back(self) -> None:
         """To the newest version that was answered, and off the device where the lost processes were off
@@ -279,9 +266,8 @@ class Checkpointer:
         if every is None or version % every:
             return
         if self._writing is not None and not self._writing.done():
-            self._job.warn(
-                f"the checkpoint at version {version} is left out: the one before is being written"
-            )
+            what = f"the checkpoint at version {version} is left out"
+            self._job.warn(f"{what}: the one before is being written")
         elif (begun := await self._begin()) is not None:
             self._writing = self._job.spawn(self._finish(*begun), name=f"checkpoint {version}")
 
