@@ -45,7 +45,6 @@ from report import RESULTS, options, reported
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, SupervisionConfig
-from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.placement.devices import find_cuda_devices, place
@@ -199,6 +198,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
     is_shared = placement.mode == "colocated"
     launcher = startup.Launcher(config, placement, model, folder)
     trainers, engines = launcher.trainers(staging), launcher.engines()
+    targets = [launcher.client(server) for server in engines]
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:
@@ -214,10 +214,9 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
                 client,
                 trainers,
                 Supervision(SupervisionConfig(max_restarts=0), 600.0, print, lambda *_: None),
-                before_start=lambda: None,
+                before_start=_at_once,
                 recover=_never,
             )
-            targets = [EngineServer(server.caller) for server in engines]
             common: dict[str, Any] = {"timeout_s": 600.0, "on_served": lambda _: None}
             publisher: Publisher
             turns: Turns
@@ -247,6 +246,10 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
         for server in (*trainers, *engines):
             await server.aclose()
         remove_staging_dir(staging)
+
+
+async def _at_once() -> None:
+    pass
 
 
 async def _never(version: int) -> None:

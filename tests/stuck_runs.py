@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 from buffer_groups import make_buffer
 from pydantic import BaseModel
@@ -18,9 +19,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Answer
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
+from asyncrl.run.report import reported
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
-from asyncrl.run.watch import reported
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -81,7 +82,7 @@ class House:
             TrainerClient(self.worker),
             [self.trainer_process],
             Supervision(SupervisionConfig(max_restarts=1), 3.0, print, print),
-            before_start=lambda: None,
+            before_start=AsyncMock(),
             recover=self._recover,
         )
         publisher = Publisher(

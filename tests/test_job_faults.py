@@ -32,7 +32,7 @@ from job_runs import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.observe.status import render_status
-from asyncrl.run.watch import catches
+from asyncrl.run.start import catches
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "trainer.num_steps=100000"

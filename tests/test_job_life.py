@@ -128,7 +128,7 @@ class House:
         )
         watchdog = SimpleNamespace(run=for_ever, look=ignore)
         monkeypatch.setattr(job, "open_parts", self.open_parts)
-        monkeypatch.setattr(job, "make_watchdog", lambda *_, **__: watchdog)
+        monkeypatch.setattr(job.Job, "_make_watchdog", lambda *_: watchdog)
         monkeypatch.setattr(job, "heartbeat", ignore)
 
     async def open_parts(self, *_: Any, **__: Any) -> Any:
@@ -382,7 +382,7 @@ def test_a_folder_that_no_run_has_made_is_not_removed_from_its_directory(
     config, precious = make_config(tmp_path), tmp_path / "mine" / "model" / "precious"
     precious.parent.mkdir(parents=True)
     precious.write_text("kept")
-    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing))
+    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing, say=ignore))
     job.run_job(config, tmp_path / "mine", name="test")
     assert precious.read_text() == "kept"
     job.run_job(config, tmp_path / "mine", name="test")
@@ -402,7 +402,7 @@ def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
         (run_dir / "summary.json").write_text('{"state": "done", "num_steps": 1000000}')
 
     refused = raising(RoomError("trainer-0", "cannot start"))
-    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=refused))
+    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=refused, say=ignore))
     with pytest.raises((RoomError, ConfigError), match="is done" if is_done else "cannot start"):
         job.run_job(config, run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
@@ -416,7 +416,7 @@ def test_the_pin_of_a_failed_start_goes_and_that_of_a_run_stays_until_it_goes_on
     begun, failed = begun_run(tmp_path, config), tmp_path / "failed"
     failed.mkdir()
     (failed / "run.id").write_text(RUN_ID)
-    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing))
+    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing, say=ignore))
     for folder, allowed, stays in ((begun, [], True), (begun, ["model"], True), (failed, [], False)):
         (folder / MODEL_PIN).write_text("{}")
         job.run_job(config, folder, name="test", allow_change=allowed)

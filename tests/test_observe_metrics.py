@@ -24,8 +24,7 @@ from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluation import EvalResult
-from asyncrl.run.report import Reporter
-from asyncrl.run.watch import gauges
+from asyncrl.run.report import Reporter, gauges
 from asyncrl.trainer.step_report import append_line
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -152,7 +151,7 @@ def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> 
 class CountingReporter(Reporter):
     """One whose rooms are the numbers that they have counted."""
 
-    def _step_metrics(self, rooms: Any, batch: Any, answer: TrainResponse, step_s: float) -> dict[str, float]:
+    def _metrics(self, rooms: Any, batch: Any, answer: TrainResponse, step_s: float) -> dict[str, float]:
         found = {"step": batch.version, "time_s": step_s, "reward/mean": 0.5, **answer.metrics}
         return found | self._totals.add(rooms or {})
 

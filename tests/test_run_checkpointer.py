@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run_restore import Life, lives, save_checkpoint
 
+from asyncrl.checkpoints.controller_state import ControllerState
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointError, TrainerLost
@@ -65,7 +66,9 @@ class House:
             self.tasks.append(tasks.create_task(coro, name=name))
             return self.tasks[-1]
 
-        self.controller_state = lambda: {"cursor": 10 * self.trainer.version}
+        self.controller_state = lambda: ControllerState(
+            feed={"cursor": 10 * self.trainer.version}, out={}, next_group_id=0
+        )
         config_of_run = SimpleNamespace(journal=SimpleNamespace(keep="checkpoint"))
         job: Any = SimpleNamespace(spawn=spawn, warn=self.told.append, config=config_of_run)
         self.checkpointer = Checkpointer(self, job)  # type: ignore[arg-type]
@@ -104,7 +107,7 @@ def test_the_run_goes_on_while_one_is_written_and_what_is_due_meanwhile_is_left_
         house.trainer.go.set()
         await asyncio.wait(house.tasks)
         newest, _ = house.checkpoints.newest_whole()
-        assert newest.controller == {"cursor": 20}, "of the moment at which the weights were copied"
+        assert newest.controller["feed"] == {"cursor": 20}, "of the moment at which the weights were copied"
         await house.step()
         assert (house.whole, len(house.told)) == ([2, 6], 1)
         assert [event[1] for event in house.journal.named("checkpointed")] == [2, 6]

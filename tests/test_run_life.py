@@ -15,7 +15,7 @@ import pytest
 
 from asyncrl.config import ObserveConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.run.life import logging_to, make_run_dir, say, say_secret
+from asyncrl.run.life import Voice, logging_to, make_run_dir
 from asyncrl.run.loop import run_job
 from asyncrl.run.serve import serve_gateway
 
@@ -68,8 +68,8 @@ def test_a_secret_is_printed_and_never_logged(
     make_run_dir(tmp_path / "run", 0o700)
     monkeypatch.setattr(logging.getLogger("asyncrl"), "propagate", True)  # logging_to turns it off
     with logging_to(tmp_path / "run"):
-        say("ready")
-        say_secret("export OPENAI_API_KEY=abc")
+        Voice().say("ready")
+        Voice().say_secret("export OPENAI_API_KEY=abc")
     assert capsys.readouterr().out == "ready\nexport OPENAI_API_KEY=abc\n"
     log = (tmp_path / "run" / "logs" / "controller.log").read_text()
     assert "ready" in log

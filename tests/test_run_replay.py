@@ -27,7 +27,8 @@ from asyncrl.placement.devices import Placement
 from asyncrl.rollouts.generators import Replay
 from asyncrl.rollouts.recording import Recording
 from asyncrl.rollouts.rollout import RolloutAttempt
-from asyncrl.run.recorded import RUN_COPY, choose, open_replay, sampled_by, settle_copy
+from asyncrl.run.check import choose, open_replay
+from asyncrl.run.engine_kinds import sampled_by
 from asyncrl.tasks import Feed
 from asyncrl.testing.virtual_time import run_virtual
 
@@ -50,44 +51,23 @@ def test_what_cannot_be_taken_is_left_out_and_told(tmp_path: Path) -> None:
     assert numbers == [[0, 1], [0]]
     assert rollouts_equal(found.rollouts["replay/0"][1], records[1].rollout)
     said = "1 beyond rollout.group_size, 1 without a reward, 1 with tokens of another policy_version than 0"
-    assert f"; left out: {said}, 1 longer than max_prompt_tokens + max_tokens = 16" in found.text(config)
-
-
-@pytest.mark.parametrize(
-    ("max_staleness", "buffer", "most"),
-    [(0, {}, 8), (2, {}, 24), (4, {"look_ahead": 1}, 16), (0, {"filter": "equal_rewards"}, 40)],
-)
-def test_how_many_can_be_taken_at_most_follows_from_the_staleness_bound(
-    tmp_path: Path, max_staleness: int, buffer: dict[str, Any], most: int
-) -> None:
-    sections = {"rollout": {"group_size": 2}, "trainer": {"num_groups": 4}}
-    config = make_config(tmp_path, **sections, buffer={"max_staleness": max_staleness, **buffer})
-    records = (make_record(number, index) for number in range(20) for index in range(2))
-    text = choose(Recording(SAMPLED_BY, tuple(records)), config, Path("f")).text(config)
-    assert f"40 recorded rollouts of 20 prompts, of which at most {most} can be taken" in text
+    assert found.text.endswith(f"; left out: {said}, 1 longer than max_prompt_tokens + max_tokens = 16")
 
 
 def test_another_temperature_and_a_file_without_rewards_are_refused(tmp_path: Path) -> None:
     colder = make_config(tmp_path, rollout={"temperature": 0.7})
     with pytest.raises(ConfigError, match=r"temperature: 1\.0 then, 0\.7 now"):
         choose(Recording(SAMPLED_BY, (make_record(),)), colder, Path("f"))
-    with pytest.raises(ConfigError, match=r"no rollout to train on \(1 rollouts; 1 without a reward\)"):
+    with pytest.raises(ConfigError, match="no rollout to train on: 0 .* left out: 1 without a reward"):
         choose(Recording(SAMPLED_BY, (make_record(reward=None),)), make_config(tmp_path), Path("f"))
 
 
 def test_a_run_that_goes_on_reads_the_copy_that_it_began_with(tmp_path: Path) -> None:
     file = write(tmp_path / "r.jsonl", make_record(0))
     config, without = make_config(tmp_path, task={"replay": str(file)}), make_config(tmp_path)
-    for is_new in (True, False):
-        settle_copy(config, tmp_path, is_new=is_new)
+    for _ in ("new", "resumed"):
         assert len(open_replay(config, tmp_path).prompts) == 1  # type: ignore[union-attr]
         write(file, make_record(1))
-    with pytest.raises(ConfigError, match=r"replay=None, and the run in .* began with recorded rollouts"):
-        settle_copy(without, tmp_path, is_new=False)
-    settle_copy(config, tmp_path, is_new=True)
-    assert not (tmp_path / RUN_COPY).exists()
-    with pytest.raises(ConfigError, match="began without any"):
-        settle_copy(config, tmp_path, is_new=False)
     assert open_replay(without, tmp_path) is None
 
 

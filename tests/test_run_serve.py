@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import re
 from pathlib import Path
@@ -17,7 +16,6 @@ from unittest.mock import Mock
 import pytest
 from gateway_cases import ScriptedEngine, World, gateway_world
 from recorded_cases import SAMPLED_BY, make_branch, make_prompt
-from rich.console import Console
 from rollout_cases import virtual
 
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
@@ -28,8 +26,8 @@ from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.rollouts.evaluation import Evaluator
 from asyncrl.rollouts.recording import RecordedRollout, RolloutRecorder, read_recording
 from asyncrl.rollouts.rollout import RolloutAttempt
-from asyncrl.run import agents
-from asyncrl.run.recorded import UserKey, result_table, try_rollouts, verdict
+from asyncrl.run import harnessing
+from asyncrl.run.harnessing import UserKey, try_rollouts
 from asyncrl.run.serve import open_folder
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
@@ -192,19 +190,16 @@ async def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_recorded_in
         record=lambda prompt, reward, rollout: recorded.append((prompt.prompt_id, rollout[0].sample_index))
     )
     async with asyncio.TaskGroup() as tasks:
-        spawn = tasks.create_task
-        tried = await try_rollouts(config, agent, prompts, recorder, say=said.append, spawn=spawn)
+        life: Any = SimpleNamespace(config=config, say=said.append, spawn=tasks.create_task)
+        assert await try_rollouts(life, agent, prompts, recorder)
     assert agent.peak == 4
-    places = [(one.prompt.prompt_id, one.sample_index) for one in tried]
-    assert sorted(places) != places, "in the order of their ends"
+    ends = [line.split("] ")[1][:12] for line in said[:6]]
+    assert sorted(ends) != ends, "in the order of their ends"
     assert recorded == [("0/0", 0), ("0/0", 1), ("0/1", 0), ("0/1", 1)]
     assert any("0/0 sample 0: reward 0, 2 turns, 3 sampled tokens" in line for line in said)
-    assert any("0/1 sample 2 failed 2 times, last: g1/r2 went wrong" in line for line in said)
-    assert verdict(tried).startswith("mean reward 0.5000 over 4 rollouts; 2 of 6 rollouts failed, the last")
-    console = Console(file=io.StringIO(), width=100)
-    console.print(result_table(prompts, tried))
-    rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    assert rows[1:] == [["0/0", "2", "1", *"00023"], ["0/1", "2", "1", *"11123"]]
+    assert any("0/1 sample 2: failed 2 times, last: g1/r2 went wrong" in line for line in said)
+    assert said[-2:-1] == ["mean reward 0.5000 over 4 rollouts"]
+    assert said[-1].startswith("2 of 6 rollouts failed, the last one: ")
 
 
 # ---- evaluations of an agent
@@ -263,13 +258,13 @@ def test_the_worker_key_of_a_local_run_stands_in_no_file_and_that_of_a_remote_on
         """As a start of the run makes it; nothing is started."""
         task = {"files": ["x.jsonl"], "reward": "math"}
         sections = {"model": {"path": "x"}, "task": task, "generator": generator}
-        config, nothing = agents.RunConfig.model_validate(sections), cast("Any", None)
+        config, nothing = harnessing.RunConfig.model_validate(sections), cast("Any", None)
         job: Any = SimpleNamespace(config=config, run_dir=tmp_path, on_broken=print, warn=print)
-        supervision = agents.Supervision(config.supervision, 1.0, print, print)
-        return agents.Harnessing(job, nothing, nothing, supervision).worker_key
+        supervision = harnessing.Supervision(config.supervision, 1.0, print, print)
+        return harnessing.Harnessing(job, nothing, nothing, supervision).worker_key
 
     gateway, queue = Mock(bind=lambda: "http://127.0.0.1:1"), Mock()
-    monkeypatch.setattr(agents, "make_gateway", lambda *_, **__: (gateway, queue))
+    monkeypatch.setattr(harnessing, "make_gateway", lambda *_, **__: (gateway, queue))
     monkeypatch.setenv(WORKER_KEY_ENV, "known-to-others")
     keys = [key(python="my_agent:run") for _ in range(2)]
     assert len({*keys, "known-to-others"}) == 3

@@ -135,9 +135,9 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
 def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
     """A vLLM that answers after 30 s, and dies after so long."""
 
-    async def ready(timeout_s: float) -> Any:
+    async def ready() -> Any:
         await asyncio.sleep(30.0)
-        return await client.health(timeout_s)
+        return await client.health(timeout_s=3.0)
 
     async def watch() -> None:
         await asyncio.sleep(dies_s)
@@ -145,14 +145,14 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
 
     child: Any = ForeignProcess("engine-0", "http://127.0.0.1:1")
     child.watch, child.death = watch, lambda: RoomError("engine-0", "killed by SIGKILL")
-    client: Any = SimpleNamespace(health=AsyncMock(side_effect=error, return_value=HEALTH), ready=ready)
-    return Server(child, Caller("engine-0", "", ""), EngineHealth, vllm=client)
+    client: Any = SimpleNamespace(health=AsyncMock(side_effect=error, return_value=HEALTH))
+    return Server(child, Caller("engine-0", "", ""), EngineHealth, engine=client, ready=ready)
 
 
 @virtual
 async def test_it_is_ready_when_its_client_says_so_and_its_heartbeat_goes_through_it() -> None:
     well = server()
-    await well.wait_ready()
+    await well.come_up()
     assert (well.health, asyncio.get_running_loop().time()) == (HEALTH, 30.0)
     await well.check_alive(3.0)
     with pytest.raises(RoomError, match="127.0.0.1:1 does not answer: hangs; observe.heartbeat_s=3.0"):
@@ -172,7 +172,7 @@ async def test_one_that_never_gets_ready_is_named_with_its_death_its_log_or_what
     error: Exception, dies_s: float, kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
-        await server(error, dies_s).wait_ready()
+        await server(error, dies_s).come_up()
 
 
 # ---- servers that the run has not started
@@ -187,25 +187,26 @@ async def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_pro
     (engine,) = launcher(tmp_path, VLLM, *urls).engines()
     assert isinstance(engine.child, ForeignProcess)
     assert engine.caller._secret == "their key"
-    await engine.start()
+    engine.ready = AsyncMock()
+    await engine.come_up()
     await engine.end()
-    await engine.start()
+    await engine.come_up()
     assert engine.caller.url == "http://127.0.0.1:8000"
 
 
-@pytest.mark.parametrize("are_engines_ours", [True, False])
+@pytest.mark.parametrize("are_ours", [True, False])
 @virtual
 async def test_weights_that_are_not_known_are_replaced_before_anything_is_sampled(
-    are_engines_ours: bool,
+    are_ours: bool,
 ) -> None:
     fake, trainer, served = FakeEngineServer(weights="not known"), FakeTrainer(), list[int]()
     targets = [EngineServer(fake)]
     publisher = Publisher(trainer, targets, interrupt="abort", timeout_s=60, on_served=served.append)
     async with asyncio.TaskGroup() as tasks:
-        values: Any = {"spawn": tasks.create_task, "are_engines_ours": are_engines_ours}
+        values: Any = {"spawn": tasks.create_task, "are_ours": are_ours}
         await SideBySide(publisher, num_steps=3, **values).start(0)
-        assert fake.weights == ("not known" if are_engines_ours else "w0")
-        assert served == ([] if are_engines_ours else [0])
+        assert fake.weights == ("not known" if are_ours else "w0")
+        assert served == ([] if are_ours else [0])
         trainer.step()
         await asyncio.sleep(10.0)
         assert served[-1] == 1

@@ -71,10 +71,13 @@ class House:
                 self.told.append,
                 lambda *event: self.events.append(event),
             ),
-            before_start=lambda: self.cleared_at.append(now_s()),
+            before_start=self.clear,
             recover=self.recover,
         )
         self.running = tasks.create_task(self.trainer.run(), name="watch trainer")
+
+    async def clear(self) -> None:
+        self.cleared_at.append(now_s())
 
     async def recover(self, version: int) -> None:
         """As catching_up.recover_trainer does it."""

@@ -179,9 +179,8 @@ class House(EngineRooms):
             self.client,
             [self.worker_process],
             Supervision(config, HEARTBEAT_S, print, self.tell),
-            before_start=lambda: None,
+            before_start=lambda: self.turns.wait_room_for_trainer(),
             recover=self._recover,
-            wait_room=lambda: self.turns.wait_room_for_trainer(),
         )
         super().__init__(
             tasks,

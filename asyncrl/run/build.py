@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.buffer.buffer import Buffer
+from asyncrl.checkpoints.controller_state import ControllerState
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_broadcast import Broadcasts
-from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
@@ -33,13 +33,14 @@ from asyncrl.placement.lease import (
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
 from asyncrl.rollouts.generators import HarnessGenerator, Replay
 from asyncrl.rollouts.producers import Producers
+from asyncrl.rollouts.recording import refuse_difference
 from asyncrl.rollouts.rollout import RolloutRunner, derive_seed
-from asyncrl.run.agents import Harnessing, make_generator, num_rollouts
-from asyncrl.run.check import Found, look, make_feed, read_task
+from asyncrl.run.check import Found, look, make_feed, open_replay, read_task
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
+from asyncrl.run.engine_kinds import sampled_by
+from asyncrl.run.harnessing import Harnessing, make_generator, num_rollouts
 from asyncrl.run.life import Life
-from asyncrl.run.recorded import open_replay, sampled_by
-from asyncrl.run.start import Launcher, Server, bring_up
+from asyncrl.run.start import Launcher, Server, bring_up, end_all
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.sync.publisher import Publisher
@@ -47,6 +48,9 @@ from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 from asyncrl.trainer.trainer_client import TrainerClient
+
+if TYPE_CHECKING:
+    from asyncrl.run.resume import ResumePoint
 
 logger = logging.getLogger("asyncrl.run.build")
 
@@ -73,25 +77,27 @@ class Parts:
         self.harnessing: Harnessing | None = None
         """Where rollouts are run by harnesses."""
         self.evaluation: Evaluation | None = None
+        self._on_lost = self._engine_lost if job.config.supervision.max_restarts else None
+
+    @property
+    def servers(self) -> tuple[Server, ...]:
+        """The ranks of the trainer, then the engine servers."""
+        return (*self._ranks, *self._engine_servers)
 
     async def open_journal(self) -> None:
         """And the folder where weights are staged."""
-        disk_dir = await asyncio.to_thread(disk_root, self._config.weight_sync)
+        job, config = self._job, self._config
+        disk_dir = await asyncio.to_thread(disk_root, config.weight_sync)
         for root in dict.fromkeys((None, disk_dir)):
             for folder in await asyncio.to_thread(clear_stale_staging, root):
                 logger.info("removed %s, which a run that was killed had left", folder)
-        run_dir = self._job.run_dir
-        path = run_dir / "journal.sqlite"
-        self.journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(run_dir))
-        self._job.closes("journal", self.journal.aclose)
-        self.supervision = Supervision(
-            self._config.supervision,
-            self._config.observe.heartbeat_s,
-            self._job.warn,
-            self.journal.event_nowait,
-        )
+        path = job.run_dir / "journal.sqlite"
+        self.journal = await asyncio.to_thread(Journal.open, path, run_id=run_id(job.run_dir))
+        job.closes("journal", self.journal.aclose)
+        heartbeat_s, note = config.observe.heartbeat_s, self.journal.event_nowait
+        self.supervision = Supervision(config.supervision, heartbeat_s, job.warn, note)
         self.staging_dir = new_staging_dir(disk_dir)
-        self._job.stack.callback(remove_staging_dir, self.staging_dir)
+        job.stack.callback(remove_staging_dir, self.staging_dir)
 
     async def read_tasks(self) -> EvalTask | None:
         """The prompts and what scores them; returns those of the evaluation."""
@@ -115,54 +121,52 @@ class Parts:
         job.tell("making the model" if config.model.scratch else "finding the model")
         self.pin = ModelPin(job.run_dir, config.model.path, is_free=may_change)
         model_path = await make_model_folder(config, job.run_dir, revision=self.pin.revision)
-        await asyncio.to_thread(self.pin.read, model_path)
         if replayed is not None:
             sampled = await asyncio.to_thread(sampled_by, config, model_path, self._placement)
-            replayed.refuse_unless(sampled)
-            job.say(f"task.replay: {replayed.text(config)}")
+            refuse_difference(replayed.path, replayed.sampled_by, sampled)
+            job.say(f"task.replay: {replayed.text}")
         return model_path
 
-    async def start_processes(self, model_path: Path) -> None:
-        """Start trainer and engines, and make the clients of the engines; returns when all answer."""
-        config, job = self._config, self._job
-        launcher = Launcher(config, self._placement, model_path, job.run_dir)
+    async def make_processes(self, model_path: Path) -> None:
+        """Trainer and engines, not started yet, and their clients, the trainer's under its supervisor."""
+        config, job, sync = self._config, self._job, self._config.weight_sync
+        launcher = Launcher(config, self._placement, model_path, job.run_dir, job.warn)
         self.tokenizer = await asyncio.to_thread(lambda: launcher.tokenizer)
-        trainers, engines = launcher.trainers(self.staging_dir), launcher.engines()
-        self.servers = (*trainers, *engines)
-        """The ranks of the trainer, then the engine servers."""
-        beside = []
-        if config.eval is not None:
-            self.eval_server = launcher.eval_engine()
-            self._eval_target = launcher.client(self.eval_server, job.warn)
-            beside = [self.eval_server]
-        self.targets = [launcher.client(engine, job.warn) for engine in engines]
-        """The clients that sample for training: all but that of the eval engine."""
-        for server in (*self.servers, *beside):
-            job.closes(server.name, partial(end_server, server, job.warn))
-        job.tell(f"loading the model in {', '.join(server.name for server in (*self.servers, *beside))}")
-        await bring_up(trainers, engines, beside, is_shared=self._placement.mode == "colocated")
-
-    def make_trainer_and_engines(self) -> None:
-        """Their clients, the trainer's under its supervisor."""
-        config, num_ranks = self._config, self._config.trainer.world_size
-        client = TrainerClient(self.servers[0].caller, timeout_s=config.trainer.timeout_s)
+        self._ranks, self._engine_servers = launcher.trainers(self.staging_dir), launcher.engines()
+        client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
             client,
-            self.servers[:num_ranks],
+            self._ranks,
             self.supervision,
             before_start=self._before_trainer_starts,
-            wait_room=lambda: self.turns.wait_room_for_trainer(),
             recover=partial(
                 recover_trainer, client, self.journal, self.checkpoints, num_batches=config.trainer.num_steps
             ),
         )
-        if config.weight_sync.facts.is_one_kept:
-            send, timeout_s = self.trainer.broadcast, config.weight_sync.timeout_s
-            self.meeting = Broadcasts(send, self.staging_dir, timeout_s=timeout_s)
-            for target in self.targets:
-                assert isinstance(target, VllmServer), "the config has it so"
-                target.meeting = self.meeting
+        if sync.facts.is_one_kept:
+            self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, timeout_s=sync.timeout_s)
+        self.targets = [launcher.client(server, self.meeting) for server in self._engine_servers]
+        """The clients that sample for training: all but that of the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
+        if config.eval is not None:
+            self.eval_server = launcher.eval_engine()
+            self._eval_target = launcher.client(self.eval_server)
+
+    async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
+        """Returns when all answer. A run that goes on checks its model before they load it."""
+        job, beside = self._job, [] if self.eval_server is None else [self.eval_server]
+        for server in (*self.servers, *beside):
+            job.closes(server.name, partial(end_server, server, job.warn))
+        hashing = asyncio.ensure_future(asyncio.to_thread(self.pin.read, model_path))
+        try:
+            if not is_new:
+                await hashing
+            job.tell(f"loading the model in {', '.join(server.name for server in (*self.servers, *beside))}")
+            is_shared = self._placement.mode == "colocated"
+            await bring_up(self._ranks, self._engine_servers, beside, is_shared=is_shared)
+            await hashing
+        finally:
+            await end_all([hashing])
 
     def make_producers(self) -> None:
         """The buffer, and what fills it."""
@@ -182,11 +186,8 @@ class Parts:
                 self.replayed.rollouts,
                 start_version=lambda group: self.producers.start_version(group),
             )
-            job.stack.callback(
-                lambda: job.say(
-                    f"task.replay: {replay.num_taken} recorded rollouts were taken in place of sampled ones"
-                )
-            )
+            taken = "recorded rollouts were taken in place of sampled ones"
+            job.stack.callback(lambda: job.say(f"task.replay: {replay.num_taken} {taken}"))
         self.producers = Producers(
             self.buffer,
             self.feed,
@@ -259,18 +260,18 @@ class Parts:
         """How weights reach the engines: beside generation, or in turns on shared devices; then what
         supervises the engines, and what makes checkpoints.
         """
-        config, job = self._config, self._job
-        num_steps, timeout_s = config.trainer.num_steps, config.weight_sync.timeout_s
+        config, job, sync = self._config, self._job, self._config.weight_sync
+        num_steps = config.trainer.num_steps
         self.publisher = Publisher(
             self.trainer,
             self.targets,
-            interrupt=config.weight_sync.interrupt,
-            timeout_s=timeout_s,
+            interrupt=sync.interrupt,
+            timeout_s=sync.timeout_s,
             on_served=self.buffer.set_served_nowait,
             on_published=self._published,
             on_lost=self._on_lost,
-            is_rolling=config.weight_sync.rolling,
-            is_one_kept=config.weight_sync.facts.is_one_kept,
+            is_rolling=sync.rolling,
+            is_one_kept=sync.facts.is_one_kept,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
         )
@@ -280,31 +281,26 @@ class Parts:
                 self.trainer,
                 self.publisher,
                 num_steps=num_steps,
-                timeout_s=timeout_s,
+                timeout_s=sync.timeout_s,
                 on_event=self._handed_over,
                 on_lost=self._on_lost,
             )
         else:
             are_ours = config.rollout.urls is None
-            self.turns = SideBySide(
-                self.publisher, num_steps=num_steps, spawn=job.spawn, are_engines_ours=are_ours
-            )
+            self.turns = SideBySide(self.publisher, num_steps=num_steps, spawn=job.spawn, are_ours=are_ours)
         self.supervisors = tuple(
             EngineSupervisor(server, target, self.engines, self.turns, self.supervision)
-            for server, target in zip(self.servers[config.trainer.world_size :], self.targets, strict=True)
+            for server, target in zip(self._engine_servers, self.targets, strict=True)
         )
         self.checkpointer = Checkpointer(self, job)
-
-    @property
-    def _on_lost(self) -> Callable[[EngineLost], None] | None:
-        return self._engine_lost if self._config.supervision.max_restarts else None
 
     def _engine_lost(self, error: EngineLost) -> None:
         """Called when pool or publisher got no answer from this engine."""
         next(one for one in self.supervisors if one.name == error.room).lost_nowait(error)
 
-    def _before_trainer_starts(self) -> None:
-        """Give new ranks a new rendezvous file."""
+    async def _before_trainer_starts(self) -> None:
+        """New ranks need room on the devices, and a new rendezvous file."""
+        await self.turns.wait_room_for_trainer()
         (self.staging_dir / RENDEZVOUS).unlink(missing_ok=True)
         if self.meeting is not None:
             self.meeting.sender_gone_nowait()
@@ -324,31 +320,25 @@ class Parts:
         """The journal notes what a handover did."""
         self.journal.event_nowait(what, detail, keep=KEPT_TURNS if what in ROUTINE else None)
 
-    def controller_state(self) -> Mapping[str, Any]:
-        """What a checkpoint says of the run beside the trainer's state."""
+    def controller_state(self) -> ControllerState:
+        """Of this moment, for a checkpoint."""
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
         out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
-        return {"feed": self.feed.state(), "out": out, "next_group_id": self.buffer.next_group_id}
+        return ControllerState(feed=self.feed.state(), out=out, next_group_id=self.buffer.next_group_id)
 
 
 async def open_parts(
-    job: Life,
-    placement: Placement,
-    *,
-    evaluated: Callable[[EvalResult], None],
-    may_change_model: bool,
+    job: Life, placement: Placement, point: ResumePoint | None, evaluated: Callable[[EvalResult], None]
 ) -> Parts:
-    """Start the processes and make the parts; `job` closes them.
-
-    `evaluated` is called with each evaluation. `may_change_model`: the model need not be the one that the run
-    began with. Raises AsyncrlError with nothing left behind once `job` is closed.
+    """Start the processes and make the parts; `job` closes them. `evaluated` is called with each evaluation.
+    Raises AsyncrlError with nothing left behind once `job` is closed.
     """
     parts = Parts(job, placement)
     await parts.open_journal()
     held_out = await parts.read_tasks()
-    model_path = await parts.find_model(may_change=may_change_model)
-    await parts.start_processes(model_path)
-    parts.make_trainer_and_engines()
+    model_path = await parts.find_model(may_change=point is not None and point.may_change_model)
+    await parts.make_processes(model_path)
+    await parts.start_processes(model_path, is_new=point is None)
     parts.make_producers()
     if held_out is not None:
         parts.make_evaluation(held_out, evaluated)

@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -26,14 +27,22 @@ from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.files import write_whole
 from asyncrl.http import die_with_parent, fail, secret_of
 from asyncrl.messages.base import SECRET_ENV, find_fatal
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle_dtype
 from asyncrl.placement.plan import make_plan
+from asyncrl.rollouts.generators import RECORDED_VERSION
+from asyncrl.rollouts.recording import (
+    RecordedRollout,
+    Recording,
+    SampledBy,
+    read_recording,
+    refuse_difference,
+)
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.recorded import open_replay
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
@@ -44,10 +53,9 @@ from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
 """Number of prompts that are tokenized, from the first on."""
-SIMULATED = (
-    "rollout.engine=simulated: tokens are drawn at random, so the rewards and the trained weights mean "
-    "nothing, and there is no logprob gap to measure"
-)
+SIMULATED = "rollout.engine=simulated: tokens are drawn at random, rewards and weights mean nothing"
+RUN_COPY = "replay.jsonl"
+"""Copy in the run directory of the recording that the run began with."""
 CONFIG = "config"
 """What the config is called in the first line of the child's standard input."""
 FINE = 64
@@ -73,7 +81,7 @@ def check_lines(config: RunConfig) -> Iterator[str]:
     yield from found.lines
     yield from filter(None, [dtype_words])
     if (replayed := open_replay(config, None)) is not None:
-        yield f"replay: {replayed.path}: {replayed.text(config)}"
+        yield f"replay: {replayed.path}: {replayed.text}"
     yield from (f"note: {note}" for note in found.notes)
     plan = make_plan(config)
     yield plan_text(plan, config)
@@ -95,6 +103,76 @@ def make_feed(config: RunConfig, task: PromptTask, *, shuffle: bool, first: Sequ
         first=first,
         name=task_name(config.task),
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replayed:
+    """What a run takes from a recording: prompts in the file's order with ids of their own, and the rollouts
+    of each by sample index.
+
+    `text`: how many there are, and how many were left out, by why.
+    """
+
+    path: Path
+    sampled_by: SampledBy
+    prompts: tuple[Prompt, ...]
+    rollouts: Mapping[str, tuple[Rollout, ...]]
+    text: str
+
+
+def open_replay(config: RunConfig, run_dir: Path | None) -> Replayed | None:
+    """The recording that task.replay names, None if it names none. Raises ConfigError.
+
+    It is copied into the run directory, if there is one, and a run that goes on reads the copy: its prompts
+    keep their places in the order.
+    """
+    if config.task.replay is None:
+        return None
+    given = Path(config.task.replay)
+    copy = given if run_dir is None else run_dir / RUN_COPY
+    recording = read_recording(copy if copy.exists() else given)
+    if not copy.exists():
+        write_whole(copy, given.read_text(encoding="utf-8"))
+    return choose(recording, config, given)
+
+
+def choose(recording: Recording, config: RunConfig, path: Path) -> Replayed:
+    """The usable rollouts by prompt, group_size of each at most. Raises ConfigError for another temperature,
+    or if none is usable.
+    """
+    now = replace(recording.sampled_by, temperature=config.rollout.temperature)
+    refuse_difference(path, recording.sampled_by, now)
+    left_out, taken = Counter[str](), dict[str, list[RecordedRollout]]()
+    for record in recording.rollouts:
+        found = taken.get(record.prompt.prompt_id, [])
+        is_full = len(found) == config.rollout.group_size
+        if why := _unusable(record, config) or ("beyond rollout.group_size" if is_full else ""):
+            left_out[why] += 1
+        else:
+            taken[record.prompt.prompt_id] = [*found, record]
+    text = f"{sum(map(len, taken.values()))} recorded rollouts of {len(taken)} prompts; left out: "
+    text += ", ".join(f"{count} {why}" for why, count in left_out.items()) or "none"
+    if not taken:
+        what = f"task.replay={path} has no rollout to train on: {text}"
+        raise ConfigError(what, way_out="record rollouts with a reward, or remove task.replay.")
+    prompts, rollouts = list[Prompt](), dict[str, tuple[Rollout, ...]]()
+    for number, records in enumerate(taken.values()):
+        prompts.append(replace(records[0].prompt, prompt_id=f"replay/{number}"))
+        rollouts[prompts[-1].prompt_id] = tuple(
+            tuple(replace(branch, sample_index=index) for branch in record.rollout)
+            for index, record in enumerate(records)
+        )
+    return Replayed(path, recording.sampled_by, tuple(prompts), rollouts, text)
+
+
+def _unusable(record: RecordedRollout, config: RunConfig) -> str:
+    if record.reward is None:
+        return "without a reward"
+    if {span.version for branch in record.rollout for span in branch.version_spans} != {RECORDED_VERSION}:
+        return f"with tokens of another policy_version than {RECORDED_VERSION}"
+    if max(len(branch.token_ids) for branch in record.rollout) > config.rollout.max_length:
+        return f"longer than max_prompt_tokens + max_tokens = {config.rollout.max_length}"
+    return ""
 
 
 def look(config: RunConfig) -> Found:
@@ -137,10 +215,9 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
         return None if folder is None else HFChatTokenizer(folder, chat_template=template)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
+        characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
         try:
-            make_character_tokenizer(
-                model.scratch.characters, has_tool_role=model.scratch.has_tool_role
-            ).save_pretrained(made)
+            make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
         except ValueError as error:
             raise ConfigError(str(error), way_out="correct model.scratch.characters.") from error
         return HFChatTokenizer(made, chat_template=template)
@@ -178,14 +255,12 @@ def _too_long(
     num_too_long = sum(length > limit for length in lengths)
     if not num_too_long:
         return []
-    number = "all" if num_too_long == len(lengths) else num_too_long
-    what = f"{number} of the first {len(lengths)} prompts of the {name} are longer than "
-    what += f"rollout.max_prompt_tokens={limit}"
-    if number == "all":
-        what = f"{what}: {min(lengths)} to {max(lengths)} tokens"
+    what = f"{num_too_long} of the first {len(lengths)} prompts of the {name} are longer than "
+    what += f"rollout.max_prompt_tokens={limit}, the longest has {max(lengths)} tokens"
+    if num_too_long == len(lengths):
         way_out = f"raise rollout.max_prompt_tokens to {max(lengths)} or more, or shorten the prompts."
         raise ConfigError(what, rule="a prompt is never cut: it is a failed rollout", way_out=way_out)
-    return [f"{what} (the longest has {max(lengths)} tokens): each is a failed rollout"]
+    return [f"{what}: each is a failed rollout"]
 
 
 def _ask_child(config: RunConfig) -> None:
@@ -194,37 +269,35 @@ def _ask_child(config: RunConfig) -> None:
     is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
     if not is_code and config.trainer.lora is None:
         return
-    environment = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
-    with (
-        tempfile.TemporaryFile("w+b") as output,
-        subprocess.Popen(
+    environ = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
+    loading = "loading loss, advantage, agent and layers of LoRA"
+    with tempfile.TemporaryFile("w+b") as output:
+        process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl.run.check"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
-        ) as process,
-    ):
-        assert process.stdin is not None
-        try:
-            with contextlib.suppress(BrokenPipeError):  # it died already: its exit code says so
-                process.stdin.write(json.dumps({CONFIG: run_config_yaml(config)}).encode() + b"\n")
-                process.stdin.flush()  # and stays open: its end would tell the child that we are gone
-            code = process.wait(START_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            what = f"loading the loss, the advantage or the agent took longer than {START_TIMEOUT_S:g} s"
-            way_out = "find what their modules wait for when they are imported."
-            raise ConfigError(what, way_out=way_out) from error
-        finally:
-            process.kill()
+            env=environ,
+        )
+        with process:
+            assert process.stdin is not None
+            try:
+                with contextlib.suppress(BrokenPipeError):  # it died already: its exit code says so
+                    process.stdin.write(json.dumps({CONFIG: run_config_yaml(config)}).encode() + b"\n")
+                    process.stdin.flush()  # and stays open: its end would tell the child that we are gone
+                code = process.wait(START_TIMEOUT_S)
+            except subprocess.TimeoutExpired as error:
+                what = f"{loading} took longer than {START_TIMEOUT_S:g} s"
+                raise ConfigError(what, way_out="find what their modules wait for.") from error
+            finally:
+                process.kill()
         output.seek(0)
         text = output.read().decode(errors="replace")
-    if code == FINE:
-        return
-    if (fatal := find_fatal(text)) is not None:
-        raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-    what = f"loading the loss, the advantage or the agent ended with exit code {code}: {text[-1000:].strip()}"
-    raise ConfigError(what, way_out="correct what their modules do when they are imported.")
+    if code != FINE:
+        if (fatal := find_fatal(text)) is not None:
+            raise ConfigError(fatal.error, rule=fatal.rule, way_out=fatal.way_out)
+        what = f"{loading} ended with exit code {code}: {text[-1000:].strip()}"
+        raise ConfigError(what, way_out="correct what their modules do when they are imported.")
 
 
 def check_in_child(config: RunConfig) -> None:
@@ -248,20 +321,13 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
 
     from asyncrl.trainer.model.lora import find_targets
 
-    try:
-        if model.scratch is None:
-            architecture = AutoConfig.from_pretrained(find_on_disk(model))
-        else:
-            tokenizer = make_character_tokenizer(model.scratch.characters)
-            architecture = scratch_config(model.scratch.architecture, tokenizer)
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(architecture)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
-        source = f"model.path={model.path}" if model.scratch is None else "model.scratch"
-        what = f"{source}: transformers cannot make this architecture: {type(error).__name__}: {error!s:.500}"
-        way_out = "correct the architecture, or choose another causal language model."
-        raise ConfigError(what, way_out=way_out) from error
-    find_targets(whole, lora)
+    if model.scratch is None:
+        architecture = AutoConfig.from_pretrained(find_on_disk(model))
+    else:
+        tokenizer = make_character_tokenizer(model.scratch.characters)
+        architecture = scratch_config(model.scratch.architecture, tokenizer)
+    with torch.device("meta"):
+        find_targets(AutoModelForCausalLM.from_config(architecture), lora)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.messages.base import Moved
 from asyncrl.placement.lease import Call, Lease, Side
+from asyncrl.rollouts.producers import Spawn
 from asyncrl.sync.publisher import Publisher
 from asyncrl.waits import uncut, waiting
 
@@ -26,30 +27,23 @@ T = TypeVar("T")
 
 
 class SideBySide:
-    """Each side has devices of its own: there are no turns, and the publisher goes on beside both."""
+    """Each side has devices of its own: there are no turns, and the publisher goes on beside both.
 
-    def __init__(
-        self,
-        publisher: Publisher,
-        *,
-        num_steps: int,
-        spawn: Callable[..., object],
-        are_engines_ours: bool = True,
-    ) -> None:
-        """`are_engines_ours`: the run started them, with the initial weights; what foreign ones have is not
-        known.
-        """
-        self._publisher, self._num_steps, self._spawn = publisher, num_steps, spawn
-        self._are_engines_ours = are_engines_ours
+    `are_ours`: the run started the engines, with the initial weights; what foreign ones have is not known.
+    """
+
+    def __init__(self, publisher: Publisher, *, num_steps: int, spawn: Spawn, are_ours: bool = True) -> None:
+        self.publisher, self._num_steps, self._spawn = publisher, num_steps, spawn
+        self._are_ours = are_ours
 
     async def start(self, version: int) -> None:
         """Before the first batch: engines serve `version` when this returns."""
-        must_push = version > 0 or not self._are_engines_ours
+        must_push = version > 0 or not self._are_ours
         if must_push:
-            self._publisher.start_before_nowait(version)
-        self._spawn(self._publisher.run(), name="publisher")
+            self.publisher.start_before_nowait(version)
+        self._spawn(self.publisher.run(), name="publisher")
         if must_push:
-            await self._publisher.wait_announced(version)
+            await self.publisher.wait_announced(version)
 
     async def to_trainer(self) -> None:
         """Return when the trainer may work: at once."""
@@ -59,7 +53,7 @@ class SideBySide:
         change them; the push goes on by itself.
         """
         if version < self._num_steps:
-            await self._publisher.wait_exported_or_busy(version)
+            await self.publisher.wait_exported_or_busy(version)
 
     def room_for_engine(self, name: str) -> AbstractAsyncContextManager[None]:
         """A block in which a new process of this engine starts and gets its weights."""
@@ -68,11 +62,7 @@ class SideBySide:
     async def bring_up(self, name: str) -> None:
         """Inside room_for_engine: give a new engine process the announced weights."""
         with waiting(f"the announced weights in {name}", on="publisher", who="supervisor"):
-            await self._publisher.bring_up(name)
-
-    def down_nowait(self, name: str) -> None:
-        """An engine is lost."""
-        self._publisher.down_nowait(name)
+            await self.publisher.bring_up(name)
 
     async def wait_room_for_trainer(self) -> None:
         """Return when new processes of the trainer may take memory."""
@@ -115,7 +105,7 @@ class TakingTurns:
         """`on_lost` is called with a lost engine, which the handover then leaves out; None: the handover
         fails.
         """
-        self._engines, self._trainer, self._publisher = tuple(engines), trainer, publisher
+        self._engines, self._trainer, self.publisher = tuple(engines), trainer, publisher
         self._num_steps, self._on_event, self._on_lost = num_steps, on_event, on_lost
         self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._heard)
         self._one_at_a_time = asyncio.Lock()
@@ -124,9 +114,6 @@ class TakingTurns:
         self._num_phases = 0
         self.last: dict[Side, Moved] = {}
         """The last handover to the trainer, and the one to the engines since, if there was one."""
-
-    def __repr__(self) -> str:
-        return f"<TakingTurns {self.lease!r}, the trainer is needed by {self._num_needing} calls>"
 
     def status(self) -> dict[str, Any]:
         """Whose turn it is, and the phase of a handover that is in hand."""
@@ -168,11 +155,11 @@ class TakingTurns:
         """
         with waiting("the engines' turn", on="trainer and engines"):
             async with self._one_at_a_time:
-                await self._publisher.evaluate(version)
+                await self.publisher.evaluate(version)
                 if version >= self._num_steps:
                     return
                 self.last["engines"] = await self.lease.hand_to("engines")
-                self._publisher.announce()
+                self.publisher.announce()
 
     @contextlib.asynccontextmanager
     async def room_for_engine(self, name: str) -> AsyncIterator[None]:
@@ -194,7 +181,7 @@ class TakingTurns:
         """An empty turn: all engines sleep, and get the weights that are served from the trainer. Not cut
         short by a cancellation.
         """
-        self._publisher.up_nowait(name)
+        self.publisher.up_nowait(name)
 
         async def empty_turn() -> None:
             await self._hand_to_trainer()
@@ -203,10 +190,6 @@ class TakingTurns:
         _, cancelled = await uncut(empty_turn())
         if cancelled is not None:
             raise cancelled
-
-    def down_nowait(self, name: str) -> None:
-        """No push to this engine, and no handover waits for it."""
-        self._publisher.down_nowait(name)
 
     async def wait_room_for_trainer(self) -> None:
         """Return when the engines have no turn, or a handover waits for the trainer."""
@@ -227,13 +210,13 @@ class TakingTurns:
         if call.of == "engines":
             return {engine.name: self._ask(engine, call) for engine in self._engines}
         if call.of == "publisher":
-            return {"publisher": self._needing(self._publisher.push())}
+            return {"publisher": self._needing(self.publisher.push())}
         ask = self._trainer.offload if call.verb == "offload" else self._trainer.onload
         return {"trainer": self._needing(ask(call.parts))}
 
     async def _ask(self, engine: EngineClient, call: Call) -> Moved:
         """Leave a lost engine out of the handover: once it is down it has nothing on the device."""
-        if not self._publisher.is_down(engine.name):
+        if not self.publisher.is_down(engine.name):
             try:
                 if call.verb == "sleep":
                     return await engine.sleep(call.parts)

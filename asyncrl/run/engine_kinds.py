@@ -8,24 +8,29 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import xxhash
+
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient, EngineServer
+from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.http import Caller
-from asyncrl.placement.devices import NO_DEVICE
+from asyncrl.placement.devices import NO_DEVICE, Placement
 from asyncrl.placement.fit import find_vllm_python, import_folder
 from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.plan import EVAL_ENGINE, engine_threads
+from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, item_bytes
+from asyncrl.rollouts.recording import SampledBy
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files
 
 if TYPE_CHECKING:
-    from asyncrl.run.start import Launcher
+    from asyncrl.run.start import Launcher, Server
 
 Body: TypeAlias = dict[str, Any]
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
@@ -34,6 +39,8 @@ in bfloat16.
 """
 CANARY_TOKENS = 160
 """Longer than vLLM's block on the CPU, so that its prefix cache takes part."""
+VLLM_START_TIMEOUT_S = 900.0
+"""vLLM compiles kernels at its first start, and reads large models."""
 IMPORTS = "imports"
 """Folder in the specs of a run, with links to our packages, for a server with another Python."""
 
@@ -42,7 +49,6 @@ class Embedded:
     """rollout.engine=embedded, and what the other kinds take from it."""
 
     has_model = True
-    protocol = "its own protocol, token ids in and out"
 
     def __init__(self, config: RunConfig) -> None:
         self.config, self.rollout = config, config.rollout
@@ -76,17 +82,15 @@ class Embedded:
         """
         return {}
 
-    def client(self, caller: Caller, launcher: Launcher, warn: Callable[[str], None]) -> EngineClient:
-        """The client of a server that is not started yet."""
-        return EngineServer(caller)
+    def client(self, server: Server, launcher: Launcher, meeting: Broadcasts | None) -> EngineClient:
+        """The client of a server that is not started yet. `meeting`: where it receives what the trainer
+        sends.
+        """
+        return EngineServer(server.caller)
 
-    def request(self, sampling: Body) -> tuple[str, Body]:
-        """(path, body) of a call that samples, for a person who tries the server."""
-        return "/generate", {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
-
-    def how_to_use(self, url: str, model_path: Path) -> list[str]:
-        """Lines for a shell: how a run takes a server that `asyncrl serve engine` has started."""
-        return []
+    def how_to_use(self, url: str, model_path: Path) -> str:
+        """What `asyncrl serve engine` says of it beside address and key."""
+        return "  it speaks the messages of asyncrl/messages/engine_calls.py"
 
 
 class Simulated(Embedded):
@@ -104,8 +108,6 @@ class Simulated(Embedded):
 
 class Vllm(Embedded):
     """rollout.engine=vllm: vLLM's own server, under a Python of its own."""
-
-    protocol = "vLLM's routes, all behind the key"
 
     def canary_tokens(self) -> int:
         """As many tokens as the engines leave space for, and one more."""
@@ -131,17 +133,17 @@ class Vllm(Embedded):
         python = find_vllm_python(self.rollout)
         return {"python": python, "env": {"PYTHONPATH": str(imports)}}
 
-    def client(self, caller: Caller, launcher: Launcher, warn: Callable[[str], None]) -> VllmServer:
-        """Holds the server's settings against the run's."""
+    def client(self, server: Server, launcher: Launcher, meeting: Broadcasts | None) -> EngineClient:
+        """The server is ready once its settings are what the run counts on."""
         config, placement, tokenizer = self.config, launcher.placement, launcher.tokenizer
-        is_eval = caller.name == EVAL_ENGINE
+        is_eval = server.name == EVAL_ENGINE
         device = placement.evaluation if is_eval else placement.rollout[0]
         if device is None or device == NO_DEVICE:  # the run does not place a server that it has not started
             device = placement.trainer[0]
         facts = VllmFacts(
             model_path=str(launcher.model_path),
             dtype=config.model.dtype,
-            slots=self.slots(caller.name),
+            slots=self.slots(server.name),
             max_length=self.rollout.max_length,
             end_ids=tuple(sorted(tokenizer.end_ids)),
             device=device.partition(":")[0],
@@ -149,31 +151,24 @@ class Vllm(Embedded):
             starts_fresh=is_eval or self.rollout.urls is None,
         )
         limit = config.weight_sync.canary_limit
-        if limit is None:
-            limit = math.inf
+        limit = CANARY_LIMITS[facts.dtype] if limit == "auto" else math.inf if limit is None else limit
         rules = PushRules(
-            canary_limit=CANARY_LIMITS[facts.dtype] if limit == "auto" else limit,
+            canary_limit=limit,
             retries=config.weight_sync.retries,
             chunk_bytes=config.weight_sync.chunk_bytes,
-            warn=warn,
+            warn=launcher.warn,
         )
         mark = secrets.token_hex(4)
-        return VllmServer(caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
+        client = VllmServer(server.caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
+        client.meeting = meeting
+        server.ready = partial(client.ready, VLLM_START_TIMEOUT_S)
+        return client
 
-    def request(self, sampling: Body) -> tuple[str, Body]:
-        """The route for token ids of vLLM."""
-        body = {"token_ids": [1, 2, 3], "sampling_params": {**sampling, "logprobs": 0}}
-        return "/inference/v1/generate", body
-
-    def how_to_use(self, url: str, model_path: Path) -> list[str]:
+    def how_to_use(self, url: str, model_path: Path) -> str:
         """As one of rollout.urls."""
-        made_here = (
-            "" if self.config.model.path else f" model.scratch=none model.path={model_path.absolute()}"
-        )
-        return [
-            "  a run on this machine takes it with:",
-            f"  {KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{url}]{made_here}",
-        ]
+        model = "" if self.config.model.path else f" model.scratch=none model.path={model_path.absolute()}"
+        command = f"{KEY_ENV}=$ENGINE_KEY asyncrl run CONFIG rollout.engine=vllm rollout.urls=[{url}]{model}"
+        return f"  a run on this machine takes it with: {command}"
 
 
 def _special_ids(tokenizer: HFChatTokenizer) -> dict[str, int]:
@@ -189,3 +184,18 @@ KINDS: dict[str, type[Embedded]] = {"embedded": Embedded, "vllm": Vllm, "simulat
 def engine_kind(config: RunConfig) -> Embedded:
     """That of rollout.engine."""
     return KINDS[config.rollout.engine](config)
+
+
+def sampled_by(config: RunConfig, model_path: Path, placement: Placement) -> SampledBy:
+    """What rollouts at policy_version 0 are sampled from. Reads all weights."""
+    dtype = "bfloat16" if item_bytes(config.model.dtype, placement.rollout[0]) == 2 else "float32"
+    weights = _digest(model_path, WEIGHTS) if engine_kind(config).has_model else "simulated"
+    template = config.model.chat_template and Path(config.model.chat_template).read_text(encoding="utf-8")
+    tokenizer = _digest(model_path, TOKENIZER, json.dumps(template))
+    return SampledBy(weights, dtype, tokenizer, config.rollout.temperature)
+
+
+def _digest(folder: Path, patterns: Sequence[str], more: str = "") -> str:
+    files = hash_files(folder, patterns, {})
+    text = json.dumps([[name, file.xxh3] for name, file in files.items()]) + more
+    return xxhash.xxh3_128_hexdigest(text.encode())

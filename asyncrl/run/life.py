@@ -25,7 +25,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.http import OURS, out_of
 from asyncrl.observe.console import outliving
 from asyncrl.placement.lease import clear_own_staging
-from asyncrl.run.start import Server, note_deaths
+from asyncrl.run.start import Server, first_death
 from asyncrl.waits import uncut
 
 logger = logging.getLogger("asyncrl.run.life")
@@ -35,15 +35,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Voice:
-    """The messages of a command to its user."""
+    """The messages of a command to its user. A console that is not read any more (`| head`, a closed
+    terminal) is no error.
+    """
 
     def say(self, text: str) -> None:
         """One line that stays, on the console and in the log."""
-        say(text)
+        logger.info("%s", text)
+        self.say_secret(text)
 
     def say_secret(self, text: str) -> None:
         """The same with a key in it: it is printed, and in no file of ours."""
-        say_secret(text)
+        outliving().write(f"{text}\n")
 
     def tell(self, text: str) -> None:
         """What is being done, or waited for, in words."""
@@ -51,7 +54,8 @@ class Voice:
 
     def warn(self, text: str) -> None:
         """A warning: something failed, and the command goes on."""
-        self.say(f"WARNING: {text}")
+        logger.warning("%s", text)
+        self.say_secret(f"WARNING: {text}")
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """How it ended: done, interrupted or failed. Without `can_go_on` the same command would fail
@@ -83,7 +87,6 @@ class Life(ABC):
         """The command needs all of these. If one has died, its death is reported, and not the call that
         failed because of it.
         """
-        self.servers_beside: Sequence[Server] = ()
         self.stack = AsyncExitStack()
         self.stop, self.can_stop = asyncio.Event(), False
         self._signal: int | None = None
@@ -105,18 +108,12 @@ class Life(ABC):
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number, main)
         try:
-            code = await self._live()
-            if code > 128:
-                self.voice.finish("interrupted", f"interrupted by {signal.Signals(code - 128).name}")
-            else:
-                self.voice.finish("done")
-            return code
+            return self._finish(await self._live())
         except asyncio.CancelledError:
             if self._signal is None:
                 raise
             main.uncancel()
-            self.voice.finish("interrupted", f"interrupted by {signal.Signals(self._signal).name}")
-            return 128 + self._signal
+            return self._finish(128 + self._signal)
         except BaseExceptionGroup as errors:
             raise self._fail(first_cause(errors)) from errors
         except Exception as error:  # the outermost frame: foreign exceptions become an error of ours
@@ -124,6 +121,13 @@ class Life(ABC):
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+    def _finish(self, code: int) -> int:
+        if code > 128:
+            self.voice.finish("interrupted", f"interrupted by {signal.Signals(code - 128).name}")
+        else:
+            self.voice.finish("done")
+        return code
 
     async def _live(self) -> int:
         async with self.stack:
@@ -134,7 +138,8 @@ class Life(ABC):
             except BaseExceptionGroup as errors:
                 # A call that broke may mean that its process just died: the kernel has a moment to say so.
                 timeout_s = 1.0 if isinstance(first_cause(errors), RoomError) else 0.0
-                await note_deaths(self.servers, timeout_s=timeout_s)
+                if (death := await first_death(self.servers, timeout_s)) is not None:
+                    raise death from errors
                 raise
         return code
 
@@ -174,10 +179,7 @@ class Life(ABC):
         elif not isinstance(error, AsyncrlError):
             log_path = self.run_dir / "logs" / "controller.log"
             what = f"internal error {type(error).__name__}: {error}"
-            error = RoomError(
-                "controller", what, way_out=f"please report it, with the traceback in {log_path}."
-            )
-        error = next((server.child.died for server in self.servers if server.child.died is not None), error)
+            error = RoomError("controller", what, way_out=f"report it, with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
         with contextlib.suppress(RoomError):  # the first error is the one to tell
             self.voice.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
@@ -185,7 +187,7 @@ class Life(ABC):
 
     def _on_signal(self, number: int, main: asyncio.Task[Any]) -> None:
         if self._signal is not None:
-            for server in (*self.servers, *self.servers_beside):
+            for server in self.servers:  # any other ends with the pipe that we hold
                 server.child.kill_nowait()
             clear_own_staging()
             os._exit(128 + number)
@@ -195,19 +197,6 @@ class Life(ABC):
             self.stop.set()
         else:
             main.cancel()
-
-
-def say(text: str) -> None:
-    """A line on the console and in the log. A console that is not read any more (`| head`, a closed terminal)
-    is no error.
-    """
-    logger.info("%s", text)
-    say_secret(text)
-
-
-def say_secret(text: str) -> None:
-    """A line with a key in it: printed, and in no file of ours."""
-    outliving().write(f"{text}\n")
 
 
 async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitable[None]]) -> None:
@@ -242,9 +231,8 @@ def make_run_dir(folder: Path, mode: int) -> None:
             try:
                 folder.chmod(has & ~0o777 | mode)
             except PermissionError:  # a mounted volume, say, is another user's
-                text = f"WARNING: {folder} is another user's and stays at mode {has:04o}, for {mode:04o} "
-                text += "(observe.readable_by). Give a directory of your own as --run-dir."
-                print(text, file=sys.stderr)
+                stays = f"is another user's and stays at mode {has:04o}, for {mode:04o}"
+                print(f"WARNING: {folder} {stays} (observe.readable_by).", file=sys.stderr)
         (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         what = f"cannot write to {folder}: {error.strerror}"
@@ -283,8 +271,5 @@ def refused_by_system(error: OSError, run_dir: Path) -> RoomError:
     """What the kernel refused the controller, which for most of its calls is a file."""
     if error.errno in OURS:
         return out_of("cannot go on", error.errno)
-    what, way_out = (
-        f"cannot use the run directory {run_dir}: {error}",
-        "free space on its disk, then start again.",
-    )
-    return RoomError("controller", what, way_out=way_out)
+    what = f"cannot use the run directory {run_dir}: {error}"
+    return RoomError("controller", what, way_out="free space on its disk, then start again.")

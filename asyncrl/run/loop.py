@@ -20,20 +20,20 @@ from asyncrl.agents.command import hide_memory, passed_env
 from asyncrl.algorithms.registry import resolve
 from asyncrl.checkpoints.folder import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.errors import EngineLost
 from asyncrl.files import RunLock, write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.messages.records import Batch, UnfinishedGroup
-from asyncrl.observe.watchdog import Watchdog
+from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle_dtype
 from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts, run_id
-from asyncrl.run.life import Life, logging_to, make_run_dir
-from asyncrl.run.recorded import settle_copy
-from asyncrl.run.report import Reporter
+from asyncrl.run.check import RUN_COPY
+from asyncrl.run.life import Life, logging_to, make_run_dir, run_again
+from asyncrl.run.report import Reporter, processes, reported
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.run.supervise import heartbeat
-from asyncrl.run.watch import make_watchdog
 from asyncrl.trainer.model_folder import MODEL_PIN
 from asyncrl.user_code import end_what_is_left
 
@@ -73,16 +73,17 @@ def run_job(
         # Before anything may refuse: the weights of a run that is done are the last ones.
         is_ours = settle_saved(folder)
         point = find_resume(folder, config, resume, allow_change)
-        if is_ours:
-            settle_copy(config, folder, is_new=point is None)
-            if point is None:  # of a start that failed
-                shutil.rmtree(folder / "model", ignore_errors=True)
-                (folder / MODEL_PIN).unlink(missing_ok=True)
+        if is_ours and point is None:  # of a start that failed
+            shutil.rmtree(folder / "model", ignore_errors=True)
+            for made in (MODEL_PIN, RUN_COPY):
+                (folder / made).unlink(missing_ok=True)
         run_id(folder)  # before the config: a directory with a config and without an id is not a run's
         if point is None:
             write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
-            job = Job(config, folder, name, point, plan.placement, dtype_words)
+            job = Job(config, folder, name, point, plan.placement)
+            if dtype_words:
+                job.say(dtype_words)
             return asyncio.run(end_what_is_left(job.run()))
     finally:
         lock.release()
@@ -99,18 +100,11 @@ class Job(Life):
     main_task = "train loop"
 
     def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        name: str,
-        point: ResumePoint | None,
-        placement: Placement,
-        note: str = "",
+        self, config: RunConfig, run_dir: Path, name: str, point: ResumePoint | None, placement: Placement
     ) -> None:
-        """`note`: a warning for the user who starts the run."""
         self.reporter = Reporter(config, run_dir, name, goes_on=point is not None)
         super().__init__(config, run_dir, self.reporter)
-        self._point, self._placement, self._note = point, placement, note
+        self._point, self._placement = point, placement
 
     async def live(self) -> int:
         """The run, from its parts to its end."""
@@ -118,16 +112,8 @@ class Job(Life):
         self.stack.callback(self.reporter.close_console)
         for text in () if self._point is None else self._point.told:
             self.warn(text)
-        if self._note:
-            self.say(self._note)
-        parts = await open_parts(
-            self,
-            self._placement,
-            evaluated=self.reporter.evaluated,
-            may_change_model=self._point is not None and self._point.may_change_model,
-        )
+        parts = await open_parts(self, self._placement, self._point, self.reporter.evaluated)
         self.servers = parts.servers
-        self.servers_beside = () if parts.eval_server is None else (parts.eval_server,)
         self.closes("producers", parts.producers.aclose)
         self._start_guards(parts)
         unfinished = await self._catch_up(parts)
@@ -139,7 +125,7 @@ class Job(Life):
 
     def _start_guards(self, parts: Parts) -> None:
         """Start the tasks that supervise the run: from before the first batch until the weights are saved."""
-        watchdog = make_watchdog(self.config, self.run_dir, parts, tell=self.warn)
+        watchdog = self._make_watchdog(parts)
         self.spawn(watchdog.run(), name="watchdog")
         self.spawn(self._report_status(parts, watchdog), name="status")
         self.spawn(parts.journal.wait_failed(), name="watch journal")
@@ -149,6 +135,32 @@ class Job(Life):
             self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         if parts.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")
+
+    def _make_watchdog(self, parts: Parts) -> Watchdog:
+        """What it sees goes into the journal, too."""
+        log_path = self.run_dir / "logs" / "controller.log"
+        command = run_again(self.run_dir, "--resume", "must")
+
+        async def ask_children() -> tuple[ChildState, ...]:
+            for server in processes(parts):
+                server.dump_stacks_nowait()
+            return tuple(await asyncio.gather(*(server.state() for server in processes(parts))))
+
+        async def restart_engines() -> None:
+            why = f"the run has stopped moving; {log_path} says who waited for whom"
+            for supervisor in parts.supervisors:
+                supervisor.lost_nowait(EngineLost(supervisor.name, why, rule="supervision.on_stuck=restart"))
+
+        return Watchdog(
+            self.config.supervision,
+            lambda: reported(parts),
+            log_path=log_path,
+            tell=self.warn,
+            way_out=f"{log_path} and the logs beside it have all stacks; `{command}` goes on.",
+            ask_children=ask_children,
+            restart=restart_engines,
+            note=parts.journal.event_nowait,
+        )
 
     async def _catch_up(self, parts: Parts) -> Sequence[UnfinishedGroup]:
         """Bring a killed run to where it stood; the returned groups continue once the engines have the

@@ -1,5 +1,5 @@
-"""Turns what the parts report into step metrics, status and the end-of-run summary; observe/ shows and writes
-them.
+"""Collects the numbers of the parts, and turns them into step metrics, status and the end-of-run summary;
+observe/ shows and writes them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,25 @@ from typing import Any
 from asyncrl.checkpoints.folder import sync_records
 from asyncrl.config import RunConfig
 from asyncrl.files import LOST, write_whole
-from asyncrl.messages.calls import TrainResponse
+from asyncrl.messages.calls import EngineHealth, TrainerHealth, TrainResponse
 from asyncrl.messages.records import Batch
+from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
-from asyncrl.observe.metrics import TOTALS, Totals, batch_metrics, gauge_of
-from asyncrl.observe.recorder import METRICS_FILE, Recorder, lines_of, read_evaluations, read_steps
+from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, batch_metrics, gauge_of
+from asyncrl.observe.recorder import (
+    METRICS_FILE,
+    Recorder,
+    lines_of,
+    read_evaluations,
+    read_steps,
+)
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
-from asyncrl.observe.watchdog import Wait
+from asyncrl.observe.watchdog import Reported, Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.run.build import Parts
 from asyncrl.run.life import Voice, refused_by_system, run_again
-from asyncrl.run.watch import gauges
+from asyncrl.run.start import Server
 from asyncrl.trainer.step_report import GAP_WARNING
 
 logger = logging.getLogger("asyncrl.run.report")
@@ -35,6 +42,47 @@ logger = logging.getLogger("asyncrl.run.report")
 MOST_WARNINGS = 100
 """Most warnings in status.json and the summary; logs/controller.log has all."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
+
+
+def processes(parts: Parts) -> tuple[Server, ...]:
+    """All child processes, that of the evaluation included."""
+    workers = () if parts.harnessing is None else parts.harnessing.workers
+    return (*parts.servers, *(() if parts.eval_server is None else (parts.eval_server,)), *workers)
+
+
+def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
+    """All numbers of the run by name; several by source, where a source may begin anew (a new process)."""
+    harnessing, found = parts.harnessing, dict[str, float | Mapping[str, float]]()
+    sources: list[Any] = [parts.buffer, parts.producers, parts.engines, parts.publisher, parts.scorer]
+    sources += [parts.trainer, parts.turns, parts.checkpointer]
+    sources += [] if parts.evaluation is None else [parts.evaluation]
+    sources += [] if harnessing is None else [harnessing.gateway, harnessing.queue]
+    for source in sources:
+        found |= source.gauges()
+    healths = [(server.name, server.health) for server in processes(parts)]
+    ours = [(server.name, server.health) for server in parts.servers]
+    found |= {
+        "engine/tokens": sum(h.tokens_generated for _, h in healths if isinstance(h, EngineHealth)),
+        "engine/decode_s": {name: h.decode_s for name, h in ours if isinstance(h, EngineHealth)},
+        "engine/restarts": sum(supervisor.num_restarts for supervisor in parts.supervisors),
+        "trainer/version": sum(h.policy_version for _, h in healths if isinstance(h, TrainerHealth)),
+    }
+    if harnessing is not None:
+        abandoned = {name: h.num_abandoned for name, h in healths if isinstance(h, WorkerHealth)}
+        restarts = sum(supervisor.num_restarts for supervisor in harnessing.supervisors)
+        found |= {"harness/abandoned": abandoned, "harness/restarts": restarts}
+    return found
+
+
+def reported(parts: Parts) -> Reported:
+    """What the watchdog wants to know at this moment."""
+    marks = {
+        name: value
+        for name, value in gauges(parts).items()
+        if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
+    }
+    is_starting = any(one.is_starting for one in (parts.trainer, *parts.supervisors))
+    return Reported(marks, tuple(parts.producers.oldest()), is_starting)
 
 
 class Reporter(Voice):
@@ -68,7 +116,6 @@ class Reporter(Voice):
         self._told = set[str]()
         """What is said once a run."""
         self._is_to_resume = goes_on
-        self._num_skipped = 0
 
     def start(self) -> None:
         """Begin to show."""
@@ -82,11 +129,6 @@ class Reporter(Voice):
         self._activity = text
         self._console.show_activity(text)
 
-    def say(self, text: str) -> None:
-        """One line that stays on the console and in the log."""
-        logger.info("%s", text)
-        self._console.say(text)
-
     def say_secret(self, text: str) -> None:
         """One line with a key in it: on the console, and in no file of ours."""
         self._console.say(text)
@@ -95,8 +137,7 @@ class Reporter(Voice):
         """What went wrong and does not end the run: on the console, in the log and in the summary."""
         if len(self._warnings) < MOST_WARNINGS:
             self._warnings.append(text)
-        logger.warning("%s", text)
-        self._console.say(f"WARNING: {text}")
+        super().warn(text)
 
     def warn_once(self, what: str, text: str) -> None:
         """The first time that it happens in this run."""
@@ -119,7 +160,6 @@ class Reporter(Voice):
         if (first := int(self._last.get("step", -1)) + 1) < version:
             self.warn(f"steps {first}..{version - 1} are missing in metrics.jsonl ({LOST})")
         self._console.goes_on(steps)
-        self._num_skipped = int(steps.total("trainer/skipped_steps"))
         self._evaluations = [*read_evaluations(self.run_dir, [])]
         for before in (self._last, *self._evaluations[-1:]):
             self._totals.starts_from(totals_in(before))
@@ -140,10 +180,8 @@ class Reporter(Voice):
     def step(self, parts: Parts, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
         """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
         self._totals.starts_from(self._before.get(batch.version, self._journaled))
-        metrics = self._step_metrics(parts, batch, report, step_s) | self._new_evaluation
-        self._new_evaluation = {}
-        self._last = metrics
-        self._num_skipped += int(metrics.get("trainer/skipped_steps", 0))
+        metrics = self._metrics(parts, batch, report, step_s) | self._new_evaluation
+        self._new_evaluation, self._last = {}, metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
@@ -154,22 +192,16 @@ class Reporter(Voice):
         """
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
-        line: dict[str, Any] = {
-            "policy_version": result.version,
-            "time_s": time.monotonic() - self._trained_since_s,
-            **metrics,
-        }
-        if result.last_failure:
-            line["last_failure"] = result.last_failure
+        time_s = time.monotonic() - self._trained_since_s
+        line: dict[str, Any] = {"policy_version": result.version, "time_s": time_s, **metrics}
+        line |= {"last_failure": result.last_failure} if result.last_failure else {}
         self._evaluations.append(line)
         self._new_evaluation = metrics
         self._recorder.record_evaluation(line)
         self._console.say(f"eval {evaluation_text(metrics)}")
         if not result.samples:
-            self.warn(
-                f"no sample of the evaluation of policy_version {result.version} has a reward, the last "
-                f"failure: {result.last_failure}"
-            )
+            what = f"no sample of the evaluation of policy_version {result.version} has a reward"
+            self.warn(f"{what}, the last failure: {result.last_failure}")
 
     def _warn_of(self, metrics: Mapping[str, float], batch: Batch) -> None:
         """Warnings about a step, each kind once a run; the log has each skipped step."""
@@ -180,57 +212,42 @@ class Reporter(Voice):
             self.warn_once("gap", text)
         if metrics.get("rollout/given_up"):
             tries = several(self.config.rollout.max_hand_backs + 1, "time")
-            text = f"a prompt failed or became too old {tries} (rollout.max_hand_backs), or can never be "
-            text += "sampled, and is given up; logs/controller.log says why, rollout/given_up counts them"
-            self.warn_once("given up", text)
+            text = f"a prompt that failed or became too old {tries} (rollout.max_hand_backs), or cannot be "
+            self.warn_once("given up", f"{text}sampled, is given up; logs/controller.log says why")
         if skipped := skipped_text(metrics):
             groups = ", ".join(str(group.group_id) for group in batch.groups)
             saved = self.run_dir / "failed_batches" / f"step_{batch.version}.safetensors"
-            text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}: loss or gradient was NaN or "
-            text += f"infinite, so the weights stay as they were; {logs} has the values, {saved} the batch; "
-            text += f"trainer.max_skipped_steps={self.config.trainer.max_skipped_steps} in a row end the run"
-            if "skipped" in self._told:
-                logger.warning("%s", text)
+            text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}"
+            text += f": loss or gradient was NaN or infinite; {logs} has the values, {saved} the batch"
+            logger.warning("%s", text)
             self.warn_once("skipped", text)
 
     def status(self, parts: Parts, waits: Sequence[Wait]) -> None:
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
-        found, producers = gauges(parts), parts.producers
-        now = {**found, **self._totals.add(totals_of(found))}
+        producers, down, now = parts.producers, parts.engines.down, self._counted(gauges(parts))
         missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
         if missing is not None:
             self.warn_once("workers", missing)
-        down = parts.engines.down
-        optional = {
-            "skipped_steps": self._num_skipped,
-            "turns": parts.turns.status(),
-            "evaluation": None if parts.evaluation is None else asdict(parts.evaluation.stats),
-            "warnings": self._warnings,
-        }
+        buffer = ("ready", "running", "look_ahead", "served")
+        rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
         self._recorder.write_status(
             {
                 "state": "running",
                 "activity": self._activity,
                 "step": parts.trainer.policy_version,
                 "num_steps": self.config.trainer.num_steps,
-                "buffer": {
-                    name: now[f"buffer/{name}"] for name in ("ready", "running", "look_ahead", "served")
-                },
-                "rollouts": {
-                    "inflight": now["rollout/inflight"],
-                    "failed": now["rollout/failed"],
-                    "retried": now["rollout/retried"],
-                    "given_up_prompts": now["rollout/given_up"],
-                    "filtered_groups": now["rollout/filtered"],
-                },
+                "buffer": {name: now[f"buffer/{name}"] for name in buffer},
+                "rollouts": {name: now[f"rollout/{name}"] for name in rollouts},
                 "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
                 "engines": {
                     server.name: "down" if server.name in down else f"policy_version {server.policy_version}"
                     for server in parts.engines.servers
                 },
-                **{name: value for name, value in optional.items() if value},
+                "turns": parts.turns.status() or None,
+                "evaluation": parts.evaluation and asdict(parts.evaluation.stats),
+                "warnings": self._warnings or None,
                 "waits": list(map(asdict, waits)),
                 "oldest_rollouts": [list(entry) for entry in producers.oldest()],
                 "last_failure": producers.last_failure,
@@ -281,28 +298,25 @@ class Reporter(Voice):
         """time_s continues from the last step: it never decreases in a resumed run, and leaves set-up out."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
-    def _step_metrics(
-        self, parts: Parts, batch: Batch, report: TrainResponse, step_s: float
-    ) -> dict[str, float]:
+    def _metrics(self, parts: Parts, batch: Batch, report: TrainResponse, step_s: float) -> dict[str, float]:
         metrics: dict[str, float] = {
             "step": batch.version,
             "policy_version": report.policy_version,
             "time_s": time.monotonic() - self._trained_since_s,
+            **batch_metrics(batch),
+            **report.metrics,
+            "perf/step_s": step_s,
         }
-        metrics |= {**batch_metrics(batch), **report.metrics}
-        metrics["perf/step_s"] = step_s
         metrics["perf/tokens_per_s"] = metrics["tokens/trained"] / step_s if step_s > 0 else 0.0
-        found = gauges(parts)
-        for name, value in found.items():
-            gauge = gauge_of(name)
-            if gauge is not None and gauge.kind in ("step", "now") and not isinstance(value, Mapping):
+        for name, value in self._counted(gauges(parts)).items():
+            if (gauge := gauge_of(name)) is not None and gauge.kind not in ("eval", "run"):
                 metrics.setdefault(name, value)
-        return metrics | self._totals.add(totals_of(found))
+        return metrics
 
-
-def totals_of(found: Mapping[str, float | Mapping[str, float]]) -> dict[str, float | Mapping[str, float]]:
-    """Those of the gauges that count over the whole run."""
-    return {name: value for name, value in found.items() if name in TOTALS}
+    def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The same numbers, with those that are counted over the whole run in place of a process's own."""
+        counted = {name: value for name, value in found.items() if name in TOTALS}
+        return {**found, **self._totals.add(counted)}
 
 
 def totals_in(line: Mapping[str, Any]) -> dict[str, float]:

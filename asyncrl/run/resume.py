@@ -10,6 +10,7 @@ the old run). If settings were changed (--allow-change), groups that are too old
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Collection
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import yaml
 
+from asyncrl.checkpoints.controller_state import ControllerState
 from asyncrl.checkpoints.folder import Checkpoints, Damaged, Whole
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
@@ -118,18 +120,16 @@ def find_resume(
     saved = run_dir / "config.yaml"
     if not _has_begun(run_dir):
         if mode == "must":
-            raise _refused(f"{run_dir} holds no run", "give the directory of one, or leave --resume out.")
+            raise _refused(run_dir, "no run", "give the directory of one, or leave --resume out.")
         if saved.exists() and not (run_dir / "run.id").exists():
-            raise _refused(f"{run_dir} holds a config.yaml that no run has written")
+            raise _refused(run_dir, "a config.yaml that no run has written")
         for there in (run_dir / name for name in SAVED if (run_dir / name).exists()):
-            raise _refused(f"{run_dir} holds no run, and {there}, which a new run would replace")
+            raise _refused(run_dir, f"no run, and {there}, which a new run would replace")
         return None
     if not saved.exists():
-        raise _refused(
-            f"{run_dir} holds a run without its config.yaml", "put back the one it was started with."
-        )
+        raise _refused(run_dir, "a run without its config.yaml", "put back the one it was started with.")
     if mode == "never":
-        raise _refused(f"{run_dir} holds a run already", "choose another --run-dir, or leave --resume out.")
+        raise _refused(run_dir, "a run already", "choose another --run-dir, or leave --resume out.")
     _refuse_done(run_dir, config)
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
@@ -137,9 +137,9 @@ def find_resume(
     return ResumePoint(checkpoint, told, tuple(damaged), _is_named("model.path", allow_change))
 
 
-def _refused(what: str, way_out: str = "choose another --run-dir, or move that away.") -> ConfigError:
+def _refused(run_dir: Path, what: str, way_out: str = "choose another, or move that away.") -> ConfigError:
     rule = "a run goes on in its own directory, and never writes over what is not its own"
-    return ConfigError(what, rule=rule, way_out=way_out)
+    return ConfigError(f"{run_dir} holds {what}", rule=rule, way_out=way_out)
 
 
 def _has_begun(run_dir: Path) -> bool:
@@ -168,8 +168,8 @@ def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
 def _keys(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in config.model_dump().items():
-        keys = value.items() if isinstance(value, dict) else ()
-        found |= {f"{name}.{key}": inner for key, inner in keys} or {name: value}
+        is_section = isinstance(value, dict) and value
+        found |= {f"{name}.{key}": inner for key, inner in value.items()} if is_section else {name: value}
     return found
 
 
@@ -210,12 +210,12 @@ def _refuse_done(run_dir: Path, config: RunConfig) -> None:
         return
     num_steps, steps = config.trainer.num_steps, summary.get("num_steps", summary.get("steps"))
     if summary.get("state") == "done" and (steps is None or steps >= num_steps):
-        more = [f"trainer.num_steps={2 * num_steps}"]
-        if not _is_free("trainer.num_steps", config, run_dir):
-            more += ["--allow-change", "trainer.num_steps"]
+        is_free = _is_free("trainer.num_steps", config, run_dir)
+        allowed = () if is_free else ("--allow-change", "trainer.num_steps")
+        command = run_again(run_dir, f"trainer.num_steps={2 * num_steps}", *allowed)
         raise ConfigError(
             f"the run in {run_dir} is done, after trainer.num_steps={num_steps}",
-            way_out=f"go on for more steps with `{run_again(run_dir, *more)}`, or choose another --run-dir.",
+            way_out=f"go on for more steps with `{command}`, or choose another --run-dir.",
         )
 
 
@@ -230,23 +230,19 @@ async def restore(
     feed, journal = parts.feed, parts.journal
     if state.order is not None:
         feed.check_order(state.order)
-    is_journal_new = state.num_drawn == 0 and point.checkpoint is not None
     unfinished: tuple[UnfinishedGroup, ...] = ()
     ended: dict[GroupId, tuple[Prompt, str]] = {}
-    if is_journal_new:
-        _from_checkpoint_alone(parts, point)
+    if is_journal_new := state.num_drawn == 0 and point.checkpoint is not None:
+        _from_checkpoint_alone(point.checkpoint, parts)
     else:
         unfinished, ended = _from_journal(parts, state)
     before = (feed.num_drawn, feed.prompts_back(), parts.buffer.next_group_id)
-    is_restored = False
 
+    @functools.cache
     def restored() -> None:
-        nonlocal is_restored
-        if not is_restored:
-            is_restored = True
-            journal.order_nowait(feed.order)
-            journal.restored_nowait(point.version)
-            reporter.resumes(point.version, state.counted)
+        journal.order_nowait(feed.order)
+        journal.restored_nowait(point.version)
+        reporter.resumes(point.version, state.counted)
 
     def trained_again(batch: Batch, report: TrainResponse) -> None:
         restored()
@@ -254,9 +250,8 @@ async def restore(
         reporter.step(parts, batch, report, step_s=report.metrics.get("perf/train_s", 0.0))
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
-    await parts.trainer.recover(
-        folder, lambda: load_batches(state, point.version, state.next_version), trained_again
-    )
+    missed = functools.partial(load_batches, state, point.version, state.next_version)
+    await parts.trainer.recover(folder, missed, trained_again)
     restored()
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)
@@ -296,18 +291,17 @@ def _from_journal(
     return tuple(whole.values()), ended
 
 
-def _from_checkpoint_alone(parts: Parts, point: ResumePoint) -> None:
+def _from_checkpoint_alone(checkpoint: Whole, parts: Parts) -> None:
     """The journal is gone: what was in flight when the checkpoint was made is generated again."""
-    assert point.checkpoint is not None
-    controller = point.checkpoint.controller
     try:
-        parts.feed.load_state(controller["feed"])
-        for prompt_id, num_handed_back in controller["out"].items():
-            parts.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=int(num_handed_back)))
-        parts.buffer.restore_nowait(point.version, int(controller["next_group_id"]), [], [])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        controller = ControllerState.model_validate(checkpoint.controller)
+        parts.feed.load_state(controller.feed)
+        for prompt_id, num_handed_back in controller.out.items():
+            parts.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
+        parts.buffer.restore_nowait(checkpoint.version, controller.next_group_id, [], [])
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{point.checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
+            f"{checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
             rule="without its journal a run goes on from what the checkpoint says",
             way_out="put journal.sqlite back, or start a new run.",
         ) from error

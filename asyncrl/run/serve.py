@@ -1,5 +1,5 @@
-"""`asyncrl serve`: engine servers, and the gateway over them, for as long as they are wanted. Trains nothing,
-journals nothing.
+"""`asyncrl serve`: engine servers, and the gateway over them, for as long as they are wanted, or for some
+rollouts that are tried. Trains nothing, journals nothing.
 
 The command waits for Ctrl-C, or for the rollouts that it was asked for; those for the engines and the
 workers. An engine server that is lost ends the command; workers are started again. Ctrl-C (or SIGTERM) is how
@@ -20,24 +20,20 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from asyncrl.agents.command import hide_memory, passed_env
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
-from asyncrl.observe.console import outliving
 from asyncrl.placement.devices import find_cuda_devices, place
 from asyncrl.placement.fit import settle_dtype
 from asyncrl.rollouts.recording import RolloutRecorder
-from asyncrl.run.agents import Harnessing, make_gateway, make_generator, model_name
 from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed
-from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.life import Life, logging_to, make_run_dir, say
-from asyncrl.run.recorded import UserKey, result_table, sampled_by, try_rollouts, verdict
+from asyncrl.run.engine_kinds import engine_kind, sampled_by
+from asyncrl.run.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
+from asyncrl.run.life import Life, Voice, logging_to, make_run_dir
 from asyncrl.run.start import Launcher, Server, start_all
 from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
@@ -78,7 +74,7 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
     """
     config, dtype_words = settle_dtype(config)
     if dtype_words:
-        say(dtype_words)
+        Voice().say(dtype_words)
     folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     own = folder / "serve.yaml"
     if folder.is_dir() and not own.exists() and any(folder.iterdir()):
@@ -106,7 +102,8 @@ class Serving(Life):
         config = self.config
         self.tell("making the model" if config.model.scratch else "finding the model")
         model_path = await make_model_folder(config, self.run_dir)
-        launcher = Launcher(config, place(config, len(find_cuda_devices())), model_path, self.run_dir)
+        placement = place(config, len(find_cuda_devices()))
+        launcher = Launcher(config, placement, model_path, self.run_dir, self.warn)
         await asyncio.to_thread(lambda: launcher.tokenizer)
         return launcher
 
@@ -134,19 +131,14 @@ class EngineServing(Serving):
     async def live(self) -> int:
         """Until Ctrl-C."""
         launcher = await self.launch()
-        engine = launcher.engines()[0]
-        launcher.client(engine, self.warn)
+        (engine, *_), kind = launcher.engines(), engine_kind(self.config)
+        launcher.client(engine)
         await self.start([engine])
-        kind, key = engine_kind(self.config), '-H "Authorization: Bearer $ENGINE_KEY"'
-        path, body = kind.request(
-            {"max_tokens": 8, "temperature": self.config.rollout.temperature, "seed": 0}
-        )
         for line in (
-            f"{engine.name} ready: {kind.protocol}; logs in {self.run_dir / 'logs'}",
+            f"{engine.name} ready; logs in {self.run_dir / 'logs'}",
             f"  export ENGINE_URL={engine.child.url} ENGINE_KEY={launcher.secret}",
-            f'  curl -sS "$ENGINE_URL/health" {key}',
-            f'  curl -sS "$ENGINE_URL{path}" {key} {_json_data(body)}',
-            *kind.how_to_use(engine.child.url, launcher.model_path),
+            '  curl -sS "$ENGINE_URL/health" -H "Authorization: Bearer $ENGINE_KEY"',
+            kind.how_to_use(engine.child.url, launcher.model_path),
         ):
             self.say_secret(line)
         await self.wait_stopped()
@@ -156,15 +148,13 @@ class EngineServing(Serving):
 class GatewayServing(Serving):
     """`asyncrl serve gateway`: for people, or for `num_prompts` prompts."""
 
-    def __init__(
-        self, config: RunConfig, run_dir: Path, record: Path | None, num_prompts: int | None
-    ) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, path: Path | None, num_prompts: int | None) -> None:
         super().__init__(config, run_dir)
-        self._record, self._num_prompts = record, num_prompts
+        self._path, self._num_prompts = path, num_prompts
 
     async def live(self) -> int:
         """Until Ctrl-C, or until the rollouts are done."""
-        config, path = self.config, self._record
+        config, path = self.config, self._path
         self._task = (await find_task(self, is_needed=self._num_prompts is not None)).task
         launcher = await self.launch()
         self._tokenizer, engines = launcher.tokenizer, launcher.engines()
@@ -172,7 +162,7 @@ class GatewayServing(Serving):
         if path is not None:
             sampled = await asyncio.to_thread(sampled_by, config, launcher.model_path, launcher.placement)
             self._recorder.open(path, sampled, must_be_new=self._num_prompts is not None)
-        clients = [launcher.client(engine, self.warn) for engine in engines]
+        clients = [launcher.client(engine) for engine in engines]
         self._pool = EnginePool(clients, slots=config.rollout.slots)
         await self.start(engines)
         self.spawn(self.wait_broken(), name="watch gateway")
@@ -184,10 +174,8 @@ class GatewayServing(Serving):
                 self.say(f"{self._recorder.num_recorded} rollouts recorded in {path}")
 
     async def _serve_people(self) -> int:
-        config, key = self.config, secrets.token_urlsafe(24)
-        gateway, queue = make_gateway(
-            config, self._pool, self._tokenizer, worker_key=key, on_broken=self.on_broken
-        )
+        config, name = self.config, model_name(self.config)
+        gateway, queue = make_gateway(self, self._pool, self._tokenizer, secrets.token_urlsafe(24))
         self.closes("work queue", queue.aclose)
         self.closes("gateway", gateway.aclose)
         url, people = await gateway.start(), UserKey(gateway, queue, self._recorder, self)
@@ -195,14 +183,9 @@ class GatewayServing(Serving):
         if self._task is not None:
             first = make_feed(config, self._task, shuffle=False).next_nowait()
             messages = [dict(message) for message in first.messages]
-        call, header = (
-            _json_data({"model": model_name(config), "messages": messages}),
-            "Authorization: Bearer",
-        )
-        self.say(
-            f"gateway ready: model {model_name(config)}, temperature {config.rollout.temperature}; logs in "
-            f"{self.run_dir / 'logs'}"
-        )
+        call, header = _json_data({"model": name, "messages": messages}), "Authorization: Bearer"
+        logs = self.run_dir / "logs"
+        self.say(f"gateway ready: model {name}, temperature {config.rollout.temperature}; logs in {logs}")
         # The outcome key is not exported: an agent that is started there does not inherit it.
         for line in (
             f"export OPENAI_BASE_URL={url}/v1",
@@ -222,13 +205,12 @@ class GatewayServing(Serving):
 
     async def _try(self, num_prompts: int) -> int:
         """The config's own generator, on the prompts that a run would begin with."""
-        config = self.config
+        config, harnessing = self.config, None
         assert self._task is not None, "it was read"
         feed = make_feed(config, self._task, shuffle=config.task.shuffle)
         prompts = [feed.next_nowait() for _ in range(num_prompts)]
         scorer = TaskScorer(self._task, config.task, seed=config.seed, warn=self.warn)
         self.closes("rewards", scorer.aclose)
-        harnessing = None
         if config.generator.is_harness:
             heartbeat_s = config.observe.heartbeat_s
             supervision = Supervision(config.supervision, heartbeat_s, self.warn, lambda *_: None)
@@ -236,25 +218,19 @@ class GatewayServing(Serving):
             await harnessing.open(self)
             for supervisor in harnessing.supervisors:
                 self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
-        num_all = num_prompts * config.rollout.group_size
-        self.say(f"ready: {num_all} rollouts of {num_prompts} prompts; logs in {self.run_dir / 'logs'}")
+        self.say(f"ready: {config.rollout.group_size} rollouts a prompt; logs in {self.run_dir / 'logs'}")
         generator = make_generator(config, self._pool, self._tokenizer, scorer, harnessing)
-        all_tried = await try_rollouts(
-            config, generator, prompts, self._recorder, say=self.say, spawn=self.spawn
-        )
-        Console(file=outliving()).print(result_table(prompts, all_tried))
-        self.say(verdict(all_tried))
+        is_any_done = await try_rollouts(self, generator, prompts, self._recorder)
         if harnessing is not None:
             self._say_calls(harnessing.gateway)
-        return 1 if all(tried.failure is not None for tried in all_tried) else 0
+        return 0 if is_any_done else 1
 
     def _say_calls(self, gateway: Gateway) -> None:
         stats = gateway.stats()
-        self.say(
-            f"{stats.calls} calls, {stats.prompt_tokens} prompt and {stats.completion_tokens} sampled "
-            f"tokens; {stats.extended + stats.realigned} went on from recorded tokens ({stats.realigned} "
-            f"realigned), {stats.forked} forked, {sum(stats.refused.values())} refused"
-        )
+        went_on, refused = stats.extended + stats.realigned, sum(stats.refused.values())
+        tokens = f"{stats.prompt_tokens} prompt and {stats.completion_tokens} sampled tokens"
+        rest = f"{went_on} went on from recorded tokens, {stats.forked} forked, {refused} refused"
+        self.say(f"{stats.calls} calls, {tokens}; {rest}")
 
 
 def _json_data(body: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Makes the servers of a run as child processes, and starts them.
+"""Makes the servers of a run as child processes, starts them, and asks how they are.
 
 Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer; one that dies first ends
     the start with its own last words.
@@ -7,23 +7,27 @@ Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to ans
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import psutil
+
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.errors import EngineError, RoomError
+from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.errors import ConnectionShortage, EngineError, RoomError
 from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
-from asyncrl.messages.base import Moved
-from asyncrl.messages.calls import EngineHealth, SleepRequest, TrainerHealth
+from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
+from asyncrl.observe.watchdog import ChildState
 from asyncrl.placement.devices import Placement, child_environ, chunk_device, find_cuda_devices
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, trainer_threads
@@ -35,23 +39,23 @@ from asyncrl.waits import TimeLimit
 
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
 START_TIMEOUT_S = 300.0
-VLLM_START_TIMEOUT_S = 900.0
-"""vLLM compiles kernels at its first start, and reads large models."""
+STATE_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)
 class Server:
     """A child process and the caller that speaks to it.
 
-    `answers`: what /health says. `health`: its last answer. `vllm`: the client of a vLLM, whose /health says
-    nothing of ours; given before the start.
+    `answers`: what /health says. `health`: its last answer. `engine`: the client of an engine server; its
+    kind sets it, and `ready` where a first answer to /health is not enough.
     """
 
     child: ChildProcess | ForeignProcess
     caller: Caller
     answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth]
     health: Health | None = None
-    vllm: VllmServer | None = None
+    engine: EngineClient | None = None
+    ready: Callable[[], Awaitable[Health]] | None = None
 
     @property
     def name(self) -> str:
@@ -60,8 +64,8 @@ class Server:
 
     async def ask(self, timeout_s: float) -> Health:
         """Its answer to /health. Raises CallLost, CallRefused or EngineError."""
-        if self.vllm is not None:
-            return await self.vllm.health(timeout_s=timeout_s)
+        if self.engine is not None:
+            return await self.engine.health(timeout_s=timeout_s)
         return await self.caller.get("/health", self.answers, timeout_s=timeout_s)
 
     async def check_alive(self, timeout_s: float) -> None:
@@ -69,30 +73,45 @@ class Server:
         try:
             self.health = await self.ask(timeout_s)
         except (CallLost, CallRefused, EngineError) as error:
-            is_ours = isinstance(self.child, ChildProcess)
-            where = f"process {self.child.pid}" if is_ours else f"the server at {self.child.url}"
-            what = (
-                f"{where} does not answer: {failure_text(error)}; observe.heartbeat_s={timeout_s} is the "
-                f"limit"
-            )
+            where = f"process {self.child.pid}" if self.child.pid else f"the server at {self.child.url}"
+            what = f"{where} does not answer: {failure_text(error)}"
+            rule = f"observe.heartbeat_s={timeout_s} is the limit"
             way_out = f"read {self.child.log_path}; raise observe.heartbeat_s if the machine is only slow."
-            raise RoomError(self.name, what, way_out=way_out) from error
+            raise RoomError(self.name, what, rule=rule, way_out=way_out) from error
+
+    async def state(self) -> ChildState:
+        """What the kernel says of the process, and its server."""
+        pid, process = self.child.pid, "no process of this run"
+        try:
+            if pid is not None:
+                process = f"process {pid} is {psutil.Process(pid).status()}"
+            health = await self.ask(STATE_TIMEOUT_S)
+        except psutil.Error:
+            ended = f"process {pid} ended with {self.child.returncode}"
+            return ChildState(self.name, ended, "asked nothing", is_well=False)
+        except (CallLost, CallRefused, EngineError, ConnectionShortage) as error:
+            return ChildState(self.name, process, failure_text(error), is_well=False)
+        numbers = ", ".join(f"{key} {value}" for key, value in health.model_dump().items())
+        return ChildState(self.name, process, f"answers: {numbers}", is_well=True)
+
+    def dump_stacks_nowait(self) -> None:
+        """Have the process write its stacks into its log, unless SIGUSR1 would end it."""
+        pid = self.child.pid
+        if pid is not None and self.child.returncode is None and catches(pid, signal.SIGUSR1):
+            os.kill(pid, signal.SIGUSR1)
 
     async def watch(self) -> None:
         """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
         await self.child.watch()
 
-    async def start(self) -> None:
-        """Start the process; it answers later (wait_ready)."""
+    async def come_up(self) -> None:
+        """Start the process; returns when it can serve. Raises RoomError if it dies first or takes longer
+        than it may, ConfigError if it never can.
+        """
         await self.child.start()
         self.caller.url = self.child.url
-
-    async def wait_ready(self) -> None:
-        """Sleep until the server can serve. Raises RoomError if it dies first or takes longer than it may,
-        ConfigError if it never can.
-        """
-        ready = self.ask(START_TIMEOUT_S) if self.vllm is None else self.vllm.ready(VLLM_START_TIMEOUT_S)
-        asking, watching = asyncio.ensure_future(ready), asyncio.ensure_future(self.watch())
+        asking = asyncio.ensure_future(self.ask(START_TIMEOUT_S) if self.ready is None else self.ready())
+        watching = asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done() or asking.exception() is not None:
@@ -102,32 +121,15 @@ class Server:
                     raise self.child.death()
             self.health = await asking
         except (CallLost, CallRefused, EngineError) as error:
-            rule, way_out = (error.rule, error.way_out) if isinstance(error, EngineError) else ("", "")
             what = f"did not come up: {failure_text(error)}; the end of its log:\n{self.child.log_tail()}"
-            way_out = way_out or f"read {self.child.log_path}."
-            raise RoomError(self.name, what, rule=rule, way_out=way_out) from error
+            way_out = error.way_out if isinstance(error, EngineError) else ""
+            raise RoomError(self.name, what, way_out=way_out or f"read {self.child.log_path}.") from error
         finally:
-            for task in (asking, watching):
-                task.cancel()
-            await asyncio.gather(asking, watching, return_exceptions=True)
-
-    async def sleep(self) -> None:
-        """Have an engine free its device. Raises RoomError."""
-        try:
-            async with TimeLimit(START_TIMEOUT_S):
-                if self.vllm is not None:
-                    await self.vllm.sleep(["kv", "weights"])
-                else:
-                    await self.caller.post("/sleep", SleepRequest(), Moved, timeout_s=START_TIMEOUT_S)
-        except (CallLost, CallRefused, EngineError, TimeoutError) as error:
-            what = f"cannot sleep, and the trainer needs its device: {failure_text(error)}"
-            raise RoomError(self.name, what, way_out=f"read {self.child.log_path}.") from error
+            await end_all([asking, watching])
 
     async def end(self) -> str:
         """Kill the process, frozen or not, and close the connections; another one can be started in its
-        place.
-
-        Returns what is left of it, in words, if it does not die.
+        place. Returns what is left of it, in words, if it does not die.
         """
         self.child.kill_nowait()
         await self.aclose()
@@ -135,22 +137,42 @@ class Server:
         self.child, self.health = self.child.renewed(), None
         return left
 
-    async def start_again(self) -> None:
-        """Start the process anew; returns when it answers. Raises RoomError if it does not come up."""
-        await self.start()
-        await self.wait_ready()
-
     async def aclose(self) -> None:
         """Close the connections, then end the process."""
         await self.caller.aclose()
         await self.child.aclose()
 
 
-def failure_text(error: CallLost | CallRefused | RoomError | TimeoutError) -> str:
+def failure_text(error: CallLost | CallRefused | RoomError) -> str:
     """What failed, without the name of the server."""
-    if isinstance(error, TimeoutError):
-        return f"no answer within {START_TIMEOUT_S} s"
     return error.fault if isinstance(error, RoomError) else str(error)
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether that process has a handler for the signal; a new process has none and would be ended by it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel them, and return when they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def start_all(servers: Sequence[Server]) -> None:
+    """Start them, and sleep until all answer. Raises the RoomError of the first that cannot: the ranks of a
+    trainer wait for each other.
+    """
+    starts = [asyncio.ensure_future(server.come_up()) for server in servers]
+    try:
+        await asyncio.gather(*starts)
+    finally:
+        await end_all(starts)
 
 
 async def bring_up(
@@ -166,36 +188,23 @@ async def bring_up(
         await start_all([*trainers, *engines, *beside])
         return
     await start_all([*engines, *beside])
-    await asyncio.gather(*(server.sleep() for server in engines))
+    try:
+        async with TimeLimit(START_TIMEOUT_S):
+            clients = [server.engine for server in engines if server.engine is not None]
+            await asyncio.gather(*(client.sleep(["kv", "weights"]) for client in clients))
+    except TimeoutError as error:
+        what = f"an engine does not free the trainer's device within {START_TIMEOUT_S} s"
+        raise RoomError("placement", what, way_out="read the logs of the engines.") from error
     await start_all(trainers)
 
 
-async def start_all(servers: Sequence[Server]) -> None:
-    """Start them, and sleep until all answer. Raises the RoomError of the first that cannot: the ranks of a
-    trainer wait for each other.
-    """
-    for server in servers:
-        await server.start()
-    waits = [asyncio.ensure_future(server.wait_ready()) for server in servers]
-    try:
-        await asyncio.gather(*waits)
-    finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
-
-
-async def note_deaths(servers: Sequence[Server], *, timeout_s: float) -> None:
-    """Note in each of them whether its process has died; waits up to `timeout_s` for the first death."""
-    running = [server.child for server in servers if server.child.pid and server.child.returncode is None]
-    waits = [asyncio.ensure_future(child.wait()) for child in running] if timeout_s else []
-    if waits:
+async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
+    """Why one of their processes has died, if one has; waits up to `timeout_s` for the first death."""
+    children = [server.child for server in servers if server.child.pid]
+    if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    for wait in waits:
-        wait.cancel()
-    for server in servers:
-        if server.child.returncode is not None and server.child.died is None:
-            server.child.died = server.child.death()
+        await end_all(waits)
+    return next((child.death() for child in children if child.returncode is not None), None)
 
 
 @dataclass(frozen=True)
@@ -206,23 +215,17 @@ class Launcher:
     placement: Placement
     model_path: Path
     run_dir: Path
+    warn: Callable[[str], None] = print
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
     def trainers(self, staging_dir: Path) -> list[Server]:
         """The ranks of the trainer, of which the first takes requests."""
-        config, servers = self.config, []
-        for rank in range(config.trainer.world_size):
+        servers, module, threads = [], "asyncrl.trainer.rank_process", trainer_threads(self.config)
+        for rank in range(self.config.trainer.world_size):
+            name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
-            port, devices = None if rank else config.trainer.port, self.placement.trainer
-            child = self._child(
-                f"trainer-{rank}",
-                "asyncrl.trainer.rank_process",
-                spec,
-                devices,
-                port,
-                trainer_threads(config),
-            )
-            servers.append(Server(child, Caller(child.name, "", self.secret), TrainerHealth))
+            child = self._child(name, module, spec, self.placement.trainer, port, threads)
+            servers.append(Server(child, Caller(name, "", self.secret), TrainerHealth))
         return servers
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
@@ -274,20 +277,19 @@ class Launcher:
         """Of the model. Blocks at first."""
         return HFChatTokenizer(self.model_path, chat_template=self.config.model.chat_template)
 
-    def client(self, server: Server, warn: Callable[[str], None]) -> EngineClient:
-        """The client of an engine server, made before that is started. Blocks at first."""
-        client = engine_kind(self.config).client(server.caller, self, warn)
-        if isinstance(client, VllmServer):
-            server.vllm = client
-        return client
+    def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
+        """The client of an engine server, made before that is started. `meeting`: where it receives weights,
+        if the trainer sends them. Blocks at first.
+        """
+        server.engine = engine_kind(self.config).client(server, self, meeting)
+        return server.engine
 
     def _engine(self, name: str, devices: Sequence[str], port: int | None) -> Server:
-        kind, takes_turns = engine_kind(self.config), self.placement.mode == "colocated"
-        spec = kind.spec(self.model_path, name, devices[0], takes_turns=takes_turns and name != EVAL_ENGINE)
+        kind, is_shared = engine_kind(self.config), self.placement.mode == "colocated"
+        takes_turns = is_shared and name != EVAL_ENGINE
+        spec = json.dumps(kind.spec(self.model_path, name, devices[0], takes_turns=takes_turns))
         module, threads = f"asyncrl_servers.{self.config.rollout.engine}", engine_threads(self.config)
-        child = self._child(
-            name, module, json.dumps(spec), devices, port, threads, **kind.process(self.run_dir)
-        )
+        child = self._child(name, module, spec, devices, port, threads, **kind.process(self.run_dir))
         return self._engine_server(child, self.secret)
 
     def _engine_server(self, child: ChildProcess | ForeignProcess, key: str) -> Server:
@@ -313,6 +315,4 @@ class Launcher:
     ) -> ChildProcess:
         """The environment in which a process sees these devices and no others."""
         env = {"OMP_NUM_THREADS": str(threads), **child_environ(devices, find_cuda_devices()), **(env or {})}
-        return ChildProcess(
-            name, module, spec, run_dir=self.run_dir, secret=self.secret, port=port, env=env, **more
-        )
+        return ChildProcess(name, module, spec, self.run_dir, self.secret, port, env, **more)

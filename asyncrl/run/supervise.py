@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
@@ -29,7 +30,7 @@ from asyncrl.errors import (
 )
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.run.colocate import Turns
-from asyncrl.run.start import Server
+from asyncrl.run.start import Server, end_all, start_all
 from asyncrl.waits import waiting
 
 Tell = Callable[[str, Mapping[str, Any]], None]
@@ -83,9 +84,9 @@ class Restarts:
         """Count one more restart; returns how many count. Raises the RoomError that ends the run if that is
         one too many.
         """
-        if self._works_since_s is not None:
-            self._worked_s += asyncio.get_running_loop().time() - self._works_since_s
-            self._works_since_s = None
+        now_s = asyncio.get_running_loop().time()
+        self._worked_s += now_s - (now_s if self._works_since_s is None else self._works_since_s)
+        self._works_since_s = None
         window_s, most = self._config.restart_window_s, self._config.max_restarts
         while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
             self._counting.popleft()
@@ -93,9 +94,9 @@ class Restarts:
             raise lost
         if len(self._counting) >= most:
             within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
-            limit = f"supervision.max_restarts={most} is used up{within}"
+            rule = f"{lost.rule}; supervision.max_restarts={most} is used up{within}".lstrip("; ")
             way_out = lost.way_out or f"read the log of {lost.room}, then start the run again: it goes on."
-            raise RoomError(lost.room, lost.fault, rule=f"{lost.rule}; {limit}".lstrip("; "), way_out=way_out)
+            raise RoomError(lost.room, lost.fault, rule=rule, way_out=way_out)
         self.num += 1
         self._counting.append(self._worked_s)
         return len(self._counting)
@@ -127,9 +128,6 @@ class Supervisor:
         """
         self._report: RoomError | None = None
         self._reported = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}, {'up' if self.is_up else 'down'}>"
 
     @property
     def name(self) -> str:
@@ -175,10 +173,11 @@ class Supervisor:
         self._report, self._reported = None, asyncio.Event()
         self.is_starting = False
         async with self._room():
+            await self._before_start()
             self.is_starting = True
             try:
                 with waiting("its new process", on=self._processes[0].name):
-                    await self._start_all()
+                    await start_all(self._processes)
             except ConnectionShortage:
                 raise
             except RoomError as error:
@@ -192,16 +191,6 @@ class Supervisor:
         down_s = asyncio.get_running_loop().time() - since_s
         self._on_event(f"{self.kind} up", {**about, "down_s": down_s, **more})
         return None
-
-    async def _start_all(self) -> None:
-        """Return when all answer. Raises the RoomError of the first that cannot: the others would wait for
-        it.
-        """
-        starts = [asyncio.ensure_future(process.start_again()) for process in self._processes]
-        try:
-            await asyncio.gather(*starts)
-        finally:
-            await end_all(starts)
 
     async def _until_lost(self, work: Coroutine[Any, Any, None]) -> RoomError | None:
         return await until_lost(self._processes, self.heartbeat_s, self._raise_report(), work)
@@ -227,6 +216,9 @@ class Supervisor:
         """Wait until the devices are free for new processes, and hold them."""
         return contextlib.nullcontext()
 
+    async def _before_start(self) -> None:
+        """Forget what was the old processes'."""
+
     async def _bring_back(self) -> None:
         """Bring new processes to where the old ones were."""
 
@@ -249,12 +241,7 @@ class EngineSupervisor(Supervisor):
     kind = "engine"
 
     def __init__(
-        self,
-        process: Server,
-        client: EngineClient,
-        pool: EnginePool,
-        turns: Turns,
-        supervision: Supervision,
+        self, process: Server, client: EngineClient, pool: EnginePool, turns: Turns, supervision: Supervision
     ) -> None:
         super().__init__([process], supervision)
         self._client, self._pool, self._turns = client, pool, turns
@@ -268,14 +255,13 @@ class EngineSupervisor(Supervisor):
         self.is_up = False
         self._client.cut_nowait()
         self._pool.down_nowait(self.name)
-        self._turns.down_nowait(self.name)
+        self._turns.publisher.down_nowait(self.name)
 
     def _room(self) -> AbstractAsyncContextManager[None]:
         return self._turns.room_for_engine(self.name)
 
-    async def _start_all(self) -> None:
+    async def _before_start(self) -> None:
         self._client.renew_nowait()
-        await super()._start_all()
 
     async def _bring_back(self) -> None:
         await self._turns.bring_up(self.name)
@@ -295,21 +281,13 @@ class WorkerSupervisor(Supervisor):
 
     kind = "worker"
 
-    def __init__(
-        self,
-        process: Server,
-        supervision: Supervision,
-        *,
-        lease_timeout_s: float,
-        gone: Callable[[str, str], None],
-    ) -> None:
-        """`gone` is called with (name, why), so that its rollouts fail now."""
+    def __init__(self, process: Server, supervision: Supervision, queue: RolloutQueue) -> None:
         super().__init__([process], supervision)
-        self._gone, self._lease_timeout_s = gone, lease_timeout_s
+        self._queue = queue
 
     def _down(self, lost: RoomError) -> None:
         self.is_up = False
-        self._gone(self.name, in_short(lost))
+        self._queue.worker_gone_nowait(self.name, in_short(lost))  # its rollouts fail now
 
     async def _wait_unfit(self) -> None:
         """/health is answered from another thread. Two answers must say that the loop stands still: when the
@@ -320,12 +298,12 @@ class WorkerSupervisor(Supervisor):
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
             before, health = health, self._processes[0].health
             lag_s = health.loop_lag_s if isinstance(health, WorkerHealth) else 0.0
-            is_stuck = lag_s > self._lease_timeout_s
+            is_stuck = lag_s > self._queue.lease_timeout_s
             if is_stuck and was_stuck and health is not before:
                 raise RoomError(
                     self.name,
                     f"a harness has blocked its event loop for {lag_s:.0f} s",
-                    rule=f"gateway.lease_timeout_s={self._lease_timeout_s} is the limit",
+                    rule=f"gateway.lease_timeout_s={self._queue.lease_timeout_s} is the limit",
                     way_out="use `await asyncio.to_thread(...)` for what blocks, or a plain `def`.",
                 )
             was_stuck = is_stuck
@@ -347,11 +325,8 @@ async def until_lost(
             await asyncio.wait(watching, timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             error = task.exception() if task in done or (task in watching and task.done()) else None
-            if (
-                isinstance(error, TrainerLost)
-                or isinstance(error, RoomError)
-                and not isinstance(error, NO_LOSS)
-            ):
+            ends_run = isinstance(error, NO_LOSS) and not isinstance(error, TrainerLost)
+            if isinstance(error, RoomError) and not ends_run:
                 return error
             if error is not None:
                 raise error
@@ -376,10 +351,3 @@ async def heartbeat(process: Server, limit_s: float) -> None:
 def in_short(lost: RoomError) -> str:
     """What happened, without the log."""
     return lost.what.splitlines()[0].split("; the end of ")[0]
-
-
-async def end_all(tasks: Sequence[asyncio.Future[None]]) -> None:
-    """Cancel them, and return when they have ended."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,12 +5,12 @@ calls are repeated. Also makes the checkpoints that this needs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncrl.checkpoints.controller_state import ControllerState
 from asyncrl.checkpoints.folder import Checkpoints, Pending, set_aside
 from asyncrl.errors import CheckpointError, RoomError, TrainerError, TrainerLost
 from asyncrl.journal.journal import Journal
@@ -19,7 +19,7 @@ from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, Tr
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.messages.records import Batch
 from asyncrl.run.start import Server
-from asyncrl.run.supervise import GRACE_S, Supervision, Supervisor, until_lost
+from asyncrl.run.supervise import GRACE_S, Supervision, Supervisor
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
@@ -52,16 +52,12 @@ class SupervisedTrainer(Supervisor):
         ranks: Sequence[Server],
         supervision: Supervision,
         *,
-        before_start: Callable[[], None],
+        before_start: Callable[[], Awaitable[None]],
         recover: Callable[[int], Awaitable[None]],
-        wait_room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`recover` brings new ranks to a version. `wait_room`: until engines on the same devices have
-        gone.
-        """
+        """`before_start` returns when new ranks may start, `recover` brings them to a version."""
         super().__init__(ranks, supervision)
-        self.client, self._before_start, self._recover = client, before_start, recover
-        self._wait_room = wait_room
+        self.client, self._recover, self._may_start = client, recover, before_start
         self._over: RoomError | None = None
         """Why there will be no trainer any more."""
         self._changed = asyncio.Event()
@@ -186,26 +182,17 @@ class SupervisedTrainer(Supervisor):
         """The first rank refuses a call if another rank has died; the kernel reports that death a moment
         later.
         """
-        if len(self._processes) == 1 or not await until_lost(
-            self._processes, self.heartbeat_s, asyncio.sleep(GRACE_S)
-        ):
-            return None
-        return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
+        if len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S)):
+            return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
+        return None
 
     def _check_up(self) -> None:
         """New processes, on their way to where the old ones were, must not be taken for them."""
         if not self.is_up:
             raise TrainerLost("trainer", "is being started again", rule="a checkpoint is of a finished step")
 
-    @contextlib.asynccontextmanager
-    async def _room(self) -> AsyncIterator[None]:
-        if self._wait_room is not None:
-            await self._wait_room()
-        yield
-
-    async def _start_all(self) -> None:
-        self._before_start()
-        await super()._start_all()
+    async def _before_start(self) -> None:
+        await self._may_start()
 
     async def _bring_back(self) -> None:
         """To the newest version that was answered, and off the device where the lost processes were off
@@ -279,12 +266,10 @@ class Checkpointer:
         if every is None or version % every:
             return
         if self._writing is not None and not self._writing.done():
-            self._job.warn(
-                f"the checkpoint at version {version} is left out: the one before is being written"
-            )
+            what = f"the checkpoint at version {version} is left out"
+            self._job.warn(f"{what}: the one before is being written")
         elif (begun := await self._begin()) is not None:
-            writing = self._finish(*begun, self._parts.controller_state())
-            self._writing = self._job.spawn(writing, name=f"checkpoint {begun[1]}")
+            self._writing = self._job.spawn(self._finish(*begun), name=f"checkpoint {version}")
 
     async def make_last(self, version: int) -> None:
         """A checkpoint right now, after the one that is being written; returns when it is whole. For the end
@@ -296,27 +281,29 @@ class Checkpointer:
             with waiting("the checkpoint before", on="checkpoint"):
                 await asyncio.wait({self._writing})
         if version not in self._checkpoints.versions() and (begun := await self._begin()) is not None:
-            await self._finish(*begun, self._parts.controller_state())
+            await self._finish(*begun)
 
-    async def _begin(self) -> tuple[Pending, int] | None:
-        """(what the trainer is writing into, the version that it is of); None, after a warning, if it
-        cannot.
+    async def _begin(self) -> tuple[Pending, int, ControllerState] | None:
+        """(what the trainer is writing into, the version that it is of, the rest of that moment); None, after
+        a warning, if it cannot.
         """
         pending = None
         try:
             pending = await asyncio.to_thread(self._checkpoints.begin)
-            return pending, await self._trainer.begin_save_state(pending.trainer_dir)
+            version = await self._trainer.begin_save_state(pending.trainer_dir)
+            return pending, version, self._parts.controller_state()
         except (CheckpointError, TrainerLost) as error:
             await self._failed(pending, error)
             return None
 
-    async def _finish(self, pending: Pending, version: int, controller: Mapping[str, Any]) -> None:
+    async def _finish(self, pending: Pending, version: int, controller: ControllerState) -> None:
         try:
             await self._trainer.wait_save_state()
             # Only now: had the trainer died meanwhile, it would have to go back first.
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, controller)
+                    state = controller.model_dump()
+                    folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, state)
                 self.num_made += 1
                 self._parts.journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._job.config.journal.keep == "checkpoint":

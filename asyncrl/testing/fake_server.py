@@ -135,7 +135,7 @@ class FakeProcess:
         self.server.die()
         return ""
 
-    async def start_again(self) -> None:
+    async def come_up(self) -> None:
         """A new process, with the state of the start."""
         self.started_at.append(asyncio.get_running_loop().time())
         fails, self.fails_to_start = self.fails_to_start > 0, max(0, self.fails_to_start - 1)

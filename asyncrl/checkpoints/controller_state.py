@@ -1,0 +1,19 @@
+"""What a checkpoint says of the run beside the trainer's state: enough to go on without the journal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ControllerState(BaseModel):
+    """Written as controller.json. `feed`: Feed.state(). `out`: prompts that were drawn and are in no
+    batch yet, by id, with how often they were handed back.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    feed: dict[str, Any]
+    out: dict[str, int]
+    next_group_id: int

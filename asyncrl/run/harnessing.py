@@ -1,0 +1,307 @@
+"""What runs rollouts: a harness (gateway, work queue, worker processes) or a single turn; and how an agent is
+tried, by a user or on some prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from asyncrl.agents.endpoint.gateway import Gateway, collect_less
+from asyncrl.agents.endpoint.requests import CallRules
+from asyncrl.agents.endpoint.sessions import GatewaySession
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.agents.endpoint.work_routes import RolloutQueue
+from asyncrl.config import RunConfig
+from asyncrl.engines.pool import EnginePool
+from asyncrl.errors import RolloutFailure, RoomError
+from asyncrl.files import write_whole
+from asyncrl.http import Caller
+from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
+from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.observe.run_numbers import several
+from asyncrl.placement.processes import ChildProcess
+from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn, own_reward
+from asyncrl.rollouts.recording import RolloutRecorder
+from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.run.life import Life
+from asyncrl.run.start import Server, start_all
+from asyncrl.run.supervise import Supervision, WorkerSupervisor
+from asyncrl.tasks.scorer import TaskScorer
+
+NO_WORKER_S = 30.0
+"""Seconds without a worker after which the run reports it."""
+TASK_SEED_TURN = -1
+"""Takes the place of the turn number in the seed that a harness gets for its own draws."""
+
+
+def model_name(config: RunConfig) -> str:
+    """The policy's name in /v1/models."""
+    return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
+
+
+def num_rollouts(config: RunConfig) -> int:
+    """Rollouts in flight at once."""
+    concurrency = config.generator.concurrency
+    return config.rollout.slots * config.rollout.num_engines if concurrency == "auto" else concurrency
+
+
+def make_gateway(
+    life: Life, engines: EnginePool, tokenizer: HFChatTokenizer, worker_key: str
+) -> tuple[Gateway, RolloutQueue]:
+    """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format
+    that is not known.
+    """
+    config, seed, rollout = life.config, life.config.seed, life.config.rollout
+    queue = RolloutQueue(
+        worker_key=worker_key,
+        model=model_name(config),
+        lease_timeout_s=config.gateway.lease_timeout_s,
+        task_seed=lambda work: derive_seed(
+            seed, work.prompt.seed_id, work.sample_index, TASK_SEED_TURN, work.attempt
+        ),
+        outcomes=config.generator.outcomes,
+        give_answer=config.generator.give_answer,
+    )
+    rules = CallRules(
+        model_name=model_name(config),
+        temperature=rollout.temperature,
+        top_p=1.0,
+        max_tokens=rollout.max_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_length=rollout.max_length,
+        vocab_size=tokenizer.vocab_size,
+        on_sampling_override=config.gateway.on_sampling_override,
+    )
+    gateway = Gateway(
+        engines,
+        tokenizer,
+        find_tool_format(config.gateway.tool_format, tokenizer.template),
+        rules,
+        config.gateway,
+        seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),
+        on_broken=life.on_broken,
+        extra_routes=queue.routes(),
+    )
+    return gateway, queue
+
+
+class Harnessing:
+    """The gateway, the queue of work, and the run's own `workers` (none with generator.remote).
+
+    Life: made, with the port taken and nothing started; RUN_DIR/gateway.json says where it is, and to workers
+        elsewhere their key -> start -> aclose.
+    """
+
+    def __init__(
+        self, job: Life, engines: EnginePool, tokenizer: HFChatTokenizer, supervision: Supervision
+    ) -> None:
+        path, is_remote = job.run_dir / "gateway.json", job.config.generator.remote
+        written = json.loads(path.read_text(encoding="utf-8")) if path.exists() and is_remote else {}
+        given = os.environ.get(WORKER_KEY_ENV) if is_remote else None
+        # Workers elsewhere connect again to a resumed run by the key that they have. That of our own stands
+        # nowhere: what a model runs under our user could take it, lease rollouts, and reward them.
+        self.worker_key = given or written.get("worker_key") or secrets.token_urlsafe(24)
+        self.gateway, self.queue = make_gateway(job, engines, tokenizer, self.worker_key)
+        self.url = self.gateway.bind()
+        where = {"url": self.url} | ({"worker_key": self.worker_key} if is_remote else {})
+        write_whole(path, json.dumps(where) + "\n", is_private=True)
+        self.workers = () if is_remote else self._own_workers(job.config, job.run_dir)
+        self.supervisors = tuple(WorkerSupervisor(worker, supervision, self.queue) for worker in self.workers)
+
+    def _own_workers(self, config: RunConfig, run_dir: Path) -> tuple[Server, ...]:
+        """Each worker has a secret of its own: the run's secret opens engines and trainer, and programs that
+        a harness runs must not find it.
+        """
+        generator, num_slots = config.generator, num_rollouts(config)
+        if config.eval is not None and config.evaluates_agent:
+            num_slots += config.eval.slots
+        harness, slots = generator.model_dump(mode="json"), -(-num_slots // generator.workers)
+        workers = []
+        for name in (f"worker-{index}" for index in range(generator.workers)):
+            spec = json.dumps({"name": name, "url": self.url, "slots": slots, "harness": harness})
+            secret, keys = secrets.token_urlsafe(24), {WORKER_KEY_ENV: self.worker_key}
+            child = ChildProcess(name, "asyncrl.agents.worker", spec, run_dir, secret, secrets=keys)
+            workers.append(Server(child, Caller(name, "", secret), WorkerHealth))
+        return tuple(workers)
+
+    async def open(self, job: Life) -> None:
+        """Open the gateway and start the workers; returns when they answer. `job` closes them. Raises
+        ConfigError or RoomError.
+
+        Workers elsewhere are started by hand, with the command that is printed.
+        """
+        job.tell("starting the gateway and its workers")
+        job.closes("gateway", self.aclose)
+        await self.gateway.start()
+        await start_all(self.workers)
+        collect_less()
+        if not self.workers:
+            command = f"{WORKER_KEY_ENV}={self.worker_key} asyncrl work {self.url} --python MODULE:FUNCTION"
+            job.say_secret(f"gateway at {self.url}; start workers with: {command}")
+
+    def missing_workers(self) -> str | None:
+        """A sentence for the log if rollouts wait and no worker runs them; None while a worker is there, or
+        was a moment ago.
+        """
+        work = self.queue.gauges()
+        if work["harness/workers"] or not work["harness/queued"] or work["harness/unseen_s"] < NO_WORKER_S:
+            return None
+        way_out = f"start one with: asyncrl work {self.url} --key-file RUN_DIR/gateway.json --python AGENT"
+        if self.workers:
+            way_out = "the run starts its own again, and logs/worker-0.log says what they do"
+        unseen = f"no worker has been seen for {work['harness/unseen_s']:.0f} s"
+        return f"{work['harness/queued']:.0f} rollouts wait and {unseen}; {way_out}"
+
+    async def aclose(self) -> None:
+        """No more work is given out, the workers end, every session ends."""
+        await self.queue.aclose()
+        for worker in self.workers:
+            await worker.aclose()
+        await self.gateway.aclose()
+
+
+def make_generator(
+    config: RunConfig,
+    engines: EnginePool,
+    tokenizer: HFChatTokenizer,
+    scorer: TaskScorer,
+    harnessing: Harnessing | None,
+) -> Generator:
+    """What runs one rollout: a harness, or a single turn of our own."""
+    if harnessing is not None:
+        return HarnessGenerator(harnessing.gateway, harnessing.queue, scorer)
+    return SingleTurn(
+        engines,
+        tokenizer,
+        scorer,
+        run_seed=config.seed,
+        max_tokens=config.rollout.max_tokens,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        temperature=config.rollout.temperature,
+        stop=tuple(config.generator.stop),
+    )
+
+
+class UserKey:
+    """The keys of a user who tries an agent by hand: calls with one, an outcome with the other, then calls
+    again.
+
+    Life: open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and is
+        recorded -> a new session -> ... -> close: what has no outcome yet is recorded without a reward.
+    Invariant: a completion is in one rollout: the calls that are in hand when an outcome comes are answered
+        410 and are in none.
+    """
+
+    def __init__(self, gateway: Gateway, queue: RolloutQueue, recorder: RolloutRecorder, life: Life) -> None:
+        self.key, self.outcome_key = secrets.token_urlsafe(24), secrets.token_urlsafe(24)
+        self._gateway, self._recorder, self._life = gateway, recorder, life
+        # Drawn, so that the next time does not draw the same tokens.
+        self._name = f"people/{secrets.token_hex(4)}"
+        self._session = self._open(0)
+        queue.on_outcome(self.outcome_key, self._take, sampling_key=self.key)
+
+    def close(self) -> None:
+        """No calls any more; what was begun is recorded. Raises RoomError if that cannot be written."""
+        self._session.end_nowait("the gateway was ended")
+        try:
+            rollout = self._session.rollout(0, Outcome(), 0.0)
+        except RolloutFailure:  # nothing was sampled
+            return
+        self._keep(self._session, None, rollout)
+
+    def _open(self, number: int) -> GatewaySession:
+        name, prompt_id = f"{self._name}/{number}", self._name
+        return self._gateway.open_nowait(
+            name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
+        )
+
+    def _take(self, outcome: Outcome) -> None:
+        """An outcome was posted. Raises RolloutFailure, and nothing has changed, if it does not fit what was
+        sampled.
+        """
+        reward, session = own_reward(outcome), self._session
+        rollout = session.rollout(0, outcome, reward or 0.0)
+        session.end_nowait("an outcome was posted: it ended this rollout, and the key goes on with a new one")
+        self._session = self._open(session.sample_index + 1)
+        try:
+            self._keep(session, reward, rollout)
+        except RoomError as error:
+            self._life.on_broken(error)
+            raise RolloutFailure(f"this rollout cannot be recorded: {error.what}") from error
+
+    def _keep(self, session: GatewaySession, reward: float | None, rollout: Rollout) -> None:
+        messages = tuple(session.opening or ())
+        digest = hashlib.sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+        # The same opening words are the same prompt: a group to be replayed.
+        prompt = Prompt(f"people/{digest}", messages)
+        index = self._recorder.next_sample(prompt.prompt_id)
+        numbered = tuple(replace(branch, sample_index=index) for branch in rollout)
+        self._recorder.record(prompt, reward, numbered)
+        told = "none" if reward is None else f"{reward:.4g}"
+        self._life.say(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
+
+
+def shape_text(rollout: Rollout) -> str:
+    """Turns (runs of sampled tokens), tokens, and branches where there is more than one."""
+    steps = (np.diff(branch.loss_mask.astype(np.int8), prepend=0) for branch in rollout)
+    turns = sum(int(np.count_nonzero(step == 1)) for step in steps)
+    num_tokens = sum(branch.num_sampled for branch in rollout)
+    text = f"{several(turns, 'turn')}, {num_tokens} sampled tokens"
+    return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
+
+
+async def try_rollouts(
+    life: Life, generator: Generator, prompts: Sequence[Prompt], recorder: RolloutRecorder
+) -> bool:
+    """`rollout.group_size` rollouts of each prompt, each told in a line as it ends, then all of them. Returns
+    whether any was not a failure.
+
+    They are recorded in the order of prompts and samples, each as soon as all before it are done. In the
+    order in which they end, a recording would begin with the short ones.
+    """
+    rollout, slots = life.config.rollout, Slots(num_rollouts(life.config))
+    runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
+    places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)]
+    held, ended = dict[int, Rollout](), list[Rollout | FailedRollout]()
+
+    async def one(place: int, prompt: Prompt, index: int) -> None:
+        group_id = GroupId(place // rollout.group_size)
+        result = await runner.run(group_id, prompt, index, slots=slots, order=(place, index))
+        ended.append(result)
+        if isinstance(result, FailedRollout):
+            text = f"{result.how}: {result.failure.what}"
+        else:
+            held[place] = result
+            text = f"reward {result[0].reward:.4g}, {shape_text(result)}"
+        life.say(f"[{len(ended)}/{len(places)}] {prompt.prompt_id} sample {index}: {text}")
+
+    def record(place: int) -> None:
+        if (done := held.pop(place, None)) is not None:
+            recorder.record(places[place][0], done[0].reward, done)
+
+    tasks = [life.spawn(one(place, *what), name=f"rollout {place}") for place, what in enumerate(places)]
+    try:
+        for place, task in enumerate(tasks):
+            await asyncio.wait({task})
+            record(place)
+    finally:  # cut short: what has ended behind one that has not
+        for place in range(len(places)):
+            record(place)
+    failures = [result.failure for result in ended if isinstance(result, FailedRollout)]
+    rewards = [result[0].reward for result in ended if not isinstance(result, FailedRollout)]
+    if rewards:
+        life.say(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
+    if failures:
+        life.say(f"{len(failures)} of {len(ended)} rollouts failed, the last one: {failures[-1]}")
+    return bool(rewards)
