@@ -258,10 +258,8 @@ def read_whole(folder: Path, version: int) -> Whole:
     """
     found = _read_json(folder, MANIFEST)
     if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {folder} has format {found['format']}, this version of asyncrl reads {FORMAT}",
-            way_out="resume with the asyncrl that wrote it, or a newer one.",
-        )
+        what = f"checkpoint {folder} has format {found['format']}, this version of asyncrl reads {FORMAT}"
+        raise CheckpointError(what, way_out="resume with the asyncrl that wrote it, or a newer one.")
     try:
         manifest = Manifest.model_validate(found)
     except ValueError as error:

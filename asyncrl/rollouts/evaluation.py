@@ -133,12 +133,10 @@ class Evaluator:
 def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     versions = sorted({span.version for branch in rollout for span in branch.version_spans})
     if versions != [version]:
-        raise EngineError(
-            "engine-eval",
-            f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}",
-            rule=f"every token of this evaluation is sampled at policy_version {version}",
-            way_out="make sure that nothing else pushes weights to the eval engine, then start again.",
-        )
+        what = f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}"
+        rule = f"every token of this evaluation is sampled at policy_version {version}"
+        way_out = "make sure that nothing else pushes weights to the eval engine, then start again."
+        raise EngineError("engine-eval", what, rule=rule, way_out=way_out)
     length = sum(branch.num_sampled for branch in rollout)
     return Sample(prompt_id, rollout[0].reward, length, any(branch.is_truncated for branch in rollout))
 

@@ -169,10 +169,8 @@ def read_recording(path: Path) -> Recording:
         # not splitlines(): U+2028 in a text ends no line
         *lines, rest = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read recorded rollouts from {path}: {error}",
-            way_out="give a file that `asyncrl serve gateway --record` has written.",
-        ) from error
+        what = f"cannot read recorded rollouts from {path}: {error}"
+        raise ConfigError(what, way_out="give a file of `asyncrl serve gateway --record`.") from error
     if rest:
         raise _bad(path, len(lines) + 1, "it is torn: it has no end")
     header = _parse(path, 1, lines[0] if lines else "", TypeAdapter(_Header))
