@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
 import xxhash
 from rich.table import Table
 
@@ -36,6 +35,7 @@ from asyncrl.rollouts.recording import (
     SampledBy,
     read_recording,
     refuse_difference,
+    spans_of,
 )
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots
 from asyncrl.run.agents import num_rollouts
@@ -108,8 +108,7 @@ class UserKey:
 
 def num_turns(rollout: Rollout) -> int:
     """Completions: runs of sampled tokens."""
-    steps = (np.diff(branch.loss_mask.astype(np.int8), prepend=0) for branch in rollout)
-    return sum(int(np.count_nonzero(step == 1)) for step in steps)
+    return sum(len(spans_of(branch.loss_mask)) for branch in rollout)
 
 
 def num_tokens(rollout: Rollout) -> int:

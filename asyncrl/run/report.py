@@ -207,7 +207,7 @@ class Reporter(Voice):
         optional = {
             "skipped_steps": self._num_skipped,
             "turns": parts.turns.status(),
-            "evaluation": None if parts.evaluation is None else asdict(parts.evaluation.stats),
+            "evaluation": None if parts.evaluation is None else asdict(parts.evaluation.stats()),
             "warnings": self._warnings,
         }
         self._recorder.write_status(

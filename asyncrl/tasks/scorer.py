@@ -74,11 +74,9 @@ class TaskScorer:
             with waiting("their rewards", on="the reward function"):
                 return await self._reward(prompt, completion)
         except UserCodeFailed as failure:
-            raise RewardFailure(
-                f"the reward of prompt {prompt.prompt_id} {failure}",
-                rule="a reward is one finite number",
-                way_out=f"correct the reward function; the completion began {completion[:80]!r}.",
-            ) from failure
+            what = f"the reward of prompt {prompt.prompt_id} {failure}"
+            way_out = f"correct the reward function; the completion began {completion[:80]!r}."
+            raise RewardFailure(what, rule="a reward is one finite number", way_out=way_out) from failure
 
     async def aclose(self) -> None:
         """End the processes; idempotent. Threads end with the interpreter."""

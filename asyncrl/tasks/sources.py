@@ -223,11 +223,8 @@ class VerifiersTask:
         return "\n".join(part.text for part in content)
 
     def _unfit(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"{self._name}: {what}",
-            rule="the data of a task are text that goes to a worker as JSON, whole",
-            way_out="correct the environment's task data.",
-        )
+        rule = "the data of a task are text that goes to a worker as JSON, whole"
+        return ConfigError(f"{self._name}: {what}", rule=rule, way_out="correct the environment's task data.")
 
 
 # The `math` reward: is the completion's final answer the reference answer, as mathematics? (math-verify
