@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from asyncrl.buffer.simulation import Case, best_split, break_even, case_of, case_text
+from asyncrl.buffer.simulation import Case, break_even, case_of, case_text
 from asyncrl.config import load_config
 from asyncrl.placement.devices import place
 
@@ -32,10 +32,11 @@ def test_turns_use_all_devices_and_pay_handovers_and_a_split_at_0_waits_for_the_
 
 def test_the_break_even_is_the_handover_that_makes_turns_as_slow_as_the_split() -> None:
     free = case(2.0, 0.3, num_devices=3)
-    split = best_split(free, 0, free.play())
+    _, (split,) = break_even(free, [0])
     assert split.break_even_s > 0
     even = case(2.0, 0.3, split.break_even_s, num_devices=3)
-    assert best_split(even, 0, even.play()).gain == pytest.approx(1.0, rel=0.01)
+    _, (split,) = break_even(even, [0])
+    assert split.gain == pytest.approx(1.0, rel=0.01)
 
 
 def test_with_a_tail_apart_at_1_wins_even_if_handovers_take_no_time_and_at_0_turns_win() -> None:

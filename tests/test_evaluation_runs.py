@@ -87,7 +87,7 @@ async def test_the_initial_weights_each_multiple_and_the_last_version_are_evalua
     requests = [request.request_id.split("/")[0] for request in house.eval_engine.requests]
     assert requests == [f"eval-v{version}" for version in house.versions for _ in range(12)]
     assert all(len(result.samples) == 12 for result in house.results)
-    assert house.evaluation.stats.finished == 5
+    assert house.evaluation.stats().finished == 5
     assert (house.kept, house.troubles) == ([], [])
 
 
@@ -117,7 +117,7 @@ async def test_an_eval_engine_that_dies_is_told_once_and_the_run_goes_on_without
     assert house.versions == []
     (trouble,) = house.troubles
     assert "the run goes on without evaluation: engine-eval" in trouble
-    stats = house.evaluation.stats
+    stats = house.evaluation.stats()
     assert (stats.state, stats.abandoned) == ("off", 1)
     assert house.kept == []
 
@@ -202,7 +202,7 @@ async def test_whatever_the_eval_engine_does_the_run_ends_and_no_file_stays_behi
     await house.live(before_step=lambda version: house.eval_engine.die() if version == death else None)
     assert house.kept == []
     assert house.versions == sorted(set(house.versions))
-    stats = house.evaluation.stats
+    stats = house.evaluation.stats()
     assert stats.finished == len(house.results)
     if stats.state != "off":
         due = {0, 12, *range(every, 13, every)}

@@ -57,18 +57,12 @@ def test_the_eval_prompts_are_the_first_ones_in_order_and_not_those_of_training(
     assert any(trained_on.prompt(number) != task.prompt(number) for number in range(20))
 
 
-def test_more_prompts_than_the_task_has_are_refused_with_the_number_to_write() -> None:
+def test_more_prompts_than_the_task_has_are_refused_as_an_error_of_eval_with_the_number_to_write() -> None:
     gym = eval_config(task={"reasoning_gym": "leg_counting", "size": 20}, num_prompts=21)
     for read, config in ((read_eval_task, eval_config(num_prompts=21)), (look_at_eval_task, gym)):
         with pytest.raises(ConfigError, match=r"the section eval, num_prompts=21 is above the 20") as caught:
             read(config)
         assert "eval.num_prompts=20" in caught.value.way_out
-
-
-def test_errors_of_the_eval_task_say_that_they_are_not_those_of_the_task() -> None:
-    said = r"in the section eval, task.python=nowhere:Task: there is no module nowhere"
-    with pytest.raises(ConfigError, match=said):
-        look_at_eval_task(eval_config(task={"python": "nowhere:Task"}))
 
 
 def test_check_reads_the_eval_task_and_its_engine_takes_no_thread_from_the_trainer(tmp_path: Path) -> None:

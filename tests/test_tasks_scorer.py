@@ -180,35 +180,30 @@ MOODS |= {"raise": "raised KeyError", "none": "returned None"}
 
 
 @pytest.mark.slow
-def test_processes_survive_whatever_the_reward_function_does(rewards: Path) -> None:
-    async def story() -> None:
-        settings = {"reward_workers": 2, "reward_timeout_s": 1.0}
-        async with process_scorer("rewards_here:moody", **settings) as scorer:
-            assert await scorer.score(PROMPT, "fine") == 1.0
-            assert await scorer.score(PROMPT, "torch") == 0.0, "torch was loaded into a reward process"
-            words = ["hang", "hang", *MOODS, "fine"]
-            calls = (scorer.score(PROMPT, word) for word in words)
-            *found, last = await asyncio.gather(*calls, return_exceptions=True)
-            for error, word in zip(found, words, strict=False):
-                with pytest.raises(RewardFailure, match=MOODS[word]):
-                    raise error  # type: ignore[misc]
-            assert last == 1.0
-            with pytest.raises(RewardFailure, match="cannot be sent there"):
-                await scorer.score(Prompt("0/0", (), answer=lambda: 0), "x")
-
-    asyncio.run(story())
+@pytest.mark.asyncio
+async def test_processes_survive_whatever_the_reward_function_does(rewards: Path) -> None:
+    async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=1.0) as scorer:
+        assert await scorer.score(PROMPT, "fine") == 1.0
+        assert await scorer.score(PROMPT, "torch") == 0.0, "torch was loaded into a reward process"
+        words = ["hang", "hang", *MOODS, "fine"]
+        calls = (scorer.score(PROMPT, word) for word in words)
+        *found, last = await asyncio.gather(*calls, return_exceptions=True)
+        for error, word in zip(found, words, strict=False):
+            with pytest.raises(RewardFailure, match=MOODS[word]):
+                raise error  # type: ignore[misc]
+        assert last == 1.0
+        with pytest.raises(RewardFailure, match="cannot be sent there"):
+            await scorer.score(Prompt("0/0", (), answer=lambda: 0), "x")
     assert multiprocessing.active_children() == []
 
 
 @pytest.mark.slow
-def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(rewards: Path) -> None:
-    async def story() -> None:
-        async with process_scorer("rewards_here:plain", reward_workers=1) as scorer:
-            (rewards / "rewards_here.py").write_text("raise ValueError('not here')")
-            with pytest.raises(TaskError, match=r"cannot build the score function(.|\n)*not here"):
-                await scorer.score(PROMPT, "x")
-
-    asyncio.run(story())
+@pytest.mark.asyncio
+async def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(rewards: Path) -> None:
+    async with process_scorer("rewards_here:plain", reward_workers=1) as scorer:
+        (rewards / "rewards_here.py").write_text("raise ValueError('not here')")
+        with pytest.raises(TaskError, match=r"cannot build the score function(.|\n)*not here"):
+            await scorer.score(PROMPT, "x")
 
 
 MOODY_RUN = """

@@ -10,14 +10,6 @@ import pytest
 from asyncrl.testing.virtual_time import BusyLoopError, DeadlockError, all_blocked, run_virtual
 
 
-class Door:
-    def __init__(self) -> None:
-        self.opened = asyncio.Event()
-
-    async def wait_open(self) -> None:
-        await self.opened.wait()
-
-
 @pytest.mark.parametrize("start_s", [10.0, 1e12], ids=["", "one float step is above a nanosecond"])
 def test_timers_fire_in_order_of_their_time_not_of_their_making(start_s: float) -> None:
     seen: list[tuple[float, float]] = []
@@ -36,13 +28,13 @@ def test_timers_fire_in_order_of_their_time_not_of_their_making(start_s: float) 
 
 def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
     async def story() -> None:
-        door = Door()
+        opened = asyncio.Event()
         await asyncio.sleep(42)
         async with asyncio.TaskGroup() as tasks:
             for number in (10, 2, 1):
-                tasks.create_task(door.wait_open(), name=f"producer-{number}")
+                tasks.create_task(opened.wait(), name=f"producer-{number}")
 
-    said = r"nothing can happen at t=42\.0 s:(.|\n)*task producer-1, producer-10, producer-2: Door.wait_open "
+    said = r"nothing can happen at t=42\.0 s:(.|\n)*task producer-1, producer-10, producer-2: Event.wait "
     with pytest.raises(DeadlockError, match=said):
         run_virtual(story())
 
@@ -50,13 +42,13 @@ def test_a_deadlock_names_each_task_and_the_function_it_waits_in() -> None:
 def test_all_blocked_returns_when_nobody_else_can_move_and_no_time_has_passed() -> None:
     async def story() -> None:
         steps: list[int] = []
-        door = Door()
+        opened = asyncio.Event()
 
         async def walk() -> None:
             for step in range(50):
                 steps.append(step)
                 await asyncio.sleep(0)
-            await door.wait_open()
+            await opened.wait()
             steps.append(50)
 
         async with asyncio.TaskGroup() as tasks:
@@ -64,7 +56,7 @@ def test_all_blocked_returns_when_nobody_else_can_move_and_no_time_has_passed() 
             tasks.create_task(asyncio.sleep(9))
             await all_blocked()
             assert (steps, asyncio.get_running_loop().time()) == (list(range(50)), 0.0)
-            door.opened.set()
+            opened.set()
             await all_blocked()
             assert steps[-1] == 50
         assert asyncio.get_running_loop().time() == 9.0
@@ -90,7 +82,7 @@ def test_left_over_tasks_are_cancelled_and_may_clean_up_and_one_that_does_not_en
 
     async def linger() -> None:
         try:
-            await Door().wait_open()
+            await asyncio.Event().wait()
         finally:
             await asyncio.sleep(5)
             cleaned.append("linger")
@@ -98,7 +90,7 @@ def test_left_over_tasks_are_cancelled_and_may_clean_up_and_one_that_does_not_en
     async def stubborn() -> None:
         while True:
             with contextlib.suppress(asyncio.CancelledError):
-                await Door().wait_open()
+                await asyncio.Event().wait()
 
     async def story(*, fails: bool) -> None:
         left_over.append(asyncio.create_task(stubborn() if fails else linger(), name="left over"))
@@ -110,7 +102,7 @@ def test_left_over_tasks_are_cancelled_and_may_clean_up_and_one_that_does_not_en
     assert cleaned == ["linger"]
     with pytest.raises(KeyError, match="first") as caught:
         run_virtual(story(fails=True))
-    assert re.search("task left over: .*Door.wait_open", caught.value.__notes__[0])
+    assert re.search("task left over: .*Event.wait", caught.value.__notes__[0])
 
 
 def test_an_error_in_a_callback_is_raised_and_not_only_logged() -> None:

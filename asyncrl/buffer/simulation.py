@@ -319,19 +319,16 @@ class Split:
     break_even_s: float
 
 
-def best_split(case: Case, max_staleness: int, turns: SimulationResult) -> Split:
-    """The split with most batches a second."""
-    outcomes = {num: case.play(max_staleness, num) for num in range(1, case.num_devices)}
-    num_trainer = max(outcomes, key=lambda num: outcomes[num].batches_per_s)
-    best = outcomes[num_trainer]
-    break_even_s = 1 / best.batches_per_s - 1 / turns.batches_per_s + case.handover_s
-    return Split(max_staleness, num_trainer, best, best.batches_per_s / turns.batches_per_s, break_even_s)
-
-
 def break_even(case: Case, bounds: Sequence[int] = BOUNDS) -> tuple[SimulationResult, list[Split]]:
-    """Turns, and the best split at each bound."""
-    turns = case.play()
-    return turns, [best_split(case, bound, turns) for bound in bounds]
+    """Turns, and at each bound the split with most batches a second."""
+    turns, splits = case.play(), []
+    for max_staleness in bounds:
+        played = ((num, case.play(max_staleness, num)) for num in range(1, case.num_devices))
+        num_trainer, best = max(played, key=lambda one: one[1].batches_per_s)
+        gain = best.batches_per_s / turns.batches_per_s
+        break_even_s = 1 / best.batches_per_s - 1 / turns.batches_per_s + case.handover_s
+        splits.append(Split(max_staleness, num_trainer, best, gain, break_even_s))
+    return turns, splits
 
 
 def case_of(

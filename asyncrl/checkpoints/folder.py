@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointDamaged, CheckpointError
@@ -41,21 +41,17 @@ def sync_records(run_dir: Path) -> None:
     sync(run_dir)
 
 
-class FileEntry(BaseModel):
+class FileEntry(BaseModel, frozen=True, extra="forbid"):
     """One file of a checkpoint."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: int
     sha256: str
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True):
     """What a whole checkpoint consists of. `version`: batches trained when it was made; `files` by relative
     path.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     format: int = FORMAT
     version: int
@@ -258,10 +254,8 @@ def read_whole(folder: Path, version: int) -> Whole:
     """
     found = _read_json(folder, MANIFEST)
     if isinstance(found, dict) and found.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {folder} has format {found['format']}, this version of asyncrl reads {FORMAT}",
-            way_out="resume with the asyncrl that wrote it, or a newer one.",
-        )
+        what = f"checkpoint {folder} has format {found['format']}, this version of asyncrl reads {FORMAT}"
+        raise CheckpointError(what, way_out="resume with the asyncrl that wrote it, or a newer one.")
     try:
         manifest = Manifest.model_validate(found)
     except ValueError as error:

@@ -133,12 +133,10 @@ class Evaluator:
 def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
     versions = sorted({span.version for branch in rollout for span in branch.version_spans})
     if versions != [version]:
-        raise EngineError(
-            "engine-eval",
-            f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}",
-            rule=f"every token of this evaluation is sampled at policy_version {version}",
-            way_out="make sure that nothing else pushes weights to the eval engine, then start again.",
-        )
+        what = f"a rollout of prompt {prompt_id} has tokens of policy_version {', '.join(map(str, versions))}"
+        rule = f"every token of this evaluation is sampled at policy_version {version}"
+        way_out = "make sure that nothing else pushes weights to the eval engine, then start again."
+        raise EngineError("engine-eval", what, rule=rule, way_out=way_out)
     length = sum(branch.num_sampled for branch in rollout)
     return Sample(prompt_id, rollout[0].reward, length, any(branch.is_truncated for branch in rollout))
 
@@ -217,18 +215,21 @@ class Evaluation:
         self._pending: ExportResponse | None = None
         self._changed = asyncio.Event()
         self._limit: TimeLimit | None = None
-        self.stats = EvaluationStats("loading" if schedule.at_start else "idle")
+        self._stats = EvaluationStats("loading" if schedule.at_start else "idle")
+
+    def stats(self) -> EvaluationStats:
+        return self._stats
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py; those of eval.jsonl come with each result."""
-        stats = self.stats
+        stats = self._stats
         num_ended = stats.finished + stats.skipped + stats.abandoned
         return {"evaluation/version": stats.version, "evaluation/ended": num_ended}
 
     @property
     def is_off(self) -> bool:
         """The eval engine is gone."""
-        return self.stats.state == "off"
+        return self._stats.state == "off"
 
     def wants(self, version: int) -> bool:
         """Whether published_nowait would keep this version, without any change of state."""
@@ -236,7 +237,7 @@ class Evaluation:
 
     def published_nowait(self, manifest: ExportResponse) -> None:
         """Called while the exported file is the newest one: keep it if this version is due."""
-        version, stats = manifest.version, self.stats
+        version, stats = manifest.version, self._stats
         if self.is_off or not self._schedule.is_due_nowait(version):
             return
         if self._pending is not None or (stats.state != "idle" and version < self._schedule.last):
@@ -277,7 +278,7 @@ class Evaluation:
         """The eval engine is gone: no evaluation from here on. Ends the one that runs; idempotent."""
         if self.is_off:
             return
-        self.stats.state = "off"
+        self._stats.state = "off"
         if self._limit is not None and not self._limit.expired():
             self._limit.restart(0.0)
         self._on_trouble(f"the run goes on without evaluation: {error}")
@@ -298,7 +299,7 @@ class Evaluation:
         """
         if self.is_off:
             return
-        clock, stats = asyncio.get_running_loop().time, self.stats
+        clock, stats = asyncio.get_running_loop().time, self._stats
         started_s = clock()
         stats.state, stats.version = "loading", version
         self._limit = limit = TimeLimit(self.timeout_s)

@@ -289,12 +289,10 @@ class Producers:
         if again is not None:
             self._set_aside.append((running.ticket.start_version, again))
         if self._failed_in_a_row >= self.max_failed_groups:
-            raise TaskError(
-                self.name,
-                f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}",
-                rule=f"rollout.max_failed_groups={self.max_failed_groups} in a row end the run",
-                way_out="correct what the last failure names, then start again.",
-            )
+            what = f"{self._failed_in_a_row} groups in a row had too few usable rollouts, the last: {reason}"
+            rule = f"rollout.max_failed_groups={self.max_failed_groups} in a row end the run"
+            way_out = "correct what the last failure names, then start again."
+            raise TaskError(self.name, what, rule=rule, way_out=way_out)
         self._sink.fail_nowait(group_id)
 
     def _end_unused(

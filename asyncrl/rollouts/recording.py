@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO, TypeVar
 
+import numpy as np
 from pydantic import Base64Bytes, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -169,10 +170,8 @@ def read_recording(path: Path) -> Recording:
         # not splitlines(): U+2028 in a text ends no line
         *lines, rest = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read recorded rollouts from {path}: {error}",
-            way_out="give a file that `asyncrl serve gateway --record` has written.",
-        ) from error
+        what = f"cannot read recorded rollouts from {path}: {error}"
+        raise ConfigError(what, way_out="give a file of `asyncrl serve gateway --record`.") from error
     if rest:
         raise _bad(path, len(lines) + 1, "it is torn: it has no end")
     header = _parse(path, 1, lines[0] if lines else "", TypeAdapter(_Header))
@@ -210,6 +209,12 @@ def refuse_difference(path: Path, recorded: SampledBy, now: SampledBy) -> None:
             rule="recorded tokens are data of the policy that sampled them",
             way_out="use the model and the settings of the recording, or record anew with these.",
         )
+
+
+def spans_of(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> list[list[int]]:
+    """[start, end) of each run of true."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return edges.reshape(-1, 2).tolist()
 
 
 def _parse(path: Path, number: int, line: str, shape: TypeAdapter[Read]) -> Read:

@@ -266,11 +266,9 @@ class RolloutRunner:
             return failure
         except Exception as error:
             if isinstance(error, TimeoutError) and limit.expired():
-                return RolloutTimeout(
-                    f"{name} is not finished after rollout.timeout_s={self.timeout_s} s, in attempt "
-                    f"{attempt.attempt + 1}",
-                    way_out="if rollout/failed keeps rising, raise it, or lower rollout.max_tokens.",
-                )
+                what = f"{name} is not finished after rollout.timeout_s={self.timeout_s} s"
+                way_out = "if rollout/failed keeps rising, raise it, or lower rollout.max_tokens."
+                return RolloutTimeout(f"{what}, in attempt {attempt.attempt + 1}", way_out=way_out)
             log.warning("%s broke", attempt.rollout_id, exc_info=True)
             what = f"{name} raised {type(error).__name__}: {error}"
             return RolloutFailure(what, way_out="see logs/controller.log.")

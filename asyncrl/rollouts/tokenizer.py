@@ -52,10 +52,8 @@ class HFChatTokenizer:
             tokenizer.chat_template = read_template(Path(chat_template))
         template = tokenizer.chat_template
         if not template:
-            raise ConfigError(
-                f"the tokenizer of {self.model_path} has no chat template",
-                way_out="set model.chat_template to a Jinja file, or choose an instruct model.",
-            )
+            way_out = "set model.chat_template to a Jinja file, or choose an instruct model."
+            raise ConfigError(f"the tokenizer of {self.model_path} has no chat template", way_out=way_out)
         if not isinstance(template, str):
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
         self.template = template
@@ -148,10 +146,8 @@ def _load(model_path: str) -> Any:
                 raise ValueError("it cannot be converted to a tokenizer.json") from None
             return found
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"cannot load a tokenizer from {model_path}: {error}",
-            way_out="set model.path to a Hugging Face causal language model with its tokenizer.",
-        ) from error
+        way_out = "set model.path to a Hugging Face causal language model with its tokenizer."
+        raise ConfigError(f"cannot load a tokenizer from {model_path}: {error}", way_out=way_out) from error
 
 
 def read_template(path: Path) -> str:
@@ -159,9 +155,8 @@ def read_template(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read model.chat_template={path}: {error}", way_out="give the path of a Jinja file."
-        ) from error
+        what = f"cannot read model.chat_template={path}: {error}"
+        raise ConfigError(what, way_out="give the path of a Jinja file.") from error
     _compile(text, f"model.chat_template={path}")
     return text
 
@@ -175,10 +170,8 @@ def _compile(template: str, name: str) -> None:
     try:
         _compile_jinja_template(template)
     except TemplateSyntaxError as error:
-        raise ConfigError(
-            f"{name} line {error.lineno}: {error.message}",
-            way_out="correct that line, or set model.chat_template to another Jinja file.",
-        ) from error
+        way_out = "correct that line, or set model.chat_template to another Jinja file."
+        raise ConfigError(f"{name} line {error.lineno}: {error.message}", way_out=way_out) from error
 
 
 def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:

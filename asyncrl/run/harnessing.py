@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-import numpy as np
-
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
@@ -31,7 +29,7 @@ from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
 from asyncrl.observe.run_numbers import several
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn, own_reward
-from asyncrl.rollouts.recording import RolloutRecorder
+from asyncrl.rollouts.recording import RolloutRecorder, spans_of
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.life import Life
@@ -254,8 +252,7 @@ class UserKey:
 
 def shape_text(rollout: Rollout) -> str:
     """Turns (runs of sampled tokens), tokens, and branches where there is more than one."""
-    steps = (np.diff(branch.loss_mask.astype(np.int8), prepend=0) for branch in rollout)
-    turns = sum(int(np.count_nonzero(step == 1)) for step in steps)
+    turns = sum(len(spans_of(branch.loss_mask)) for branch in rollout)
     num_tokens = sum(branch.num_sampled for branch in rollout)
     text = f"{several(turns, 'turn')}, {num_tokens} sampled tokens"
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"

@@ -246,7 +246,7 @@ class Reporter(Voice):
                     for server in parts.engines.servers
                 },
                 "turns": parts.turns.status() or None,
-                "evaluation": parts.evaluation and asdict(parts.evaluation.stats),
+                "evaluation": parts.evaluation and asdict(parts.evaluation.stats()),
                 "warnings": self._warnings or None,
                 "waits": list(map(asdict, waits)),
                 "oldest_rollouts": [list(entry) for entry in producers.oldest()],

@@ -98,10 +98,8 @@ def _python_task(config: TaskConfig, spec: str, seed: int) -> PromptTask:
 
 def _taskset(load_taskset: LoadTaskset | None) -> Any:
     if load_taskset is None:
-        raise ConfigError(
-            "task.verifiers=true, and only the task of a run has the environment of generator.verifiers",
-            way_out="give this task a source of its own.",
-        )
+        what = "task.verifiers=true, and only the task of a run has the environment of generator.verifiers"
+        raise ConfigError(what, way_out="give this task a source of its own.")
     return load_taskset()
 
 
@@ -141,10 +139,8 @@ def _taken(config: EvalConfig, task: PromptTask) -> EvalTask:
     prompt, name = config.task.system_prompt, task_name(config.task)
     feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name)
     if len(task) < config.num_prompts:
-        raise ConfigError(
-            f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task",
-            way_out=f"set eval.num_prompts={len(task)}, or give a larger task.",
-        )
+        what = f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task"
+        raise ConfigError(what, way_out=f"set eval.num_prompts={len(task)}, or give a larger task.")
     return task, tuple(feed.next_nowait() for _ in range(config.num_prompts))
 
 

@@ -74,11 +74,9 @@ class TaskScorer:
             with waiting("their rewards", on="the reward function"):
                 return await self._reward(prompt, completion)
         except UserCodeFailed as failure:
-            raise RewardFailure(
-                f"the reward of prompt {prompt.prompt_id} {failure}",
-                rule="a reward is one finite number",
-                way_out=f"correct the reward function; the completion began {completion[:80]!r}.",
-            ) from failure
+            what = f"the reward of prompt {prompt.prompt_id} {failure}"
+            way_out = f"correct the reward function; the completion began {completion[:80]!r}."
+            raise RewardFailure(what, rule="a reward is one finite number", way_out=way_out) from failure
 
     async def aclose(self) -> None:
         """End the processes; idempotent. Threads end with the interpreter."""
@@ -127,12 +125,10 @@ class ThreadPool:
         await self._free.acquire()
         if len(self._overdue) == self._workers:
             self._free.release()  # for the next waiting call
-            raise TaskError(
-                "tasks",
-                f"all {self._workers} reward threads have been in one call each for more than "
-                f"2 * task.reward_timeout_s={self._timeout_s} s, and a thread that hangs cannot be ended",
-                way_out="set task.reward_pool=process, or correct the reward function.",
-            )
+            limit = f"2 * task.reward_timeout_s={self._timeout_s} s, and a thread cannot be ended"
+            what = f"all {self._workers} reward threads have been in one call each for more than {limit}"
+            way_out = "set task.reward_pool=process, or correct the reward function."
+            raise TaskError("tasks", what, way_out=way_out)
         alarm = Alarm(2 * self._timeout_s, lambda: self._is_overdue(alarm))
         loop = asyncio.get_running_loop()
         called = loop.run_in_executor(self._threads, call, self._score, prompt, completion)

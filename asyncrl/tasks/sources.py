@@ -36,10 +36,8 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
     for path in map(Path, paths):
         reader = READERS.get(path.suffix)
         if reader is None or not path.is_file():
-            raise ConfigError(
-                f"task.files: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}",
-                way_out="correct the path, or convert it with the datasets library's to_parquet().",
-            )
+            what = f"task.files: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}"
+            raise ConfigError(what, way_out="correct the path, or convert it to parquet.")
         found = reader(path)
         if not found:
             raise ConfigError(f"task.files: {path} holds no rows", way_out="fill it, or leave it out.")
@@ -59,11 +57,9 @@ def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
             try:
                 found[place] = ROW.validate_json(line)
             except ValidationError as error:
-                raise ConfigError(
-                    f"{place} is not JSON, or no object: {error.errors()[0]['msg']}: {line[:80]!r}",
-                    rule="a .jsonl file has one JSON object a line",
-                    way_out='write it like {"prompt": "2+2?", "answer": "4"}.',
-                ) from error
+                what = f"{place} is not JSON, or no object: {error.errors()[0]['msg']}: {line[:80]!r}"
+                way_out = 'write an object a line, like {"prompt": "2+2?", "answer": "4"}.'
+                raise ConfigError(what, way_out=way_out) from error
     return found
 
 
@@ -101,10 +97,9 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
         else:
             found = datasets.load_dataset(name, split=split, **settings)
     except Exception as error:  # each kind of file, and the hub, has errors of its own
-        raise ConfigError(
-            f"{shown} cannot be loaded: {type(error).__name__}: {error}",
-            way_out="check hub id or folder, task.split, subset (task.args: {name: ...}) and network.",
-        ) from error
+        what = f"{shown} cannot be loaded: {type(error).__name__}: {error}"
+        way_out = "check hub id or folder, task.split, subset (task.args: {name: ...}) and network."
+        raise ConfigError(what, way_out=way_out) from error
     if len(found) == 0:
         raise ConfigError(f"{shown} holds no rows", way_out="set task.split to one that has some.")
     return found, lambda index: f"{shown}, row {index}"
@@ -127,10 +122,8 @@ class GymTask:
             raise ConfigError(what, way_out=install_extra("harness")) from error
         if name not in DATASETS:
             close = difflib.get_close_matches(name, DATASETS, n=3)
-            raise ConfigError(
-                f"task.reasoning_gym={name}: reasoning-gym has no such task",
-                way_out=f"did you mean {' or '.join(close or sorted(DATASETS))}?",
-            )
+            way_out = f"did you mean {' or '.join(close or sorted(DATASETS))}?"
+            raise ConfigError(f"task.reasoning_gym={name}: reasoning-gym has no such task", way_out=way_out)
         try:
             self._dataset = create_dataset(name, size=size, seed=seed, **settings)
         except (TypeError, ValueError, AssertionError) as error:
@@ -230,11 +223,8 @@ class VerifiersTask:
         return "\n".join(part.text for part in content)
 
     def _unfit(self, what: str) -> ConfigError:
-        return ConfigError(
-            f"{self._name}: {what}",
-            rule="the data of a task are text that goes to a worker as JSON, whole",
-            way_out="correct the environment's task data.",
-        )
+        rule = "the data of a task are text that goes to a worker as JSON, whole"
+        return ConfigError(f"{self._name}: {what}", rule=rule, way_out="correct the environment's task data.")
 
 
 # The `math` reward: is the completion's final answer the reference answer, as mathematics? (math-verify
