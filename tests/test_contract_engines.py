@@ -36,9 +36,8 @@ pytest_plugins = ["engine_under_test"]
 @contract
 async def test_an_answer_is_whole_and_its_seed_decides_it(server: Server, engine: EngineClient) -> None:
     """Its budget of tokens, a logprob each, and spans that cover every token once."""
-    requests = [
-        server.request(max_tokens=tokens, seed=tokens, temperature=0.8) for tokens in (1, 2, 17, 60, 3, 8)
-    ]
+    budgets = (1, 2, 17, 60, 3, 8)
+    requests = [server.request(max_tokens=budget, seed=budget, temperature=0.8) for budget in budgets]
     answers = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
     for request, answer in zip(requests, answers, strict=True):
         check_whole(answer, server)

@@ -81,11 +81,8 @@ def test_an_aborted_request_goes_on_with_the_bits_of_the_whole_one(sized_model: 
             token_ids: list[int] = []
             logprobs: list[float] = []
             while len(token_ids) < request.max_tokens:
-                rest = {
-                    "prompt_ids": [*request.prompt_ids, *token_ids],
-                    "num_resumed": len(token_ids),
-                    "max_tokens": request.max_tokens - len(token_ids),
-                }
+                rest: dict[str, Any] = {"prompt_ids": [*request.prompt_ids, *token_ids]}
+                rest |= {"num_resumed": len(token_ids), "max_tokens": request.max_tokens - len(token_ids)}
                 future = engine.submit(request.model_copy(update=rest))
                 if num_aborts % 4 < 3:
                     engine.abort([request.request_id]).result(timeout=60)

@@ -107,9 +107,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 
 async def sample(engine: VllmServer) -> tuple[list[int], list[float]]:
-    answer = await engine.generate_segment(
-        GenerateRequest(request_id="look", prompt_ids=[5, 6, 7, 8], max_tokens=24, seed=3)
-    )
+    request = GenerateRequest(request_id="look", prompt_ids=[5, 6, 7, 8], max_tokens=24, seed=3)
+    answer = await engine.generate_segment(request)
     assert [span.version for span in answer.version_spans] == [engine.policy_version]
     return answer.token_ids, answer.logprobs
 
