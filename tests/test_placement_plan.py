@@ -224,28 +224,25 @@ def test_what_no_setting_makes_fit_is_refused_and_what_is_not_known_is_not() -> 
 # ---- connections
 
 
+TWO_ENGINES = ["rollout.num_engines=2", "rollout.slots=300"]
+
+
 @pytest.mark.parametrize(
-    ("descriptors", "name", "overrides", "what", "setting"),
+    ("limit", "name", "overrides", "what", "setting"),
     [
-        (855, "quickstart", ["rollout.slots=300"], "needs 856 descriptors", "rollout.slots=299"),
+        (855, "quickstart", TWO_ENGINES, "needs 856 descriptors", "rollout.slots=299"),
         (4096, "agent", [], "8192 for the gateway", "gateway.max_connections=3776"),
         (8452, "agent", ["generator.concurrency=9999"], "9999 for rollouts", "generator.concurrency=4"),
     ],
 )
 def test_a_run_that_needs_more_descriptors_than_there_are_is_refused_with_a_setting_that_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-    descriptors: int,
-    name: str,
-    overrides: list[str],
-    what: str,
-    setting: str,
+    monkeypatch: pytest.MonkeyPatch, limit: int, name: str, overrides: list[str], what: str, setting: str
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, descriptors))
-    engines = ["rollout.num_engines=2"] if name == "quickstart" else []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, limit))
     with pytest.raises(ConfigError, match=what) as caught:
-        refuse_too_many_connections(load(*engines, *overrides, name=name))
+        refuse_too_many_connections(load(*overrides, name=name))
     assert caught.value.way_out.endswith(f"write {setting}.")
-    refuse_too_many_connections(load(*engines, *overrides, setting, name=name))
+    refuse_too_many_connections(load(*overrides, setting, name=name))
 
 
 # ---- the type of the weights
