@@ -107,13 +107,6 @@ def test_any_json_is_a_checked_shape_or_an_error_of_ours(body: dict[str, Any], m
             assert isinstance(outcome, CallRequest) or (outcome.status == 400 and json.loads(outcome.body()))
 
 
-def test_an_assistant_message_of_tool_calls_alone_has_content_for_the_template() -> None:
-    """SmolLM2's template and others take no message without; OpenAI's client sends null."""
-    for fields in ({}, {"content": None}):
-        body = with_messages(*HI, tool_call("{}") | fields)
-        assert (RequestReader(RULES).chat(body).messages or [])[1]["content"] == ""
-
-
 @in_loop
 async def test_a_prompt_that_is_too_long_is_refused_and_one_far_too_long_is_not_tokenised(
     monkeypatch: pytest.MonkeyPatch,
