@@ -66,10 +66,6 @@ async def cancels_itself(task: Task, session: Session) -> float:
     raise asyncio.CancelledError
 
 
-def cancels_itself_in_thread(task: Task, session: Session) -> float:
-    raise asyncio.CancelledError
-
-
 async def no_session(task: Task) -> float:
     return 1.0
 

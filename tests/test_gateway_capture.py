@@ -157,25 +157,19 @@ def test_rewards_by_turn_make_each_completion_a_unit_and_rewards_by_branch_each_
 
 
 def test_rewards_that_do_not_fit_fail_the_rollout_with_the_way_out() -> None:
-    for kind, numbers, why in (
-        ("turn", [9], "turn_rewards names chatcmpl-9; this rollout has chatcmpl-0"),
-        ("turn", [0, 1], "names 2 of 4 completions; not chatcmpl-3"),
-        ("branch", [1], "names 1 of 3 branches; not those that end with chatcmpl-3"),
-        ("branch", [0], "names chatcmpl-0, which lies in 2 branches"),
+    for kind, rewards, why in (
+        ("turn", {9: 1}, "turn_rewards names chatcmpl-9; this rollout has chatcmpl-0"),
+        ("turn", {0: 1, 1: 1}, "names 2 of 4 completions; not chatcmpl-3"),
+        ("branch", {1: 1}, "names 1 of 3 branches; not those that end with chatcmpl-3"),
+        ("branch", {0: 1}, "names chatcmpl-0, which lies in 2 branches"),
+        ("branch", {1: 0.5, 4: 0.6}, r"gives one branch 0.5 and 0.6 \(at chatcmpl-4\)"),
     ):
-        outcome: Any = {f"{kind}_rewards": {f"chatcmpl-{number}": 1.0 for number in numbers}}
+        play = forked_play()
+        if 4 in rewards:
+            play.ask([user("a"), assistant("1"), user("b"), assistant("2"), user("b")], f"5{END}")
+        outcome: Any = {f"{kind}_rewards": {f"chatcmpl-{number}": value for number, value in rewards.items()}}
         with pytest.raises(RolloutFailure, match=why + r"(.|\n)*Way out: "):
-            forked_play().capture.rollout(0, Outcome(**outcome), 1.0)
-
-
-def test_two_rewards_for_one_branch_fail_the_rollout_and_one_reward_twice_does_not() -> None:
-    play = Play()
-    play.ask([user("a")], f"1{END}")
-    play.ask([user("a"), assistant("1"), user("b")], f"2{END}")
-    twice = Outcome(branch_rewards={"chatcmpl-0": 0.5, "chatcmpl-1": 0.5})
-    assert len(play.capture.rollout(0, twice, 0.5)) == 1
-    with pytest.raises(RolloutFailure, match=r"gives one branch 0.5 and 0.6 \(at chatcmpl-1\)"):
-        play.capture.rollout(0, Outcome(branch_rewards={"chatcmpl-0": 0.5, "chatcmpl-1": 0.6}), 0.5)
+            play.capture.rollout(0, Outcome(**outcome), 1.0)
 
 
 def test_an_outcome_has_finite_numbers_of_a_size_that_can_be_averaged_and_one_kind_of_parts() -> None:

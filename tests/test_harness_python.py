@@ -14,14 +14,7 @@ from gateway_cases import in_loop, in_virtual_time
 from harness_gateway import open_gateway
 
 from asyncrl.agents import Outcome, Session, Task
-from asyncrl.agents.harness import (
-    GRACE_S,
-    AnyTask,
-    PythonHarness,
-    as_outcome,
-    build_harness,
-    make_http_client,
-)
+from asyncrl.agents.harness import GRACE_S, AnyTask, as_outcome, build_harness, make_http_client
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 
@@ -62,7 +55,7 @@ async def test_a_function_that_swallows_its_cancellation_is_given_up_and_too_man
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("asyncrl.user_code.MAX_ABANDONED", 1)
-    harness = PythonHarness(GeneratorConfig(python="harnesses_for_test:swallows"))
+    harness: Any = build_harness(GeneratorConfig(python="harnesses_for_test:swallows"))
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(harness.run(TASK, SESSION), 10.0)
     assert asyncio.get_running_loop().time() == 10.0 + GRACE_S

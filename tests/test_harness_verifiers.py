@@ -161,20 +161,17 @@ async def test_a_cancelled_rollout_leaves_nothing_behind() -> None:
         assert all(re.search("web_protocol|engine_route", repr(task)) for task in left), "of the gateway"
 
 
-def test_what_fails_in_an_environment_is_a_failed_rollout() -> None:
-    for index, said in (
-        (7, r"run\(\): RuntimeError: seven is out"),
-        (8, "ZeroDivisionError: no reward for 8"),
+def test_what_fails_in_an_environment_is_a_failed_rollout_that_does_not_show_the_key() -> None:
+    guess, calculate = (GUESSING, guess_upwards, {}), ("calculator_env", use_the_calculator, LOCAL)
+    for (name, answer, args), index, most, said in (
+        (guess, 7, 2000, r"run\(\): RuntimeError: seven is out"),
+        (guess, 8, 2000, "ZeroDivisionError: no reward for 8"),
+        (calculate, 0, 8, "upstream 400: .*context_length_exceeded"),
     ):
-        with pytest.raises(RolloutFailure, match=said):
-            play(GUESSING, index, guess_upwards, {})
+        with pytest.raises(RolloutFailure, match=said) as failure:
+            play(name, index, answer, args, max_prompt_tokens=most)
+        assert "/s/" not in str(failure.value)
     assert guessing_env_for_test.started == ["start", "stop"] * 2
-
-
-def test_a_call_that_the_gateway_refuses_is_a_failed_rollout_that_does_not_show_the_key() -> None:
-    with pytest.raises(RolloutFailure, match=r"upstream 400: .*context_length_exceeded") as failure:
-        play("calculator_env", 0, use_the_calculator, max_prompt_tokens=8)
-    assert "/s/" not in str(failure.value)
 
 
 def test_a_program_that_speaks_another_api_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

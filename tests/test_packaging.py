@@ -45,7 +45,7 @@ def test_create_task_stands_in_job_alone() -> None:
     """Every task has an owner: the one TaskGroup of a run, of a worker, of `asyncrl serve` (tests and the
     virtual clock's loop apart).
     """
-    owners = [ROOT / "asyncrl" / name for name in ("run/life.py", "agents/work_client.py")]
+    owners = [ROOT / "asyncrl" / name for name in ("run/life.py", "agents/worker.py")]
     for path in (ROOT / "asyncrl").rglob("*.py"):
         if path in owners or path.parent.name == "testing":
             continue
