@@ -25,6 +25,7 @@ from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
 from asyncrl.run import loop as job
 from asyncrl.run.build import end_server
+from asyncrl.run.check import RUN_COPY
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.life import close_within
 from asyncrl.run.loop import Job
@@ -376,19 +377,6 @@ def begun_run(tmp_path: Path, config: RunConfig) -> Path:
     return with_journal(run_dir / "journal.sqlite", story).parent
 
 
-def test_a_folder_that_no_run_has_made_is_not_removed_from_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, precious = make_config(tmp_path), tmp_path / "mine" / "model" / "precious"
-    precious.parent.mkdir(parents=True)
-    precious.write_text("kept")
-    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing, say=ignore))
-    job.run_job(config, tmp_path / "mine", name="test")
-    assert precious.read_text() == "kept"
-    job.run_job(config, tmp_path / "mine", name="test")
-    assert not precious.exists(), "with an id it is a run's own, of a start that failed"
-
-
 @pytest.mark.parametrize("is_done", [False, True])
 def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_done: bool
@@ -409,15 +397,17 @@ def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
     assert [*run_dir.glob(".final*"), *run_dir.glob(".adapter*"), *run_dir.glob(".model*")] == []
 
 
-def test_the_pin_of_a_failed_start_goes_and_that_of_a_run_stays_until_it_goes_on(
+def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_made_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(tmp_path)
-    begun, failed = begun_run(tmp_path, config), tmp_path / "failed"
-    failed.mkdir()
-    (failed / "run.id").write_text(RUN_ID)
+    config, left = make_config(tmp_path), ("model", MODEL_PIN, RUN_COPY)
+    begun, failed, foreign = begun_run(tmp_path, config), tmp_path / "failed", tmp_path / "foreign"
     monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing, say=ignore))
-    for folder, allowed, stays in ((begun, [], True), (begun, ["model"], True), (failed, [], False)):
-        (folder / MODEL_PIN).write_text("{}")
+    for folder, allowed, stays in ((begun, [], 1), (begun, ["model"], 1), (foreign, [], 1), (failed, [], 0)):
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+        for name in left[1:]:
+            (folder / name).write_text("{}")
+        if folder == failed:
+            (folder / "run.id").write_text(RUN_ID)
         job.run_job(config, folder, name="test", allow_change=allowed)
-        assert (folder / MODEL_PIN).exists() == stays
+        assert [(folder / name).exists() for name in left] == [bool(stays)] * 3

@@ -20,35 +20,28 @@ from asyncrl.run.loop import run_job
 from asyncrl.run.serve import serve_gateway
 
 
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-@pytest.mark.parametrize(("readable_by", "expected"), [("owner", 0o700), ("group", 0o750), ("all", 0o755)])
-def test_a_run_directory_is_its_owners_alone_unless_the_config_says_otherwise(
-    readable_by: str, expected: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("before", "holds", "wanted", "then"),
+    [
+        (None, "", 0o750, 0o750),
+        (0o2777, "", 0o750, 0o2750),
+        (0o755, "run.lock", 0o700, 0o700),
+        (0o755, "thesis.txt", 0o700, 0o755),
+    ],
+)
+def test_a_run_directory_gets_the_mode_of_its_config_and_one_of_foreign_things_keeps_its_own(
+    before: int | None, holds: str, wanted: int, then: int, tmp_path: Path
 ) -> None:
-    config, folder = ObserveConfig.model_validate({"readable_by": readable_by}), tmp_path / "runs" / "new"
-    make_run_dir(folder, config.dir_mode)
-    assert mode(folder) == expected
-    assert (folder / "logs").is_dir()
-    (folder / "run.lock").touch()
-    make_run_dir(folder, 0o700)
-    assert mode(folder) == 0o700, "one that is gone on with gets what its config says"
+    folder = tmp_path / "runs" / "new"
+    if before is not None:
+        folder.mkdir(parents=True)
+        folder.chmod(before)
+        (folder / holds).touch()
+    make_run_dir(folder, wanted)
+    assert (stat.S_IMODE(folder.stat().st_mode), (folder / "logs").is_dir()) == (then, True)
+    modes = {"owner": 0o700, "group": 0o750, "all": 0o755}
+    assert {who: ObserveConfig.model_validate({"readable_by": who}).dir_mode for who in modes} == modes
     assert ObserveConfig().dir_mode == 0o700
-
-
-def test_a_directory_of_somebody_elses_things_keeps_its_permissions(tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    folder.chmod(0o755)
-    (folder / "thesis.txt").touch()
-    make_run_dir(folder, 0o700)
-    assert mode(folder) == 0o755
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty").chmod(0o2777)
-    make_run_dir(tmp_path / "empty", 0o750)
-    assert mode(tmp_path / "empty") == 0o2750
 
 
 def test_a_writable_directory_of_another_user_is_taken_and_its_open_mode_is_told(

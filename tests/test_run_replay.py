@@ -21,7 +21,7 @@ from rollout_cases import make_producers
 from test_tasks_feed import Numbers
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Group, Prompt, Rollout
 from asyncrl.placement.devices import Placement
 from asyncrl.rollouts.generators import Replay
@@ -109,6 +109,8 @@ def test_recorded_prompts_come_first_and_no_kill_loses_or_repeats_one(
     saved, journaled = make(), make()
     saved.load_state(json.loads(json.dumps(feed.state())))
     journaled.restore_nowait(feed.num_drawn, feed.prompts_back())
+    with pytest.raises(TaskError, match="num_first"):  # task.replay was added, or is another one
+        make(num_first + 1).load_state(feed.state())
     coming = [feed.next_nowait() for _ in range(3 * size + num_first)]
     assert [saved.next_nowait() for _ in coming] == coming
     assert [journaled.next_nowait() for _ in coming] == coming

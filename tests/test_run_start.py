@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,9 @@ from asyncrl.messages.calls import EngineHealth
 from asyncrl.placement.devices import CudaDevice, place
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
+from asyncrl.run import build
 from asyncrl.run import start as startup
+from asyncrl.run.build import Parts
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.engine_kinds import KINDS, engine_kind
 from asyncrl.run.start import Launcher, Server
@@ -212,3 +215,28 @@ async def test_weights_that_are_not_known_are_replaced_before_anything_is_sample
         assert served[-1] == 1
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
+
+
+# ---- when the model is checked
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_the_model_of_a_new_run_is_hashed_beside_its_start_and_that_of_a_resumed_one_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    started, hashed = threading.Event(), threading.Event()
+
+    def read(_: Path) -> None:
+        assert not is_new or started.wait(60.0), "it would hold the start up"
+        hashed.set()
+
+    async def bring_up(*_: object, **__: object) -> None:
+        assert is_new or hashed.is_set()
+        started.set()
+
+    monkeypatch.setattr(build, "bring_up", bring_up)
+    job: Any = SimpleNamespace(config=load(), run_dir=tmp_path, tell=print)
+    parts = Parts(job, place(job.config, 0))
+    parts.pin, parts._ranks, parts._engine_servers = SimpleNamespace(read=read), [], []  # type: ignore[assignment]
+    asyncio.run(parts.start_processes(tmp_path, is_new=is_new))
+    assert hashed.is_set()

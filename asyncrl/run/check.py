@@ -1,4 +1,5 @@
-"""Checks a config before any process of the run starts: loads everything that needs no model weights.
+"""Checks a config before any process of the run starts: loads everything that needs no model weights, a
+recording that the run begins with included.
 
 `asyncrl check` prints what is found, and a run looks first thing. Each check calls what the run itself calls.
 Torch, and code of the user's that the controller does not run (losses, advantages, agents), are left to a

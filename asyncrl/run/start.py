@@ -46,8 +46,8 @@ STATE_TIMEOUT_S = 5.0
 class Server:
     """A child process and the caller that speaks to it.
 
-    `answers`: what /health says. `health`: its last answer. `engine`: the client of an engine server; its
-    kind sets it, and `ready` where a first answer to /health is not enough.
+    `answers`: what /health says. `health`: its last answer. `engine`: the client of an engine server, through
+    which it is asked. `ready`: what the kind of engine waits for where a first answer is not enough.
     """
 
     child: ChildProcess | ForeignProcess
