@@ -85,8 +85,8 @@ class RolloutQueue:
         }
 
     def _what_runs(self) -> str:
-        items = self._items
-        return f"harnesses ({items.num_queued} wait, {items.num_held} run on {len(items.workers)} workers)"
+        queued, held, workers = self._items.num_queued, self._items.num_held, len(self._items.workers)
+        return f"harnesses ({queued} wait for a worker, {held} run on {workers} workers)"
 
     async def run(self, work: Work, *, started: Callable[[], None]) -> Outcome:
         """Let a worker run it. `started` is called again if the item never reached the first worker."""
