@@ -32,7 +32,7 @@ from asyncrl.messages.calls import (
 from asyncrl.testing.virtual_time import run_virtual
 
 BOTH: list[EnginePart] = ["kv", "weights"]
-LIMIT_S = 120.0
+LIMIT_S = 280.0
 
 
 def run(server: Server, story: Callable[[EngineClient], Awaitable[None]]) -> None:

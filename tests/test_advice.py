@@ -40,7 +40,7 @@ STANDS_FOR = {"CONFIG": QUICKSTART, "config.yaml": QUICKSTART, "N": "1", "URL": 
 """Words that people replace by something of their own."""
 EXTERNAL = ("cat", "curl", "export", "ln", "mkdir", "pip", "printf", "source", "uv", "vllm")
 NO_SETTINGS = frozenset(
-    """agent.harness config.eval datasets.load_dataset e.g fs.file kernel.yama.ptrace_scope
+    """agent.harness asyncio.to_thread config.eval datasets.load_dataset e.g fs.file kernel.yama.ptrace_scope
     net.ipv4.ip_local_port_range node.device prompt.info rollout.oversample session.api_key session.base_url
     session.client settings.clip_low task.answer task.seed tokenizer.model""".split()
 )

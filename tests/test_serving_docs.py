@@ -28,11 +28,13 @@ def test_every_command_of_the_page_does_what_the_page_says(tmp_path: Path) -> No
     for line in shown.splitlines():  # what stands before the first thing that is another one each time
         assert re.split(r"runs/|=|\.\.\.", line)[0] in by_hand, line
     assert "mean reward" in by_config
+    assert "lowest" in by_config
     assert len(read_recording(tmp_path / "first.jsonl").rollouts) == 64
     assert read_recording(tmp_path / "tried.jsonl").rollouts == ()
     assert "first.jsonl: 64 recorded rollouts of 8 prompts; left out: none" in " ".join(check.split())
     assert "64 recorded rollouts were taken in place of sampled ones" in " ".join(trained.split())
     assert "engine-0 ready" in engine
+    assert "/generate" in engine
 
 
 def run(command: str, folder: Path) -> str:

@@ -37,6 +37,8 @@ OTHER_NAMES = {
 """What other frameworks call a setting of ours, by the last part of the key, where that stands in the section
 of ours or in none.
 """
+OF_A_UNION = re.compile(r"[\[-]|^(int|float|str|bool)$")
+"""Parts of an error's place that are no key: pydantic names the alternative that it tried."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What yaml raises: 2024-13-45 is a date to it, 0x_ a number, and both are a ValueError; [[[[... is a
 RecursionError.
@@ -72,9 +74,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(dict(problem), str(path)) for problem in error.errors()]
+        lines = dict[str, str]()  # by key: of the alternatives of a union, each has its say
+        for problem in error.errors():
+            key, separator, message = _explain(dict(problem), str(path)).partition(f" in {path}: ")
+            lines[key] = f"{lines[key][:-1]}, or: {message}" if key in lines else key + separator + message
         way_out = "correct the file or the key=value after it; `asyncrl check CONFIG` starts no run."
-        raise ConfigError("\n  ".join(lines), way_out=way_out) from error
+        raise ConfigError("\n  ".join(lines.values()), way_out=way_out) from error
 
 
 def run_config_yaml(config: RunConfig) -> str:
@@ -124,7 +129,8 @@ def _set(section: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _explain(problem: Mapping[str, Any], path: str) -> str:
-    where, value = ".".join(str(part) for part in problem["loc"]) or "config", problem["input"]
+    parts = [str(part) for part in problem["loc"] if not OF_A_UNION.search(str(part))]
+    where, value = ".".join(parts) or "config", problem["input"]
     if problem["type"] == "extra_forbidden":
         closest = _closest(problem["loc"])
         return f"{where} in {path} is not a known key" + (f"; did you mean {closest}?" if closest else ".")

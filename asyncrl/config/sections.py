@@ -211,7 +211,7 @@ class PlacementConfig(FrozenConfig):
     """Devices of the engines, which are spread over them: as for the trainer, or `trainer`: the same devices,
     in turns. auto and cuda = those that the trainer leaves; where it leaves none, the same in turns at
     buffer.max_staleness=0, else refused."""
-    eval: Literal["auto", "cpu"] | NonNegativeInt = "auto"
+    eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of the eval engine: cpu or the number of one CUDA device (auto = one that no other part uses,
     else with the engines).
     """

@@ -322,13 +322,20 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
 
     from asyncrl.trainer.model.lora import find_targets
 
-    if model.scratch is None:
-        architecture = AutoConfig.from_pretrained(find_on_disk(model))
-    else:
-        tokenizer = make_character_tokenizer(model.scratch.characters)
-        architecture = scratch_config(model.scratch.architecture, tokenizer)
-    with torch.device("meta"):
-        find_targets(AutoModelForCausalLM.from_config(architecture), lora)
+    try:
+        if model.scratch is None:
+            architecture = AutoConfig.from_pretrained(find_on_disk(model))
+        else:
+            tokenizer = make_character_tokenizer(model.scratch.characters)
+            architecture = scratch_config(model.scratch.architecture, tokenizer)
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(architecture)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError) as error:
+        source = f"model.path={model.path}" if model.scratch is None else "model.scratch"
+        what = f"{source}: transformers cannot make this architecture: {type(error).__name__}: {error!s:.500}"
+        way_out = "correct the architecture, or choose another causal language model."
+        raise ConfigError(what, way_out=way_out) from error
+    find_targets(whole, lora)
 
 
 def main() -> None:

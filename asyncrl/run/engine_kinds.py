@@ -88,9 +88,13 @@ class Embedded:
         """
         return EngineServer(server.caller)
 
+    def request(self, sampling: Body) -> tuple[str, Body]:
+        """(path, body) of a call that samples, for a user who tries the server."""
+        return "/generate", {"request_id": "r1", "prompt_ids": [1, 2, 3], **sampling}
+
     def how_to_use(self, url: str, model_path: Path) -> str:
         """What `asyncrl serve engine` says of it beside address and key."""
-        return "  it speaks the messages of asyncrl/messages/engine_calls.py"
+        return "  it speaks the messages of asyncrl/messages/calls.py"
 
 
 class Simulated(Embedded):
@@ -163,6 +167,13 @@ class Vllm(Embedded):
         client.meeting = meeting
         server.ready = partial(client.ready, VLLM_START_TIMEOUT_S)
         return client
+
+    def request(self, sampling: Body) -> tuple[str, Body]:
+        """The route for token ids of vLLM."""
+        return "/inference/v1/generate", {
+            "token_ids": [1, 2, 3],
+            "sampling_params": sampling | {"logprobs": 0},
+        }
 
     def how_to_use(self, url: str, model_path: Path) -> str:
         """As one of rollout.urls."""

@@ -14,6 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from rich.console import Console
+from rich.table import Table
+
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
@@ -26,6 +29,7 @@ from asyncrl.files import write_whole
 from asyncrl.http import Caller
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.observe.console import outliving
 from asyncrl.observe.run_numbers import several
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn, own_reward
@@ -250,12 +254,36 @@ class UserKey:
         self._life.say(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
 
 
+def num_turns(rollout: Rollout) -> int:
+    """Completions: runs of sampled tokens."""
+    return sum(len(spans_of(branch.loss_mask)) for branch in rollout)
+
+
+def num_sampled(rollout: Rollout) -> int:
+    """Tokens, of all branches."""
+    return sum(branch.num_sampled for branch in rollout)
+
+
 def shape_text(rollout: Rollout) -> str:
-    """Turns (runs of sampled tokens), tokens, and branches where there is more than one."""
-    turns = sum(len(spans_of(branch.loss_mask)) for branch in rollout)
-    num_tokens = sum(branch.num_sampled for branch in rollout)
-    text = f"{several(turns, 'turn')}, {num_tokens} sampled tokens"
+    """Turns, tokens, and branches where there is more than one."""
+    text = f"{several(num_turns(rollout), 'turn')}, {num_sampled(rollout)} sampled tokens"
     return text if len(rollout) == 1 else f"{text}, {len(rollout)} branches"
+
+
+def result_table(prompts: Sequence[Prompt], results: Sequence[Rollout | FailedRollout]) -> Table:
+    """A line a prompt. `results` of the samples of each, in the order of prompts."""
+    table = Table(box=None, padding=(0, 1))
+    for title in ("prompt", "done", "failed", "reward", "lowest", "highest", "turns", "tokens"):
+        table.add_column(title, justify="left" if title == "prompt" else "right", overflow="fold")
+    size = len(results) // len(prompts)
+    for number, prompt in enumerate(prompts):
+        done = [one for one in results[number * size :][:size] if not isinstance(one, FailedRollout)]
+        rewards = [rollout[0].reward for rollout in done]
+        numbers = [fmean(rewards), min(rewards), max(rewards)] if done else []
+        numbers += [fmean(map(count, done)) for count in (num_turns, num_sampled) if done]
+        cells = [f"{value:.4g}" for value in numbers] or ["-"] * 5
+        table.add_row(prompt.prompt_id, str(len(done)), str(size - len(done)), *cells)
+    return table
 
 
 async def try_rollouts(
@@ -270,12 +298,12 @@ async def try_rollouts(
     rollout, slots = life.config.rollout, Slots(num_rollouts(life.config))
     runner = RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries)
     places = [(prompt, index) for prompt in prompts for index in range(rollout.group_size)]
-    held, ended = dict[int, Rollout](), list[Rollout | FailedRollout]()
+    held, ended = dict[int, Rollout](), dict[int, Rollout | FailedRollout]()
 
     async def one(place: int, prompt: Prompt, index: int) -> None:
         group_id = GroupId(place // rollout.group_size)
         result = await runner.run(group_id, prompt, index, slots=slots, order=(place, index))
-        ended.append(result)
+        ended[place] = result
         if isinstance(result, FailedRollout):
             text = f"{result.how}: {result.failure.what}"
         else:
@@ -295,8 +323,9 @@ async def try_rollouts(
     finally:  # cut short: what has ended behind one that has not
         for place in range(len(places)):
             record(place)
-    failures = [result.failure for result in ended if isinstance(result, FailedRollout)]
-    rewards = [result[0].reward for result in ended if not isinstance(result, FailedRollout)]
+    Console(file=outliving()).print(result_table(prompts, [ended[place] for place in range(len(places))]))
+    failures = [result.failure for result in ended.values() if isinstance(result, FailedRollout)]
+    rewards = [result[0].reward for result in ended.values() if not isinstance(result, FailedRollout)]
     if rewards:
         life.say(f"mean reward {fmean(rewards):.4f} over {len(rewards)} rollouts")
     if failures:

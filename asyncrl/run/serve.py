@@ -134,10 +134,14 @@ class EngineServing(Serving):
         (engine, *_), kind = launcher.engines(), engine_kind(self.config)
         launcher.client(engine)
         await self.start([engine])
+        header = '-H "Authorization: Bearer $ENGINE_KEY"'
+        sampling = {"max_tokens": 8, "temperature": self.config.rollout.temperature, "seed": 0}
+        path, body = kind.request(sampling)
         for line in (
             f"{engine.name} ready; logs in {self.run_dir / 'logs'}",
             f"  export ENGINE_URL={engine.child.url} ENGINE_KEY={launcher.secret}",
-            '  curl -sS "$ENGINE_URL/health" -H "Authorization: Bearer $ENGINE_KEY"',
+            f'  curl -sS "$ENGINE_URL/health" {header}',
+            f'  curl -sS "$ENGINE_URL{path}" {header} {_json_data(body)}',
             kind.how_to_use(engine.child.url, launcher.model_path),
         ):
             self.say_secret(line)

@@ -67,7 +67,7 @@ class Progress(BaseModel, frozen=True):
     num_skipped_in_a_row: int = 0
 
 
-class TrainerManifest(BaseModel, frozen=True):
+class SavedState(BaseModel, frozen=True):
     """state.json. `lora`: the LoraConfig, None where all weights are trained."""
 
     model_path: str
@@ -126,7 +126,7 @@ class TrainerState:
         }
         live = self._live(stepped, self._own_rng())
         self._copy(live, content_of)
-        manifest = TrainerManifest(
+        manifest = SavedState(
             model_path=self._model_path,
             lora=self._lora,
             world_size=self._ranks.size,
@@ -164,7 +164,7 @@ class TrainerState:
             torch.cuda.set_rng_state(live[f"rng.cuda.{self._ranks.rank}"], self._device)
         return manifest.progress
 
-    def _write(self, path: Path, live: dict[str, Tensor], manifest: TrainerManifest) -> None:
+    def _write(self, path: Path, live: dict[str, Tensor], manifest: SavedState) -> None:
         """On the writing thread: the copies, laid out over the ranks as `live` is, which is not read."""
         with _errors(path):
             writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
@@ -211,9 +211,9 @@ class TrainerState:
     def _shapes(self) -> dict[str, list[int]]:
         return {name: list(master.shape) for name, master in self._masters.named.items()}
 
-    def _fitting_manifest(self, path: Path) -> TrainerManifest:
+    def _fitting_manifest(self, path: Path) -> SavedState:
         try:
-            manifest = TrainerManifest.model_validate_json((path / STATE).read_bytes())
+            manifest = SavedState.model_validate_json((path / STATE).read_bytes())
         except (OSError, ValidationError) as error:
             what, way_out = (
                 f"{path / STATE} cannot be read: {error}",
