@@ -91,9 +91,8 @@ judge = Judge()
 
 
 async def environment(task: Task, session: Session) -> Outcome:
-    is_hidden = (
-        ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
-    )  # PR_GET_DUMPABLE: others of this user do not read it in /proc
+    # PR_GET_DUMPABLE: others of this user do not read it in /proc
+    is_hidden = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == 0
     return Outcome(1.0, {"has_worker_key": "ASYNCRL_WORKER_KEY" in os.environ, "is_hidden": is_hidden})
 
 

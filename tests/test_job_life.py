@@ -270,9 +270,8 @@ def test_a_resume_that_ends_before_it_could_go_on_leaves_what_the_run_had_writte
     else:
         assert asyncio.run(resuming.run()) == 130
     assert {path: path.read_bytes() for path in before} == before
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == (
-        "failed" if error else "interrupted"
-    )
+    state = json.loads((tmp_path / "status.json").read_text())["state"]
+    assert state == ("failed" if error else "interrupted")
     assert resuming.reporter._warnings == ["checkpoint step_9 is damaged"]
 
 

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from asyncrl.observe.recorder import Recorder
-from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.verdict import running_mean, write_reward_plot
 
 
 def lines(run_dir: Path) -> list[dict[str, object]]:
@@ -103,8 +101,3 @@ def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path:
     assert last == {"step": 1}
     assert [line.get("step", line.get("lost")) for line in lines(tmp_path)] == [0, 1, [2, 4], 5]
     assert "before a sync" in str(lines(tmp_path)[2]["why"])
-
-
-def test_one_step_can_be_drawn_and_the_running_mean_starts_with_what_there_is(tmp_path: Path) -> None:
-    write_reward_plot(tmp_path, Steps([{"step": 1, "time_s": 1.0, "reward/mean": 0.5}]), title="one")
-    assert running_mean([1.0, 2.0, 3.0, 5.0], window=2) == [1.0, 1.5, 2.5, 4.0]

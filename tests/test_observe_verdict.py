@@ -60,12 +60,6 @@ def test_a_verdict_names_what_held_the_run_back_its_knob_and_what_was_lost(
     assert words in " ".join(verdict.sentences)
 
 
-@pytest.mark.parametrize("choice", ["wait", "mask", "drop"])
-def test_nothing_lost_means_nothing_said_about_it(choice: str) -> None:
-    run = steps("train_s=0.95 rollout/given_up=0 rollout/filtered=1 trainer/skipped_steps=0")
-    assert len(judge(Steps(run), config(f"buffer.on_overdue={choice}")).sentences) == 2
-
-
 def test_the_reward_is_that_of_the_first_five_steps_and_of_the_last_tenth() -> None:
     verdict = judge(Steps(steps("train_s=1", num=50)), config())
     assert (verdict.reward_first, verdict.reward_last) == (pytest.approx(3 / 50), pytest.approx(48 / 50))
