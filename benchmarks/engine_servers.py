@@ -17,7 +17,7 @@ from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.errors import ConfigError
 from asyncrl.http import Caller
 from asyncrl.messages.calls import EngineHealth
-from asyncrl.placement.fit import find_vllm_python, import_folder
+from asyncrl.placement.fit import find_python, import_folder
 from asyncrl.placement.processes import ChildProcess
 
 START_S = 600.0
@@ -26,7 +26,7 @@ START_S = 600.0
 def has_vllm() -> bool:
     """Whether `make setup-vllm`, or the extra vllm, was installed."""
     try:
-        find_vllm_python(RolloutConfig(engine="vllm"))
+        find_python(RolloutConfig(engine="vllm"))
     except ConfigError:
         return False
     return True
@@ -55,7 +55,7 @@ async def engine_server(
             json.dumps(spec),
             run_dir=folder,
             secret=secret,
-            python=find_vllm_python(RolloutConfig(engine="vllm")),
+            python=find_python(RolloutConfig(engine="vllm")),
             env={"PYTHONPATH": str(import_folder(folder / "imports"))},
         )
     else:

@@ -1,4 +1,4 @@
-/* The calls of CUDA's driver that asyncrl/sharing.py makes, with the signatures of cuda.h, over POSIX shared memory: for tests of how they
+/* The calls of CUDA's driver that asyncrl/weights/ipc.py makes, with the signatures of cuda.h, over POSIX shared memory: for tests of how they
    are called (arguments, a struct by value, the current context), where there is no device. */
 #include <fcntl.h>
 #include <stdint.h>

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_kinds import Server, client_of
+from contract_servers import Server, client_of
 from safetensors.numpy import save_file
 
 from asyncrl.engines.engine import EngineClient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from engine_kinds import KINDS, Server, contract_server
+from contract_servers import KINDS, Server, contract_server
 
 
 @pytest.fixture(scope="session", params=KINDS)

@@ -40,9 +40,10 @@ STANDS_FOR = {"CONFIG": QUICKSTART, "config.yaml": QUICKSTART, "N": "1", "URL": 
 """Words that people replace by something of their own."""
 EXTERNAL = ("cat", "curl", "export", "ln", "mkdir", "pip", "printf", "source", "uv", "vllm")
 NO_SETTINGS = frozenset(
-    """agent.harness asyncio.to_thread config.eval datasets.load_dataset e.g fs.file kernel.yama.ptrace_scope
-    net.ipv4.ip_local_port_range node.device prompt.info rollout.oversample session.api_key session.base_url
-    session.client settings.clip_low task.answer task.seed tokenizer.model""".split()
+    """agent.harness asyncio.to_thread config.eval datasets.load_dataset e.g fs.file
+    kernel.yama.ptrace_scope net.ipv4.ip_local_port_range node.device prompt.info rollout.oversample
+    session.api_key session.base_url session.client settings.clip_low sys.argv task.answer task.seed
+    tokenizer.model""".split()
 )
 """Dotted names in prose that are of the kernel, of Python or of other frameworks."""
 START = r"(?:[A-Z][A-Z0-9_]*=\S* +)*(?:cd \S+ && )?(?:\.venv/bin/)?(?:asyncrl|python|bash|make) "

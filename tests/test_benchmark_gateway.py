@@ -1,18 +1,11 @@
-"""The benchmark of the gateway: its arithmetic, its conversations, and its connections."""
+"""The benchmark of the gateway: its conversations and its connections."""
 
 import asyncio
 import contextlib
 import json
 
-import gateway
 import pytest
 from gateway_load import TURNS, Chat, Load, Wire, request_bytes
-
-
-def test_growth_is_the_slope_of_memory_over_ended_sessions():
-    for growth in (0, 3):
-        measured = [(ended, 5000 + growth * ended) for ended in (0, 700, 900)]
-        assert gateway.growth_per_thousand(measured) == pytest.approx(growth * 1000)
 
 
 def test_a_conversation_sends_all_that_came_before_and_is_the_same_for_the_same_number():

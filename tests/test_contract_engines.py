@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contract_servers import LONG, MAX_LENGTH, SLOTS, VOCAB_SIZE, Server, another_client
 from engine_contract import (
     abort,
     check_whole,
@@ -24,7 +25,6 @@ from engine_contract import (
     until_decoding,
     versions_of,
 )
-from engine_kinds import LONG, MAX_LENGTH, SLOTS, VOCAB_SIZE, Server, another_client
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineError, RequestRefused
@@ -77,6 +77,7 @@ async def test_too_long_or_twice_is_refused(server: Server, engine: EngineClient
         assert number in refusal.value.what
     fitting = server.request(prompt_ids=[1] * (MAX_LENGTH - 2), max_tokens=2)
     assert (await sample(fitting)).finish_reason == "length"
+    await until(engine, lambda now: now.num_running == 0)
     first = asyncio.create_task(sample(server.request(request_id="twice", max_tokens=LONG)))
     await until(engine, lambda now: now.num_running == 1)
     with pytest.raises((EngineError, RequestRefused), match="twice.* already"):

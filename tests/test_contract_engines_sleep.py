@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from contract_servers import LONG, SLOTS, Server
 from engine_contract import (
     BOTH,
     abort,
@@ -25,7 +26,6 @@ from engine_contract import (
     versions_of,
     waits,
 )
-from engine_kinds import LONG, SLOTS, Server
 
 from asyncrl.engines.engine import EngineClient
 

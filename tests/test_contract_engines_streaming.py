@@ -8,8 +8,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from contract_servers import LONG, SLOTS, Server
 from engine_contract import BOTH, be_awake, check_whole, contract, prepare, push, until, versions_of
-from engine_kinds import LONG, SLOTS, Server
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contract_servers import LONG, OURS, server_of, spec_of
 from engine_contract import generate, until
-from engine_kinds import LONG, OURS, server_of, spec_of
 from engine_processes import SECRET, engine_process
 
 from asyncrl.engines.engine import EngineServer

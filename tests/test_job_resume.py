@@ -77,7 +77,7 @@ def test_a_copy_elsewhere_whose_newest_checkpoint_has_a_wrong_byte_goes_on_from_
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     said = goes_on(run_dir / "config.yaml", run_dir, "--resume", "must")
-    assert f"step_{newest} is damaged: trainer/{file.name} has sha256" in said.replace("\n", " ")
+    assert f"step_{newest} is damaged: trainer/{file.name} has " in said.replace("\n", " ")
     assert f"goes on from policy_version {older}" in said
     assert differences(whole, run_dir) == []
     assert_nothing_lost(run_dir / "config.yaml", run_dir)

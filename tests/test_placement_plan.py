@@ -20,7 +20,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.placement import fit
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import (
-    find_vllm_python,
+    find_python,
     import_folder,
     needed_python,
     plan_text,
@@ -159,7 +159,7 @@ def test_the_plan_of_a_vllm_counts_no_second_set_of_weights_and_a_line_a_device(
     assert parts == [("engine-0", "cuda:1"), ("engine-0/1", "cuda:2")]
     text = plan_text(split, load(*vllm, "rollout.tensor_parallel=2"))
     assert "1 / 2 of vllm: weights, KV cache of 64 x 56 tokens" in text
-    assert f"vLLM's is {vllm[1].partition('=')[2]}" in text
+    assert f"vllm's is {vllm[1].partition('=')[2]}" in text
 
 
 def test_the_kv_cache_of_vllm_on_the_cpu_has_whole_blocks(vllm: list[str]) -> None:
@@ -296,11 +296,11 @@ def python(tmp_path: Path) -> Path:
 
 
 def test_a_python_that_is_named_must_be_there_and_have_vllm(python: Path) -> None:
-    assert find_vllm_python(RolloutConfig(engine="vllm", vllm_python=str(python))) == python
+    assert find_python(RolloutConfig(engine="vllm", vllm_python=str(python))) == python
     without = make_python(python.with_name("without"), exit_code=1)
     for wrong in (python.parent, without, python.with_name("nowhere")):
         with pytest.raises(ConfigError, match="cannot import vllm") as caught:
-            find_vllm_python(RolloutConfig(engine="vllm", vllm_python=str(wrong)))
+            find_python(RolloutConfig(engine="vllm", vllm_python=str(wrong)))
         assert "make setup-vllm" in caught.value.way_out
 
 
@@ -312,12 +312,12 @@ def test_auto_takes_the_one_beside_the_checkout_or_the_folder_of_the_setup(
     monkeypatch.delenv("VENV_VLLM", raising=False)
     auto = RolloutConfig(engine="vllm")
     with pytest.raises(ConfigError, match="without and .* cannot import vllm"):
-        find_vllm_python(auto)
-    fit.has_vllm.cache_clear()
+        find_python(auto)
+    fit.has_package.cache_clear()
     (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
-    assert find_vllm_python(auto) == tmp_path / ".venv-vllm" / "bin" / "python"
+    assert find_python(auto) == tmp_path / ".venv-vllm" / "bin" / "python"
     monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))
-    assert find_vllm_python(auto) == python
+    assert find_python(auto) == python
 
 
 def test_another_python_finds_our_two_packages_and_nothing_else_of_ours(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerErro
 from asyncrl.journal.read import run_story
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
+from asyncrl.run.build import Parts
 from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer, recover_trainer
@@ -47,6 +48,8 @@ class Life:
     """One life of a run: its rooms, with a journal that the next life finds, and its reporter. `restored`:
     how often it was told that nothing refuses any more, so that what the killed run reported may be cut.
     """
+
+    put_back = Parts.put_back
 
     def __init__(self, path: Path) -> None:
         self.journal, self.buffer, self.feed = open_journal(path), make_buffer(num_batches=20), make_feed()

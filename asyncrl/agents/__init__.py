@@ -1,5 +1,5 @@
-"""What runs a rollout that talks to the model itself, in a worker's process. It knows the gateway's address;
-it never sees token ids, groups or the run.
+"""Harnesses, which run a rollout that talks to the model itself, in the process of a worker. They get the
+gateway's address and a task, and see no token ids, no groups and no run.
 """
 
 from asyncrl.agents.harness import Harness, Session, Task

@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a batch. Knows no tokens: one number a sample, the same for all its tokens.
+"""Advantages from the rewards of a batch. One number a sample, the same for all its tokens.
 
 A sample is a rollout, or a part of one that earned a reward of its own. Every function here takes `reward_B`
 float32, finite, and `group_B` int64, the number of each sample's group (0 to num_groups - 1), and returns

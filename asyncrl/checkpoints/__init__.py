@@ -1,3 +1,3 @@
-"""Whole checkpoints on disk: made beside, checked, renamed into place. Knows files; knows no torch and no
-meaning of them.
+"""Whole checkpoints on disk: made beside, checked, renamed into place. Files are files here: what is in
+them is for the parts that wrote them.
 """

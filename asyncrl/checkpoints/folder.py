@@ -267,7 +267,8 @@ def read_whole(folder: Path, version: int) -> Whole:
         except OSError as error:
             raise _unreadable(folder, name, error) from error
         if read != (written := (entry.size, entry.sha256)):
-            raise _damaged(folder, f"{name} has (bytes, sha256) {read} instead of {written}")
+            (size, digest), (had, was) = read, written
+            raise _damaged(folder, f"{name} has {size} bytes of sha256 {digest}, and had {had} of {was}")
     if manifest.version != version:
         raise _damaged(folder, f"it is of version {manifest.version}, and was renamed by hand")
     return Whole(version, folder, _read_json(folder, CONTROLLER))

@@ -26,8 +26,10 @@ class EngineFacts:
 
     settings: tuple[str, ...] = ()
     has_model: bool = True
-    has_own_python: bool = False
-    """Its servers run under rollout.vllm_python."""
+    free_settings: tuple[str, ...] = ()
+    """Those of them that a run may change when it goes on."""
+    package: str | None = None
+    """Its servers run under a Python of their own that has this package: rollout.{package}_python."""
     receives_transfers: bool = False
     """Weights may come from device to device."""
     opens_chunks: bool = True
@@ -45,7 +47,8 @@ ENGINES: dict[EngineKind, EngineFacts] = {
     "simulated": EngineFacts(settings=("simulated",), has_model=False),
     "vllm": EngineFacts(
         settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
-        has_own_python=True,
+        free_settings=("vllm_python", "urls", "tensor_parallel"),
+        package="vllm",
         receives_transfers=True,
         opens_chunks=False,
         stages_weights=False,

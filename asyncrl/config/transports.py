@@ -1,7 +1,8 @@
 """What each weight_sync.transport needs of engine, placement and settings, and its words in a plan.
 
-The trainer's end of each is in asyncrl/weights/transport.py. A new transport is a line in TRANSPORTS, with
-its rules in refuse_transport, and a class there.
+A new transport is a line in TRANSPORTS, with its rules in refuse_transport. The trainer's end of each is a
+class in asyncrl/weights/transport.py; the engine's end is in the embedded loaded_weights.py, and for
+vLLM in asyncrl/engines/vllm_weights.py (load_of).
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Clients of the engine servers: routing, abort and resume. Knows no prompt's meaning, no reward, no
-staleness rule.
+"""Clients of the engine servers: routing, abort and resume. Prompts are token ids; rewards and the
+staleness rule do not occur.
 """

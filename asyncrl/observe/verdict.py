@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl.buffer.overdue import POLICIES
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, duration, several, thinned
 
@@ -130,13 +131,14 @@ def _knob(bottleneck: str, steps: Steps, config: RunConfig) -> str:
 def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     """What was waited for, masked, generated again, replaced, given up or skipped, if anything was."""
     again, choice = steps.newest("rollout/dropped"), config.buffer.on_overdue
+    policy = POLICIES[choice]
     waited_s, sampled = steps.total("perf/wait_stragglers_s"), steps.total("tokens/sampled")
     masked = 1 - steps.total("tokens/trained") / sampled if sampled else 0.0
-    if choice == "wait" and waited_s:
+    if policy.waits and waited_s:
         share = waited_s / max(waited_s, steps.total("perf/step_s"))
-        yield f"on_overdue=wait cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
-    elif choice != "wait" and (again or masked > 0):
-        gradient = f"{masked:.1%} of the tokens were masked, " if choice == "mask" else ""
+        yield f"on_overdue={choice} cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
+    elif not policy.waits and (again or masked > 0):
+        gradient = f"{masked:.1%} of the tokens were masked, " if policy.masks else ""
         yield f"on_overdue={choice}: {gradient}{several(again, 'group')} generated again."
     filtered = steps.newest("rollout/filtered")
     share = filtered / (filtered + len(steps) * config.trainer.num_groups)

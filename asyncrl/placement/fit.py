@@ -153,46 +153,47 @@ def refuse_too_many_connections(config: RunConfig) -> None:
     )
 
 
-# The Python of vLLM's servers.
+# The Python of servers that have their own.
 
 CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
-VENV_ENV, VENV_NAME = "VENV_VLLM", ".venv-vllm"
-"""Environment variable that `make setup-vllm` takes its folder from, and that folder otherwise."""
-ASK = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+ASK = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 ASK_TIMEOUT_S = 30.0
 PACKAGES = ("asyncrl", "asyncrl_servers")
 
 
 def needed_python(config: RunConfig) -> Path | None:
-    """The Python of the servers that need vLLM; None if none does. Raises ConfigError if it has no vLLM."""
+    """Of the servers that the run starts, if they have their own. Raises ConfigError as find_python does."""
     starts_any = config.rollout.urls is None or config.eval is not None
-    return find_vllm_python(config.rollout) if config.rollout.facts.has_own_python and starts_any else None
+    return find_python(config.rollout) if config.rollout.facts.package and starts_any else None
 
 
-def find_vllm_python(rollout: RolloutConfig) -> Path:
-    """rollout.vllm_python, else this Python, else the one of `make setup-vllm`. Raises ConfigError if it has
-    no vLLM.
+def find_python(rollout: RolloutConfig) -> Path:
+    """With the engine's package: rollout.vllm_python, say, else this Python, else the one of `make
+    setup-vllm`, in .venv-vllm or $VENV_VLLM. Raises ConfigError if it has no such package.
     """
-    given = rollout.vllm_python
+    package = rollout.facts.package or ""
+    given = getattr(rollout, f"{package}_python")
     named = Path(shutil.which(Path(given).expanduser()) or given)
-    own = Path(os.environ.get(VENV_ENV) or CHECKOUT / VENV_NAME) / "bin" / "python"
+    folder = os.environ.get(f"VENV_{package.upper()}") or CHECKOUT / f".venv-{package}"
+    own = Path(folder) / "bin" / "python"
     # not resolved: a venv's python is a link to one that does not have its packages
     pythons = [python.absolute() for python in ([Path(sys.executable), own] if given == "auto" else [named])]
-    found = next(filter(has_vllm, pythons), None)
+    found = next((python for python in pythons if has_package(python, package)), None)
     if found is None:
         raise ConfigError(
-            f"rollout.vllm_python={given}, and {' and '.join(map(str, pythons))} cannot import vllm",
-            way_out=f"{install_extra('vllm')} (CUDA), or `make setup-vllm` there (CPU); or name another.",
+            f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
+            way_out=f"{install_extra(package)} (CUDA), or `make setup-{package}` there (CPU); or name one.",
         )
     return found
 
 
 @functools.cache
-def has_vllm(python: Path) -> bool:
-    """Asks that Python where vllm is, without importing it, which would take seconds."""
+def has_package(python: Path, package: str) -> bool:
+    """Asks that Python where it is, without importing it, which would take seconds."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
-        done = subprocess.run([python, "-c", ASK], env=environ, capture_output=True, timeout=ASK_TIMEOUT_S)
+        asking = [str(python), "-c", ASK, package]
+        done = subprocess.run(asking, env=environ, capture_output=True, timeout=ASK_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
@@ -233,7 +234,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
         lines.append(f"{name:<12} {device:<7} {threads:>7} {columns}  {what}")
     lines += ["", f"mode: {transport_text(config, plan.placement)}"]
     if (python := needed_python(config)) is not None:
-        lines.append(f"python: ours is {sys.executable}, vLLM's is {python}")
+        lines.append(f"python: ours is {sys.executable}, {config.rollout.facts.package}'s is {python}")
     for device, free in plan.free_bytes.items():
         needs = plan.peak_bytes(device)
         if device != "cpu" and not any(needs.values()):

@@ -76,7 +76,7 @@ class ForeignProcess:
 
 @dataclass(eq=False, slots=True, repr=False)
 class ChildProcess:
-    """A server of the run in a process of its own. Knows how to start, watch and end it, and no message.
+    """A server of the run in a process of its own. It can be started, watched and ended.
 
     Life: created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed()
         makes its successor, which writes on in the same log. Its standard input is a pipe that only we hold:

@@ -21,6 +21,7 @@ from asyncrl.errors import EngineLost, RoomError
 from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.records import Prompt
 from asyncrl.observe.recorder import read_evaluations
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import (
@@ -325,6 +326,15 @@ class Parts:
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
         out = {prompt.prompt_id: prompt.num_handed_back for prompt in prompts}
         return ControllerState(feed=self.feed.state(), out=out, next_group_id=self.buffer.next_group_id)
+
+    def put_back(self, state: ControllerState, version: int) -> None:
+        """Go on from what a checkpoint of `version` says: what was in flight then is generated again. Raises
+        ValueError or TaskError for what the task cannot make.
+        """
+        self.feed.load_state(state.feed)
+        for prompt_id, num_handed_back in state.out.items():
+            self.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
+        self.buffer.restore_nowait(version, state.next_group_id, [], [])
 
 
 async def open_parts(

@@ -1,6 +1,7 @@
 """What differs between the engines that rollout.engine names: a class for each, and a line in KINDS.
 
-What each needs of devices and memory is in asyncrl/placement; the servers are asyncrl_servers.KIND.
+What each needs of settings, devices and memory is its EngineFacts (asyncrl/config/generation.py); clients
+are in asyncrl/engines, servers in asyncrl_servers.KIND.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.placement.devices import NO_DEVICE, Placement
-from asyncrl.placement.fit import find_vllm_python, import_folder
+from asyncrl.placement.fit import find_python, import_folder
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, item_bytes
 from asyncrl.rollouts.recording import SampledBy
@@ -134,7 +135,7 @@ class Vllm(Embedded):
     def process(self, run_dir: Path) -> Body:
         """The Python of vLLM sees our two packages alone."""
         imports = import_folder((run_dir / "specs" / IMPORTS).absolute())
-        python = find_vllm_python(self.rollout)
+        python = find_python(self.rollout)
         return {"python": python, "env": {"PYTHONPATH": str(imports)}}
 
     def client(self, server: Server, launcher: Launcher, meeting: Broadcasts | None) -> EngineClient:

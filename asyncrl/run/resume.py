@@ -23,6 +23,7 @@ import yaml
 from asyncrl.checkpoints.controller_state import ControllerState
 from asyncrl.checkpoints.folder import Checkpoints, Damaged, Whole
 from asyncrl.config import RunConfig, load_config
+from asyncrl.config.generation import ENGINES
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.files import settle_folder
 from asyncrl.journal.read import ResumeState, reading
@@ -45,7 +46,8 @@ FREE_SECTIONS = ("observe", "checkpoint", "journal", "supervision")
 FREE_KEYS = {
     "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "
     "logprob_gap_limit max_skipped_steps",
-    "rollout": "ports timeout_s slots max_failed_groups max_hand_backs vllm_python urls tensor_parallel",
+    "rollout": "ports timeout_s slots max_failed_groups max_hand_backs "
+    + " ".join(name for facts in ENGINES.values() for name in facts.free_settings),
     "weight_sync": "timeout_s chunk_bytes disk_dir rolling canary_limit retries",
     "buffer": "max_filtered_groups",
     "task": "reward_pool reward_workers reward_timeout_s",
@@ -292,13 +294,9 @@ def _from_journal(
 
 
 def _from_checkpoint_alone(checkpoint: Whole, parts: Parts) -> None:
-    """The journal is gone: what was in flight when the checkpoint was made is generated again."""
+    """The journal is gone."""
     try:
-        controller = ControllerState.model_validate(checkpoint.controller)
-        parts.feed.load_state(controller.feed)
-        for prompt_id, num_handed_back in controller.out.items():
-            parts.feed.hand_back_nowait(Prompt(prompt_id, (), num_handed_back=num_handed_back))
-        parts.buffer.restore_nowait(checkpoint.version, controller.next_group_id, [], [])
+        parts.put_back(ControllerState.model_validate(checkpoint.controller), checkpoint.version)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",

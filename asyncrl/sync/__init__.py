@@ -1,3 +1,1 @@
-"""Brings each policy_version to every engine server: while they keep generating, or in turns. Knows no batch,
-no rollout.
-"""
+"""Brings each policy_version to every engine server: while they keep generating, or in turns."""

@@ -1,4 +1,4 @@
-"""An asyncio event loop whose clock jumps to the next timer. For fakes only: it knows no threads, no sockets,
+"""An asyncio event loop whose clock jumps to the next timer. For fakes only: no threads, no sockets,
 no processes.
 
 run_virtual(story())     runs a coroutine; `asyncio.sleep(3600)` takes no time, and the same story always
@@ -138,7 +138,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
         """Refused: a thread does not run on the virtual clock."""
         name = getattr(func, "__qualname__", func)
-        raise RuntimeError(f"{name} would run in a thread, which knows no virtual clock; use a fake")
+        raise RuntimeError(f"{name} would run in a thread, where there is no virtual clock; use a fake")
 
     def _wake_all_blocked(self) -> bool:
         waiting, self._in_all_blocked = [future for future in self._in_all_blocked if not future.done()], []

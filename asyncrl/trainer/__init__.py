@@ -1,3 +1,1 @@
-"""Client and worker of the optimizer steps. Knows tensors and batches; knows no engine, no prompt's
-meaning.
-"""
+"""The optimizer steps: the controller's client, and the ranks that compute them from batches of tokens."""

@@ -1,1 +1,1 @@
-"""How weights go from the trainer to the engines: one way each, both ends. Knows no batch, no request."""
+"""How weights go from the trainer to the engines: a Transport for each way, with both ends of it."""

@@ -1,5 +1,5 @@
 """What all engine servers share: reading the spec, checks of requests, random numbers, and the HTTP side: its
-endpoints over any engine that answers with futures, whole or as a stream. Knows no torch.
+endpoints over any engine that answers with futures, whole or as a stream. Without torch.
 """
 
 from __future__ import annotations

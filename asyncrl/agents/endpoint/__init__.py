@@ -1,3 +1,3 @@
-"""The OpenAI-compatible endpoint over a EnginePool, and the record of what it sampled. It knows nothing
-of rewards, groups or staleness.
+"""The OpenAI-compatible endpoint over an EnginePool, the record of what it sampled, and the work queue.
+Rewards are carried and not read; groups and staleness do not occur.
 """

@@ -1,4 +1,4 @@
-"""The exact tokens of one session, as a tree of completions. Pure: knows no HTTP and no engine."""
+"""The exact tokens of one session, as a tree of completions. Pure: no HTTP, no engine."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from asyncrl_servers.weight_state import PUSH_AGAIN, Arrived, ChunkedPush, Stage
 
 
 class Loader:
-    """The weights of one worker. Knows files and vLLM's model; knows no route and no other worker.
+    """The weights of one worker. It sees files and vLLM's model; routes and other workers do not concern it.
 
     Life: idle -> staging -> staged -> load -> idle;  or  idle -> open (one chunk after the other) -> finished
         -> idle. A load that fails after it has begun leaves the weights `broken`, until one succeeds: it
