@@ -271,9 +271,8 @@ def test_a_port_in_use_is_named_with_its_owner_and_the_way_out() -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} for engine-0 cannot be used") as caught:
+        with pytest.raises(ConfigError, match=f"port {port} for engine-0 cannot be used(.|\n)*any free one"):
             bind_socket("engine-0", port)
-        assert "any free one" in caught.value.way_out
 
 
 @pytest.mark.parametrize(
