@@ -84,8 +84,7 @@ class Crashes:
         drawn = drawn or self.random.choices(list(VICTIMS), VICTIMS.values(), k=num_kills)
         steps = sorted(self.random.choices(range(self.num_steps - 2), k=len(drawn)))
         self.plan = list(zip(steps, drawn, strict=True))
-        self.kills: Counter[str] = Counter()
-        self.num_starts = 0
+        self.kills, self.num_starts = Counter[str](), 0
         self._evidence: Evidence | None = None
 
     def live(self) -> Counter[str]:
@@ -101,6 +100,7 @@ class Crashes:
         """Whether it was killed, and so has to be started again."""
         process, trainers = start(self.config, self.run_dir), self.kills["trainer"]
         self.num_starts += 1
+        began = len(read_lines(self.run_dir / "metrics.jsonl"))
         try:
             while self.plan:
                 step, victim = self.plan[0]
@@ -117,9 +117,10 @@ class Crashes:
                     self._stop(process)
                 else:
                     kill_tree(process, self.random, with_children=victim == "tree")
-                    # a trainer that has lost its parent clears it; if none was up, the next start does
-                    is_cleared = victim == "controller" and self.kills["trainer"] == trainers
-                    assert staging_of(process.pid) == [] or not is_cleared
+                    # a trainer that was up clears it when its parent has gone; else the next start does
+                    was_up = len(read_lines(self.run_dir / "metrics.jsonl")) > began
+                    if victim == "controller" and was_up and self.kills["trainer"] == trainers:
+                        assert staging_of(process.pid) == [], "staging is left"
                 self.kills[victim] += 1
                 self._look()
                 return True
