@@ -14,8 +14,8 @@ from typing import Annotated, TypeAlias
 import typer
 
 from asyncrl import __version__
-from asyncrl.agents.harness import HARNESSES
 from asyncrl.config import load_config
+from asyncrl.config.harnesses import HARNESSES
 from asyncrl.errors import AsyncrlError
 
 app = typer.Typer(

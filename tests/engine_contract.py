@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineError, EngineLost
 from asyncrl.http import Caller
-from asyncrl.messages.base import EnginePart, weights_digest
+from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import (
     EngineHealth,
     ExportChunkResponse,
@@ -29,6 +29,7 @@ from asyncrl.messages.calls import (
     GenerateRequest,
     GenerateResponse,
 )
+from asyncrl.messages.digest import weights_digest
 from asyncrl.testing.virtual_time import run_virtual
 
 BOTH: list[EnginePart] = ["kv", "weights"]

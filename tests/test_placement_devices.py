@@ -10,7 +10,7 @@ import pytest
 from placement_cases import EVAL, TURNS, URLS, VLLM, load, placed
 
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
-from asyncrl.config.sections import device_numbers
+from asyncrl.config.operation import device_numbers
 from asyncrl.errors import ConfigError
 from asyncrl.placement import devices
 from asyncrl.placement.devices import CudaDevice, Placement, child_environ, find_cuda_devices, place

@@ -23,7 +23,7 @@ from trainer_cases import make_batch, make_spec
 from transformers import AutoTokenizer
 
 from asyncrl.http import Refused
-from asyncrl.messages import base
+from asyncrl.messages import digest
 from asyncrl.messages.calls import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
@@ -237,9 +237,9 @@ def test_host_and_device_compute_the_same_sum_of_words_of_any_view_in_any_pieces
     data = data[: len(data) // dtype.itemsize * dtype.itemsize]
     view = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)[start:]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(base, "_PIECE_WORDS", piece_words)
+        patched.setattr(digest, "_PIECE_WORDS", piece_words)
         patched.setattr(tensor_files, "_PIECE_WORDS", piece_words)
-        found = base.word_sum(tensor_files.host_bytes(view)), tensor_files.device_word_sum(view)
+        found = digest.word_sum(tensor_files.host_bytes(view)), tensor_files.device_word_sum(view)
     assert found == (sum_of(data[start * dtype.itemsize :]),) * 2
 
 

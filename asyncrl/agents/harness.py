@@ -1,4 +1,4 @@
-"""What a harness is given: a task, and a session with the model. The kinds of harness, and of them `python`,
+"""What a harness is given: a task, and a session with the model. Of the kinds of harness `python`,
 an async (or plain) function of the user's. How one attempt becomes an outcome, or a failure as data.
 """
 
@@ -10,14 +10,14 @@ import functools
 import importlib
 import inspect
 import logging
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.config import GeneratorConfig
+from asyncrl.config.harnesses import kind_of
 from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout, install_extra
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.records import Outcome
@@ -134,39 +134,6 @@ class Harness(Protocol):
         When it returns, raises or is cancelled, nothing of the rollout runs any more.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class HarnessKind:
-    """`place`: its class in this folder, made with (GeneratorConfig, is_worker=), which raises ConfigError if
-    it cannot be run here. `checked_in`: who makes one before a run, to check the config: the controller
-    (here); a short-lived child, for it loads code of the user's; None: the task loads the same.
-
-    Its option of `asyncrl work` is shown with `metavar` and `help`; `parse` makes the config key of it.
-    """
-
-    place: str
-    checked_in: Literal["here", "child"] | None
-    metavar: str
-    help: str
-    parse: Callable[[str], Any] = str
-
-
-HARNESSES: Mapping[str, HarnessKind] = {
-    "python": HarnessKind(
-        "harness:PythonHarness", "child", "MODULE:FUNCTION", "async (task, session) -> reward."
-    ),
-    "command": HarnessKind(
-        "command:CommandHarness", "here", "'PROGRAM ARG...'", "a program, its task on stdin.", shlex.split
-    ),
-    "verifiers": HarnessKind("verifiers:VerifiersHarness", None, "ID", "a verifiers environment."),
-}
-"""By the config key of `generator`, and the option of `asyncrl work`."""
-
-
-def kind_of(config: GeneratorConfig) -> HarnessKind | None:
-    """None: a single turn, or workers elsewhere."""
-    return next((kind for name, kind in HARNESSES.items() if getattr(config, name)), None)
 
 
 def build_harness(config: GeneratorConfig, *, is_worker: bool = True) -> Harness:

@@ -27,15 +27,9 @@ from typing import Any, NoReturn, TypeVar
 from pydantic import BaseModel, Field
 
 from asyncrl.agents.command import hide_memory
-from asyncrl.agents.harness import (
-    HARNESSES,
-    Harness,
-    Session,
-    build_harness,
-    make_http_client,
-    run_item,
-)
+from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
 from asyncrl.config import GeneratorConfig
+from asyncrl.config.harnesses import HARNESSES
 from asyncrl.errors import ConfigError, ConnectionShortage
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages import work as wire

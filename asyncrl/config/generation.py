@@ -1,17 +1,15 @@
-"""Sections `rollout`, `buffer`, `eval`, `weight_sync`, `observe`: how the loop runs."""
+"""Sections `rollout`, `buffer` and `eval`: who samples, what waits, and how a policy is judged."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from asyncrl.config.fields import FrozenConfig, Port
 from asyncrl.config.model_task import TaskConfig
-from asyncrl.config.sections import FrozenConfig, Port
-from asyncrl.config.transports import TRANSPORTS, TransportFacts
-from asyncrl.messages.base import Interrupt, TransportName
 
 OnOverdue = Literal["wait", "mask", "drop"]
 EngineKind = Literal["embedded", "vllm", "simulated"]
@@ -231,72 +229,3 @@ class EvalConfig(FrozenConfig):
                 f"eval.samples={self.samples} are all the same at eval.temperature=0; set one of them to 1"
             )
         return self
-
-
-class WeightSyncConfig(FrozenConfig):
-    """How new weights reach the engines."""
-
-    transport: TransportName = "shm"
-    """shm: all weights as a safetensors file in shared memory. disk: the same file in disk_dir, for engines
-    on other machines. lora: the adapters alone, in shared memory (needs trainer.lora). For vLLM, nccl: one
-    broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo). ipc: chunks in memory
-    of the one CUDA device on which both sides take turns."""
-    disk_dir: str | None = None
-    """Folder for transport=disk, on a file system that trainer and engines share under the same path."""
-    interrupt: Interrupt = "abort"
-    """What a swap does to running requests: abort and resume them from their tokens, keep them with a
-    recomputed KV cache, keep them over the old KV cache, or wait until they are done."""
-    rolling: bool = False
-    """Engines swap one after the other, so that the others go on sampling meanwhile (false = all at once,
-    which is sooner done).
-    """
-    canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
-    """After each push to vLLM, the most by which its logprobs of a fixed text may differ from the trainer's,
-    in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
-    retries: int = Field(default=1, ge=0)
-    """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run
-    ends.
-    """
-    timeout_s: float = Field(default=600.0, gt=0)
-    """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again,
-    an export or a handover that does ends the run."""
-    chunk_bytes: int = Field(default=2**28, ge=2**16)
-    """When colocated, weights go from trainer to engine in chunks of so many bytes (a larger tensor is a
-    chunk of its own).
-    """
-
-    @property
-    def facts(self) -> TransportFacts:
-        """What this transport needs and can."""
-        return TRANSPORTS[self.transport]
-
-    @model_validator(mode="after")
-    def _disk_has_a_place(self) -> Self:
-        if self.facts.is_file_shared != (self.disk_dir is not None):
-            raise ValueError(
-                f"transport={self.transport} with disk_dir={self.disk_dir}: disk writes each version there, "
-                "and no other does; give a folder that trainer and engines share, or none"
-            )
-        return self
-
-
-class ObserveConfig(FrozenConfig):
-    """What is shown and written."""
-
-    console: Literal["auto", "live", "plain", "none"] = "auto"
-    """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain. Lines for
-    which a pipe has no room, because it is not read, are left out; the run goes on.
-    """
-    tensorboard: bool = True
-    """Write TensorBoard events to RUN_DIR/tensorboard."""
-    readable_by: Literal["owner", "group", "all"] = "owner"
-    """Who may look into the run directory: the config, the logs and every conversation lie there."""
-    heartbeat_s: float = Field(default=60.0, gt=0)
-    """Seconds without an answer after which an engine, trainer or worker process counts as lost: it is
-    started again, up to supervision.max_restarts times (the eval engine is not: the run goes on without
-    evaluation)."""
-
-    @property
-    def dir_mode(self) -> int:
-        """Of the run directory."""
-        return {"owner": 0o700, "group": 0o750, "all": 0o755}[self.readable_by]

@@ -6,18 +6,19 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from asyncrl.config.generation import BufferConfig, EvalConfig, ObserveConfig, RolloutConfig, WeightSyncConfig
-from asyncrl.config.model_task import GatewayConfig, GeneratorConfig, ModelConfig, TaskConfig
-from asyncrl.config.sections import (
-    GROUP_ADVANTAGES,
-    AlgorithmConfig,
+from asyncrl.config.fields import FrozenConfig
+from asyncrl.config.generation import BufferConfig, EvalConfig, RolloutConfig
+from asyncrl.config.harnesses import GatewayConfig, GeneratorConfig
+from asyncrl.config.learning import GROUP_ADVANTAGES, AlgorithmConfig, TrainerConfig
+from asyncrl.config.model_task import ModelConfig, TaskConfig
+from asyncrl.config.operation import (
     CheckpointConfig,
-    FrozenConfig,
     JournalConfig,
+    ObserveConfig,
     PlacementConfig,
     SupervisionConfig,
-    TrainerConfig,
 )
+from asyncrl.config.weight_sync import WeightSyncConfig
 
 
 class RunConfig(FrozenConfig):

@@ -20,8 +20,9 @@ from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.engines.vllm_process import Segment, VllmProcess
 from asyncrl.engines.vllm_routes import GENERATE, Generated, vllm_request
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.messages.base import GroupSeat, Interrupt, weights_digest
+from asyncrl.messages.base import GroupSeat, Interrupt
 from asyncrl.messages.calls import Canary, CommitResponse, ExportResponse
+from asyncrl.messages.digest import weights_digest
 from asyncrl.waits import uncut
 from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, safetensors_head
 

@@ -5,9 +5,9 @@ Step v is the one whose batch turned policy_version v into v + 1: the same numbe
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, NotRequired
@@ -36,7 +36,8 @@ class Entry(TypedDict):
     spans: list[tuple[int, int, int]]
 
 
-class Line(TypedDict):
+@dataclass(frozen=True, slots=True)
+class Line:
     """What is read of a line."""
 
     version: int
@@ -47,9 +48,17 @@ class Line(TypedDict):
 _CHECK = TypeAdapter(Line)
 
 
+def _parse(line: bytes) -> Line | Mapping[str, Any] | None:
+    """A step in one go, for files of gigabytes; else the JSON object that the line is."""
+    try:
+        return _CHECK.validate_json(line)
+    except ValidationError:
+        return parse_line(line)
+
+
 class TrainedStep(NamedTuple):
-    """Numbers of one step. `start`: where its line begins; `digest`: of what has to be the same when the step
-    is taken again; `faults`: ways in which it breaks a promise.
+    """Numbers of one step. `start`: where its line begins; `data`: hash of what has to be the same when the
+    step is taken again; `faults`: ways in which it breaks a promise.
     """
 
     start: int
@@ -59,7 +68,7 @@ class TrainedStep(NamedTuple):
     sum_of_ages: int
     num_ages: int
     largest_age: int
-    digest: bytes
+    data: int
     faults: tuple[str, ...]
 
 
@@ -77,12 +86,13 @@ class TrainedRecord:
         self._steps: list[TrainedStep] = []
         self._lost: list[tuple[range, str]] = []
         """Steps whose lines are lost, and why."""
-        self._before: dict[int, bytes] = {}
-        """Step -> digest of its data before it was restored."""
+        self._before: dict[int, int] = {}
+        """Step -> hash of its data before it was restored."""
         self._trained_in: dict[int, int] = {}
         """Group -> step."""
         self._replay_faults: list[str] = []
-        for number, (start, line) in enumerate(lines_of(path, problems), start=1):
+        lines: Iterator[tuple[int, Line | Mapping[str, Any]]] = lines_of(path, problems, _parse)
+        for number, (start, line) in enumerate(lines, start=1):
             try:
                 self._add(start, line)
             except (TypeError, ValueError, OverflowError) as error:
@@ -92,16 +102,16 @@ class TrainedRecord:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def _add(self, start: int, line: Mapping[str, Any]) -> None:
+    def _add(self, start: int, line: Line | Mapping[str, Any]) -> None:
         """One line of the file, which begins at `start`. Raises ValueError or TypeError for others."""
-        if "restored" in line:
+        if not isinstance(line, Line) and "restored" in line:
             self._restore(int(line["restored"]))
             if LOST_KEY in line:
                 first, last = line[LOST_KEY]
                 self._lost.append((range(first, last + 1), str(line.get("why"))))
             return
-        step = self._checked(start, _CHECK.validate_python(line))
-        if self._before.get(step.version, step.digest) != step.digest:
+        step = self._checked(start, line if isinstance(line, Line) else _CHECK.validate_python(line))
+        if self._before.get(step.version, step.data) != step.data:
             again = f"step {step.version} was trained again on other data than before it was restored"
             self._replay_faults.append(again)
         self._steps.append(step)
@@ -162,53 +172,69 @@ class TrainedRecord:
         self.restored.append(version)
         while self._steps and self._steps[-1].version >= version:
             dropped = self._steps.pop()
-            self._before[dropped.version] = dropped.digest
+            self._before[dropped.version] = dropped.data
         self._trained_in = {group: step for group, step in self._trained_in.items() if step < version}
 
     def _checked(self, start: int, line: Line) -> TrainedStep:
         """The numbers of a line, with what is wrong in it."""
-        version, entries = line["version"], line["trajectories"]
-        data, faults, names = hashlib.sha256(), list[str](), set[str]()
+        version, entries, ages, faults = line.version, line.trajectories, list[int](), list[str]()
+        names = [(entry["group_id"], entry["sample_index"], entry["branch"]) for entry in entries]
+        is_suspect = len(set(names)) < len(names)
         for entry in entries:
-            name = f"step {version}, group {entry['group_id']}, sample {entry['sample_index']}"
-            name += f", branch {entry['branch']}" if entry["branch"] else ""
-            faults += [f"{name}: {fault}" for fault in _faults(version, entry, self.max_staleness)]
-            if name in names:
-                faults.append(f"{name}: was trained on in step {version} already")
-            names.add(name)
-            data.update(repr((name, entry["reward"], entry.get("tokens_sha"))).encode())
-        for group in sorted({entry["group_id"] for entry in entries}):
+            num, oldest = 0, version
+            for first, end, sampled in entry["spans"]:
+                num += end - first
+                if sampled < oldest:
+                    oldest = sampled
+                elif sampled > version:
+                    is_suspect = True
+            if entry["spans"]:
+                ages.append(version - oldest)
+            if num != entry["num_loss_tokens"] or version - oldest > self.max_staleness:
+                is_suspect = True
+        if is_suspect:
+            faults += self._faults(line)
+        for group in sorted({group for group, *_ in names}):
             if (earlier := self._trained_in.setdefault(group, version)) != version:
                 faults.append(f"step {version}, group {group}: was trained on in step {earlier} already")
-        num_tokens, ages = sum(entry["num_loss_tokens"] for entry in entries), _ages(line)
+        shas = [(entry["reward"], entry.get("tokens_sha")) for entry in entries]
+        num_tokens = sum(entry["num_loss_tokens"] for entry in entries)
         numbers = len(entries), num_tokens, sum(ages), len(ages), max(ages, default=0)
-        return TrainedStep(start, version, *numbers, data.digest(), tuple(faults))
+        return TrainedStep(start, version, *numbers, hash((*names, *shas)), tuple(faults))
+
+    def _faults(self, line: Line) -> Iterator[str]:
+        """What is wrong in it, in words."""
+        names = set[str]()
+        for entry in line.trajectories:
+            name = f"step {line.version}, group {entry['group_id']}, sample {entry['sample_index']}"
+            name += f", branch {entry['branch']}" if entry["branch"] else ""
+            num = 0
+            for start, end, sampled in entry["spans"]:
+                num, age, what = (
+                    num + end - start,
+                    line.version - sampled,
+                    f"{name}: tokens {start}..{end - 1}",
+                )
+                if age > self.max_staleness:
+                    yield f"{what} are of version {sampled}, {age} behind; {self.max_staleness} are allowed"
+                if age < 0:
+                    yield f"{what} are of version {sampled}, which did not exist yet"
+            if num != entry["num_loss_tokens"]:
+                yield f"{name}: {entry['num_loss_tokens']} tokens in the loss, but spans of {num}"
+            if name in names:
+                yield f"{name}: was trained on in step {line.version} already"
+            names.add(name)
 
 
-def _faults(version: int, entry: Entry, max_staleness: int) -> Iterator[str]:
-    for start, end, sampled in entry["spans"]:
-        what = f"tokens {start}..{end - 1} are of version {sampled}"
-        if sampled < version - max_staleness:
-            yield f"{what}, {version - sampled} behind; {max_staleness} are allowed"
-        if sampled > version:
-            yield f"{what}, which did not exist yet"
-    num_in_spans = sum(end - start for start, end, _ in entry["spans"])
-    if num_in_spans != entry["num_loss_tokens"]:
-        yield f"{entry['num_loss_tokens']} tokens in the loss, but spans of {num_in_spans}"
-
-
-def _age(version: int, entry: Entry) -> int | None:
-    """Versions between the batch and the oldest token with a loss weight."""
-    return max(version - sampled for *_, sampled in entry["spans"]) if entry["spans"] else None
-
-
-def _ages(line: Line) -> list[int]:
-    return [age for entry in line["trajectories"] if (age := _age(line["version"], entry)) is not None]
+def _age(version: int, entry: Entry) -> int:
+    """Versions between the batch and the oldest token with a loss weight, of which there is one."""
+    return version - min([sampled for _, _, sampled in entry["spans"]])
 
 
 def batch_summary(line: Line) -> dict[str, Any]:
     """Plain values of a step, without its trajectories."""
-    version, entries, ages = line["version"], line["trajectories"], _ages(line)
+    version, entries = line.version, line.trajectories
+    ages = [_age(version, entry) for entry in entries if entry["spans"]]
     rewards = [entry["reward"] for entry in entries if entry["branch"] == 0]  # that of the rollout
     tokens = Counter[int]()
     for entry in entries:
@@ -217,7 +243,7 @@ def batch_summary(line: Line) -> dict[str, Any]:
     return {
         "step": version,
         "version": version,
-        "min_version": line["min_version"],
+        "min_version": line.min_version,
         "group_ids": sorted({entry["group_id"] for entry in entries}),
         "num_trajectories": len(entries),
         "num_loss_tokens": sum(entry["num_loss_tokens"] for entry in entries),
@@ -231,7 +257,7 @@ def batch_summary(line: Line) -> dict[str, Any]:
 def trajectory_summaries(line: Line, group_id: int | None = None) -> list[dict[str, Any]]:
     """Plain values of a step's trajectories, or of those of one group."""
     return [
-        {**entry, "staleness": _age(line["version"], entry)}
-        for entry in line["trajectories"]
+        {**entry, "staleness": _age(line.version, entry) if entry["spans"] else None}
+        for entry in line.trajectories
         if group_id in (None, entry["group_id"])
     ]

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config import RunConfig
-from asyncrl.config.sections import device_numbers
-from asyncrl.config.transports import refuse_transport
+from asyncrl.config.operation import device_numbers
+from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.errors import ConfigError
 
 Mode = Literal["apart", "colocated"]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
-from asyncrl.config.transports import transport_words
+from asyncrl.config.weight_sync import transport_words
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.placement.devices import Placement, chunk_device, find_cuda_devices, place
 from asyncrl.placement.plan import Memory, Phase, Plan, lay_out

@@ -23,10 +23,11 @@ from pathlib import Path
 import yaml
 
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
-from asyncrl.agents.harness import build_harness, kind_of
+from asyncrl.agents.harness import build_harness
 from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
+from asyncrl.config.harnesses import kind_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.http import die_with_parent, fail, secret_of

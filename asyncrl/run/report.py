@@ -25,6 +25,7 @@ from asyncrl.observe.recorder import (
     METRICS_FILE,
     Recorder,
     lines_of,
+    parse_line,
     read_evaluations,
     read_steps,
 )
@@ -151,7 +152,7 @@ class Reporter(Voice):
         """
         self._is_to_resume = False
         steps = Steps()
-        for _, line in lines_of(self.run_dir / METRICS_FILE, []):
+        for _, line in lines_of(self.run_dir / METRICS_FILE, [], parse_line):
             if line.get("step", version) < version:
                 steps.add(line)
             elif "step" in line:

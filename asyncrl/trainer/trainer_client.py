@@ -15,10 +15,10 @@ import numpy.typing as npt
 from pydantic import BaseModel, Field
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
-from asyncrl.config.sections import Device, DType, FrozenConfig
+from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.http import Caller, CallLost, CallRefused
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart, TransportName
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
@@ -67,7 +67,7 @@ class TrainerSpec(FrozenConfig):
     """Sampling temperature: logprobs are those of logits / temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """rollout.max_tokens: the longest completion."""
-    transport: TransportName = "shm"
+    transport: str = "shm"
     """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast
     instead.
     """

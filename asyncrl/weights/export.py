@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.files import open_as, whole_folder
 from asyncrl.http import Refused
-from asyncrl.messages.base import joint_digest
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
+from asyncrl.messages.digest import joint_digest
 from asyncrl.weights.tensor_files import digest_of_tensor, dtype_name, write_tensors
 
 Entries = list[tuple[str, str, list[int]]]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.http import Refused
-from asyncrl.messages.base import WORD_MIXERS, digest_of_sum, joint_digest, tensor_digest
+from asyncrl.messages.digest import WORD_MIXERS, digest_of_sum, joint_digest, tensor_digest
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ or in weight_sync.disk_dir, which other machines can read. Engines read, copy an
 (prepare) and swap to the copy (commit). In turns an engine that slept has memory for one set of weights: they
 go chunk by chunk (export.py), with ipc through memory that both sides open (ipc.py). The other ways are
 in adapters.py (lora) and nccl.py. What a transport needs of engine, placement and config is in
-asyncrl/config/transports.py, which needs no torch; how vLLM takes what comes, in
+asyncrl/config/weight_sync.py, which needs no torch; how vLLM takes what comes, in
 asyncrl/engines/vllm_weights.py.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, TransportName
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import LazyWeights, export_weights, gather_along
 
@@ -79,12 +79,12 @@ class Transport:
         raise NotImplementedError
 
 
-def make_transport(name: TransportName, end: TrainerEnd) -> Transport:
+def make_transport(name: str, end: TrainerEnd) -> Transport:
     """The one that weight_sync.transport names."""
     from asyncrl.weights.adapters import AdapterTransport
     from asyncrl.weights.nccl import BroadcastTransport
 
-    ways: dict[TransportName, type[Transport]] = {
+    ways: dict[str, type[Transport]] = {
         "shm": Transport,
         "disk": Transport,
         "ipc": Transport,

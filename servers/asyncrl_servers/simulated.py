@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from asyncrl.http import Refused, die_with_parent, serve
-from asyncrl.messages.base import EnginePart, Moved, joint_digest, tensor_digest
+from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
@@ -28,6 +28,7 @@ from asyncrl.messages.calls import (
     SleepRequest,
     WakeRequest,
 )
+from asyncrl.messages.digest import joint_digest, tensor_digest
 from asyncrl.weights.tensor_files import read_or_refuse
 from asyncrl_servers.engine_app import (
     EngineSpec,

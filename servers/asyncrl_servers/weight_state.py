@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl.http import Refused
-from asyncrl.messages.base import EnginePart, joint_digest
+from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
@@ -20,6 +20,7 @@ from asyncrl.messages.calls import (
     PrepareRequest,
     PrepareResponse,
 )
+from asyncrl.messages.digest import joint_digest
 from asyncrl.weights.tensor_files import RESEND
 
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")

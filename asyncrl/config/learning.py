@@ -1,59 +1,12 @@
-"""The base of all sections; `trainer`, `algorithm` and `placement`, and those of what survives and of what
-happens when a part dies or hangs: `checkpoint`, `journal`, `supervision`.
-"""
+"""Sections `trainer` and `algorithm`."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, model_validator
 
-
-class FrozenConfig(BaseModel):
-    """Frozen, and refuses keys it does not know. Validators reject; they never repair."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _none_is_the_off_word(cls, values: Any) -> Any:
-        """`none` is null wherever null is allowed, in the file as in a key=value; elsewhere it is a text like
-        any other.
-        """
-        if not isinstance(values, dict):
-            return values
-        fields = cls.model_fields.items()
-        nullable = {name for name, info in fields if type(None) in get_args(info.annotation)}
-        return {key: None if value == "none" and key in nullable else value for key, value in values.items()}
-
-    def given(self, *names: str) -> list[str]:
-        """Those of `names` that are not at their default."""
-        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
-
-
-Device = Literal["auto", "cpu", "cuda"]
-"""auto = CUDA where there is a device, else CPU."""
-
-DType = Literal["auto", "float32", "bfloat16"]
-"""What auto is in a run: placement/fit.py. A process that is started alone takes bfloat16 on CUDA and
-float32 on a CPU.
-"""
-
-Port = Annotated[int, Field(ge=1, le=65535)]
-"""A TCP port."""
-
+from asyncrl.config.fields import FrozenConfig, Port
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -182,98 +135,3 @@ class AlgorithmConfig(FrozenConfig):
                 "- reference, which is k1; set algorithm.kl_estimator=k1"
             )
         return self
-
-
-Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt]
-"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, or a range like 0-3. How many there
-are is read later."""
-DEVICE_WORDS = ("auto", "cpu", "cuda", "all")
-
-
-def device_numbers(devices: Any) -> list[int] | None:
-    """The device numbers that are written out; None for a word, and for what is no form."""
-    if isinstance(devices, str) and (match := re.fullmatch(r"(\d+)-(\d+)", devices)):
-        devices = [*range(int(match[1]), int(match[2]) + 1)]
-    numbers = devices if isinstance(devices, list) else [devices]
-    is_form = numbers and all(type(number) is int and number >= 0 for number in numbers)
-    return numbers if is_form and len(set(numbers)) == len(numbers) else None
-
-
-class PlacementConfig(FrozenConfig):
-    """Which device each side uses. Both on the same CUDA devices, or rollout: trainer, means that they take
-    turns (docs/colocation.md).
-    """
-
-    trainer: Devices = "auto"
-    """Devices of the trainer, one for each of trainer.world_size processes: cpu, the number of a CUDA device,
-    a list [0, 1], a range 0-3, all. cuda = as many as needed; auto = the same, or cpu where there is none."""
-    rollout: Devices = "auto"
-    """Devices of the engines, which are spread over them: as for the trainer, or `trainer`: the same devices,
-    in turns. auto and cuda = those that the trainer leaves; where it leaves none, the same in turns at
-    buffer.max_staleness=0, else refused."""
-    eval: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
-    """Device of the eval engine: cpu or the number of one CUDA device (auto = one that no other part uses,
-    else with the engines).
-    """
-
-    @field_validator("trainer", "rollout", mode="before")
-    @classmethod
-    def _is_a_form(cls, value: Any, info: ValidationInfo) -> Any:
-        words = (*DEVICE_WORDS, "trainer") if info.field_name == "rollout" else DEVICE_WORDS
-        if value not in words and device_numbers(value) is None:
-            raise ValueError(
-                f"give {', '.join(words)}, a device number like 0, a list like [0, 1] that names each once, "
-                "or a range like 0-3, of this machine"
-            )
-        return value
-
-
-class CheckpointConfig(FrozenConfig):
-    """What is kept so that a killed run can go on."""
-
-    every: PositiveInt | None = 50
-    """Batches between two checkpoints (none = none; a resumed run then trains the journaled batches again
-    from the start).
-    """
-    keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay."""
-    keep_every: PositiveInt | None = None
-    """Checkpoints at multiples of so many batches stay for ever (none = off)."""
-    keep_best: bool = False
-    """The checkpoint with the best eval/reward_mean stays too (needs the section `eval`, with the same
-    `every` or a multiple of it).
-    """
-
-    @model_validator(mode="after")
-    def _multiples_exist(self) -> Self:
-        if self.keep_every is not None and (self.every is None or self.keep_every % self.every):
-            raise ValueError(
-                f"keep_every={self.keep_every} is not a multiple of every={self.every}; set it to one or none"
-            )
-        return self
-
-
-class JournalConfig(FrozenConfig):
-    """What journal.sqlite remembers."""
-
-    keep: Literal["checkpoint", "all"] = "checkpoint"
-    """Tokens of trained batches: as long as a checkpoint before them, or always."""
-
-
-class SupervisionConfig(FrozenConfig):
-    """What happens when a process dies or nothing moves."""
-
-    max_restarts: int = Field(default=3, ge=0)
-    """Times within restart_window_s that each engine, the trainer and each worker of the run is started again
-    after it died or stopped answering (0 = the run ends at once)."""
-    restart_window_s: float | None = Field(default=3600.0, gt=0)
-    """Seconds of work after which a restart counts towards max_restarts no more; the time in which the
-    process is down or comes up is no work. none: never."""
-    backoff_s: float = Field(default=1.0, ge=0)
-    """Seconds before the first restart of a process; doubled each time, 30 at most."""
-    watchdog_s: float = Field(default=900.0, gt=0)
-    """Seconds without any progress after which the run says who waits for whom, and dumps its stacks into the
-    log.
-    """
-    on_stuck: Literal["warn", "restart", "fail"] = "warn"
-    """Then: go on waiting, restart the engines, or end the run (which can be resumed)."""

@@ -1,23 +1,27 @@
-"""What each weight_sync.transport needs of engine, placement and settings, and its words in a plan.
+"""Section `weight_sync`; what each transport needs of engine, placement and settings, and its words.
 
-A new transport is a line in TRANSPORTS, with its rules in refuse_transport. The trainer's end of each is a
-class in asyncrl/weights/transport.py; the engine's end is in the embedded loaded_weights.py, and for
-vLLM in asyncrl/engines/vllm_weights.py (load_of).
+A new transport is a name and a line in TRANSPORTS, with its rules in refuse_transport. The trainer's end of
+each is a class in asyncrl/weights/transport.py; the engine's end is in the embedded loaded_weights.py, and
+for vLLM in asyncrl/engines/vllm_weights.py (load_of).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 from urllib.parse import urlsplit
 
+from pydantic import Field, model_validator
+
+from asyncrl.config.fields import FrozenConfig
 from asyncrl.errors import ConfigError
-from asyncrl.messages.base import TransportName
+from asyncrl.messages.base import Interrupt
 
 if TYPE_CHECKING:
     from asyncrl.config.run_config import RunConfig
 
+TransportName = Literal["shm", "disk", "lora", "nccl", "ipc"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TO_SHM = "set weight_sync.transport=shm"
 
@@ -46,6 +50,53 @@ TRANSPORTS: dict[TransportName, TransportFacts] = {
     "nccl": TransportFacts(is_transfer=True, is_one_kept=True),
     "ipc": TransportFacts(is_transfer=True, shares_device=True),
 }
+
+
+class WeightSyncConfig(FrozenConfig):
+    """How new weights reach the engines."""
+
+    transport: TransportName = "shm"
+    """shm: all weights as a safetensors file in shared memory. disk: the same file in disk_dir, for engines
+    on other machines. lora: the adapters alone, in shared memory (needs trainer.lora). For vLLM, nccl: one
+    broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo). ipc: chunks in memory
+    of the one CUDA device on which both sides take turns."""
+    disk_dir: str | None = None
+    """Folder for transport=disk, on a file system that trainer and engines share under the same path."""
+    interrupt: Interrupt = "abort"
+    """What a swap does to running requests: abort and resume them from their tokens, keep them with a
+    recomputed KV cache, keep them over the old KV cache, or wait until they are done."""
+    rolling: bool = False
+    """Engines swap one after the other, so that the others go on sampling meanwhile (false = all at once,
+    which is sooner done).
+    """
+    canary_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = "auto"
+    """After each push to vLLM, the most by which its logprobs of a fixed text may differ from the trainer's,
+    in nats (auto = 0.001 in float32, 0.25 in bfloat16; none = not compared)."""
+    retries: int = Field(default=1, ge=0)
+    """Times that weights are loaded again into a vLLM whose logprobs are beyond canary_limit, before the run
+    ends.
+    """
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds for each phase of a push or a handover: an engine that takes longer is lost and started again,
+    an export or a handover that does ends the run."""
+    chunk_bytes: int = Field(default=2**28, ge=2**16)
+    """When colocated, weights go from trainer to engine in chunks of so many bytes (a larger tensor is a
+    chunk of its own).
+    """
+
+    @property
+    def facts(self) -> TransportFacts:
+        """What this transport needs and can."""
+        return TRANSPORTS[self.transport]
+
+    @model_validator(mode="after")
+    def _disk_has_a_place(self) -> Self:
+        if self.facts.is_file_shared != (self.disk_dir is not None):
+            raise ValueError(
+                f"transport={self.transport} with disk_dir={self.disk_dir}: disk writes each version there, "
+                "and no other does; give a folder that trainer and engines share, or none"
+            )
+        return self
 
 
 def refuse_transport(

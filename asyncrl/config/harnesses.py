@@ -1,0 +1,173 @@
+"""Sections `generator` and `gateway`: how a rollout is run; and the kinds of harness."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from asyncrl.config.fields import FrozenConfig, Port
+
+Outcomes = Literal["returned", "posted", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class HarnessKind:
+    """`place`: its class in asyncrl/agents, made with (GeneratorConfig, is_worker=), which raises ConfigError
+    if it cannot be run here. `checked_in`: who makes one before a run, to check the config: the controller
+    (here); a short-lived child, for it loads code of the user's; None: the task loads the same.
+
+    Its option of `asyncrl work` is shown with `metavar` and `help`; `parse` makes the config key of it.
+    """
+
+    place: str
+    checked_in: Literal["here", "child"] | None
+    metavar: str
+    help: str
+    parse: Callable[[str], Any] = str
+
+
+HARNESSES: Mapping[str, HarnessKind] = {
+    "python": HarnessKind(
+        "harness:PythonHarness", "child", "MODULE:FUNCTION", "async (task, session) -> reward."
+    ),
+    "command": HarnessKind(
+        "command:CommandHarness", "here", "'PROGRAM ARG...'", "a program, its task on stdin.", shlex.split
+    ),
+    "verifiers": HarnessKind("verifiers:VerifiersHarness", None, "ID", "a verifiers environment."),
+}
+"""By the config key of `generator`, and the option of `asyncrl work`."""
+
+
+def kind_of(config: GeneratorConfig) -> HarnessKind | None:
+    """None: a single turn, or workers elsewhere."""
+    return next((kind for name, kind in HARNESSES.items() if getattr(config, name)), None)
+
+
+class GeneratorConfig(FrozenConfig):
+    """How a rollout is run. Give one of `python`, `command`, `verifiers`, `remote`; with none of them a
+    rollout is one prompt and one completion.
+    """
+
+    python: str | None = None
+    """`module:function` of an agent: async (task, session) -> reward, Outcome, or None for the task's own
+    reward.
+    """
+    command: list[str] | None = None
+    """A program and its arguments: the task as JSON on its standard input, the gateway in OPENAI_BASE_URL and
+    OPENAI_API_KEY, the reward on its last line."""
+    verifiers: str | None = None
+    """Id of a verifiers environment, loaded with `args`; its dataset is the task (task.verifiers)."""
+    remote: bool = False
+    """Workers elsewhere run the rollouts: `asyncrl work URL`."""
+    args: dict[str, Any] = {}
+    """Settings of the verifiers environment, or keyword arguments of the python function, passed as they
+    are.
+    """
+    env: dict[str, str] = {}
+    """Environment variables of a command, beside PATH, HOME, LANG, TMPDIR and the OPENAI_ ones; it gets no
+    others.
+    """
+    pass_env: list[str] = []
+    """Names of environment variables of the run that a command gets, too: a judge's key, say. Their values
+    stand in no file of the run.
+    """
+    outcomes: Outcomes = "returned"
+    """Where rewards of a harness count. returned: what the function returns, the last line of the command.
+    posted: what the program posts to /v1/outcome, with a key that comes with its task and opens nothing else.
+    none: nowhere, the task's own reward alone."""
+    give_answer: bool = False
+    """Give the harness the `answer` of each prompt, for a reward of its own. What a model's tools run may
+    find it there.
+    """
+    max_output_bytes: int = Field(default=2**20, ge=1024)
+    """Most that a command may print; more fails its rollout."""
+    workers: PositiveInt = 1
+    """Processes that run the rollouts of `python`, `command` and `verifiers`."""
+    concurrency: PositiveInt | Literal["auto"] = "auto"
+    """Rollouts in flight at once (auto = rollout.slots * rollout.num_engines; more where harnesses wait for
+    other things).
+    """
+    stop: list[str] = []
+    """Texts that end a completion, beside the model's end-of-turn token. Of single-turn rollouts; a harness
+    gives its own.
+    """
+
+    @property
+    def is_harness(self) -> bool:
+        """Rollouts are run by a harness, over the gateway."""
+        return bool(self.python or self.command or self.verifiers or self.remote)
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        kinds = ("python", "command", "verifiers", "remote")
+        kind, *others = self.given(*kinds) or ["a single turn"]
+        if others or self.command == []:
+            raise ValueError(
+                f"give at most one of {', '.join(kinds)}; a command is a program and its arguments"
+            )
+        for_kinds = {
+            "stop": ["a single turn"],
+            "env": ["command"],
+            "pass_env": ["command"],
+            "args": ["python", "verifiers"],
+            "give_answer": kinds,
+            "outcomes": ["command", "remote"] if self.outcomes == "posted" else kinds,
+        }
+        for name in self.given(*for_kinds):
+            if kind not in for_kinds[name]:
+                raise ValueError(
+                    f"generator.{name}={getattr(self, name)} is for {' or '.join(for_kinds[name])}, and the "
+                    f"generator is {kind}; remove it"
+                )
+        if both := sorted(set(self.env) & set(self.pass_env)):
+            raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from one of them")
+        return self
+
+
+class GatewayConfig(FrozenConfig):
+    """The OpenAI-compatible endpoint that harnesses call; open where a generator needs it, and under `asyncrl
+    serve gateway`.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but 127.0.0.1 lets other machines in; sessions and workers still need
+    their keys.
+    """
+    port: Port | None = None
+    """Port to listen on (none = any free one)."""
+    public_url: str | None = None
+    """Address under which harnesses on other machines reach it, e.g. http://trainer-host:8700 (none =
+    http://host:port).
+    """
+    model_name: str | None = None
+    """Name in /v1/models (none = the last part of model.path, or `policy`). A call may name any model and
+    gets this one.
+    """
+    on_sampling_override: Literal["use_config", "refuse"] = "use_config"
+    """A call that asks for another temperature or top_p than training has: give it the configured one (logged
+    once), or 400.
+    """
+    tool_format: str = "auto"
+    """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) ->
+    [(name, arguments), ...] or None (auto = from the chat template)."""
+    max_calls: int = Field(default=256, ge=1)
+    """Calls that one rollout may make, 16 times as many with a key of `asyncrl serve gateway`; the next one
+    gets 429.
+    """
+    max_concurrent_calls: int = Field(default=16, ge=1)
+    """Answers of one rollout that are sampled at once: a call with n counts n times. One more gets 429."""
+    max_rollout_tokens: int | None = Field(default=2**18, ge=1)
+    """Tokens of all branches of one rollout together, which the trainer reads whole: context that branches
+    share counts in each. A rollout with more fails, and its calls get 410 (none = no limit)."""
+    max_body_bytes: int = Field(default=2**22, ge=2**10)
+    """Largest body of a call; a larger one gets 413."""
+    read_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds in which a client must have sent its whole request."""
+    max_connections: int = Field(default=8192, ge=1)
+    """Connections open at once. One more takes the place of the one idle longest, or gets 503."""
+    lease_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds without a sign of life until a worker is taken for gone and its rollouts fail."""
