@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -136,10 +137,25 @@ def _logits(
         logits_MC = torch.mm(hidden_MD, weight_CD.t(), out_dtype=torch.float32)
     else:
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
-        logits_MC = hidden_MD.to(wide) @ weight_CD.to(wide).t()
+        with _bfloat16_products(is_exact=weight_VD.dtype == torch.bfloat16):
+            logits_MC = hidden_MD.to(wide) @ weight_CD.to(wide).t()
     if bias_V is not None:
         logits_MC += bias_V[part]
     return logits_MC if temperature == 1.0 else logits_MC.mul_(1.0 / temperature)
+
+
+@contextmanager
+def _bfloat16_products(*, is_exact: bool) -> Iterator[None]:
+    """Float32 operands that hold bfloat16 numbers are multiplied as such and summed up in float32: a CPU that
+    can does it twice as fast, and nothing is lost.
+    """
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if is_exact else before
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 @dataclass(frozen=True)
