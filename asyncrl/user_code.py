@@ -153,7 +153,7 @@ class UserCalls:
             await self._end(task)
             raise
         if task.cancelled():
-            rule = "nobody had cancelled it: it did so itself, or what it awaited was cancelled"
+            rule = "it was not cancelled from outside: it did so itself, or what it awaited was cancelled"
             way_out = "catch that where it may happen, and raise an error instead."
             raise RolloutFailure(f"{self.name} raised CancelledError", rule=rule, way_out=way_out)
         result, error = task.result()

@@ -186,8 +186,7 @@ def check_whole(answer: GenerateResponse, server: Server) -> None:
     assert all(logprob <= 0.0 and logprob == float(np.float32(logprob)) for logprob in answer.logprobs)
     covered = [token for span in answer.version_spans for token in range(span.start, span.end)]
     assert covered == list(range(len(answer.token_ids)))
-    versions = versions_of(answer)
-    assert versions == sorted(set(versions))
+    assert (versions := versions_of(answer)) == sorted(set(versions))
 
 
 def said(answer: GenerateResponse) -> tuple[object, ...]:

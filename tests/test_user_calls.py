@@ -121,7 +121,7 @@ async def test_what_a_call_returns_and_raises_passes_and_so_does_its_own_cancell
     for error in (KeyError("x"), SystemExit(3), TimeoutError()):
         with pytest.raises(type(error)):
             await calls.run(raises(error))
-    with pytest.raises(RolloutFailure, match="f raised CancelledError; nobody had cancelled it"):
+    with pytest.raises(RolloutFailure, match="f raised CancelledError; it was not cancelled"):
         await calls.run(cancels_its_task())
     assert not asyncio.current_task().cancelling(), "nobody cancelled its caller"  # type: ignore[union-attr]
     with pytest.raises(RolloutFailure, match="the reward function my_judge:Task raised CancelledError"):
