@@ -337,8 +337,9 @@ class Caller:
     def _refusal(
         self, path: str, status: int, text: bytes, answer: type[BaseModel]
     ) -> CallRefused | CallGarbled:
-        with contextlib.suppress(ValidationError):
-            return CallRefused(self.name, path, status, ErrorBody.model_validate_json(text))
+        if status >= 400:
+            with contextlib.suppress(ValidationError):
+                return CallRefused(self.name, path, status, ErrorBody.model_validate_json(text))
         shown = text[:200].decode(errors="replace")
         why = f"status {status} with a body that is no {answer.__name__}: {shown}"
         return CallGarbled(self.name, path, why, status=status, text=text)

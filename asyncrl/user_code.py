@@ -15,6 +15,7 @@ import inspect
 import logging
 import sys
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,14 @@ from typing import Any, TypeVar, cast
 
 from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure
 from asyncrl.waits import TimeLimit
+
+
+def find_here() -> str:
+    """Have modules of the working directory found, as with `python -m`; returns its path."""
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+    return here
 
 
 def load_object(spec: str, setting: str) -> Any:
@@ -34,9 +43,7 @@ def load_object(spec: str, setting: str) -> Any:
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{setting}={spec} is not module:name", way_out="write it like my_task:MyTask.")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    here = find_here()
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
@@ -85,10 +92,16 @@ def check_call(
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
         what = f"{said}{inspect.signature(function)} cannot be called as {usage}: {error}"
-        way_out = "give it these parameters, and the names of task.args or generator.args, no more."
-        raise ConfigError(what, way_out=way_out) from error
+        names = ", and the names of task.args or generator.args" if keywords else ""
+        raise ConfigError(what, way_out=f"give it these parameters{names}, no more.") from error
     except ValueError:  # a builtin without a signature: only the call itself can tell
         return
+
+
+def raised(error: BaseException) -> str:
+    """What the user's code raised and where, in words that follow its name."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"raised {type(error).__name__}: {error} ({Path(frame.filename).name} line {frame.lineno})"
 
 
 logger = logging.getLogger("asyncrl.user_code")

@@ -28,13 +28,11 @@ class CharRenderer:
     def __init__(self, habit: Habit = "plain") -> None:
         self.habit = habit
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> str:
         text = f"{START}tools\n{len(tools)}{END}\n" if tools else ""
         for message in messages:
             text += f"{START}{message['role']}\n{self._content(message)}{END}\n"
-        return text + f"{START}assistant\n" if add_generation_prompt else text
+        return text + f"{START}assistant\n"
 
     def _content(self, message: Mapping[str, Any]) -> str:
         content = message.get("content") or ""

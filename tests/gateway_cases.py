@@ -47,15 +47,13 @@ class ByteTokenizer:
     text_ids = frozenset(range(256))
     byte_ids: frozenset[int] = frozenset()
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> str:
         parts = [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"] if tools else []
         for message in messages:
             functions = [call["function"] for call in message.get("tool_calls") or ()]
             calls = "".join(f"<tool_call>\n{function}\n</tool_call>" for function in functions)
             parts.append(f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>")
-        return "".join(parts) + ("<|start|>assistant\n" if add_generation_prompt else "")
+        return "".join(parts) + "<|start|>assistant\n"
 
     def encode(self, text: str) -> tuple[int, ...]:
         ids: list[int] = []

@@ -99,7 +99,7 @@ def test_an_override_changes_its_own_section_alone_where_the_file_uses_one_twice
 
 
 MISSPELT = """
-buffer.max_stalenes=4 -> buffer.max_staleness
+buffer.max-stalenes=4 -> buffer.max_staleness
 group_size=4 -> rollout.group_size
 bufer.max_staleness=1 -> buffer
 trainer.lr=1 -> trainer.learning_rate
@@ -116,7 +116,8 @@ def test_a_misspelt_key_is_named_with_the_closest_right_one_and_none_of_another_
 ) -> None:
     override, right = line.split(" ->")
     message = refusal(good, override, "eval.task.python=a:b")
-    assert f"in {good} is not a known key" in message
+    key = override.partition("=")[0].removesuffix(".max_staleness" if right == " buffer" else "")
+    assert f"{key} in {good} is not a known key" in message
     assert ("did you mean" in message) == bool(right)
     assert not right or f"did you mean{right}?" in message
 

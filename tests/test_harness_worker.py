@@ -25,8 +25,8 @@ from asyncrl.cli import app
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.http import Caller
-from asyncrl.messages.base import find_fatal
-from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.messages.base import WORKER_KEY_ENV, find_fatal
+from asyncrl.messages.work import WorkerHealth
 from asyncrl.placement.processes import ChildProcess
 
 

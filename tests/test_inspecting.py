@@ -164,23 +164,25 @@ def test_tokens_that_were_deleted_leave_the_groups_numbers_and_a_damaged_journal
     assert "journal.sqlite" in plain["problems"][0]
 
 
-def test_a_step_that_was_trained_again_counts_once_and_on_other_tokens_it_is_found(
+def test_a_step_that_was_trained_again_counts_once_and_on_other_data_it_is_found(
     run_dir: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     batch = make_batch(1, 2, 3)
     group, *groups = batch.groups
     first, *others = group.trajectories
-    changed = replace(group, trajectories=(replace(first, token_ids=first.token_ids + np.int32(1)), *others))
+    changed = [{"token_ids": first.token_ids + np.int32(1)}, {"reward": -1.0}, {"reward": -2.0}]
+    changed = [replace(group, trajectories=(replace(first, **change), *others)) for change in changed]
     answers = []
-    for again in (batch, batch, replace(batch, groups=(changed, *groups))):
+    for again in (batch, batch, *(replace(batch, groups=(one, *groups)) for one in changed)):
         record(tmp_path, again)
         answers.append(as_json(tmp_path))
         append_line(tmp_path / "trained.jsonl", {"restored": 1})
-    _, same, differs = answers
+    _, same, *differ = answers
     assert [step["step"] for step in same["steps"]] == [0, 1]
     assert (same["violations"], same["restored_from"]) == ([], [1])
-    assert differs["violations"] == ["step 1 was trained again on other data than before it was restored"]
+    told = "step 1 was trained again on other data than before it was restored"
+    assert [each["violations"] for each in differ] == [[told], [told] * 2, [told] * 3]
 
 
 def test_in_a_rollout_of_several_turns_a_piece_is_what_was_sampled_and_not_what_stood_before_it() -> None:

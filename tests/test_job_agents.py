@@ -28,7 +28,7 @@ from job_runs import (
 )
 
 from asyncrl.journal.read import read_batch, reading
-from asyncrl.messages.work import WORKER_KEY_ENV
+from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.observe.inspect import render_inspect
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 

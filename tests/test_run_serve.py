@@ -21,8 +21,8 @@ from rollout_cases import virtual
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RoomError
+from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import Rollout
-from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.rollouts.evaluation import Evaluator
 from asyncrl.rollouts.recording import RecordedRollout, RolloutRecorder, read_recording
 from asyncrl.rollouts.rollout import RolloutAttempt

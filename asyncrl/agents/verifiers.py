@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,10 +22,8 @@ from asyncrl.agents.harness import GRACE_S, AnyTask, Session, first_fault
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
 from asyncrl.messages.records import Outcome
-from asyncrl.user_code import UserCalls
-
-INFO_KEY = "verifiers"
-"""Task.info has the task's own data under this key (asyncrl/tasks/sources.py)."""
+from asyncrl.tasks.sources import INFO_KEY
+from asyncrl.user_code import UserCalls, find_here
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
 """The library reads keys from the environment, one for the whole process; a session's key is in the address
@@ -130,7 +126,9 @@ class VerifiersHarness:
         foreign = {call.endpoint for call in calls if call.error is not None} - {None, "/chat/completions"}
         way_out = "correct the environment, or its settings in generator.args."
         if foreign:
-            way_out = f"choose a program that calls /chat/completions; this one calls {', '.join(foreign)}."
+            way_out = (
+                f"choose a program that calls /chat/completions; this one calls {', '.join(sorted(foreign))}."
+            )
         what = f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}"
         return RolloutFailure(what, way_out=way_out)
 
@@ -164,9 +162,7 @@ def load_environment(identifier: str, args: Mapping[str, Any]) -> Any:
     if not isinstance(taskset, Mapping) or "id" in taskset:
         rule = "it holds the taskset's own settings; generator.verifiers is its id"
         raise ConfigError(f"{shown}: generator.args.taskset is {taskset!r:.80}", rule=rule)
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+    here = find_here()
     settings = copy.deepcopy({**args, "taskset": {**taskset, "id": identifier}})
     try:
         return vf.load_environment(vf.resolve_env_config(settings))

@@ -33,9 +33,8 @@ from asyncrl.config.harnesses import HARNESSES
 from asyncrl.errors import ConfigError, ConnectionShortage
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages import work as wire
-from asyncrl.messages.base import Message
+from asyncrl.messages.base import WORKER_KEY_ENV, Message
 from asyncrl.messages.records import Outcome
-from asyncrl.messages.work import WORKER_KEY_ENV
 from asyncrl.user_code import end_what_is_left
 
 log = logging.getLogger("asyncrl.worker")

@@ -1,3 +1,3 @@
-"""Whole checkpoints on disk: made beside, checked, renamed into place. Files are files here: what is in
-them is for the parts that wrote them.
+"""Whole checkpoints on disk: made beside, checked, renamed into place. Of what is in them,
+the form of controller.json alone is known here.
 """

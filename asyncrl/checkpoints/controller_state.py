@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 
-class ControllerState(BaseModel):
+class ControllerState(BaseModel, frozen=True):
     """Written as controller.json. `feed`: Feed.state(). `out`: prompts that were drawn and are in no
     batch yet, by id, with how often they were handed back.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     feed: dict[str, Any]
     out: dict[str, int]

@@ -10,6 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from asyncrl.config.fields import FrozenConfig, Port
 from asyncrl.config.model_task import TaskConfig
+from asyncrl.messages.base import LatencyModel
 
 OnOverdue = Literal["wait", "mask", "drop"]
 EngineKind = Literal["embedded", "vllm", "simulated"]
@@ -56,26 +57,6 @@ ENGINES: dict[EngineKind, EngineFacts] = {
 }
 
 
-class SimulatedConfig(FrozenConfig):
-    """The latency model of rollout.engine=simulated. With n running sequences a decode step takes
-    decode_step_s + n * per_row_s, and each of them gets one token, drawn at random from the model's
-    vocabulary.
-    """
-
-    decode_step_s: float = Field(default=0.002, gt=0)
-    """Seconds of a decode step, however many sequences run."""
-    per_row_s: float = Field(default=0.0001, ge=0)
-    """Seconds that each running sequence adds to a decode step."""
-    prefill_s_per_token: float = Field(default=0.00002, ge=0)
-    """Seconds for each prompt token; decoding stands still meanwhile."""
-    swap_s: float = Field(default=0.001, ge=0)
-    """Seconds that a weight swap stops decoding."""
-    mean_tokens: float = Field(default=64.0, ge=1)
-    """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
-    sigma: float = Field(default=1.0, ge=0)
-    """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
-
-
 class RolloutConfig(FrozenConfig):
     """How completions are sampled, and by how many engine servers."""
 
@@ -86,7 +67,7 @@ class RolloutConfig(FrozenConfig):
     engine: EngineKind = "embedded"
     """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a
     latency model without a model, for load tests: its tokens are random, so nothing is learnt."""
-    simulated: SimulatedConfig = SimulatedConfig()
+    simulated: LatencyModel = LatencyModel()
     """How long the simulated engine takes, and how long its completions are."""
     vllm: dict[str, Any] = {}
     """Arguments of `vllm serve` by their names, passed as they are; those that the run sets itself are

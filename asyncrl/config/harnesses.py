@@ -99,11 +99,11 @@ class GeneratorConfig(FrozenConfig):
     @property
     def is_harness(self) -> bool:
         """Rollouts are run by a harness, over the gateway."""
-        return bool(self.python or self.command or self.verifiers or self.remote)
+        return self.remote or kind_of(self) is not None
 
     @model_validator(mode="after")
     def _one_kind(self) -> Self:
-        kinds = ("python", "command", "verifiers", "remote")
+        kinds = (*HARNESSES, "remote")
         kind, *others = self.given(*kinds) or ["a single turn"]
         if others or self.command == []:
             raise ValueError(

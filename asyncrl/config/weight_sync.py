@@ -1,6 +1,6 @@
 """Section `weight_sync`; what each transport needs of engine, placement and settings, and its words.
 
-A new transport is a name and a line in TRANSPORTS, with its rules in refuse_transport. The trainer's end of
+A new transport is a line in TRANSPORTS, with its rules in refuse_transport. The trainer's end of
 each is a class in asyncrl/weights/transport.py; the engine's end is in the embedded loaded_weights.py, and
 for vLLM in asyncrl/engines/vllm_weights.py (load_of).
 """
@@ -16,12 +16,11 @@ from pydantic import Field, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.errors import ConfigError
-from asyncrl.messages.base import Interrupt
+from asyncrl.messages.base import Interrupt, TransportName
 
 if TYPE_CHECKING:
     from asyncrl.config.run_config import RunConfig
 
-TransportName = Literal["shm", "disk", "lora", "nccl", "ipc"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 TO_SHM = "set weight_sync.transport=shm"
 

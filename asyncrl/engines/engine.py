@@ -31,7 +31,6 @@ from asyncrl.messages.calls import (
     PrepareRequest,
     PrepareResponse,
     SleepRequest,
-    Span,
     WakeRequest,
 )
 
@@ -172,8 +171,7 @@ class SegmentCheck:
 
     def chunk(self, chunk: GenerateChunk, *, newest: int) -> None:
         """Some tokens before the end."""
-        span = Span(start=0, end=len(chunk.token_ids), version=chunk.version)
-        self._pass(chunk.token_ids, chunk.logprobs, [span], newest)
+        self._pass(chunk, newest)
         if self._num_told == self._request.max_tokens:
             raise self._wrong(f"chunks of {self._num_told} tokens and no end", "max_tokens is a limit")
 
@@ -181,13 +179,14 @@ class SegmentCheck:
         """The tokens after the last chunk, or all of them, and how they ended."""
         if answer.request_id != self._request.request_id:
             raise self._wrong(f"the answer to {answer.request_id}", "an answer carries its request_id")
-        self._pass(answer.token_ids, answer.logprobs, answer.version_spans, newest)
+        self._pass(answer, newest)
         is_short = answer.finish_reason == "length" and self._num_told != self._request.max_tokens
         if is_short or (answer.finish_reason == "stop" and not answer.token_ids):
             what = f"finish_reason {answer.finish_reason} after {self._num_told} tokens"
             raise self._wrong(what, "length means that max_tokens are used up, stop comes with its token")
 
-    def _pass(self, token_ids: list[int], logprobs: list[float], spans: Sequence[Span], newest: int) -> None:
+    def _pass(self, part: GenerateChunk | GenerateResponse, newest: int) -> None:
+        token_ids, logprobs, spans = part.token_ids, part.logprobs, part.version_spans
         self._num_told += len(token_ids)
         if self._num_told > self._request.max_tokens:
             raise self._wrong(f"{self._num_told} tokens", "max_tokens is a limit")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.waits import waiting
 
@@ -296,12 +296,11 @@ class SegmentJoin:
 
     def add_chunk(self, chunk: GenerateChunk, engine: int = -1) -> None:
         """Append a part of a segment by engine server number `engine`, which SegmentCheck has passed."""
-        span = Span(start=0, end=len(chunk.token_ids), version=chunk.version)
-        self._append(chunk.token_ids, chunk.logprobs, [span], engine)
+        self._append(chunk, engine)
 
     def add(self, segment: GenerateResponse, engine: int = -1) -> None:
         """Append a segment, or what is left of it after its chunks."""
-        self._append(segment.token_ids, segment.logprobs, segment.version_spans, engine)
+        self._append(segment, engine)
         if segment.finish_reason == "abort":
             self._interrupted()
         self._has_stopped = segment.finish_reason == "stop"
@@ -328,16 +327,14 @@ class SegmentJoin:
             self._on_segment(self.partial())
         self._num_told = len(self.token_ids)
 
-    def _append(
-        self, token_ids: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span], engine: int
-    ) -> None:
+    def _append(self, part: GenerateChunk | GenerateResponse, engine: int) -> None:
         """A span that goes on from the last one is joined to it."""
         shift = len(self.token_ids)
-        for span in spans:
+        for span in part.version_spans:
             last = self.spans[-1] if self.spans else None
             if last is not None and (last.version, last.engine) == (span.version, engine):
                 self.spans[-1] = replace(last, end=span.end + shift)
             else:
                 self.spans.append(VersionSpan(span.start + shift, span.end + shift, span.version, engine))
-        self.token_ids += token_ids
-        self.logprobs += logprobs
+        self.token_ids += part.token_ids
+        self.logprobs += part.logprobs

@@ -192,15 +192,11 @@ class Sampled:
             self._cut(num_good, "abort")
         answer = GenerateResponse(
             request_id=segment.request.request_id,
-            token_ids=self._token_ids[num_told:],
-            logprobs=self._logprobs[num_told:],
-            version_spans=[
-                Span(start=max(0, span.start - num_told), end=span.end - num_told, version=span.version)
-                for span in spans
-                if span.end > num_told
-            ],
+            token_ids=self._token_ids,
+            logprobs=self._logprobs,
+            version_spans=spans,
             finish_reason=self._finish,
-        )
+        ).after(num_told)
         self._check.end(answer, newest=process.offered_version)
         return answer
 

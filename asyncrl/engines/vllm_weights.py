@@ -24,14 +24,19 @@ from asyncrl.messages.base import GroupSeat, Interrupt
 from asyncrl.messages.calls import Canary, CommitResponse, ExportResponse
 from asyncrl.messages.digest import weights_digest
 from asyncrl.waits import uncut
-from asyncrl.weights.tensor_files import RESEND, RawTensor, read_tensors, safetensors_head
+from asyncrl.weights.tensor_files import (
+    RESEND,
+    SCALE,
+    RawTensor,
+    adapted_modules,
+    read_tensors,
+    safetensors_head,
+)
 
 RESUME_LIMIT_S = 10.0
 ADAPTER = "policy-adapter"
-SCALE = "scale"
 _ASK_AGAIN_S, _ASK_AGAIN_MAX_S = 0.01, 0.5
 _RULE = "once a load has begun, the weights are those of no version until it is done and checked"
-_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 _ADAPTER_RULE = "adapters are <module>.lora_A.weight and .lora_B.weight of one rank, and one float32 scale"
 
 
@@ -198,7 +203,7 @@ def write_adapter_folder(name: str, manifest: ExportResponse, folder: Path) -> s
 
 def _peft_config(tensors: Mapping[str, RawTensor]) -> dict[str, Any]:
     """Raises ValueError or KeyError for what are no adapters."""
-    modules = sorted({key.removesuffix(end) for key in tensors for end in _SUFFIXES if key.endswith(end)})
+    modules = adapted_modules(tensors)
     ranks = {tensors[f"{module}.lora_A.weight"].shape[0] for module in modules}
     ranks |= {tensors[f"{module}.lora_B.weight"].shape[1] for module in modules}
     if len(tensors) != 2 * len(modules) + 1 or len(ranks) != 1 or tensors[SCALE].dtype != "float32":

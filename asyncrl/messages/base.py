@@ -8,9 +8,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 SECRET_ENV = "ASYNCRL_SECRET"
+WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
+"""Environment variable with the worker key; every user of the machine can read command lines."""
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
 """What a weight swap does to running requests (see `weight_sync.interrupt`)."""
+TransportName = Literal["shm", "disk", "lora", "nccl", "ipc"]
+"""The way of the weights (see `weight_sync.transport`)."""
 WeightKind = Literal["weights", "lora"]
 """What a push carries: all weights, or adapters for the weights that the engines started with."""
 
@@ -19,6 +23,28 @@ class Message(BaseModel):
     """Base of all messages: frozen, and a field that is not known is an error at once."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LatencyModel(Message):
+    """The latency model of rollout.engine=simulated. With n running sequences a decode step takes
+    decode_step_s + n * per_row_s, and each of them gets one token, drawn at random from the model's
+    vocabulary.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True)  # they are what `asyncrl keys` says
+
+    decode_step_s: float = Field(default=0.002, gt=0)
+    """Seconds of a decode step, however many sequences run."""
+    per_row_s: float = Field(default=0.0001, ge=0)
+    """Seconds that each running sequence adds to a decode step."""
+    prefill_s_per_token: float = Field(default=0.00002, ge=0)
+    """Seconds for each prompt token; decoding stands still meanwhile."""
+    swap_s: float = Field(default=0.001, ge=0)
+    """Seconds that a weight swap stops decoding."""
+    mean_tokens: float = Field(default=64.0, ge=1)
+    """Mean length of a completion, lognormal; rollout.max_tokens cuts it."""
+    sigma: float = Field(default=1.0, ge=0)
+    """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
 
 
 class ErrorBody(Message):

@@ -56,6 +56,11 @@ class GenerateChunk(Message):
     logprobs: list[float]
     version: int
 
+    @property
+    def version_spans(self) -> list[Span]:
+        """As in GenerateResponse."""
+        return [Span(start=0, end=len(self.token_ids), version=self.version)]
+
 
 class GenerateResponse(Message):
     """`finish_reason` abort: the partial answer of a request that a publish or an /abort interrupted.
@@ -70,6 +75,16 @@ class GenerateResponse(Message):
     logprobs: list[float]
     version_spans: list[Span]
     finish_reason: Literal["stop", "length", "abort"]
+
+    def after(self, num_tokens: int) -> GenerateResponse:
+        """What is left of it without its first tokens, which were told already."""
+        spans = [
+            Span(start=max(0, span.start - num_tokens), end=span.end - num_tokens, version=span.version)
+            for span in self.version_spans
+            if span.end > num_tokens
+        ]
+        rest = {"token_ids": self.token_ids[num_tokens:], "logprobs": self.logprobs[num_tokens:]}
+        return self.model_copy(update={**rest, "version_spans": spans})
 
 
 class AbortRequest(Message):
@@ -87,7 +102,7 @@ class AbortResponse(Message):
 
 
 class WeightsBody(Message):
-    """A set of tensors, pushed as `version`; `digest` is `asyncrl.messages.base.weights_digest` of them."""
+    """A set of tensors, pushed as `version`; `digest` is their `asyncrl.messages.digest.weights_digest`."""
 
     version: int = Field(ge=0)
     digest: str
@@ -265,10 +280,9 @@ class TrainResponse(Message):
 class ExportResponse(WeightsBody):
     """A set of weights in staging: all of them, or the adapters alone (see PrepareRequest).
 
-    `path` is a safetensors file that every
-    engine server of this machine can read. `canary` is what the trainer says of a short text with these
-    weights, if it was asked to. `is_held`: the trainer holds them to send them itself (/broadcast); `path`
-    may be '' then.
+    `path` is a safetensors file that every engine server of this machine can read. `canary` is what the
+    trainer says of a short text with these weights, if it was asked to. `is_held`: the trainer holds them to
+    send them itself (/broadcast); `path` may be '' then.
     """
 
     path: str

@@ -24,9 +24,6 @@ from pydantic import ConfigDict, Field
 from asyncrl.messages.base import ErrorBody, Message
 from asyncrl.messages.records import Outcome, Rollout, Work
 
-WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
-"""Environment variable with the worker key; every user of the machine can read command lines."""
-
 MAX_WAIT_S = 20.0
 """Longest that /work/take sleeps."""
 
@@ -202,13 +199,9 @@ class ChatRenderer(Protocol):
     """Tokens that end a turn."""
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """The chat as text. Raises ValueError if the template refuses it."""
+        """The chat as text, up to the assistant's next turn. Raises ValueError if the template refuses it."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -204,7 +204,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if ages:
         metrics |= {"sample/staleness_mean": fmean(ages), "sample/staleness_max": max(ages)}
     counts = {
-        "sample/turns_mean": [sum(_num_turns(branch) for branch in rollout) for rollout in rollouts],
+        "sample/turns_mean": [num_turns(rollout) for rollout in rollouts],
         "sample/branches_mean": [len(rollout) for rollout in rollouts],
     }
     metrics |= {name: fmean(numbers) for name, numbers in counts.items() if max(numbers) > 1}
@@ -220,9 +220,10 @@ def _task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def _num_turns(branch: Trajectory) -> int:
+def num_turns(rollout: Rollout) -> int:
     """Stretches of sampled tokens: between two turns there is always something that was not sampled."""
-    return int(branch.loss_mask[0]) + int(np.count_nonzero(branch.loss_mask[1:] > branch.loss_mask[:-1]))
+    masks = [branch.loss_mask for branch in rollout]
+    return sum(int(mask[0]) + int(np.count_nonzero(mask[1:] > mask[:-1])) for mask in masks)
 
 
 def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:

@@ -5,6 +5,7 @@ Step v is the one whose batch turned policy_version v into v + 1: the same numbe
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -122,15 +123,15 @@ class TrainedRecord:
         """
         broken, lost, expected = list[str](), list[str](), 0
         for step in self._steps:
-            missing = f"steps {expected}..{step.version - 1} are missing in the record"
-            if step.version == expected + 1:
-                missing = f"step {expected} is missing in the record"
             if step.version < expected:
                 broken.append(f"step {step.version} follows step {expected - 1}")
-            elif not all(map(self._why_lost, range(expected, step.version))):
-                broken.append(missing)
             elif step.version > expected:
-                lost.append(f"{missing} ({self._why_lost(expected)})")
+                is_one = step.version == expected + 1
+                what = f"step {expected} is" if is_one else f"steps {expected}..{step.version - 1} are"
+                if all(map(self._why_lost, range(expected, step.version))):
+                    lost.append(f"{what} missing in the record ({self._why_lost(expected)})")
+                else:
+                    broken.append(f"{what} missing in the record")
             broken += step.faults
             expected = step.version + 1
         return broken + self._replay_faults, lost
@@ -197,10 +198,11 @@ class TrainedRecord:
         for group in sorted({group for group, *_ in names}):
             if (earlier := self._trained_in.setdefault(group, version)) != version:
                 faults.append(f"step {version}, group {group}: was trained on in step {earlier} already")
-        shas = [(entry["reward"], entry.get("tokens_sha")) for entry in entries]
+        rewards = array("d", [entry["reward"] for entry in entries]).tobytes()  # hash(-1.0) is hash(-2.0)
+        data = hash((*names, rewards, *(entry.get("tokens_sha") for entry in entries)))
         num_tokens = sum(entry["num_loss_tokens"] for entry in entries)
         numbers = len(entries), num_tokens, sum(ages), len(ages), max(ages, default=0)
-        return TrainedStep(start, version, *numbers, hash((*names, *shas)), tuple(faults))
+        return TrainedStep(start, version, *numbers, data, tuple(faults))
 
     def _faults(self, line: Line) -> Iterator[str]:
         """What is wrong in it, in words."""
@@ -210,11 +212,8 @@ class TrainedRecord:
             name += f", branch {entry['branch']}" if entry["branch"] else ""
             num = 0
             for start, end, sampled in entry["spans"]:
-                num, age, what = (
-                    num + end - start,
-                    line.version - sampled,
-                    f"{name}: tokens {start}..{end - 1}",
-                )
+                num += end - start
+                age, what = line.version - sampled, f"{name}: tokens {start}..{end - 1}"
                 if age > self.max_staleness:
                     yield f"{what} are of version {sampled}, {age} behind; {self.max_staleness} are allowed"
                 if age < 0:

@@ -31,8 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl.messages.base import SECRET_ENV
-from asyncrl.messages.work import WORKER_KEY_ENV
+from asyncrl.messages.base import SECRET_ENV, WORKER_KEY_ENV
 from asyncrl.waits import TimeLimit
 
 logger = logging.getLogger("asyncrl.placement.fork_server")

@@ -19,6 +19,7 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.placement.devices import (
     NO_DEVICE,
     CudaDevice,
@@ -31,8 +32,6 @@ from asyncrl.placement.devices import (
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
-CPU_MICRO_BATCH_TOKENS = 2048
-"""Most tokens that the trainer packs into one forward pass on the CPU."""
 
 Phase = Literal["generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -165,10 +164,8 @@ def _engine(
         return [ProcessPlan(name, side, NO_DEVICE, 0, Memory(), f"{what}, {slots} sequences at once")]
     facts, length = config.rollout.facts, config.rollout.max_length
     item, block = item_bytes(config.model.dtype, devices[0]), facts.cpu_kv_block
-    weights, each = (
-        shape.num_parameters * item,
-        length if devices[0] != "cpu" else -(-length // block) * block,
-    )
+    weights = shape.num_parameters * item
+    each = -(-length // block) * block if devices[0] == "cpu" else length
     copies = weights if mode == "apart" and facts.stages_weights else 0
     memory = Memory(weights=weights, copies=copies, kv=slots * each * shape.kv_per_token * item)
     note = _part(f"{config.rollout.engine}: weights, KV cache of {slots} x {length} tokens", len(devices))

@@ -39,7 +39,6 @@ class ForeignProcess:
 
     pid: int | None = None
     returncode: int | None = None
-    died: RoomError | None = None
     left = ""
 
     def __init__(self, name: str, url: str) -> None:
@@ -98,8 +97,6 @@ class ChildProcess:
     secrets: Mapping[str, str] = field(default_factory=dict)
     python: Path | None = None
     url: str = field(default="", init=False)
-    died: RoomError | None = field(default=None, init=False)
-    """Why it ended of itself, once that was noted."""
     left: str = field(default="", init=False)
     """That aclose() could not end it, in words."""
     _process: asyncio.subprocess.Process | fork_server.ForkedProcess | None = field(default=None, init=False)

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO, TypeVar
 
-import numpy as np
 from pydantic import Base64Bytes, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -32,8 +31,8 @@ Read = TypeVar("Read")
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class SampledBy:
-    """What the rollouts of a file were sampled from. `model_digest`: weights_digest of the model folder's
-    tensors, in their stored type.
+    """What the rollouts of a file were sampled from. `model_digest`: of the names and contents of the
+    model's weight files, or `simulated`.
 
     `dtype` is the type that the engines computed in; `tokenizer` a digest of vocabulary and chat template.
     """
@@ -209,12 +208,6 @@ def refuse_difference(path: Path, recorded: SampledBy, now: SampledBy) -> None:
             rule="recorded tokens are data of the policy that sampled them",
             way_out="use the model and the settings of the recording, or record anew with these.",
         )
-
-
-def spans_of(mask: np.ndarray[Any, np.dtype[np.bool_]]) -> list[list[int]]:
-    """[start, end) of each run of true."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    return edges.reshape(-1, 2).tolist()
 
 
 def _parse(path: Path, number: int, line: str, shape: TypeAdapter[Read]) -> Read:

@@ -79,22 +79,16 @@ class HFChatTokenizer:
         )
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """The chat as text. Raises ValueError, with what the template says, if the template refuses it.
+        """The chat as text, up to the assistant's next turn. Raises ValueError, with what the template says,
+        if the template refuses it.
 
         The arguments of tool calls may be objects or JSON texts. They reach the template as objects, for most
         would quote a text once more; one that asks whether they `is string` gets them as they are, and one
         that fails on objects gets texts.
         """
-        options = {
-            "tools": [dict(tool) for tool in tools] if tools else None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        options = {"tools": [dict(tool) for tool in tools] if tools else None, "add_generation_prompt": True}
         chat = [dict(message) for message in messages]
         if ARGUMENTS_ARE_STRING.search(self.template) or not any(one.get("tool_calls") for one in chat):
             return self._apply_template(chat, options)

@@ -48,7 +48,7 @@ from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
-from asyncrl.trainer.trainer_client import TrainerClient
+from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
 
 if TYPE_CHECKING:
     from asyncrl.run.resume import ResumePoint
@@ -57,10 +57,6 @@ logger = logging.getLogger("asyncrl.run.build")
 
 KEPT_TURNS = 100
 """Events of each kind that the journal keeps of handovers."""
-RENDEZVOUS = "rendezvous"
-"""File in the staging folder through which the ranks of a trainer find each other. New ranks need a new
-file.
-"""
 
 
 class Parts:

@@ -31,9 +31,10 @@ from asyncrl.config.harnesses import kind_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.http import die_with_parent, fail, secret_of
-from asyncrl.messages.base import SECRET_ENV, find_fatal
+from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle_dtype
+from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.plan import make_plan
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.recording import (
@@ -44,7 +45,6 @@ from asyncrl.rollouts.recording import (
     refuse_difference,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
-from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
@@ -182,7 +182,7 @@ def look(config: RunConfig) -> Found:
     resolve(config.algorithm)
     task, words = look_at_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
     lines, eval_task = [f"task: {words}"], None
-    notes = [] if engine_kind(config).has_model else [SIMULATED]
+    notes = [] if config.rollout.facts.has_model else [SIMULATED]
     if config.eval is not None:
         eval_task, words = look_at_eval_task(config.eval)
         lines.append(f"eval task: {words}")
@@ -271,7 +271,7 @@ def _ask_child(config: RunConfig) -> None:
     is_code = any(":" in name for name in names) or (kind is not None and kind.checked_in == "child")
     if not is_code and config.trainer.lora is None:
         return
-    environ = {name: value for name, value in os.environ.items() if name != SECRET_ENV}
+    environ = {name: value for name, value in os.environ.items() if name not in NEVER_INHERITED}
     loading = "loading loss, advantage, agent and layers of LoRA"
     with tempfile.TemporaryFile("w+b") as output:
         process = subprocess.Popen(

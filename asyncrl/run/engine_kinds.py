@@ -49,8 +49,6 @@ IMPORTS = "imports"
 class Embedded:
     """rollout.engine=embedded, and what the other kinds take from it."""
 
-    has_model = True
-
     def __init__(self, config: RunConfig) -> None:
         self.config, self.rollout = config, config.rollout
 
@@ -100,8 +98,6 @@ class Embedded:
 
 class Simulated(Embedded):
     """rollout.engine=simulated: a latency model, whose tokens are drawn from the model's vocabulary."""
-
-    has_model = False
 
     def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
         """The latency model; it has no device."""
@@ -201,7 +197,7 @@ def engine_kind(config: RunConfig) -> Embedded:
 def sampled_by(config: RunConfig, model_path: Path, placement: Placement) -> SampledBy:
     """What rollouts at policy_version 0 are sampled from. Reads all weights."""
     dtype = "bfloat16" if item_bytes(config.model.dtype, placement.rollout[0]) == 2 else "float32"
-    weights = _digest(model_path, WEIGHTS) if engine_kind(config).has_model else "simulated"
+    weights = _digest(model_path, WEIGHTS) if config.rollout.facts.has_model else "simulated"
     template = config.model.chat_template and Path(config.model.chat_template).read_text(encoding="utf-8")
     tokenizer = _digest(model_path, TOKENIZER, json.dumps(template))
     return SampledBy(weights, dtype, tokenizer, config.rollout.temperature)

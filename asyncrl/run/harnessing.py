@@ -27,13 +27,15 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.files import write_whole
 from asyncrl.http import Caller
+from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
-from asyncrl.messages.work import WORKER_KEY_ENV, WorkerHealth
+from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import outliving
+from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn, own_reward
-from asyncrl.rollouts.recording import RolloutRecorder, spans_of
+from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.life import Life
@@ -252,11 +254,6 @@ class UserKey:
         self._recorder.record(prompt, reward, numbered)
         told = "none" if reward is None else f"{reward:.4g}"
         self._life.say(f"rollout {session.sample_index}: reward {told}, {shape_text(rollout)}")
-
-
-def num_turns(rollout: Rollout) -> int:
-    """Completions: runs of sampled tokens."""
-    return sum(len(spans_of(branch.loss_mask)) for branch in rollout)
 
 
 def num_sampled(rollout: Rollout) -> int:

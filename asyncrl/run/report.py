@@ -21,14 +21,7 @@ from asyncrl.messages.records import Batch
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, batch_metrics, gauge_of
-from asyncrl.observe.recorder import (
-    METRICS_FILE,
-    Recorder,
-    lines_of,
-    parse_line,
-    read_evaluations,
-    read_steps,
-)
+from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported, Wait
@@ -152,10 +145,10 @@ class Reporter(Voice):
         """
         self._is_to_resume = False
         steps = Steps()
-        for _, line in lines_of(self.run_dir / METRICS_FILE, [], parse_line):
-            if line.get("step", version) < version:
+        for line in metrics_of(self.run_dir / METRICS_FILE, [], "step"):
+            if line["step"] < version:
                 steps.add(line)
-            elif "step" in line:
+            else:
                 self._before[int(line["step"])] = totals_in(line)
         self._last = self._recorder.keep_steps_below(version)
         if (first := int(self._last.get("step", -1)) + 1) < version:
@@ -220,7 +213,8 @@ class Reporter(Voice):
             saved = self.run_dir / "failed_batches" / f"step_{batch.version}.safetensors"
             text = f"{skipped}, group{'s' * (len(batch.groups) > 1)} {groups}"
             text += f": loss or gradient was NaN or infinite; {logs} has the values, {saved} the batch"
-            logger.warning("%s", text)
+            if "skipped" in self._told:  # the first time, warn_once logs it
+                logger.warning("%s", text)
             self.warn_once("skipped", text)
 
     def status(self, parts: Parts, waits: Sequence[Wait]) -> None:

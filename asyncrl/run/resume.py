@@ -297,7 +297,7 @@ def _from_checkpoint_alone(checkpoint: Whole, parts: Parts) -> None:
     """The journal is gone."""
     try:
         parts.put_back(ControllerState.model_validate(checkpoint.controller), checkpoint.version)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # `feed` is checked by its reader
         raise CheckpointError(
             f"{checkpoint.folder} does not say where the run stood: {type(error).__name__} {error}",
             rule="without its journal a run goes on from what the checkpoint says",

@@ -247,7 +247,7 @@ class Launcher:
             chunk_bytes=config.weight_sync.chunk_bytes,
             chunks="file" if chunk_device(config, self.placement) is None else "memory",
             canary_tokens=kind.canary_tokens(),
-            measures_gap=kind.has_model,
+            measures_gap=config.rollout.facts.has_model,
             staging_dir=staging_dir,
             record_path=self.run_dir / "trained.jsonl",
             failed_dir=self.run_dir / "failed_batches",

@@ -84,9 +84,9 @@ class Restarts:
         """Count one more restart; returns how many count. Raises the RoomError that ends the run if that is
         one too many.
         """
-        now_s = asyncio.get_running_loop().time()
-        self._worked_s += now_s - (now_s if self._works_since_s is None else self._works_since_s)
-        self._works_since_s = None
+        if self._works_since_s is not None:
+            self._worked_s += asyncio.get_running_loop().time() - self._works_since_s
+            self._works_since_s = None
         window_s, most = self._config.restart_window_s, self._config.max_restarts
         while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
             self._counting.popleft()

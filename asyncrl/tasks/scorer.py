@@ -5,13 +5,12 @@ they hang.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
@@ -95,13 +94,8 @@ class TaskScorer:
             return await self._calls.run(call_async(answer))
 
 
-@contextlib.asynccontextmanager
-async def _within(timeout_s: float) -> AsyncIterator[None]:
-    try:
-        async with TimeLimit(timeout_s):
-            yield
-    except TimeoutError:
-        raise UserCodeFailed(TOO_SLOW.format(timeout_s)) from None
+def _within(timeout_s: float) -> TimeLimit:
+    return TimeLimit(timeout_s, or_raise=lambda: UserCodeFailed(TOO_SLOW.format(timeout_s)))
 
 
 class ThreadPool:
@@ -173,12 +167,10 @@ class ProcessPool:
 
     async def run(self, prompt: Prompt, completion: str) -> float:
         """Raises UserCodeFailed, or TaskError if the processes cannot start or build the score function."""
-        async with self._free:
-            try:
-                async with TimeLimit(self._timeout_s + START_LIMIT_S):
-                    return await self._run(prompt, completion)
-            except TimeoutError:
-                raise self._broken(f"did not start within {START_LIMIT_S} s") from None
+        late = f"did not start within {START_LIMIT_S} s"
+        limit = TimeLimit(self._timeout_s + START_LIMIT_S, or_raise=lambda: self._broken(late))
+        async with self._free, limit:
+            return await self._run(prompt, completion)
 
     async def aclose(self) -> None:
         """End the processes."""

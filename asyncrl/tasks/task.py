@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import numbers
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -17,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from asyncrl.errors import ConfigError, RewardFailure
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import LARGEST_NUMBER, Prompt
+from asyncrl.user_code import raised
 
 Content = str | Sequence[Mapping[str, str]]
 """A prompt as users write it: the user's text, or chat messages with `role` and `content`."""
@@ -142,9 +141,7 @@ def user_code() -> Iterator[None]:
     except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         if isinstance(error, UserCodeFailed) or _is_for_us(error):
             raise
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).name} line {frame.lineno}"
-        raise UserCodeFailed(f"raised {type(error).__name__}: {error} ({place})") from error
+        raise UserCodeFailed(raised(error)) from error
 
 
 def _is_for_us(error: BaseException) -> bool:

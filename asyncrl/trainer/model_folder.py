@@ -196,8 +196,9 @@ class ModelPin:
         contents = ({(name, file.xxh3) for name, file in files.items()} for files in (before, now))
         differing = sorted({name for name, _ in set.symmetric_difference(*contents)})
         if self._pinned is not None and differing:
-            back = f"remove {folder}: it is made again from the seed"
-            back = back if self._given is None else "put the files back as they were"
+            back = "put the files back as they were"
+            if self._given is None:
+                back = f"remove {folder}: it is made again from the seed"
             raise ConfigError(
                 f"the model in {folder} is not the one that this run began with: {', '.join(differing)}",
                 rule="a run goes on from the base weights and the tokenizer that it was started with",

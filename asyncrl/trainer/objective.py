@@ -102,7 +102,7 @@ class Units:
 
 
 def find_units(header: BatchHeader, num_tokens: int) -> Units:
-    """Of a batch that check_batch has found right."""
+    """The units of a batch; tokens of a credit lie in its trajectory."""
     rewards, groups, unit_N = list[float](), list[int](), np.full(num_tokens, -1, np.int64)
     numbers: dict[tuple[int, int, int], int] = {}
     for entry in header.trajectories:
@@ -174,6 +174,7 @@ class Objective:
         """
         settings, has_loss, overlong_tokens = self.settings, batch.has_loss, self.settings.overlong_tokens
         units = find_units(batch.header, len(has_loss))
+        assert (units.unit_N[batch.arrays.loss_mask] >= 0).all(), "credits cover every sampled token"
         reward_B = torch.tensor(units.rewards, dtype=torch.float32)
         if overlong_tokens > 0:
             length_B = torch.from_numpy(units.unit_N[batch.arrays.loss_mask]).bincount(
@@ -201,7 +202,6 @@ class Objective:
                 rule="it returns a finite float32 tensor, one advantage a reward",
                 way_out="correct the function, or set algorithm.advantage=grpo.",
             )
-        assert (units.unit_N[has_loss] >= 0).all(), "credits cover every token with loss"
         advantage_N: Float32N = advantage_B.detach().float().numpy()[units.unit_N]
         return advantage_N
 

@@ -31,6 +31,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.errors import ConfigError
@@ -103,7 +104,7 @@ class TrainerService:
             return _perform(self.step, command)
         except Refused:
             raise  # all ranks' alike
-        except OSError as error:  # files are written beside what the ranks do together
+        except (OSError, SafetensorError) as error:  # files are written beside what the ranks do together
             what = f"/{name} cannot write {arguments.get('path', 'its file')}: {error}"
             way_out = "free space on the disk of the run directory (exports: /dev/shm), then start again."
             raise Refused(507, what, way_out=way_out) from error

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.errors import ConfigError
 from asyncrl.http import Refused
-from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 
 T = TypeVar("T")
 NEVER = timedelta(days=365)
@@ -128,7 +128,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     if is_cuda:
         torch.cuda.set_device(spec.rank)
-    store = dist.FileStore(str(spec.staging_dir / "rendezvous"), size)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(spec.staging_dir / RENDEZVOUS), size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=spec.trainer.timeout_s)
     store.set(f"here-{spec.rank}", "1")
     store.wait([f"here-{rank}" for rank in range(size)], START)

@@ -215,11 +215,8 @@ class TrainerState:
         try:
             manifest = SavedState.model_validate_json((path / STATE).read_bytes())
         except (OSError, ValidationError) as error:
-            what, way_out = (
-                f"{path / STATE} cannot be read: {error}",
-                "give the folder of a whole checkpoint.",
-            )
-            raise Refused(422, what, way_out=way_out) from error
+            way_out = "give the folder of a whole checkpoint."
+            raise Refused(422, f"{path / STATE} cannot be read: {error}", way_out=way_out) from error
         here, there = self._shapes(), manifest.shapes
         differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if manifest.lora != self._lora:

@@ -96,7 +96,8 @@ class TrainStep(Learner):
 
     def save(self, path: Path, *, merged: bool = True) -> None:
         """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a
-        peft folder. One that is there is replaced by the whole new one. Raises OSError, Refused.
+        peft folder. One that is there is replaced by the whole new one. Raises OSError, SafetensorError and
+        Refused.
         """
         self._offload.need("save", "weights")
         adapters = None if merged else self._adapters

@@ -161,7 +161,7 @@ def note_restored(path: Path, version: int) -> None:
         if not line.endswith(b"\n"):
             cut_at(path, start)
             continue
-        with contextlib.suppress(ValueError, KeyError):  # what a power cut has made of a line
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # what a power cut has made of a line
             told = json.loads(line)
             reached = told["restored"] - 1 if "restored" in told else told["version"]
             break

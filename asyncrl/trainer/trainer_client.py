@@ -18,7 +18,7 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.http import Caller, CallLost, CallRefused
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart, TransportName
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
@@ -40,6 +40,10 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 RECOVERED_TIMEOUT_S = 60.0
 """For the answer to /health right after the last batch was trained on again."""
+RENDEZVOUS = "rendezvous"
+"""File in the staging folder through which the ranks of a trainer find each other. New ranks need a new
+file.
+"""
 
 
 class TrainerSpec(FrozenConfig):
@@ -67,7 +71,7 @@ class TrainerSpec(FrozenConfig):
     """Sampling temperature: logprobs are those of logits / temperature."""
     max_tokens: int = Field(default=256, ge=1)
     """rollout.max_tokens: the longest completion."""
-    transport: str = "shm"
+    transport: TransportName = "shm"
     """What /export writes: all weights, or the adapters alone (lora). nccl: it holds a copy for /broadcast
     instead.
     """

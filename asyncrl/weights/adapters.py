@@ -3,9 +3,8 @@
 The file holds `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer
 that has an adapter, and the scalar `scale`, which is alpha / rank. An embedded engine keeps the weights that
 it started with and merges each set of adapters over them (merge_adapters) by the rule by
-which the trainer computes (asyncrl/trainer/model/lora.py); vLLM gets them as a peft folder
-(asyncrl/engines/vllm_weights.py). In turns there is nothing to add adapters to: an engine that sleeps
-has given its weights away.
+which the trainer computes (merge); vLLM gets them as a peft folder (asyncrl/engines/vllm_weights.py). In
+turns there is nothing to add adapters to: an engine that sleeps has given its weights away.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ from torch import Tensor, nn
 from asyncrl.http import Refused
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import export_weights
+from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules
 from asyncrl.weights.transport import Exported, Transport, only_gathered
-
-SCALE = "scale"
-SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 
 class AdapterTransport(Transport):
@@ -53,6 +50,11 @@ def linear_parameters(model: nn.Module) -> set[str]:
     }
 
 
+def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:  # noqa: N803
+    """W + scale * B A, computed in float32, in the dtype of W: by trainer and engine alike."""
+    return (base.float() + (lora_B.float() @ lora_A.float()) * scale).to(base.dtype)
+
+
 @torch.no_grad()
 def merge_adapters(
     tensors: Mapping[str, Tensor], base: Mapping[str, Tensor], linear: set[str], path: str
@@ -60,7 +62,7 @@ def merge_adapters(
     """The weights `base` with the adapters of a file: W + scale * B A, computed in float32, in the dtype and
     on the device of W. Raises Refused (409) with the name of what does not fit.
     """
-    modules = sorted({name.removesuffix(end) for name in tensors for end in SUFFIXES if name.endswith(end)})
+    modules = adapted_modules(tensors)
     expected = {SCALE, *(module + suffix for module in modules for suffix in SUFFIXES)}
     missing, unknown = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
     if missing or unknown or not modules:
@@ -76,8 +78,8 @@ def merge_adapters(
         if not a.ndim == b.ndim == 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != shape:
             shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
             raise _wrong(f"the adapter of {module} in {path} is {shapes}, a linear layer there is {shape}")
-        a, b = (one.to(device=base[name].device, dtype=torch.float32) for one in (a, b))
-        merged[name] = (base[name].float() + (b @ a) * float(scale)).to(base[name].dtype)
+        a, b = (one.to(base[name].device) for one in (a, b))
+        merged[name] = merge(base[name], a, b, float(scale))
     return merged
 
 

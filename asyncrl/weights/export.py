@@ -106,7 +106,7 @@ def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> No
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """asyncrl.messages.base.weights_digest, gathered where sharded."""
+    """asyncrl.messages.digest.weights_digest, gathered where sharded."""
     return joint_digest(digest_of_tensor(name, tensor) for name, tensor in whole_tensors(weights))
 
 
@@ -213,6 +213,7 @@ class Chunks:
 
     def __init__(self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype) -> None:
         self._place, self._chunk_bytes, self._dtype = place, chunk_bytes, dtype
+        self._chunks: list[list[str]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -240,7 +241,7 @@ class Chunks:
     def write(self, weights: LazyWeights, index: int) -> ExportChunkResponse:
         """Write the chunk over the one before, gathering what names() said. Raises OSError."""
         chunks, names = self._cut(weights), self.names(weights, self._version, index)
-        chunk = chunks[index]
+        chunk = weights.only(chunks[index])
         with gathered(weights.only(names), self._dtype, self._place.device) as tensors:
             for name, tensor in itertools.islice(tensors, len(names) - len(chunk)):
                 self._digests[name] = digest_of_tensor(name, tensor)
@@ -258,8 +259,10 @@ class Chunks:
             whole_digest=joint_digest(self._digests.values()) if is_last else "",
         )
 
-    def _cut(self, weights: LazyWeights) -> list[LazyWeights]:
-        return chunks_of(weights, self._dtype, self._chunk_bytes)
+    def _cut(self, weights: LazyWeights) -> list[list[str]]:
+        """Names by chunk. Cut once: a trainer's weights never change their names and sizes."""
+        self._chunks = self._chunks or cut(sizes_of(weights, self._dtype), self._chunk_bytes)
+        return self._chunks
 
 
 def chunks_of(weights: LazyWeights, dtype: torch.dtype, chunk_bytes: int) -> list[LazyWeights]:

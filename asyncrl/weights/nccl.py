@@ -1,10 +1,10 @@
 """transport: nccl. One broadcast of all weights to all workers of all engines.
 
 The trainer copies each version on its device, in the dtype of an export, into buffers of
-weight_sync.chunk_bytes that are made once (hold): all weights once more is the memory it takes, and training
-goes on with the originals. When every engine waits for it (asyncrl/engines/vllm_broadcast.py), rank 0 sends
-the buffers (send), and each vLLM worker loads one after the other and compares the digest of what came
-(servers/asyncrl_servers/vllm/worker_extension.py).
+weight_sync.chunk_bytes that are made once (export): all weights once more is the memory it takes, and
+training goes on with the originals. When every engine waits for it (asyncrl/engines/vllm_broadcast.py), rank
+0 sends the buffers (send), and each vLLM worker loads one after the other and compares the digest of what
+came (servers/asyncrl_servers/vllm/worker_extension.py).
 
 On CUDA devices the group of processes is NCCL's, on the CPU gloo's; they differ in _connect, _wait and close.
 Why not vLLM's own helpers (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in a TCP

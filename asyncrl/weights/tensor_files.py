@@ -39,6 +39,11 @@ _FILE_NAMES = {name: code for code, (name, _) in DTYPES.items()}
 _ITEM_BYTES = dict(DTYPES.values())
 _PIECE_WORDS = 2**20
 """Words that a device mixes at once: what the temporaries of a checksum take."""
+SCALE = "scale"
+"""In a file of adapters: the scalar float32 tensor alpha / rank. An engine needs it, and the digest covers
+it.
+"""
+SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 RESEND = "export and prepare again; if it repeats, find the other program that writes the staging file."
 
 
@@ -176,3 +181,8 @@ def host_bytes(tensor: Tensor) -> memoryview:
     array = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
     return memoryview(array).cast("B")
+
+
+def adapted_modules(names: Iterable[str]) -> list[str]:
+    """The layers that have an adapter in a file with these tensors."""
+    return sorted({name.removesuffix(end) for name in names for end in SUFFIXES if name.endswith(end)})

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse
+from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, TransportName
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.weights.export import LazyWeights, export_weights, gather_along
 
@@ -79,12 +79,12 @@ class Transport:
         raise NotImplementedError
 
 
-def make_transport(name: str, end: TrainerEnd) -> Transport:
+def make_transport(name: TransportName, end: TrainerEnd) -> Transport:
     """The one that weight_sync.transport names."""
     from asyncrl.weights.adapters import AdapterTransport
     from asyncrl.weights.nccl import BroadcastTransport
 
-    ways: dict[str, type[Transport]] = {
+    ways: dict[TransportName, type[Transport]] = {
         "shm": Transport,
         "disk": Transport,
         "ipc": Transport,

@@ -1,3 +1,3 @@
-"""Engine servers: started as processes, never imported by asyncrl. Of asyncrl they import asyncrl.messages
-alone.
+"""Engine servers: started as processes, never imported by asyncrl. Of asyncrl they reach messages, http,
+waits, files and weights alone.
 """

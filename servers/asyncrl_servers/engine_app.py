@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from asyncrl.http import Refused, child_arguments, fail, make_app
-from asyncrl.messages.base import Moved
+from asyncrl.messages.base import Message, Moved
 from asyncrl.messages.calls import (
     AbortRequest,
     AbortResponse,
@@ -47,10 +47,8 @@ MAX_QUEUED = 1_000_000
 """Requests that may wait for a slot; one more is refused with 503."""
 
 
-class EngineSpec(BaseModel):
+class EngineSpec(Message):
     """The spec file of an engine server: one JSON object, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     """Name of this server in logs and errors, like engine-0."""
@@ -266,7 +264,7 @@ async def _lines(
             lines = [chunk.model_dump_json() for chunk in stream.take_nowait()]
             if is_last:
                 error = answer.exception()
-                last = _rest(answer.result(), stream.num_taken) if error is None else _refusal_of(error).body
+                last = answer.result().after(stream.num_taken) if error is None else _refusal_of(error).body
                 lines.append(last.model_dump_json())
             if lines:
                 yield "".join(f"{line}\n" for line in lines)
@@ -275,17 +273,6 @@ async def _lines(
     finally:
         if not answer.done():
             abort()
-
-
-def _rest(answer: GenerateResponse, start: int) -> GenerateResponse:
-    """The answer without its first `start` tokens."""
-    spans = [
-        span.model_copy(update={"start": max(0, span.start - start), "end": span.end - start})
-        for span in answer.version_spans
-        if span.end > start
-    ]
-    rest = {"token_ids": answer.token_ids[start:], "logprobs": answer.logprobs[start:]}
-    return answer.model_copy(update={**rest, "version_spans": spans})
 
 
 async def _answered(future: AnyFuture[Answer]) -> Answer:

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from asyncrl.http import Refused, die_with_parent, serve
-from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.messages.base import EnginePart, LatencyModel, Moved
 from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
@@ -47,25 +47,11 @@ PART_BYTES = 2**20
 """What it says that each part of its memory takes, when they sleep and wake."""
 
 
-class SimulatedSpec(EngineSpec):
-    """With n running requests a decode step takes decode_step_s + n * per_row_s, and each of them gets one
-    token.
-    """
+class SimulatedSpec(LatencyModel, EngineSpec):
+    """The spec file of this server."""
 
     vocab_size: int = Field(default=1000, ge=1)
     """Token ids are drawn from 0..vocab_size-1, each as likely as the other."""
-    decode_step_s: float = Field(default=0.002, gt=0)
-    """Seconds of a decode step, however many requests run."""
-    per_row_s: float = Field(default=0.0001, ge=0)
-    """Seconds that each running request adds to a decode step."""
-    prefill_s_per_token: float = Field(default=0.00002, ge=0)
-    """Seconds for each prompt token of an admitted request; decoding stands still meanwhile."""
-    swap_s: float = Field(default=0.001, ge=0)
-    """Seconds that a weight swap stops decoding."""
-    mean_tokens: float = Field(default=64.0, ge=1)
-    """Mean length of a completion, lognormal and drawn from the request's seed; max_tokens cuts it."""
-    sigma: float = Field(default=1.0, ge=0)
-    """Sigma of the lognormal length (0 = all completions have mean_tokens)."""
 
     def completion_length(self, seed: int) -> int:
         """Tokens until the end, lognormal with mean mean_tokens; from the seed alone."""

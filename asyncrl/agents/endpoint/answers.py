@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
@@ -135,7 +135,8 @@ class Answer:
     index: int
     tokenizer: GatewayTokenizer
     tool_format: ToolFormat
-    asked: CallRequest
+    asked: InitVar[CallRequest]
+    """An answer lives as long as its session: it keeps no more of the request than it needs."""
     _: KW_ONLY
     prefill: str
     """Beginning of the answer that was not sampled."""
@@ -147,8 +148,9 @@ class Answer:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] | None = None
 
-    def __post_init__(self) -> None:
-        self._answer = AnswerText(self.tokenizer, self.asked.stop, keep_special=self.tool_format.opens)
+    def __post_init__(self, asked: CallRequest) -> None:
+        self._has_logprobs = asked.has_logprobs
+        self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=self.tool_format.opens)
         self._text, self._held_from = "", 0
         self._completion: Completion | None = None
 
@@ -188,7 +190,7 @@ class Answer:
             self.tool_calls.append({"id": f"{self.name}-{number}", "type": "function", "function": function})
         if self.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
-        if self.asked.has_logprobs:
+        if self._has_logprobs:
             pairs = zip(completion.token_ids, completion.behaviour_logprobs, strict=True)
             self.logprobs = [self._logprob(token, logprob) for token, logprob in pairs]
 
@@ -327,8 +329,10 @@ class WrittenAnswer:
         self._head: dict[str, Any] = {"id": call.name, "created": call.created_s, "model": model}
 
     def whole(self) -> bytes:
-        ends = [{"index": each.index, "finish_reason": each.finish_reason} for each in self._call.choices]
-        choices = [self._form.whole(each) | end for each, end in zip(self._call.choices, ends, strict=True)]
+        choices = [
+            {"index": each.index, **self._form.whole(each), "finish_reason": each.finish_reason}
+            for each in self._call.choices
+        ]
         body = {"object": self._form.whole_object, "choices": choices, "usage": self._usage()}
         return to_json(self._head | body)
 

@@ -174,8 +174,10 @@ def _credited(
             raise _wrong_rewards(f"{which} names {have}; not {_listed(missing)}")
         units = enumerate(nodes)
         return {node: (by_turn[node.name], unit) for unit, node in units if node.name in by_turn}
-    of_branch = _of_branch(paths, by_branch) if by_branch else {}
-    return {node: (of_branch[branch], branch) for node, branch in owners.items() if of_branch}
+    if not by_branch:
+        return {}
+    of_branch = _of_branch(paths, by_branch)
+    return {node: (of_branch[branch], branch) for node, branch in owners.items()}
 
 
 def _of_branch(paths: Sequence[Path], rewards: Mapping[str, float]) -> dict[int, float]:

@@ -259,6 +259,11 @@ class Gateway:
         return ApiError(error.status, words.get(error.status, error.reason), headers=allow)
 
 
+def is_connected(request: web.Request) -> bool:
+    """Whether its client is there to get the answer."""
+    return request.transport is not None and not request.transport.is_closing()
+
+
 class _Stream:
     """One response that may be a stream of events: begun with the first of them, so that an early error has
     its own status.
@@ -271,8 +276,7 @@ class _Stream:
 
     def is_there(self) -> bool:
         """Whether the client is still connected."""
-        transport = self._request.transport
-        return transport is not None and not transport.is_closing()
+        return is_connected(self._request)
 
     async def write(self, events: bytes) -> web.StreamResponse:
         """Write, if the client is there; a client that goes away is no error of the call."""

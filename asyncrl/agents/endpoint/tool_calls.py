@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.user_code import load_function
+from asyncrl.user_code import load_function, raised
 
 THINKING_END = "</think>"
 """What a model writes after its reasoning. A call inside the reasoning does not count."""
@@ -230,9 +228,7 @@ class UserFormat(ToolFormat):
         except (ValueError, RecursionError):
             return ParsedAnswer(text)
         except Exception as error:  # the user's code: its mistake is data, like a reward function's
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(frame.filename).name} line {frame.lineno}"
-            raise self._misused(f"raised {type(error).__name__}: {error} ({place})") from error
+            raise self._misused(raised(error)) from error
         if not isinstance(found, list | tuple) or not all(
             isinstance(entry, list | tuple) and len(entry) == 2 for entry in found
         ):

@@ -19,7 +19,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from asyncrl.agents.endpoint.answers import invalid
-from asyncrl.agents.endpoint.gateway import read_body, shown_key
+from asyncrl.agents.endpoint.gateway import is_connected, read_body, shown_key
 from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, outcome_refused
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.config import Outcomes
@@ -180,9 +180,8 @@ class RolloutQueue:
         until_s = asyncio.get_running_loop().time() + wait_s
         self._wake()  # what was lost on its way is queued again; an older poll of this worker ends
         while True:
-            is_there = request.transport is not None and not request.transport.is_closing()
             is_known = self._items.workers.get(worker_id) is worker and worker.last_number == message.number
-            if self._is_closed or not is_there or not is_known:
+            if self._is_closed or not is_connected(request) or not is_known:
                 return []
             if items := self._items.take(worker_id, message.max_items):
                 return items

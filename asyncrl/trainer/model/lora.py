@@ -7,7 +7,6 @@ knows this weight by its own name. A starts random and B at zero, so that a new 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -24,7 +23,9 @@ from torch.nn import functional
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import open_as, whole_folder
+from asyncrl.weights.adapters import linear_parameters, merge
 from asyncrl.weights.export import in_export_dtype, named_weights
+from asyncrl.weights.tensor_files import SCALE
 
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
@@ -48,8 +49,8 @@ def find_targets(model: Any, config: LoraConfig) -> list[str]:
             raise refused(f"names {target}, and {type(model).__name__} has no such layer")
         found |= names
     chosen = [name for name in linear if name in found]
-    names_of = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    if shared := [name for name in chosen if names_of[id(linear[name].weight)] > 1]:
+    own = linear_parameters(model)
+    if shared := [name for name in chosen if f"{name}.weight" not in own]:
         raise refused(f"names {shared[0]}, whose weight is shared with another layer")
     if not chosen:
         raise refused("names no layer")
@@ -77,13 +78,6 @@ class MergedLinear(lora.Linear):
         return _MergedLinear.apply(x, base.weight, base.bias, lora_A, lora_B, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
-    """W + scale * B A, computed in float32, in the dtype of W. An engine does the same
-    (asyncrl/weights/adapters.py).
-    """
-    return (base.float() + (lora_B.float() @ lora_A.float()) * scale).to(base.dtype)
-
-
 class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -101,12 +95,6 @@ class _MergedLinear(torch.autograd.Function):
         grad_A = ctx.scale * ((grad_NO @ lora_B).T @ x_NI)
         grad_B = ctx.scale * (grad_NO.T @ (x_NI @ lora_A.T))
         return grad_x, None, None, grad_A, grad_B, None
-
-
-SCALE = "scale"
-"""Name of the scalar float32 tensor, alpha / rank, that goes with exported adapters: an engine needs it, and
-the digest covers it.
-"""
 
 
 class Adapters:
@@ -183,7 +171,7 @@ class Adapters:
 
     def save(self, path: Path, tensors: dict[str, Tensor], model_path: str) -> None:
         """Write tensors(), gathered, as a folder that peft.PeftModel.from_pretrained opens on the base,
-        complete or not at all; replaces one. Raises OSError.
+        complete or not at all; replaces one. Raises OSError, SafetensorError.
         """
         named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
         with whole_folder(path) as unfinished:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.ranks import Ranks
 
@@ -34,7 +35,7 @@ IntN = npt.NDArray[np.int64]
 
 MIN_SHARED_TOKENS = 16
 """Tokens that sharing a prefix must save: below, the second attention pass over the prefix costs more."""
-MOST_TOKENS = {"cpu": 2048}
+MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
 """A micro-batch on this kind of device is no larger: it would not be faster, and take more memory."""
 
 
