@@ -1,6 +1,6 @@
 # make quickstart    install, then train a small model from random weights (about 3 minutes on 2 cores)
-# make test          install, then run the tests that need no real runs (about 5 minutes on 2 cores)
-# make test-slow     the rest: real runs, killed and resumed, and a real vLLM if there is one (about 10 minutes)
+# make test          install, then run the tests that need no real runs (about 4 minutes on 2 cores)
+# make test-slow     the rest: real runs, killed and resumed, and a real vLLM if there is one (about 12 minutes)
 # make test-all      make test, then make test-slow
 # make check         install, then lint, types and the plan of the house
 # make setup         the install step of all of them; seconds when nothing changed

@@ -50,10 +50,13 @@ async def misbehaves(task: Task, session: Session, *, log: str) -> None:
 
 
 async def _misbehave(way: str, session: Session, log: Path) -> None:
-    if way in ("never ends", "swallows its cancellation"):
+    if way == "never ends":
+        _write(log, way, 0)
+        await asyncio.Event().wait()
+    elif way == "swallows its cancellation":
         _write(log, way, 0)
         while True:
-            with contextlib.suppress(*([BaseException] if way != "never ends" else [])):
+            with contextlib.suppress(BaseException):
                 await asyncio.Event().wait()
     elif way == "calls after its end":
         task = asyncio.ensure_future(_call_until_the_end(way, session, log))

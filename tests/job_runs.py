@@ -18,6 +18,7 @@ from typing import Any
 import forked_processes
 import psutil
 import yaml
+from tiny_model import SHAPE
 
 from asyncrl.placement.lease import shared_memory_root
 
@@ -31,17 +32,7 @@ CONFIG: dict[str, Any] = {
         "dtype": "float32",
         "scratch": {
             "characters": "abcdefgh0123456789 ",
-            "architecture": {
-                "model_type": "qwen3",
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "max_position_embeddings": 128,
-                "tie_word_embeddings": True,
-            },
+            "architecture": SHAPE | {"max_position_embeddings": 128},
         },
     },
     "task": {"python": "asyncrl.tasks.letters:Letters", "size": 200},
@@ -137,6 +128,11 @@ def events(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
     with contextlib.closing(sqlite3.connect(f"file:{run_dir / 'journal.sqlite'}?mode=ro", uri=True)) as db:
         rows = db.execute("select what, detail from events order by id")
         return [(what, json.loads(detail)) for what, detail in rows]
+
+
+def engine_events(run_dir: Path) -> list[tuple[str, str]]:
+    """(what, name) of each event of an engine."""
+    return [(what, detail["name"]) for what, detail in events(run_dir) if what.startswith("engine")]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

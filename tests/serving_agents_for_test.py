@@ -21,8 +21,3 @@ async def two_turns(task: Task, session: Session) -> Outcome:
         said += text
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "a 2"}]
     return Outcome(said.count("a") / max(1, len(said)), {"turns": 2.0})
-
-
-async def says_nothing(task: Task, session: Session) -> Outcome:
-    """Makes no call at all: nothing could be trained on."""
-    return Outcome(1.0)

@@ -170,6 +170,8 @@ def test_rewards_that_do_not_fit_fail_the_rollout_with_the_way_out() -> None:
         outcome: Any = {f"{kind}_rewards": {f"chatcmpl-{number}": value for number, value in rewards.items()}}
         with pytest.raises(RolloutFailure, match=why + r"(.|\n)*Way out: "):
             play.capture.rollout(0, Outcome(**outcome), 1.0)
+    same = Outcome(branch_rewards={f"chatcmpl-{number}": 0.5 for number in (1, 2, 3, 4)})
+    assert len(play.capture.rollout(0, same, 0.5)) == 3, "one reward named twice is one reward"
 
 
 def test_an_outcome_has_finite_numbers_of_a_size_that_can_be_averaged_and_one_kind_of_parts() -> None:

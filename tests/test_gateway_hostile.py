@@ -44,6 +44,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not JSON"),
     "more messages than tokens": (with_messages(*[7] * 2001), "2001 messages are more"),
     "an image": (with_messages(IMAGE), "text parts"),
+    "an unknown role": (with_messages({"role": "wizard", "content": "x"}), "wizard"),
+    "a tool that is no function": (with_fields(tools=[{"type": "web_search"}]), "tools"),
     "an unknown key": (with_messages({"role": "user", "content": "x", "cache": 1}), "cache"),
     "arguments that are no object": (with_messages(*HI, tool_call("[1]")), "arguments"),
     "arguments with a surrogate": (with_messages(*HI, tool_call('{"a": "\\ud800"}')), "arguments"),

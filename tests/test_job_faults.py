@@ -18,6 +18,7 @@ import torch
 from job_runs import (
     all_gone,
     children_of,
+    engine_events,
     events,
     interrupt,
     read_lines,
@@ -93,10 +94,6 @@ def test_a_run_goes_on_without_what_it_can_lose_and_ends_when_an_engine_is_lost_
     assert steps[-1]["engine/restarts"] == 1
     assert all_gone(children)
     assert staging_of(process.pid) == []
-
-
-def engine_events(run_dir: Path) -> list[tuple[str, str]]:
-    return [(what, detail["name"]) for what, detail in events(run_dir) if what.startswith("engine")]
 
 
 def test_a_frozen_trainer_is_named_by_status_and_ends_the_run_with_stacks_in_the_logs(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from job_runs import (
     ROOT,
     all_gone,
     children_of,
+    engine_events,
     environment,
-    events,
     read_lines,
     run,
     staging_of,
@@ -49,10 +49,6 @@ def small(*overrides: str) -> list[str]:
 def trained(run_dir: Path) -> bytes:
     """Tokens, rewards, losses and weights' versions of every step."""
     return (run_dir / "trained.jsonl").read_bytes()
-
-
-def engine_events(run_dir: Path) -> list[tuple[str, str]]:
-    return [(what, detail["name"]) for what, detail in events(run_dir) if what.startswith("engine")]
 
 
 @pytest.fixture(scope="module")

@@ -180,7 +180,7 @@ INDEX_AND_LENGTH = st.tuples(st.integers(0, 1), st.integers(1, 9))
 
 
 class Histories(RuleBasedStateMachine):
-    """`states` group -> state, `prompts` group -> prompt, `batches` in order, `partials` and `ended` of
+    """`states` group -> state, `prompts` group -> prompt, `batches` in order, `partials` and `finished` of
     running rollouts.
     """
 

@@ -41,7 +41,7 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(tmp_pat
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_create_task_stands_in_job_alone() -> None:
+def test_create_task_stands_in_the_owners_of_tasks_alone() -> None:
     """Every task has an owner: the one TaskGroup of a run, of a worker, of `asyncrl serve` (tests and the
     virtual clock's loop apart).
     """
@@ -55,7 +55,9 @@ def test_create_task_stands_in_job_alone() -> None:
             for node in calls
             if isinstance(node.func, ast.Attribute) and node.func.attr == "create_task"
         ]
-        assert not found, f"{path}:{found}: create_task outside job.py; take `spawn` instead"
+        assert not found, (
+            f"{path}:{found}: create_task outside run/life.py and agents/worker.py; take `spawn`"
+        )
 
 
 def test_files_and_folders_stay_small_enough_to_be_found_by_their_names() -> None:

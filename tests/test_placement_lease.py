@@ -228,11 +228,17 @@ def world() -> World:
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
-        ({2: "refuse"}, "while 'trainer: onload weights and optimizer': it: no memory; undone, the dev"),
+        (
+            {2: "refuse"},
+            "while 'trainer: onload weights and optimizer': it: no memory; undone, the devices belong to the "
+            "engines as before",
+        ),
         ({1: "hang"}, f"engine-1: sleep was not done within weight_sync.timeout_s={TIMEOUT_S} s"),
         (
             {2: "refuse", 3: "hang"},
-            f"(trainer: offload was not done within weight_sync.timeout_s={TIMEOUT_S}",
+            "'trainer: onload weights and optimizer' failed (it: no memory), and so did undoing 'trainer: "
+            "onload weights and optimizer' (trainer: offload was not done within "
+            f"weight_sync.timeout_s={TIMEOUT_S}",
         ),
     ],
 )

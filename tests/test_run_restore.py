@@ -13,7 +13,8 @@ from unittest.mock import AsyncMock
 
 import pytest
 from buffer_groups import make_buffer
-from journal_cases import asked, make_batch, make_group, make_partial, make_rollout, open_journal, same_group
+from journal_cases import asked, make_group, make_partial, make_rollout, open_journal, same_group
+from test_trainer_supervision import batch_at, weights_of
 
 from asyncrl.checkpoints.folder import Checkpoints, Whole
 from asyncrl.config import CheckpointConfig, SupervisionConfig
@@ -117,10 +118,6 @@ class Life:
         self.returned.append((version, prompt.prompt_id, prompt.num_handed_back))
 
 
-def weights_of(version: int) -> list[str]:
-    return [f"0/{2 * v}#0,0/{2 * v}#1,0/{2 * v + 1}#0,0/{2 * v + 1}#1" for v in range(version)]
-
-
 def lives(path: Path, *stories: Callable[[Life], Awaitable[None]]) -> None:
     """One life after the other over one journal; each is cut off, not ended."""
 
@@ -164,7 +161,7 @@ def test_batches_are_trained_again_as_they_are_and_everything_else_is_where_it_w
         assert (life.restored, life.worker.weights, life.client.policy_version) == (1, weights_of(4), 4)
         assert [batch.version for batch, _ in life.steps] == list(range(version, 4))
         for batch, report in life.steps:
-            expected = make_batch(batch.version, 2 * batch.version, 2 * batch.version + 1)
+            expected = batch_at(batch.version)
             assert [group.prompt for group in batch.groups] == [group.prompt for group in expected.groups]
             assert (batch.min_version, report.policy_version) == (expected.min_version, batch.version + 1)
         assert (nine.ticket.group_id, nine.prompt.prompt_id) == (9, "0/9")

@@ -182,7 +182,9 @@ class Agent:
 
 
 @virtual
-async def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_recorded_in_order() -> None:
+async def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_recorded_in_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     agent, said, recorded = Agent(), list[str](), list[tuple[str, int]]()
     prompts = [make_prompt(number) for number in range(2)]
     config = load_config(QUICKSTART, ["rollout.group_size=3", "generator.concurrency=4", "rollout.retries=1"])
@@ -200,6 +202,8 @@ async def test_each_prompt_is_tried_as_often_as_a_group_is_large_and_recorded_in
     assert any("0/1 sample 2: failed 2 times, last: g1/r2 went wrong" in line for line in said)
     assert said[-2:-1] == ["mean reward 0.5000 over 4 rollouts"]
     assert said[-1].startswith("2 of 6 rollouts failed, the last one: ")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [["0/0", "2", "1", *"00023"], ["0/1", "2", "1", *"11123"]]
 
 
 # ---- evaluations of an agent

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.errors import TrainerError
 from asyncrl.messages.calls import Credit, pack_batch, unpack_batch
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.testing.fake_server import FakeTrainerServer
@@ -62,7 +63,7 @@ def test_groups_are_packed_one_after_the_other_with_a_version_and_an_engine_a_to
 
 @pytest.mark.parametrize("spans", [[(2, 4, 3)], [(1, 5, 3)], [(2, 5, 3), (4, 5, 4)], [(2, 6, 3)]])
 def test_spans_that_do_not_cover_the_sampled_tokens_exactly_are_refused(spans: list[Any]) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(TrainerError, match="do not cover its 3 sampled tokens"):
         sampled_by(make_trajectory(spans=tuple(VersionSpan(*span) for span in spans)))
 
 

@@ -80,7 +80,7 @@ class House:
         self.cleared_at.append(now_s())
 
     async def recover(self, version: int) -> None:
-        """As catching_up.recover_trainer does it."""
+        """As recover_trainer of run/supervise_trainer.py does it."""
         is_there = str(self.state) in self.server.states
         batches = self.load(self.state_at if is_there else 0, version)
         await self.client.recover(self.state if is_there else None, batches, lambda *_: None)

@@ -9,7 +9,7 @@ from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
 
 TINY_CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:+-*=?\n"
 
-TINY_ARCHITECTURE = {
+SHAPE = {
     "model_type": "qwen3",
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -19,8 +19,8 @@ TINY_ARCHITECTURE = {
     "head_dim": 8,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
-    "initializer_range": 0.2,
 }
+TINY_ARCHITECTURE = SHAPE | {"initializer_range": 0.2}
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, **architecture: object) -> Path:

@@ -1,4 +1,4 @@
-"""Trainer and engines that take turns, wired as wiring.py does it, over fake servers whose memory is
+"""Trainer and engines that take turns, wired as run/build.py does it, over fake servers whose memory is
 counted.
 """
 

@@ -16,18 +16,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from engine_processes import SECRET, EngineProcess
 
 from asyncrl.messages.base import SECRET_ENV
 from asyncrl.placement.processes import group_members
 
 ROOT = Path(__file__).parent.parent
-SECRET = "a secret for tests"
 
 
 def vllm_python() -> Path:
@@ -42,18 +41,8 @@ def vllm_python() -> Path:
     return python
 
 
-@dataclass
-class VllmProcess:
-    """A vLLM server, perhaps still starting. `process.stdin` is the pipe whose end tells it that its parent
-    is gone.
-    """
-
-    process: subprocess.Popen[bytes]
-    url: str
-    log: Path
-
-    def read_log(self) -> str:
-        return self.log.read_text(encoding="utf-8", errors="replace")
+class VllmProcess(EngineProcess):
+    """A vLLM server, perhaps still starting."""
 
     def post(self, path: str, body: object = None) -> Any:
         """The JSON that a POST of JSON answers. Raises urllib.error.HTTPError."""

@@ -286,14 +286,20 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
 
 def sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
     """Of each token, -1 where it was not sampled: the version it was sampled under, int32 [T], and the number
-    of the engine server, int16 [T], -1 if it is not known.
+    of the engine server, int16 [T], -1 if it is not known. Raises TrainerError.
     """
     versions = np.full(len(trajectory.token_ids), -1, np.int32)
     engines = np.full(len(trajectory.token_ids), -1, np.int16)
     for span in trajectory.version_spans:
         versions[span.start : span.end] = span.version
         engines[span.start : span.end] = span.engine
-    # Half a record must not be trained on.
-    assert np.array_equal(versions >= 0, trajectory.loss_mask), trajectory.version_spans
-    assert trajectory.num_sampled == trajectory.loss_mask.sum(), trajectory.version_spans
+    is_whole = np.array_equal(versions >= 0, trajectory.loss_mask)
+    if not is_whole or trajectory.num_sampled != trajectory.loss_mask.sum():  # half a record
+        what = f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover its "
+        raise TrainerError(
+            "trainer",
+            f"{what}{trajectory.loss_mask.sum()} sampled tokens",
+            rule="version_spans cover exactly the tokens of loss_mask, each once",
+            way_out="please report it: the generator or the engine client is wrong.",
+        )
     return versions, engines
