@@ -26,7 +26,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -163,6 +163,7 @@ SHORT_S, RETRY_S = 60.0, 0.5
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
 Part = TypeVar("Part", bound=BaseModel)
+Begun = TypeVar("Begun")
 
 
 class CallRefused(Exception):  # noqa: N818  the server is well, it says no
@@ -212,6 +213,35 @@ def out_of(what: str, number: int) -> ConnectionShortage:
     }.get(number, ("the kernel has no memory for it", "free memory on this machine"))
     what, way_out = f"{what}: {os.strerror(number)}", f"{way_out}, and go on with this run."
     return ConnectionShortage("controller", what, rule=rule, way_out=way_out)
+
+
+class FrameSocket:
+    """Frames of bytes to and from a server. Each use of a broken one raises CallLost."""
+
+    def __init__(self, server: str, path: str, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._server, self._path, self._socket = server, path, socket
+
+    async def send(self, frame: bytes) -> None:
+        """Returns when the frame is on its way."""
+        try:
+            await self._socket.send_bytes(frame)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(f"{type(error).__name__}: {error}") from error
+
+    async def receive(self) -> bytes:
+        """The next frame."""
+        message = await self._socket.receive()
+        if message.type is not aiohttp.WSMsgType.BINARY:
+            raise self._lost(f"the connection ended ({message.type.name.lower()}: {message.extra or ''})")
+        data: bytes = message.data
+        return data
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._socket.close()
+
+    def _lost(self, why: str) -> CallLost:
+        return CallLost(self._server, self._path, why)
 
 
 class Caller:
@@ -292,15 +322,28 @@ class Caller:
             raise self._lost(path, error) from error
 
     async def _begin(self, method: str, path: str, body: Body, short_of: set[int]) -> aiohttp.ClientResponse:
-        """The answer's head. Descriptors and ports come back when other calls end, so it tries for short_s,
-        with what is lacking in `short_of`; then raises ConnectionShortage.
-        """
+        """The answer's head."""
         data = body.model_dump_json().encode() if isinstance(body, BaseModel) else body
         headers = {"content-type": f"application/{'octet-stream' if isinstance(body, bytes) else 'json'}"}
+        request = functools.partial(self._open().request, method, self.url + path, data=data, headers=headers)
+        return await self._connected(request, short_of)
+
+    async def connect(self, path: str) -> FrameSocket:
+        """A WebSocket to `path`. Raises CallLost or ConnectionShortage."""
+        begin = functools.partial(self._open().ws_connect, self.url + path, max_msg_size=0)
+        try:
+            return FrameSocket(self.name, path, await self._connected(begin, set()))
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._lost(path, error) from error
+
+    async def _connected(self, begin: Callable[[], Awaitable[Begun]], short_of: set[int]) -> Begun:
+        """What `begin` gives. Descriptors and ports come back when other calls end, so it tries for short_s,
+        with what is lacking in `short_of`; then raises ConnectionShortage.
+        """
         clock, since_s = asyncio.get_running_loop().time, 0.0
         while True:
             try:
-                response = await self._open().request(method, self.url + path, data=data, headers=headers)
+                begun = await begin()
             except aiohttp.ClientConnectorError as error:  # so nothing was sent
                 if error.errno not in OURS:
                     raise
@@ -311,7 +354,7 @@ class Caller:
                 short_of.add(error.errno)
             else:
                 short_of.clear()
-                return response
+                return begun
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
 
     def _shortage(self, number: int) -> ConnectionShortage:

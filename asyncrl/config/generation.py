@@ -37,12 +37,14 @@ class EngineFacts:
     """Apart from the trainer it holds the next weights beside the serving ones."""
     sleeps_on_cpu: bool = True
     """In turns it can free its memory there."""
+    keeps_turns: bool = False
+    """Beside a KV cache for what runs it has one of the same size for the turns of agents that have ended."""
     cpu_kv_block: int = 1
     """On the CPU its KV cache has whole blocks of so many tokens."""
 
 
 ENGINES: dict[EngineKind, EngineFacts] = {
-    "embedded": EngineFacts(),
+    "embedded": EngineFacts(keeps_turns=True),
     "simulated": EngineFacts(settings=("simulated",), has_model=False),
     "vllm": EngineFacts(
         settings=("vllm", "vllm_python", "urls", "tensor_parallel"),

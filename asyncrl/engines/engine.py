@@ -1,29 +1,27 @@
-"""What all clients of engine servers share (their methods, calls that end with their process, the check of a
-segment), and the client of a server of ours.
+"""What all clients of engine servers share (their methods, calls that end with their process), and the client
+of a server of ours.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from pydantic import BaseModel
 
+from asyncrl.engines.link import Link, OnChunk, OnInterrupted, OpenRequest
+from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.base import EnginePart, Interrupt, Moved
 from asyncrl.messages.calls import (
-    AbortRequest,
-    AbortResponse,
     CommitRequest,
     CommitResponse,
     EngineHealth,
     ExportChunkResponse,
     ExportResponse,
-    GenerateChunk,
     GenerateRequest,
     GenerateResponse,
     LoadChunkRequest,
@@ -34,9 +32,6 @@ from asyncrl.messages.calls import (
     WakeRequest,
 )
 
-OnChunk = Callable[[GenerateChunk], None]
-_LOGPROB_SLACK = 1e-3
-"""A log softmax in float32 may come out above 0 by its rounding; by no more than this."""
 _NEEDED = "a run needs its engine servers"
 
 
@@ -51,11 +46,14 @@ class EngineClient(Protocol):
     cut_nowait gives the process up: calls that wait for it, and all to come, raise EngineLost. renew_nowait:
     another process has taken its place, with the weights of the start. Both are idempotent. generate_segment
     samples until the end, the budget or an interruption; with `on_chunk`, which gets tokens as they come, the
-    answer has only the tokens after those. abort ends these requests (None: all) with what they have, and
-    returns those that were there. prepare loads weights beside the serving ones, and load_chunk a chunk into
-    woken weights: both return the digest of what was loaded. commit swaps to it. sleep aborts what runs and
-    frees these parts, wake takes memory for them again (`restore`: with the weights that served before); both
-    are idempotent, and requests that come meanwhile wait until all parts are awake.
+    answer has only the tokens after those. A server that can hold an interrupted request gives its tokens to
+    `on_interrupted`, and goes on with it if that returns true; with false, or without it, they are the
+    answer. A caller that leaves ends its request. abort ends these requests (None: all of this client) with
+    what they have, and returns those that were there. prepare loads weights beside the serving ones, and
+    load_chunk a chunk into woken weights: both return the digest of what was loaded. commit swaps to it.
+    sleep interrupts what runs and frees these parts, wake takes memory for them again (`restore`: with the
+    weights that served before); both are idempotent, and requests that come meanwhile wait until all parts
+    are awake.
     """
 
     name: str
@@ -66,7 +64,11 @@ class EngineClient(Protocol):
     def cut_nowait(self) -> None: ...
     def renew_nowait(self) -> None: ...
     async def generate_segment(
-        self, request: GenerateRequest, *, on_chunk: OnChunk | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        on_chunk: OnChunk | None = None,
+        on_interrupted: OnInterrupted | None = None,
     ) -> GenerateResponse: ...
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]: ...
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth: ...
@@ -153,67 +155,6 @@ def refused(name: str, request: GenerateRequest, refusal: CallRefused) -> Reques
     return RequestRefused(what, rule=said.rule, way_out=way_out)
 
 
-class SegmentCheck:
-    """Raises EngineError for what cannot be the answer of server `name` to `request`, streamed or not.
-
-    Life: begun when the request is sent -> chunk() for each GenerateChunk -> end() for the rest.
-    Invariant: what has passed has a logprob for each of at most max_tokens tokens, under versions from
-        `oldest` to `newest` that never go back. The token that ends a completion passes with its
-        finish_reason alone, so that a request whose server is lost after a chunk can go on behind it.
-
-    `oldest` is what the server had confirmed when the request was sent, `newest` what it was offered last by
-    the time of the chunk or the end.
-    """
-
-    def __init__(self, name: str, request: GenerateRequest, *, oldest: int) -> None:
-        self._name, self._request = name, request
-        self._num_told, self._version = 0, oldest
-
-    def chunk(self, chunk: GenerateChunk, *, newest: int) -> None:
-        """Some tokens before the end."""
-        self._pass(chunk, newest)
-        if self._num_told == self._request.max_tokens:
-            raise self._wrong(f"chunks of {self._num_told} tokens and no end", "max_tokens is a limit")
-
-    def end(self, answer: GenerateResponse, *, newest: int) -> None:
-        """The tokens after the last chunk, or all of them, and how they ended."""
-        if answer.request_id != self._request.request_id:
-            raise self._wrong(f"the answer to {answer.request_id}", "an answer carries its request_id")
-        self._pass(answer, newest)
-        is_short = answer.finish_reason == "length" and self._num_told != self._request.max_tokens
-        if is_short or (answer.finish_reason == "stop" and not answer.token_ids):
-            what = f"finish_reason {answer.finish_reason} after {self._num_told} tokens"
-            raise self._wrong(what, "length means that max_tokens are used up, stop comes with its token")
-
-    def _pass(self, part: GenerateChunk | GenerateResponse, newest: int) -> None:
-        token_ids, logprobs, spans = part.token_ids, part.logprobs, part.version_spans
-        self._num_told += len(token_ids)
-        if self._num_told > self._request.max_tokens:
-            raise self._wrong(f"{self._num_told} tokens", "max_tokens is a limit")
-        if len(logprobs) != len(token_ids):
-            what = f"{len(logprobs)} logprobs for {len(token_ids)} tokens"
-            raise self._wrong(what, "there is one logprob a token")
-        for token, logprob in zip(token_ids, logprobs, strict=True):
-            if token < 0 or not math.isfinite(logprob) or logprob > _LOGPROB_SLACK:
-                what = f"token id {token} with logprob {logprob}"
-                raise self._wrong(what, "ids are 0 or more, a sampled logprob is finite and at most 0")
-        at, oldest = 0, self._version
-        for span in spans:
-            if span.start != at or span.end <= at or not self._version <= span.version <= newest:
-                break
-            at, self._version = span.end, span.version
-        if at != len(token_ids):
-            shown = ", ".join(f"[{span.start}, {span.end}) v{span.version}" for span in spans[:6]) or "none"
-            what = f"version spans {shown} over {len(token_ids)} tokens"
-            rule = "spans cover every token once, under versions that never go back"
-            raise self._wrong(what, f"{rule}, from {oldest} (confirmed before) to {newest} (offered last)")
-
-    def _wrong(self, answered: str, rule: str) -> EngineError:
-        request = self._request
-        what = f"answered request {request.request_id} of {request.max_tokens} tokens with {answered}"
-        return EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
-
-
 class EngineServer:
     """An EngineClient of an embedded or simulated engine: its messages as calls, its failures as ours.
 
@@ -230,49 +171,45 @@ class EngineServer:
         self.policy_version = self._offered_version = self._start_version = policy_version
         self.num_commits = 0
         self._line = Lifeline(caller)
+        self._link: Link | None = None
 
     def cut_nowait(self) -> None:
         self._line.cut_nowait()
+        if self._link is not None:
+            self._link.close_nowait()
+            self._link = None
 
     def renew_nowait(self) -> None:
-        self._line.cut_nowait()
+        self.cut_nowait()
         self._line = Lifeline(self._caller)
         self.policy_version = self._offered_version = self._start_version
 
     async def generate_segment(
-        self, request: GenerateRequest, *, on_chunk: OnChunk | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        on_chunk: OnChunk | None = None,
+        on_interrupted: OnInterrupted | None = None,
     ) -> GenerateResponse:
         check = SegmentCheck(self.name, request, oldest=self.policy_version)
         async with self._line.calls():
+            if self._link is None or self._link.is_broken:
+                self._link = Link(self._caller, lambda: self._offered_version)
             try:
-                if on_chunk is None:
-                    answer = await self._caller.post("/generate", request, GenerateResponse, timeout_s=None)
-                else:
-                    answer = await self._stream(request, check, on_chunk)
+                return await self._link.sample(OpenRequest(request, check, on_chunk, on_interrupted))
             except CallRefused as refusal:
                 if refusal.status not in (400, 422):
                     raise
                 raise refused(self.name, request, refusal) from refusal
-        check.end(answer, newest=self._offered_version)
-        return answer
-
-    async def _stream(
-        self, request: GenerateRequest, check: SegmentCheck, on_chunk: OnChunk
-    ) -> GenerateResponse:
-        streamed = request.model_copy(update={"stream": True})
-        stream = self._caller.stream("/generate", streamed, GenerateChunk, GenerateResponse)
-        async with contextlib.aclosing(stream) as lines:
-            async for line in lines:
-                if isinstance(line, GenerateResponse):
-                    answer = line
-                else:
-                    check.chunk(line, newest=self._offered_version)
-                    on_chunk(line)
-        return answer  # Caller.stream ends with it, or raises
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
-        request = AbortRequest(request_ids=request_ids)
-        return (await self._post("/abort", request, AbortResponse, timeout_s)).aborted
+        found = [] if self._link is None else self._link.find(request_ids)
+        for opened in found:
+            assert self._link is not None
+            self._link.abort_nowait(opened)
+        if found:
+            await asyncio.wait([opened.done for opened in found], timeout=timeout_s)
+        return [opened.request.request_id for opened in found]
 
     async def health(self, *, timeout_s: float | None = 10.0) -> EngineHealth:
         async with self._line.calls():

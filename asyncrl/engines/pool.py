@@ -27,9 +27,8 @@ class EnginePool:
         at another one. It moves too if a segment is interrupted, by a publish or balance() say, while its
         server has more requests than slots and another one has a free slot: its cache is lost wherever it
         goes.
-    Waits: generate sleeps in the server's answer; with no server up until up_nowait. A cancelled one tells
-        the server within ABORT_TIMEOUT_S, so that its slot is free at once; a server that it cannot tell sees
-        the broken connection. The limit is the caller's rollout.timeout_s.
+    Waits: generate sleeps in the server's answer; with no server up until up_nowait. The limit is the
+        caller's rollout.timeout_s.
     Invariant: what generate returns is what one uninterrupted request would have returned wherever the
         weights did not change, because SegmentJoin keeps seed and positions. A server that interrupts for no
         publish and gives nothing is left after MAX_EMPTY_SEGMENTS segments, with an EngineError.
@@ -156,12 +155,21 @@ class EnginePool:
                 raise EngineError(server.name, what, rule=rule, way_out=way_out)
 
     async def _segment(self, index: int, join: SegmentJoin, on_tokens: OnTokens | None) -> None:
-        """One segment, appended to `join` as it comes; a token is in `join` before on_tokens gets it."""
+        """What this server samples, appended to `join` as it comes; a token is in `join` before on_tokens
+        gets it.
+        """
         server, request = self.servers[index], join.next_request()
 
         def on_chunk(chunk: GenerateChunk) -> None:
             join.add_chunk(chunk, index)
             tell(chunk.token_ids)
+
+        def on_interrupted(part: GenerateResponse) -> bool:
+            if self._router.has_to_move(index):
+                return False
+            join.add(part, index)
+            tell(part.token_ids)
+            return True
 
         def tell(token_ids: list[int]) -> None:
             self._tokens += len(token_ids)
@@ -172,10 +180,7 @@ class EnginePool:
         try:
             with waiting("completions", on=server.name, who="rollouts"):
                 listen = None if on_tokens is None else on_chunk
-                rest = await server.generate_segment(request, on_chunk=listen)
-        except asyncio.CancelledError:  # a rollout that timed out or was dropped must not keep its slot
-            await self._abort(server, [request.request_id])
-            raise
+                rest = await server.generate_segment(request, on_chunk=listen, on_interrupted=on_interrupted)
         finally:
             del self._sent[index][request.request_id]
         join.add(rest, index)
@@ -285,12 +290,12 @@ class SegmentJoin:
         request = self.request
         return GenerateRequest(
             request_id=request.request_id,
-            prompt_ids=[*request.prompt_ids, *self.token_ids],
+            prompt_ids=[*request.prompt_ids, *self.token_ids] if self.token_ids else request.prompt_ids,
             num_resumed=len(self.token_ids),
             max_tokens=self.num_left,
             temperature=request.temperature,
             top_p=request.top_p,
-            stop=list(request.stop),
+            stop=request.stop,
             seed=request.seed,
         )
 

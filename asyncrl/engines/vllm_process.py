@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.engines.engine import OnChunk
+from asyncrl.engines.link import OnChunk
 from asyncrl.engines.vllm_routes import GENERATE, LabelInfo, Routes, Said, ServerInfo, vllm_request
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused

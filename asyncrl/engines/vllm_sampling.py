@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from asyncrl.engines.engine import SegmentCheck, refused
+from asyncrl.engines.engine import refused
+from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess
 from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, vllm_request
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
@@ -84,13 +85,16 @@ def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict
     request = segment.request
     place = f"{request.seed}|{len(request.prompt_ids)}".encode()
     special = [facts.special_ids[text] for text in request.stop if text in facts.special_ids]
-    sampling = request.model_dump(include={"max_tokens", "temperature", "top_p"}) | {
+    sampling = {
+        "max_tokens": request.max_tokens,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
         "seed": int.from_bytes(hashlib.sha256(place).digest()[:8], "big") >> 1,
         "stop": [text for text in request.stop if text],
         "stop_token_ids": [*facts.end_ids, *special],
         "detokenize": bool(request.stop),
     }
-    return vllm_request(request.prompt_ids, segment.wire_id, segment.label, model, **sampling)
+    return vllm_request(list(request.prompt_ids), segment.wire_id, segment.label, model, **sampling)
 
 
 class Sampled:
@@ -242,4 +246,4 @@ def joint_watch(request: GenerateRequest, decode: Decode | None) -> JointWatch |
     """A watch, where the segment has a joint that a stop string can lie over, and its text can be read."""
     if decode is None or not request.num_resumed or not any(request.stop):
         return None
-    return JointWatch(request.stop, decode, request.prompt_ids[-request.num_resumed :])
+    return JointWatch(request.stop, decode, list(request.prompt_ids[-request.num_resumed :]))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlencode
 
-from asyncrl.engines.engine import OnChunk
+from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess, make_ready
 from asyncrl.engines.vllm_routes import LabelInfo, Said
@@ -94,8 +94,13 @@ class VllmServer:
         return await self.health(timeout_s=timeout_s)
 
     async def generate_segment(
-        self, request: GenerateRequest, *, on_chunk: OnChunk | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        on_chunk: OnChunk | None = None,
+        on_interrupted: OnInterrupted | None = None,
     ) -> GenerateResponse:
+        """VLLM cannot hold an interrupted request: it is answered with what it has."""
         process = self._process
         check_request(process, request, self.facts)
         if process.segments([request.request_id]):

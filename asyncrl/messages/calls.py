@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,28 +24,24 @@ class Span(Message):
     version: int
 
 
-class GenerateRequest(Message):
-    """Sample up to `max_tokens` after `prompt_ids`.
-
-    `stream`: the answer is a line of JSON a GenerateChunk, as tokens are sampled, and last the
-    GenerateResponse, whose tokens are those after the last chunk's: chunks and response, joined, are what the
-    same request without `stream` answers. The token that ends an answer comes in the response, never in a
-    chunk.
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """Sample up to `max_tokens` after `prompt_ids`, int [P].
 
     The last `num_resumed` ids of the prompt were sampled by an earlier segment of the same logical request:
     they count for stop strings that lie over the joint, and nothing else. The draw of each token depends on
-    (`seed`, its absolute position, counted from the first prompt id) alone.
+    (`seed`, its absolute position, counted from the first prompt id) alone. `max_tokens` >= 1; `temperature`
+    >= 0; 0 < `top_p` <= 1; 0 <= `seed` < 2**63.
     """
 
     request_id: str
-    prompt_ids: list[int] = Field(min_length=1)
-    num_resumed: int = Field(default=0, ge=0)
-    max_tokens: int = Field(ge=1)
-    temperature: float = Field(default=1.0, ge=0.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    stop: list[str] = Field(default=[], max_length=16)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    stream: bool = False
+    prompt_ids: Sequence[int] | npt.NDArray[np.int32]
+    max_tokens: int
+    num_resumed: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
 
 
 class GenerateChunk(Message):
@@ -85,20 +82,6 @@ class GenerateResponse(Message):
         ]
         rest = {"token_ids": self.token_ids[num_tokens:], "logprobs": self.logprobs[num_tokens:]}
         return self.model_copy(update={**rest, "version_spans": spans})
-
-
-class AbortRequest(Message):
-    """Abort these requests; None aborts all."""
-
-    request_ids: list[str] | None = None
-
-
-class AbortResponse(Message):
-    """The ids that were running or queued here and now end with finish_reason abort. Unknown ids are left
-    out.
-    """
-
-    aborted: list[str]
 
 
 class WeightsBody(Message):
@@ -210,6 +193,8 @@ class EngineHealth(Message):
     device: str
     decode_s: float = 0.0
     """Seconds spent in prefill and decode so far."""
+    tokens_prefilled: int = 0
+    """Prompt tokens that were computed, not copied from the KV cache, so far."""
     asleep: list[EnginePart] = []
 
 

@@ -167,7 +167,9 @@ def _engine(
     weights = shape.num_parameters * item
     each = -(-length // block) * block if devices[0] == "cpu" else length
     copies = weights if mode == "apart" and facts.stages_weights else 0
-    memory = Memory(weights=weights, copies=copies, kv=slots * each * shape.kv_per_token * item)
+    num_kept = slots if facts.keeps_turns and config.generator.is_harness else 0
+    kv = (slots + num_kept) * each * shape.kv_per_token * item
+    memory = Memory(weights=weights, copies=copies, kv=kv)
     note = _part(f"{config.rollout.engine}: weights, KV cache of {slots} x {length} tokens", len(devices))
     part, threads = memory.split(len(devices)), engine_threads(config)
     return [

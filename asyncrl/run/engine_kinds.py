@@ -73,6 +73,7 @@ class Embedded:
             "threads": engine_threads(self.config),
             "deterministic": self.rollout.deterministic,
             "has_adapters": self.config.weight_sync.facts.sends_adapters,
+            "keeps_turns": self.config.generator.is_harness,
         }
 
     def process(self, run_dir: Path) -> Body:
@@ -93,7 +94,7 @@ class Embedded:
 
     def how_to_use(self, url: str, model_path: Path) -> str:
         """What `asyncrl serve engine` says of it beside address and key."""
-        return "  it speaks the messages of asyncrl/messages/calls.py"
+        return "  it speaks the messages of asyncrl/messages/calls.py and frames.py"
 
 
 class Simulated(Embedded):

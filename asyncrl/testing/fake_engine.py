@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from itertools import groupby
-from operator import itemgetter
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 
-from asyncrl.http import Answer, Part
-from asyncrl.messages import calls
-from asyncrl.messages.base import EnginePart, Moved
+from asyncrl.http import CallLost
+from asyncrl.messages import calls, frames
+from asyncrl.messages.base import EnginePart, ErrorBody, Moved
 from asyncrl.testing.fake_server import FakeServer
 
 END_TOKEN = 0
 FIRST_TOKEN, NUM_TOKENS = 97, 26
 """Sampled tokens are the letters a..z, one id a character, and END_TOKEN."""
-
-Reason = Literal["abort", "stop", "length"]
 
 
 def fake_token(weights: str, seed: int, ids: Sequence[int], end_fraction: float) -> tuple[int, float]:
@@ -34,45 +30,59 @@ def fake_token(weights: str, seed: int, ids: Sequence[int], end_fraction: float)
 
 
 class FakeRun:
-    """One request at the fake server: what it has drawn, and how much of it the client has in chunks."""
+    """One request at the fake server: what it has drawn, and how much of it the client has.
 
-    def __init__(self, request: calls.GenerateRequest) -> None:
-        self.request = request
-        self.is_granted = self.is_aborted = False
-        self.changed = asyncio.Event()
+    Life: queued -> granted a slot -> over; interrupted it holds the slot until it is resumed, or leaves.
+    """
+
+    def __init__(self, asked: frames.Asked, link: FakeLink) -> None:
+        self.number, self.request, self.is_streamed = asked
+        self.link = link
+        self.is_granted = self.is_held = False
+        self.then = ""
+        """Its end, once it has one."""
         self.drawn: list[tuple[int, float, int]] = []
         """(token, logprob, version)."""
         self.num_sent = 0
-        self.ended: Reason | None = None
+        self.next_draw: asyncio.TimerHandle | None = None
 
-    def abort(self) -> None:
-        self.is_aborted = True
-        self.changed.set()
-
-    async def wait(self) -> None:
-        """Sleep until the server wakes this request."""
-        self.changed.clear()
-        await self.changed.wait()
-
-    def chunks(self) -> list[calls.GenerateChunk]:
-        """What was not sent yet, a chunk a version; it counts as sent."""
+    def row(self, then: str) -> frames.Sampled:
+        """What was not sent yet; it counts as sent."""
         new, self.num_sent = self.drawn[self.num_sent :], len(self.drawn)
-        found = []
-        for version, drawn in groupby(new, key=itemgetter(2)):
-            token_ids, logprobs, _ = map(list, zip(*drawn, strict=True))
-            found.append(calls.GenerateChunk(token_ids=token_ids, logprobs=logprobs, version=version))
-        return found
+        versions = [version for _, _, version in new]
+        firsts = [at for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
+        spans = frames.spans_of([(at, versions[at]) for at in firsts], 0, len(new))
+        ids = np.array([token for token, _, _ in new], np.int32)
+        logprobs = np.array([logprob for _, logprob, _ in new], np.float32)
+        return frames.Sampled(self.number, ids, logprobs, spans, then)
 
-    def answer(self) -> dict[str, Any]:
-        """The fields of its GenerateResponse, with what was not sent yet."""
-        token_ids, logprobs, spans = list[int](), list[float](), list[calls.Span]()
-        for chunk in self.chunks():
-            start, end = len(token_ids), len(token_ids) + len(chunk.token_ids)
-            spans.append(calls.Span(start=start, end=end, version=chunk.version))
-            token_ids += chunk.token_ids
-            logprobs += chunk.logprobs
-        fields = {"token_ids": token_ids, "logprobs": logprobs, "version_spans": spans}
-        return {**fields, "request_id": self.request.request_id, "finish_reason": self.ended}
+
+class FakeLink:
+    """The server's end of a link, as the socket that the client gets."""
+
+    def __init__(self, server: FakeEngineServer) -> None:
+        self._server, self._process = server, server.has_ended
+        self._out: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def send(self, frame: bytes) -> None:
+        if self._process.is_set():
+            raise self._lost()
+        if not self._server.is_frozen:
+            self._server.take(self, frames.read_frame(frame))
+
+    async def receive(self) -> bytes:
+        received: bytes = await self._server.unless_dead("/link", self._out.get)
+        return received
+
+    async def close(self) -> None:
+        if not self._process.is_set():
+            self._server.leave(self)
+
+    def tell(self, frame: bytes) -> None:
+        self._out.put_nowait(frame)
+
+    def _lost(self) -> CallLost:
+        return CallLost(self._server.name, "/link", "ServerDisconnectedError: it died")
 
 
 class FakeParts:
@@ -134,12 +144,12 @@ class FakeParts:
 
 
 class FakeEngineServer(FakeServer):
-    """An engine server with slots, latency and versions, reached as if over HTTP.
+    """An engine server with slots, latency and versions, reached as if over a link and HTTP.
 
     Life: a request queues -> holds one of `slots` -> draws a token every `decode_s` -> END_TOKEN, max_tokens
-        or abort. A commit closes the gate, ends or keeps what runs, swaps for `swap_s`, opens the gate. It
-        may sleep part by part; what comes meanwhile queues until it can serve again.
-    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes an answer), `chunk_tokens`
+        or abort. A commit closes the gate, interrupts or keeps what runs, swaps for `swap_s`, opens the gate.
+        It may sleep part by part; what comes meanwhile queues until it can serve again.
+    Knobs: `refuse` (a reason answers 400), `corrupt_digest`, `mangle` (changes a row), `chunk_tokens`
         (tokens of a streamed chunk), `parts` (its memory).
     """
 
@@ -159,17 +169,17 @@ class FakeEngineServer(FakeServer):
         self.slots, self.decode_s, self.prepare_s, self.swap_s = slots, decode_s, prepare_s, swap_s
         self.end_fraction, self.max_length, self._first_weights = end_fraction, max_length, weights
         self.refuse: Callable[[calls.GenerateRequest], str] = lambda _: ""
-        self.mangle: Callable[[calls.GenerateResponse], calls.GenerateResponse] = lambda answer: answer
+        self.mangle: Callable[[frames.Sampled], frames.Sampled] = lambda row: row
         self.chunk_tokens, self.corrupt_digest = 1, False
         self.requests: list[calls.GenerateRequest] = []
-        """Every /generate so far."""
+        """Every request so far."""
         self.tokens_generated = 0
         self._start()
 
     def _start(self) -> None:
         self.policy_version, self.weights = 0, self._first_weights
         self.parts = FakeParts(self)
-        self._runs: dict[str, FakeRun] = {}
+        self._runs: dict[tuple[FakeLink, int], FakeRun] = {}
         self._queue: deque[FakeRun] = deque()
         self._staged: tuple[int, str] | None = None
         self._ended = asyncio.Event()
@@ -201,12 +211,6 @@ class FakeEngineServer(FakeServer):
 
     async def _handle(self, path: str, body: Any) -> BaseModel:
         match path:
-            case "/generate":
-                async with contextlib.aclosing(self._steps(body)) as steps:
-                    runs = [run async for run in steps]
-                return self._answer_of(runs[-1])
-            case "/abort":
-                return self._abort(body.request_ids)
             case "/prepare":
                 self.parts.check_weights_awake(path)
                 await asyncio.sleep(self.prepare_s)
@@ -214,8 +218,8 @@ class FakeEngineServer(FakeServer):
                 return calls.PrepareResponse(version=body.version, digest=self._digest(body))
             case "/commit":
                 return await self._commit(body)
-            case "/sleep":  # what runs is aborted, what is queued stays
-                self._abort([name for name, run in self._runs.items() if run.is_granted])
+            case "/sleep":  # what runs is interrupted, what is queued stays
+                self._interrupt()
                 return self.parts.sleep(body)
             case "/wake":
                 moved = self.parts.wake(body)
@@ -229,75 +233,87 @@ class FakeEngineServer(FakeServer):
     def _digest(self, body: calls.PrepareRequest | calls.LoadChunkRequest) -> str:
         return "corrupt" if self.corrupt_digest else body.digest
 
-    def _answer_of(self, run: FakeRun) -> calls.GenerateResponse:
-        return self.mangle(calls.GenerateResponse.model_validate(run.answer()))
+    async def connect(self, path: str) -> Any:
+        """A link to it."""
+        await self.unless_dead(path, _at_once)
+        return FakeLink(self)
 
-    async def stream(
-        self, path: str, body: BaseModel, part: type[Part], last: type[Answer]
-    ) -> AsyncGenerator[Part | Answer, None]:
-        """POST /generate with `stream`."""
-        assert isinstance(body, calls.GenerateRequest)
-        async with contextlib.aclosing(self._steps(body)) as steps:
-            while (run := await self.unless_dead(path, steps.__anext__)).ended is None:
-                if len(run.drawn) - run.num_sent >= self.chunk_tokens:
-                    for chunk in run.chunks():
-                        yield part.model_validate(chunk.model_dump())
-            yield last.model_validate(self._answer_of(run).model_dump())
+    def take(self, link: FakeLink, frame: frames.Frame) -> None:
+        """What comes over a link."""
+        if frame.kind == "submit":
+            for asked in frames.read_submit(frame):
+                self._submit(FakeRun(asked, link))
+        else:
+            assert frame.kind in ("resume", "abort"), frame.kind
+            found = [self._runs[link, number] for number in frame.numbers if (link, number) in self._runs]
+            for run in found:
+                if frame.kind == "abort":
+                    self._end(run, "abort")
+                elif run.is_held:
+                    run.is_held = run.is_granted = False
+                    self._queue.append(run)
+            if frame.kind == "resume":
+                self._queue.rotate(sum(run in self._queue for run in found))
+        self._grant()
 
-    async def _steps(self, request: calls.GenerateRequest) -> AsyncGenerator[FakeRun, None]:
-        """The run after each token, and at its end."""
+    def leave(self, link: FakeLink) -> None:
+        """The client of this link has left."""
+        for run in [one for one in self._runs.values() if one.link is link]:
+            self._end(run, "abort")
+        self._grant()
+
+    def _submit(self, run: FakeRun) -> None:
+        request = run.request
         self.requests.append(request)
-        name, needed = request.request_id, len(request.prompt_ids) + request.max_tokens
+        needed = len(request.prompt_ids) + request.max_tokens
         reason = self.refuse(request)
         if needed > self.max_length:
             reason = f"{needed} tokens do not fit max_length={self.max_length}"
-        if name in self._runs:
-            reason = f"request_id {name} is running already"
         if reason:
-            raise self.refused("/generate", reason, 400)
-        runs, queue = self._runs, self._queue  # of this process
-        run = runs[name] = FakeRun(request)
-        queue.append(run)
-        self._grant()
-        try:
-            while run.ended is None:
-                run.ended = await self._step(run)
-                yield run
-        finally:  # cancelled too: a broken connection frees the slot
-            del runs[name]
-            if run in queue:
-                queue.remove(run)
-            self._ended.set()
-            self._grant()
+            run.link.tell(frames.refused_frame(run.number, 400, ErrorBody(error=reason)))
+            return
+        self._runs[run.link, run.number] = run
+        self._queue.append(run)
 
-    async def _step(self, run: FakeRun) -> Reason | None:
-        """Draw a token; returns the reason if this is the end."""
+    def _end(self, run: FakeRun, then: str) -> None:
+        """Tell what it has and how it ends; interrupted, it holds its slot."""
+        if run.next_draw is not None:
+            run.next_draw.cancel()
+        if then == "interrupted":
+            run.is_held = True
+        else:
+            del self._runs[run.link, run.number]
+            if run in self._queue:
+                self._queue.remove(run)
+        run.link.tell(frames.sampled_frame([self.mangle(run.row(then))]))
+        self._ended.set()
+
+    def _interrupt(self) -> int:
+        """Returns how many these are."""
+        running = [run for run in self._runs.values() if run.is_granted and not run.is_held]
+        for run in running:
+            self._end(run, "interrupted")
+        return len(running)
+
+    def _draw_later(self, run: FakeRun) -> None:
+        run.next_draw = asyncio.get_running_loop().call_later(self.decode_s, self._draw, run)
+
+    def _draw(self, run: FakeRun) -> None:
+        """Draw a token, unless the gate is closed; then it is drawn a step after it opens."""
+        if not self._is_open or self._runs.get((run.link, run.number)) is not run:
+            return
         request = run.request
-        while True:
-            while not (run.is_aborted or (run.is_granted and self._is_open)):
-                await run.wait()
-            try:
-                async with asyncio.timeout(self.decode_s):
-                    while not run.is_aborted:
-                        await run.wait()
-                return "abort"
-            except TimeoutError:
-                if self._is_open:
-                    break
         ids = [*request.prompt_ids, *(token for token, _, _ in run.drawn)]
         token, logprob = fake_token(self.weights, request.seed, ids, self.end_fraction)
         run.drawn.append((token, logprob, self.policy_version))
         self.tokens_generated += 1
-        if token == END_TOKEN:
-            return "stop"
-        return "length" if len(run.drawn) == request.max_tokens else None
-
-    def _abort(self, request_ids: Sequence[str] | None) -> calls.AbortResponse:
-        wanted = list(self._runs) if request_ids is None else request_ids
-        aborted = [name for name in wanted if name in self._runs]
-        for name in aborted:
-            self._runs[name].abort()
-        return calls.AbortResponse(aborted=aborted)
+        if token == END_TOKEN or len(run.drawn) == request.max_tokens:
+            self._end(run, "stop" if token == END_TOKEN else "length")
+            self._grant()
+            return
+        if run.is_streamed and len(run.drawn) - run.num_sent >= self.chunk_tokens:
+            run.link.tell(frames.sampled_frame([run.row("more")]))
+        self._draw_later(run)
 
     async def _commit(self, request: calls.CommitRequest) -> calls.CommitResponse:
         self.parts.check_weights_awake("/commit")
@@ -322,11 +338,10 @@ class FakeEngineServer(FakeServer):
             while self.num_running:
                 self._ended.clear()
                 await self._ended.wait()
-        running = [run for run in self._runs.values() if run.is_granted]
+        num_running = sum(run.is_granted and not run.is_held for run in self._runs.values())
         self._is_open = self._is_granting = False
         if request.interrupt == "abort":
-            for run in running:
-                run.abort()
+            self._interrupt()
         try:
             await asyncio.sleep(self.swap_s)
             self.policy_version, self.weights = request.version, request.digest
@@ -334,13 +349,20 @@ class FakeEngineServer(FakeServer):
         finally:
             if process is self.has_ended:
                 self._is_open = self._is_granting = True
-            for run in running:
-                run.changed.set()
-            self._grant()
-        return len(running)
+                for run in self._runs.values():
+                    if run.is_granted and not run.is_held:
+                        if run.next_draw is not None:
+                            run.next_draw.cancel()
+                        self._draw_later(run)
+                self._grant()
+        return num_running
 
     def _grant(self) -> None:
         while self._is_granting and self.parts.can_serve and self._queue and self.num_running < self.slots:
             run = self._queue.popleft()
             run.is_granted = True
-            run.changed.set()
+            self._draw_later(run)
+
+
+async def _at_once() -> None:
+    """Nothing to wait for."""

@@ -9,37 +9,29 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection
-from typing import Any, Literal, TypeVar
+from collections.abc import Collection, Sequence
+from itertools import count
+from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import Field
 
-from asyncrl.http import Refused, die_with_parent, serve
+from asyncrl.http import Refused, die_with_parent
 from asyncrl.messages.base import EnginePart, LatencyModel, Moved
 from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
     EngineHealth,
-    GenerateRequest,
-    GenerateResponse,
     LoadChunkRequest,
     PrepareRequest,
     SleepRequest,
     WakeRequest,
 )
 from asyncrl.messages.digest import joint_digest, tensor_digest
+from asyncrl.messages.frames import Asked, Sampled, spans_of
 from asyncrl.weights.tensor_files import read_or_refuse
-from asyncrl_servers.engine_app import (
-    EngineSpec,
-    TokenStream,
-    check_queue,
-    check_request,
-    engine_app,
-    read_spec,
-    spans_of,
-    uniform_draws,
-)
+from asyncrl_servers.engine_app import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
+from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
 Answer = TypeVar("Answer")
@@ -82,20 +74,20 @@ class SimulatedWeights(WeightState):
         self.settle(self.version, self.digest, self.source)
 
 
-class SimulatedRequest:
-    """A request, admitted at `start` and done at `start + length` of the step clock."""
+class SimulatedRun(Run):
+    """A run, admitted at `start` with `first` tokens sampled before, and over at `end` = start + length of
+    the step clock.
+    """
 
-    def __init__(self, request: GenerateRequest, stream: TokenStream | None) -> None:
-        self.request, self.stream, self.num_told = request, stream, 0
-        self.answer: asyncio.Future[GenerateResponse] = asyncio.get_running_loop().create_future()
+    def __init__(self, asked: Asked, listener: Listener) -> None:
+        super().__init__(asked, listener)
         self.start, self.end, self.length, self.is_stop = 0.0, 0.0, 0, False
+        self.first = self.num_told = 0
+        self.is_over = False
 
-    def __lt__(self, other: SimulatedRequest) -> bool:
-        return self.end < other.end
-
-    def num_sampled(self, steps: float) -> int:
+    def num_by(self, steps: float) -> int:
         """Tokens that the step clock has passed, without the one that ends it."""
-        return max(0, min(int(steps - self.start + 1e-9), self.length - 1))
+        return self.first + max(0, min(int(steps - self.start + 1e-9), self.length - 1))
 
 
 class SimulatedEngine:
@@ -106,7 +98,8 @@ class SimulatedEngine:
     reaches its start plus its length; version changes are places on the clock. Tokens are drawn at the end,
     or once a step if they are streamed.
 
-    Life: a request is queued -> running -> answered, or queued -> answered (aborted).
+    Life: a run is queued -> running -> over, or aborted from any state; an update or a sleep interrupts what
+        runs, which holds its slot until it is resumed: to the head of the queue.
     Waits: one timer, for the next end (with a stream running, for the next step); every change of what runs
         sets it anew. A commit with interrupt=wait waits for the last running request, whose end or abort
         answers it.
@@ -115,10 +108,13 @@ class SimulatedEngine:
 
     def __init__(self, spec: SimulatedSpec) -> None:
         self.spec, self.weights = spec, SimulatedWeights()
-        self._queued: OrderedDict[str, SimulatedRequest] = OrderedDict()
-        self._running: dict[str, SimulatedRequest] = {}
-        self._streamed: dict[str, SimulatedRequest] = {}
-        self._ends: list[SimulatedRequest] = []
+        self._queued: OrderedDict[SimulatedRun, None] = OrderedDict()
+        self._running: dict[SimulatedRun, None] = {}
+        self._interrupted: dict[SimulatedRun, None] = {}
+        self._streamed: dict[SimulatedRun, None] = {}
+        self._ends: list[tuple[float, int, SimulatedRun]] = []
+        """A heap; what does not run until then any more is skipped."""
+        self._admitted = count()
         self._steps, self._updated_s, self._stalled_until_s = 0.0, 0.0, 0.0
         self._changes: list[tuple[float, int]] = [(0.0, 0)]
         """(Place on the step clock, policy_version from there on), in order."""
@@ -129,14 +125,14 @@ class SimulatedEngine:
     def health(self) -> EngineHealth:
         """Counts of this moment."""
         self._advance()
-        num_sampled = sum(entry.num_sampled(self._steps) for entry in self._running.values())
+        num_sampled = sum(run.num_by(self._steps) - run.num_told for run in self._running)
         return EngineHealth(
             name=self.spec.name,
             kind="simulated",
             policy_version=self.weights.version,
             slots=self.spec.slots,
             max_length=self.spec.max_length,
-            num_running=len(self._running),
+            num_running=len(self._running) + len(self._interrupted),
             num_queued=len(self._queued),
             tokens_generated=self._tokens_generated + num_sampled,
             device="none",
@@ -144,23 +140,30 @@ class SimulatedEngine:
             asleep=self.weights.asleep,
         )
 
-    def submit(
-        self, request: GenerateRequest, stream: TokenStream | None = None
-    ) -> asyncio.Future[GenerateResponse]:
-        """Queue a request. Stop strings never match: there is no text. Raises Refused (400, 409, 503)."""
-        check_request(request, self.spec.max_length, self.spec.vocab_size)
-        check_queue(request.request_id, self._running, self._queued)
-        entry = self._queued[request.request_id] = SimulatedRequest(request, stream)
-        self._update()
-        return entry.answer
+    def run(self, asked: Asked, listener: Listener) -> SimulatedRun:
+        """Stop strings never match: there is no text. Raises Refused (400)."""
+        check_request(asked, self.spec.max_length, self.spec.vocab_size)
+        return SimulatedRun(asked, listener)
 
-    def abort(self, request_ids: list[str] | None) -> asyncio.Future[list[str]]:
-        """End these requests (None: all) with what they have; names those that were here."""
-        self._update()  # what is over by now has ended by itself
-        wanted = [*self._running, *self._queued] if request_ids is None else dict.fromkeys(request_ids)
-        aborted = [request_id for request_id in wanted if self._end_early(request_id)]
+    def submit(self, runs: Sequence[SimulatedRun]) -> None:
+        """Queue them."""
+        self._queued.update(dict.fromkeys(runs))
         self._update()
-        return _done(aborted)
+
+    def resume(self, runs: Sequence[SimulatedRun]) -> None:
+        """Those that were interrupted go on, before what is queued."""
+        for run in reversed(runs):
+            if run in self._interrupted:
+                del self._interrupted[run]
+                self._queued[run] = None
+                self._queued.move_to_end(run, last=False)
+        self._update()
+
+    def abort(self, runs: Sequence[SimulatedRun]) -> None:
+        """End them with what they have."""
+        self._update()  # what is over by now has ended by itself
+        self._end([(run, "abort") for run in runs if not run.is_over])
+        self._update()
 
     def commit(self, request: CommitRequest) -> asyncio.Future[CommitResponse]:
         """Serve under the new version after swap_s; the answer comes when decoding can go on. Raises Refused
@@ -182,8 +185,7 @@ class SimulatedEngine:
     def sleep(self, request: SleepRequest) -> asyncio.Future[Moved]:
         """Abort what runs and put these parts to sleep; what is queued stays."""
         self._update()
-        for request_id in list(self._running):
-            self._end_early(request_id)
+        self._end([(run, "interrupted") for run in self._running])
         if self.weights.swapping is not None:
             self._swap()
         freed = set(request.parts) - set(self.weights.asleep)
@@ -207,15 +209,12 @@ class SimulatedEngine:
     def _swap(self) -> None:
         assert self.weights.swapping is not None
         (request, staged), weights = self.weights.swapping, self.weights
-        is_abort = request.interrupt == "abort" and weights.has_content
-        num_interrupted = len(self._running) + (len(self._queued) if is_abort else 0)
-        pause_s = self.spec.swap_s
-        if is_abort:
-            for request_id in [*self._running, *self._queued]:
-                self._end_early(request_id)
+        num_interrupted, pause_s = len(self._running), self.spec.swap_s
+        if request.interrupt == "abort":
+            self._end([(run, "interrupted") for run in self._running])
         if request.interrupt == "keep":
-            for entry in self._running.values():
-                num_tokens = len(entry.request.prompt_ids) + entry.num_sampled(self._steps)
+            for run in self._running:
+                num_tokens = len(run.request.prompt_ids) + run.num_by(self._steps)
                 pause_s += self.spec.prefill_s_per_token * num_tokens
         weights.settle(request.version, request.digest, staged.request.path)
         self._changes.append((self._steps, request.version))
@@ -244,81 +243,86 @@ class SimulatedEngine:
     def _update(self) -> None:
         """End what is over, admit what fits, and set the timer for the next end."""
         self._advance()
-        while self._ends and (self._ends[0].end <= self._steps + 1e-9 or self._ends[0].answer.done()):
+        ended: list[tuple[SimulatedRun, str]] = []
+        while self._ends and (self._ends[0][0] <= self._steps + 1e-9 or not self._is_current(*self._ends[0])):
             entry = heapq.heappop(self._ends)
-            if not entry.answer.done():
-                self._finish(entry, entry.length, "stop" if entry.is_stop else "length")
+            if self._is_current(*entry):
+                ended.append((entry[2], "stop" if entry[2].is_stop else "length"))
+        self._end(ended)
         if self.weights.swapping is not None and not self._running:
             self._swap()
         may_start = self.weights.swapping is None and self.weights.can_serve
-        while may_start and self._queued and len(self._running) < self.spec.slots:
-            self._start(self._queued.popitem(last=False)[1])
+        slots = self.spec.slots - len(self._interrupted)
+        while may_start and self._queued and len(self._running) < slots:
+            self._start(self._queued.popitem(last=False)[0])
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for entry in self._streamed.values():
-            self._tell(entry)
+        self._tell([(run, run.num_by(self._steps), "more") for run in self._streamed])
         if self._ends:
-            num_steps = self._ends[0].end - self._steps
+            num_steps = self._ends[0][0] - self._steps
             wait_s = (min(num_steps, 1.0) if self._streamed else num_steps) * self._step_s()
             at_s = max(self._updated_s, self._stalled_until_s) + wait_s
             self._timer = asyncio.get_running_loop().call_at(at_s, self._update)
 
-    def _start(self, entry: SimulatedRequest) -> None:
-        request = entry.request
-        wanted = max(1, self.spec.completion_length(request.seed) - request.num_resumed)
-        entry.is_stop, entry.length = wanted <= request.max_tokens, min(wanted, request.max_tokens)
-        entry.start, entry.end = self._steps, self._steps + entry.length
-        self._running[request.request_id] = entry
-        if entry.stream is not None:
-            self._streamed[request.request_id] = entry
-        heapq.heappush(self._ends, entry)
-        self._stall(self.spec.prefill_s_per_token * len(request.prompt_ids))
+    def _is_current(self, end: float, _: int, run: SimulatedRun) -> bool:
+        return run in self._running and run.end == end
 
-    def _end_early(self, request_id: str) -> bool:
-        entry = self._running.get(request_id) or self._queued.get(request_id)
-        if entry is not None:
-            num_tokens = entry.num_sampled(self._steps) if request_id in self._running else 0
-            self._finish(entry, num_tokens, "abort")
-        return entry is not None
+    def _start(self, run: SimulatedRun) -> None:
+        request = run.request
+        limit = request.max_tokens - run.num_told
+        wanted = max(1, self.spec.completion_length(request.seed) - request.num_resumed - run.num_told)
+        run.is_stop, run.length = wanted <= limit, min(wanted, limit)
+        run.first, run.start, run.end = run.num_told, self._steps, self._steps + run.length
+        self._running[run] = None
+        if run.is_streamed:
+            self._streamed[run] = None
+        heapq.heappush(self._ends, (run.end, next(self._admitted), run))
+        self._stall(self.spec.prefill_s_per_token * (len(request.prompt_ids) + run.first))
 
-    def _finish(
-        self, entry: SimulatedRequest, num_tokens: int, reason: Literal["stop", "length", "abort"]
-    ) -> None:
-        for entries in (self._running, self._streamed, self._queued):
-            entries.pop(entry.request.request_id, None)
-        self._tokens_generated += num_tokens
-        _answer(entry.answer, self._sampled(entry, 0, num_tokens, reason))
+    def _end(self, ended: Sequence[tuple[SimulatedRun, str]]) -> None:
+        """These do not run any more."""
+        rows = []
+        for run, then in ended:
+            num_tokens = run.num_told
+            if run in self._running:
+                is_whole = then in ("stop", "length")
+                num_tokens = run.first + run.length if is_whole else run.num_by(self._steps)
+            for runs in (self._running, self._streamed, self._queued, self._interrupted):
+                runs.pop(run, None)
+            if then == "interrupted":
+                self._interrupted[run] = None
+            else:
+                run.is_over = True
+            rows.append((run, num_tokens, then))
+        self._tell(rows)
 
-    def _tell(self, entry: SimulatedRequest) -> None:
-        """Put the tokens of a streamed request up to this moment into its stream."""
-        end = entry.num_sampled(self._steps)
-        if entry.stream is None or end <= entry.num_told:
-            return
-        new = self._sampled(entry, entry.num_told, end, "length")
-        for span in new.version_spans:
-            tokens = slice(span.start, span.end)
-            pairs = zip(new.token_ids[tokens], new.logprobs[tokens], strict=True)
-            entry.stream.put((token_id, logprob, span.version) for token_id, logprob in pairs)
-        entry.num_told = end
+    def _tell(self, rows: Sequence[tuple[SimulatedRun, int, str]]) -> None:
+        """What was sampled, up to so many tokens of each."""
+        told: dict[Listener, list[Sampled]] = {}
+        for run, num_tokens, then in rows:
+            if num_tokens > run.num_told or then != "more":
+                told.setdefault(run.listener, []).append(self._sampled(run, num_tokens, then))
+                self._tokens_generated += num_tokens - run.num_told
+                run.num_told = num_tokens
+        for listener, sampled in told.items():
+            listener.sampled(sampled)
 
-    def _sampled(
-        self, entry: SimulatedRequest, start: int, end: int, reason: Literal["stop", "length", "abort"]
-    ) -> GenerateResponse:
-        """The tokens [start, end) of a request as an answer."""
-        request, vocab_size, num_tokens = entry.request, self.spec.vocab_size, end - start
-        positions = np.arange(num_tokens) + len(request.prompt_ids) + start
-        draws = uniform_draws(np.full(num_tokens, request.seed, np.uint64), positions)
-        # Token k is sampled when the clock reaches entry.start + k + 1; it belongs to the last version in
-        # force before that.
-        since = self._changes[max(0, bisect_left(self._changes, (entry.start, -1)) - 1) :]
-        marks = [(max(0, int(steps - entry.start + 1e-9) - start), version) for steps, version in since]
-        return GenerateResponse(
-            request_id=request.request_id,
-            token_ids=(draws * vocab_size).astype(np.int64).tolist(),
-            logprobs=[float(np.float32(-math.log(vocab_size)))] * num_tokens,
-            version_spans=spans_of([mark for mark in marks if mark[0] <= num_tokens], num_tokens),
-            finish_reason=reason,
+    def _sampled(self, run: SimulatedRun, end: int, then: str) -> Sampled:
+        """The tokens up to `end` that were not told yet."""
+        start, vocab_size = run.num_told, self.spec.vocab_size
+        positions = np.arange(start, end) + len(run.request.prompt_ids)
+        draws = uniform_draws(np.full(end - start, run.request.seed, np.uint64), positions)
+        # Token k since the admission is sampled when the clock reaches run.start + k + 1; it belongs to the
+        # last version in force before that.
+        since = self._changes[max(0, bisect_left(self._changes, (run.start, -1)) - 1) :]
+        marks = [(run.first + max(0, int(steps - run.start + 1e-9)), version) for steps, version in since]
+        return Sampled(
+            run.number,
+            (draws * vocab_size).astype(np.int32),
+            np.full(end - start, -math.log(vocab_size), np.float32),
+            spans_of(marks, start, end),
+            then,
         )
 
 
@@ -344,7 +348,7 @@ def main() -> None:
     """Serve until SIGTERM or until the parent is gone."""
     die_with_parent()
     spec, fd = read_spec(SimulatedSpec)
-    serve(engine_app(SimulatedEngine(spec)), fd)
+    serve_engine(SimulatedEngine(spec), fd)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import os
 import sys
 import traceback
 
-from asyncrl.http import die_with_parent, serve
+from asyncrl.http import die_with_parent
 from asyncrl.messages.base import ErrorBody, fatal_line
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
-from asyncrl_servers.engine_app import engine_app, read_spec
+from asyncrl_servers.engine_app import read_spec
+from asyncrl_servers.engine_routes import serve_engine
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
 
     engine = build_engine(spec, on_crash)
     engine.start()
-    serve(engine_app(engine), fd)
+    serve_engine(engine, fd)
     engine.stop()
 
 

@@ -36,7 +36,7 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     check_memory(spec, slot_bytes=slot_bytes, staged_bytes=sum(staged), free_bytes=loaded.free_bytes())
     # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone.
     is_exact = spec.deterministic and loaded.device.type == "cpu"
-    runner = Runner(loaded, spec.slots, spec.max_length, is_exact=is_exact)
+    runner = Runner(loaded, spec.slots + spec.num_kept, spec.max_length, is_exact=is_exact)
     check_same_model(runner, spec.name)
     if is_exact:
         check_determinism(runner, spec.name)
@@ -47,6 +47,7 @@ def check_memory(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free
     """End the process if slots and staged weights do not fit; the way out names the number of slots that
     does.
     """
+    slot_bytes *= 1 + spec.keeps_turns
     fitting = (free_bytes - staged_bytes) // slot_bytes
     if spec.slots > fitting:
         slot, staged, free = (f"{size / 2**20:.1f} MiB" for size in (slot_bytes, staged_bytes, free_bytes))
@@ -65,7 +66,7 @@ def check_same_model(runner: Runner, name: str) -> None:
     loaded = runner.loaded
     ids, reference_TV = loaded.probe_ids, loaded.reference_logits
     num_prefilled = max(1, len(ids) - 2)
-    ours = [runner.prefill([(0, ids[:num_prefilled])])[0]]
+    ours = [runner.prefill([(0, ids[:num_prefilled], 0)])[0]]
     ours += [_decode(runner, 1, ids[at], at + 1)[0] for at in range(num_prefilled, len(ids))]
     difference = (torch.stack(ours).float() - reference_TV[num_prefilled - 1 :]).abs().max().item()
     limit = TOLERANCE[loaded.dtype] * max(1.0, reference_TV.abs().max().item())
@@ -80,22 +81,24 @@ def check_same_model(runner: Runner, name: str) -> None:
 @torch.inference_mode()
 def check_determinism(runner: Runner, name: str) -> None:
     """End the process if a sequence's logits depend on what stands beside it, on its slot, or on how it was
-    resumed.
+    resumed, or on whose cache its start was copied from.
     """
     total, slots = min(40, runner.max_length), runner.slots
     ids = [(5 * i + 1) % runner.loaded.vocab_size for i in range(total)]
     first = total - min(3, total - 1)
 
-    def logits(others: list[tuple[int, list[int]]]) -> list[Tensor]:
+    def logits(others: list[tuple[int, list[int], int]]) -> list[Tensor]:
         slot = len(others)
-        found = [runner.prefill([*others, (slot, ids[:first])])[-1]]
+        found = [runner.prefill([*others, (slot, ids[:first], 0)])[-1]]
         return found + [_decode(runner, slot + 1, ids[at], at + 1)[-1] for at in range(first, total)]
 
     alone = logits([])
     for n in sorted({1, min(2, slots), min(17, slots), slots}):
-        others = [(slot, ids[: 1 + slot % min(4, total)]) for slot in range(n - 1)]
-        beside, resumed = logits(others), runner.prefill([(n - 1, ids), *others])[0]
-        if not all(map(torch.equal, [*alone, alone[-1]], [*beside, resumed])):
+        others = [(slot, ids[: 1 + slot % min(4, total)], 0) for slot in range(n - 1)]
+        beside, resumed = logits(others), runner.prefill([(n - 1, ids, 0), *others])[0]
+        runner.cache.copy_slot(n - 1, 0, total - 1)
+        joined = runner.prefill([(0, ids, total // 2)])[0]
+        if not all(map(torch.equal, [*alone, alone[-1], alone[-1]], [*beside, resumed, joined])):
             fail(
                 f"{name}: a sequence's logits change with {n - 1} others beside it (dtype "
                 f"{runner.loaded.dtype}, {torch.get_num_threads()} threads)",

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Literal, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,33 +20,46 @@ from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
     EngineHealth,
-    GenerateRequest,
-    GenerateResponse,
     SleepRequest,
     WakeRequest,
 )
+from asyncrl.messages.frames import Asked, Sampled
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import Runner, moves_after_removal
-from asyncrl_servers.embedded.sequence import RunningSequence, StopWatch, sample
-from asyncrl_servers.engine_app import TokenStream, Told, check_queue, check_request, hand_over
+from asyncrl_servers.embedded.runner import Ints, Runner, moves_after_removal
+from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, sample
+from asyncrl_servers.engine_app import Listener, check_request
 
 Answer = TypeVar("Answer")
-TELL_S = 0.005
+NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+MIN_SHARED = 32
+"""Tokens from which copying a start that is in the cache is cheaper than computing it again."""
+STREAM_S = 0.005
 """Least seconds between two updates of a stream: about a decode step of a usual model, several of a tiny
 one.
 """
 
 
+class Prefill(NamedTuple):
+    """The tokens `ids` [T] for slot `row`, the first `num_shared` of them copied from slot `source`."""
+
+    row: int
+    ids: Ints
+    source: int
+    num_shared: int
+
+
 class Engine:
-    """Continuous batching over slots. Row i of `_running` stands in slot i of the KV cache.
+    """Continuous batching over slots.
 
     Life: start() -> serving -> stop(). An exception in the loop is given to `on_crash`, which ends the
-        process: no request is answered after it.
-    Waits: the loop sleeps in its inbox when nothing runs and nothing that is queued may run (nothing is, or
-        parts are asleep); every call wakes it. Callers sleep in the futures they got.
+        process: nothing is told after it.
+    Waits: the loop sleeps in its inbox when nothing runs and nothing that is queued may run (nothing is,
+        parts are asleep, or all slots are kept for what was interrupted); every call wakes it. Callers sleep
+        in the futures they got.
     Invariant: every sampled token is stamped with the version of the weights that computed it: weights and
-        version change together in _finish_commit, between two decode steps, and nowhere else.
+        version change together in _finish_commit, between two decode steps, and nowhere else. What is
+        interrupted keeps its slot until it is resumed or aborted.
     """
 
     def __init__(
@@ -58,14 +71,16 @@ class Engine:
     ) -> None:
         self.spec, self.runner, self.weights, self._on_crash = spec, runner, weights, on_crash
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._queued: OrderedDict[str, RunningSequence] = OrderedDict()
-        self._running: list[RunningSequence] = []
+        self._queued: OrderedDict[Sequence, None] = OrderedDict()
+        self._interrupted: dict[Sequence, None] = {}
+        self._rows = Rows(spec.slots, spec.num_kept, spec.max_length)
+        self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
         self._committed: Future[CommitResponse]
-        self._told: list[tuple[TokenStream, Told]] = []
-        self._told_s = self._decode_s = 0.0
+        self._told: dict[Listener, list[Sampled]] = {}
+        self._streamed_s = self._decode_s = 0.0
         self._is_stopping = False
-        self._tokens_generated = 0
-        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._tokens_generated = self._tokens_prefilled = 0
+        self._thread = threading.Thread(target=self._loop, name="engine-loop", daemon=True)
 
     # Called from any thread.
 
@@ -86,39 +101,47 @@ class Engine:
             policy_version=self.weights.version,
             slots=self.spec.slots,
             max_length=self.spec.max_length,
-            num_running=len(self._running),
+            num_running=len(self._rows) + len(self._interrupted),
             num_queued=len(self._queued),
             tokens_generated=self._tokens_generated,
+            tokens_prefilled=self._tokens_prefilled,
             device=str(self.runner.loaded.device),
             decode_s=self._decode_s,
             asleep=self.weights.asleep,
         )
 
-    def submit(self, request: GenerateRequest, stream: TokenStream | None = None) -> Future[GenerateResponse]:
-        """Queue a request. Raises Refused (400) if it can never run; the future may carry Refused (409, 503).
-        `stream` gets all tokens but the last one, as they are sampled.
-        """
-        check_request(request, self.spec.max_length, self.runner.loaded.vocab_size)
-        tokenizer, stop_watch = self.runner.loaded.tokenizer, None
+    def run(self, asked: Asked, listener: Listener) -> Sequence:
+        """A request that can run, to be submitted. Raises Refused (400)."""
+        token_ids = check_request(asked, self.spec.max_length, self.runner.loaded.vocab_size)
+        request, tokenizer, stop_watch = asked.request, self.runner.loaded.tokenizer, None
         if request.stop:
             if tokenizer is None:
                 what = f"request {request.request_id} has stop strings, but the model folder has no tokenizer"
                 raise Refused(400, what, way_out="save the tokenizer beside the model.")
-            resumed = request.prompt_ids[len(request.prompt_ids) - request.num_resumed :]
+            resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
             stop_watch = StopWatch(request.stop, tokenizer, resumed)
-        return self._ask(lambda answer: self._accept(RunningSequence(request, answer, stop_watch, stream)))
+        return Sequence(asked, listener, token_ids, stop_watch)
 
-    def abort(self, request_ids: Iterable[str] | None) -> Future[list[str]]:
-        """End these requests (None: all) with what they have; the future names those that were here."""
-        wanted = None if request_ids is None else set(request_ids)
-        return self._ask(lambda _: self._abort(wanted))
+    def submit(self, runs: Iterable[Sequence]) -> None:
+        """Queue them."""
+        self._inbox.put(lambda: self._queued.update(dict.fromkeys(runs)))
+
+    def resume(self, runs: Iterable[Sequence]) -> None:
+        """Those that were interrupted go on, before what is queued."""
+        self._inbox.put(lambda: self._resume(list(runs)))
+
+    def abort(self, runs: Iterable[Sequence]) -> None:
+        """End them with what they have."""
+        self._inbox.put(lambda: self._abort(set(runs)))
 
     def commit(self, request: CommitRequest) -> Future[CommitResponse]:
         """Swap between two decode steps; the future may carry Refused (409)."""
         return self._ask(lambda answer: self._commit(request, answer))
 
     def sleep(self, request: SleepRequest) -> Future[Moved]:
-        """Abort what runs and free these parts; what is queued stays. The future may carry Refused (409)."""
+        """Interrupt what runs and free these parts; what is queued stays. The future may carry Refused
+        (409).
+        """
         return self._ask(lambda _: self._sleep(request))
 
     def wake(self, request: WakeRequest) -> Future[Moved]:
@@ -146,17 +169,23 @@ class Engine:
 
     # Called in the loop's thread alone.
 
-    def _run(self) -> None:
+    def _loop(self) -> None:
         torch.set_num_threads(self.spec.threads)  # OpenMP counts threads by the thread that calls
         try:
             while not self._is_stopping:
-                if not self._running and not (self._queued and self.weights.can_serve):
+                if not self._rows and not self._may_admit:
                     self._inbox.get()()
                 self.turn()
         except Exception as error:
             if self._on_crash is None:
                 raise
             self._on_crash(error)
+
+    @property
+    def _may_admit(self) -> bool:
+        has_slot = len(self._rows) + len(self._interrupted) < self.spec.slots
+        is_serving = self.weights.swapping is None and self.weights.can_serve
+        return bool(self._queued) and has_slot and is_serving
 
     @torch.inference_mode()
     def turn(self) -> None:
@@ -166,106 +195,147 @@ class Engine:
         while not self._inbox.empty():
             self._inbox.get_nowait()()
         started_s = time.perf_counter()
-        if self.weights.swapping is None and self.weights.can_serve and self._queued:
+        if self._may_admit:
             self._admit()
-        if self._running:
-            last_ids = np.array([sequence.token_ids[-1] for sequence in self._running])
-            lengths = np.array([sequence.length for sequence in self._running])
-            self._sample(self.runner.decode(last_ids, lengths), 0)
+        if rows := self._rows:
+            lengths = rows.lengths[: len(rows)].copy()
+            self._sample(self.runner.decode(rows.last_ids(), lengths), 0)
             self._decode_s += time.perf_counter() - started_s
-        if self._told and started_s - self._told_s >= TELL_S:
-            self._told_s = started_s
-            hand_over(self._told)
-            self._told = []
-        if self.weights.swapping is not None and not self._running:
+        if started_s - self._streamed_s >= STREAM_S:
+            self._streamed_s = started_s
+            for row, sequence in enumerate(self._rows.sequences):
+                if sequence.is_streamed and sequence.num_told < self._rows.lengths[row]:
+                    self._tell(row, "more")
+        if self.weights.swapping is not None and not self._rows:
             self._finish_commit()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """What was told in this turn, to each listener at once."""
+        told, self._told = self._told, {}
+        for listener, sampled in told.items():
+            listener.sampled(sampled)
 
     def _stop(self) -> None:
-        self._abort(None)
+        self._abort({*self._rows.sequences, *self._queued, *self._interrupted})
         self._is_stopping = True
 
-    def _accept(self, sequence: RunningSequence) -> None:
-        request_id = sequence.request.request_id
-        check_queue(request_id, [one.request.request_id for one in self._running], self._queued)
-        self._queued[request_id] = sequence
-
     def _admit(self) -> None:
-        """Move queued requests into free slots. A prompt that stands in a slot, read by the weights that
-        serve, is copied from there.
+        """Move queued sequences into free slots, and sample the first token of each. Tokens that stand in a
+        slot, read by the weights that serve, are copied from there: the whole prompt of a group, the turns
+        before this one.
         """
-        first = len(self._running)
-        # One mark: admitted under the weights that serve.
-        rows = {one.prompt_ids: row for row, one in enumerate(self._running) if len(one.marks) == 1}
-        jobs = []
-        while self._queued and len(self._running) < self.spec.slots:
-            _, sequence = self._queued.popitem(last=False)
-            sequence.marks.append((0, self.weights.version))
-            if sequence.prompt_ids not in rows:
-                rows[sequence.prompt_ids] = len(self._running)
-                jobs.append((len(self._running), sequence.prompt_ids))
-            self._running.append(sequence)
-        if jobs:
-            for (row, _), logits_V in zip(jobs, self.runner.prefill(jobs), strict=True):
-                self._running[row].prompt_logits_V = logits_V.clone()
-        logits = []
-        for row in range(first, len(self._running)):
-            sequence = self._running[row]
-            source = rows[sequence.prompt_ids]
-            if source != row:
-                self.runner.cache.copy_slot(source, row, len(sequence.prompt_ids))
-                sequence.prompt_logits_V = self._running[source].prompt_logits_V
-            assert sequence.prompt_logits_V is not None
-            logits.append(sequence.prompt_logits_V)
-        if logits:
-            self._sample(torch.stack(logits), first)
+        rows, first = self._rows, len(self._rows)
+        known = {
+            one.token_ids.tobytes(): row
+            for row, one in enumerate(rows.sequences)
+            if one.next_logits_V is not None
+        }
+        waves: list[list[Prefill]] = [[]]
+        wave_of = dict.fromkeys(known.values(), -1)
+        copied: list[tuple[int, int]] = []
+        while self._may_admit:
+            sequence, _ = self._queued.popitem(last=False)
+            ids = sequence.token_ids
+            sequence.marks.append((len(ids), self.weights.version))
+            source, num_shared = rows.common_prefix(ids, list(wave_of))
+            row, key = rows.add(sequence), ids.tobytes()
+            if key in known:
+                copied.append((known[key], row))
+                continue
+            if num_shared < MIN_SHARED:
+                source, num_shared = -1, 0
+            rows.use_kept(sequence, source, num_shared)
+            known[key], wave_of[row] = row, wave_of.get(source, -1) + 1
+            if wave_of[row] == len(waves):
+                waves.append([])
+            waves[wave_of[row]].append(Prefill(row, ids, source, num_shared))
+        for wave in waves:
+            self._prefill(wave)
+        for source, row in copied:
+            self.runner.cache.copy_slot(source, row, len(rows.sequences[row].token_ids))
+            rows.sequences[row].next_logits_V = rows.sequences[source].next_logits_V
+        logits = [one.next_logits_V for one in rows.sequences[first:] if one.next_logits_V is not None]
+        self._sample(torch.stack(logits), first)
+
+    def _prefill(self, wave: list[Prefill]) -> None:
+        for one in wave:
+            if one.num_shared:
+                self.runner.cache.copy_slot(one.source, one.row, one.num_shared)
+            self._tokens_prefilled += len(one.ids) - one.num_shared
+        jobs = [(one.row, one.ids, one.num_shared) for one in wave]
+        for one, logits_V in zip(wave, self.runner.prefill(jobs) if jobs else (), strict=True):
+            self._rows.sequences[one.row].next_logits_V = logits_V.clone()
 
     def _sample(self, logits_NV: Tensor, first: int) -> None:
-        """Draw a token for the running sequences from number `first` on, and answer those that are done."""
-        drawn, version = self._running[first:], self.weights.version
-        token_ids, logprobs = sample(logits_NV, [one.request for one in drawn], [one.length for one in drawn])
+        """Draw a token for the rows from `first` on; those that are over make way."""
+        rows, new = self._rows, slice(first, len(self._rows))
+        positions = rows.lengths[new]
+        settings = (rows.temperatures[new], rows.top_ps[new], rows.seeds[new])
+        token_ids, logprobs = sample(logits_NV, *settings, positions)
         if not np.isfinite(logprobs).all():
-            raise FloatingPointError(
-                f"the model of policy_version {version} gives logits that are not finite"
-            )
-        self._tokens_generated += len(drawn)
-        tokens = list(zip(drawn, token_ids.tolist(), logprobs.tolist(), strict=True))
-        for offset, (sequence, token_id, logprob) in reversed(list(enumerate(tokens))):
-            sequence.token_ids.append(token_id)
-            sequence.logprobs.append(logprob)
-            watch = sequence.stop_watch
-            is_stop = watch is not None and watch.is_complete(token_id)
-            if is_stop or token_id in self.runner.loaded.eos_ids:
-                self._finish(first + offset, "stop")  # from the last: only rows above a removed one move
-            elif len(sequence.token_ids) >= sequence.request.max_tokens:
-                self._finish(first + offset, "length")
-            elif sequence.stream is not None:
-                self._told.append((sequence.stream, (token_id, logprob, version)))
+            what = f"the model of policy_version {self.weights.version} gives logits that are not finite"
+            raise FloatingPointError(what)
+        rows.append(first, token_ids, logprobs)
+        self._tokens_generated += len(token_ids)
+        is_stop = np.isin(token_ids, self._eos_ids)
+        for offset, sequence in enumerate(rows.sequences[new]):
+            if sequence.stop_watch is not None and sequence.stop_watch.is_complete(int(token_ids[offset])):
+                is_stop[offset] = True
+        is_over = is_stop | (rows.lengths[new] >= rows.limits[new])
+        for offset in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed one move
+            self._tell(first + offset, "stop" if is_stop[offset] else "length")
+            if (kept := rows.keep(first + offset)) >= 0:
+                self.runner.cache.copy_slot(first + offset, kept, int(rows.lengths[kept]) - 1)
+            self._remove(first + offset)
 
-    def _finish(self, row: int, reason: Literal["stop", "length", "abort"]) -> None:
-        self._running[row].finish(reason)
-        for source, target in moves_after_removal(row, [one.length for one in self._running]):
-            self._running[target] = self._running[source]
-            self.runner.cache.copy_slot(source, target, self._running[target].length)
-        self._running.pop()
+    def _tell(self, row: int, then: str) -> None:
+        sampled = self._rows.untold(row, then)
+        self._told.setdefault(self._rows.sequences[row].listener, []).append(sampled)
 
-    def _abort(self, wanted: set[str] | None) -> list[str]:
-        aborted = []
-        for row in reversed(range(len(self._running))):
-            request_id = self._running[row].request.request_id
-            if wanted is None or request_id in wanted:
-                self._finish(row, "abort")
-                aborted.append(request_id)
-        for request_id in [key for key in self._queued if wanted is None or key in wanted]:
-            self._queued.pop(request_id).finish("abort")
-            aborted.append(request_id)
-        return aborted
+    def _remove(self, row: int) -> None:
+        rows = self._rows
+        for source, target in moves_after_removal(row, rows.lengths[: len(rows)]):
+            rows.move(source, target)
+            self.runner.cache.copy_slot(source, target, int(rows.lengths[target]))
+        rows.sequences.pop()
+
+    def _interrupt(self) -> int:
+        """What runs tells what it has, and waits to be resumed. Returns how many these are."""
+        rows = self._rows
+        for row, sequence in enumerate(rows.sequences):
+            self._tell(row, "interrupted")
+            sequence.token_ids = rows.token_ids[row, : rows.lengths[row]].copy()
+            sequence.next_logits_V, sequence.kept_row = None, -1
+            self._interrupted[sequence] = None
+        num_interrupted = len(rows)
+        rows.sequences.clear()
+        return num_interrupted
+
+    def _resume(self, runs: list[Sequence]) -> None:
+        for sequence in reversed(runs):
+            if sequence in self._interrupted:
+                del self._interrupted[sequence]
+                self._queued[sequence] = None
+                self._queued.move_to_end(sequence, last=False)
+
+    def _abort(self, wanted: set[Sequence]) -> None:
+        for row in reversed(range(len(self._rows))):
+            if self._rows.sequences[row] in wanted:
+                self._tell(row, "abort")
+                self._remove(row)
+        for waiting in (self._queued, self._interrupted):
+            for sequence in [one for one in waiting if one in wanted]:
+                del waiting[sequence]
+                empty = Sampled(sequence.number, NO_IDS, NO_LOGPROBS, [], "abort")
+                self._told.setdefault(sequence.listener, []).append(empty)
 
     @torch.inference_mode(False)  # chunks are loaded into these tensors in other threads
     def _sleep(self, request: SleepRequest) -> Moved:
         started_s, num_bytes = time.perf_counter(), 0
         if "weights" in request.parts:
             self.weights.check_may_sleep()
-        self._abort({sequence.request.request_id for sequence in self._running})
+        self._interrupt()
         if self.weights.swapping is not None:
             self._finish_commit()
         parts = set(request.parts) - set(self.weights.asleep)
@@ -274,6 +344,7 @@ class Engine:
         if "kv" in parts:
             num_bytes += self.runner.cache.num_bytes
             self.runner.take_cache(slots=0)
+            self._rows.forget_kept()
             self.weights.set_asleep("kv")
         self.runner.loaded.give_back()
         return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
@@ -308,7 +379,7 @@ class Engine:
         served = self.weights.begin_commit(request)
         if served is None:
             self._committed = answer
-            if request.interrupt != "wait" or not self._running:
+            if request.interrupt != "wait" or not self._rows:
                 self._finish_commit()
         return served
 
@@ -316,16 +387,18 @@ class Engine:
         """Swap and answer: new weights and new version for all that runs."""
         assert self.weights.swapping is not None
         request, started_s = self.weights.swapping[0], time.perf_counter()
-        # Over weights without content nothing runs, and what waits for content goes on waiting.
-        is_abort = request.interrupt == "abort" and self.weights.has_content
-        num_interrupted = len(self._abort(None)) if is_abort else len(self._running)
+        rows = self._rows
+        num_interrupted = self._interrupt() if request.interrupt == "abort" else len(rows)
+        self._hand_over()  # its client answers while the weights are swapped
         self.weights.swap()
-        for sequence in self._running:
-            sequence.marks.append((len(sequence.token_ids), request.version))
-        if request.interrupt == "keep" and self._running:
+        rows.forget_kept()
+        for row, sequence in enumerate(rows.sequences):
+            sequence.marks.append((int(rows.lengths[row]), request.version))
+            sequence.next_logits_V = None
+        if request.interrupt == "keep" and rows:
             # Recompute the KV cache; the newest token of each is not in it.
-            kept = [(*one.prompt_ids, *one.token_ids[:-1]) for one in self._running]
-            self.runner.prefill(list(enumerate(kept)))
+            kept = [rows.token_ids[row, : rows.lengths[row] - 1] for row in range(len(rows))]
+            self.runner.prefill([(row, ids, 0) for row, ids in enumerate(kept)])
         pause_s, digest = time.perf_counter() - started_s, self.weights.digest
         self._committed.set_result(
             CommitResponse(

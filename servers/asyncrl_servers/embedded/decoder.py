@@ -45,6 +45,15 @@ class EmbeddedSpec(EngineSpec):
     """Adapters will be published (weight_sync.transport=lora): memory for the weights under them is counted
     at start.
     """
+    keeps_turns: bool = False
+    """What has ended stays in the KV cache, for the turns that follow it: as many sequences as there are
+    slots, in memory of the same size.
+    """
+
+    @property
+    def num_kept(self) -> int:
+        """Sequences that can be kept."""
+        return self.slots if self.keeps_turns else 0
 
 
 class LoadedModel:

@@ -39,6 +39,7 @@ STATIC_ROPE = frozenset({"default", "linear", "llama3"})
 """Kinds of rotary embedding whose angles depend on the position alone."""
 
 Ints = npt.NDArray[np.int64]
+Ids = Sequence[int] | Ints
 
 
 class Runner:
@@ -51,7 +52,8 @@ class Runner:
     def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool) -> None:
         self.loaded, self.slots, self.max_length, self.is_exact = loaded, slots, max_length, is_exact
         self._plain = PlainDecoder.of(loaded.model, max_length)
-        self._positions = torch.arange(padded_length(max_length), device=loaded.device)
+        # A query's padding may reach beyond the cache, by less than LENGTH_STEP.
+        self._positions = torch.arange(padded_length(max_length) + LENGTH_STEP, device=loaded.device)
         self.take_cache(slots)
 
     @property
@@ -64,14 +66,14 @@ class Runner:
         loaded = self.loaded
         self.cache = SlotCache(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
-    def prefill(self, jobs: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
-        """Fill slots with sequences, each (slot, token ids); returns the logits after each last token, [jobs,
-        V].
+    def prefill(self, jobs: Sequence[tuple[int, Ids, int]]) -> Tensor:
+        """Fill slots with sequences, each (slot, token ids, how many of them the slot has already); returns
+        the logits after each last token, [jobs, V].
         """
-        calls: list[list[tuple[int, Sequence[int], int, int]]] = [[]]
+        calls: list[list[tuple[int, Ids, int, int]]] = [[]]
         room = PREFILL_ROWS
-        for slot, ids in jobs:
-            for start in range(0, len(ids), QUERY_CHUNK):
+        for slot, ids, first in jobs:
+            for start in range(first, len(ids), QUERY_CHUNK):
                 end = min(start + QUERY_CHUNK, len(ids))
                 if end - start > room:
                     calls.append([])
@@ -80,7 +82,7 @@ class Runner:
                 room -= end - start
         return torch.cat([self._prefill_call(call) for call in calls])
 
-    def _prefill_call(self, parts: list[tuple[int, Sequence[int], int, int]]) -> Tensor:
+    def _prefill_call(self, parts: list[tuple[int, Ids, int, int]]) -> Tensor:
         """Parts are (slot, its token ids, start, end); logits [K, V] after the K sequences that end here."""
         stretches, kept, row = [], [], 0
         for slot, all_ids, start, end in parts:
@@ -170,7 +172,7 @@ def cut_rows(padded_lengths: Ints, floats_per_position: int) -> list[tuple[int, 
     return stretches
 
 
-def moves_after_removal(row: int, lengths: Sequence[int]) -> list[tuple[int, int]]:
+def moves_after_removal(row: int, lengths: Ids) -> list[tuple[int, int]]:
     """Moves (source, target), in order, that close the gap at `row` among rows [n]: only rows above it move.
 
     Each chunk hands its longest row to the one before, so that like lengths stand together.

@@ -1,18 +1,18 @@
-"""One request on its way through the engine, and how its tokens are drawn."""
+"""Requests on their way through the engine, and how their tokens are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any, Literal
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.messages.calls import GenerateRequest, GenerateResponse
-from asyncrl_servers.engine_app import TokenStream, spans_of, uniform_draws
+from asyncrl.messages.frames import Asked, Sampled, spans_of
+from asyncrl_servers.engine_app import Listener, Run, uniform_draws
 
 _SLACK = 8
 """Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
@@ -27,7 +27,7 @@ class StopWatch:
     tokens have no text, but a stop string that is one special token's name stops at that token.
     """
 
-    def __init__(self, stop: list[str], tokenizer: Any, resumed_ids: list[int]) -> None:
+    def __init__(self, stop: Iterable[str], tokenizer: Any, resumed_ids: list[int]) -> None:
         self._tokenizer, self._stop = tokenizer, [text for text in stop if text]
         special = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
         self._stop_ids = {special[text] for text in self._stop if text in special}
@@ -43,60 +43,155 @@ class StopWatch:
         return any(stop in text for stop in self._stop)
 
 
-class RunningSequence:
-    """A request from its arrival to its answer.
+class Sequence(Run):
+    """A request in the engine.
 
-    Life: queued -> running in a slot -> answered, or queued -> answered (aborted). `answer` is set exactly
-        once.
+    Life: queued -> running in a slot -> over; or aborted from any state. An update or a sleep interrupts it:
+        it keeps its slot, and is queued again, before all others, once it is resumed.
+    Invariant: `token_ids` int64 [T] are all of its tokens, prompt included, while it does not run; while it
+        runs they stand in the engine's Rows. Its listener has those before position `num_told`.
     """
 
     def __init__(
         self,
-        request: GenerateRequest,
-        answer: Future[GenerateResponse],
+        asked: Asked,
+        listener: Listener,
+        token_ids: npt.NDArray[np.int64],
         stop_watch: StopWatch | None,
-        stream: TokenStream | None,
     ) -> None:
-        self.request, self.answer, self.stop_watch, self.stream = request, answer, stop_watch, stream
-        self.prompt_ids = tuple(request.prompt_ids)
-        self.prompt_logits_V: Tensor | None = None
-        """After the last prompt token, once it runs."""
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
+        super().__init__(asked, listener)
+        self.token_ids, self.stop_watch = token_ids, stop_watch
+        self.num_told = len(token_ids)
+        self.limit = len(token_ids) + self.request.max_tokens
+        """Most tokens, prompt included."""
         self.marks: list[tuple[int, int]] = []
-        """(index of the first sampled token, policy_version) of each version it ran under."""
+        """(position of the first token, policy_version) of each version it ran under."""
+        self.next_logits_V: Tensor | None = None
+        """After the tokens that it was admitted with, by the weights that serve; None after an update."""
+        self.kept_row = -1
+        """The row of Rows that keeps the turns before it."""
 
-    @property
-    def length(self) -> int:
+
+class Rows:
+    """The running sequences: row i stands in slot i of the KV cache, and there is no gap. What each decode
+    step reads and writes is in arrays, [rows] and [rows, max_length], so that it costs no Python a row.
+
+    The last `num_kept` rows keep what has ended, for the turns that follow; the one that was used longest ago
+    makes way.
+    """
+
+    def __init__(self, slots: int, num_kept: int, max_length: int) -> None:
+        self.sequences: list[Sequence] = []
+        num_rows = slots + num_kept
+        self.token_ids = np.zeros((num_rows, max_length), np.int64)
+        self.logprobs = np.zeros((slots, max_length), np.float32)
+        self.lengths, self.limits = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         """Tokens so far, prompt included; the newest sampled one is not in the KV cache yet."""
-        return len(self.prompt_ids) + len(self.token_ids)
+        self.seeds = np.zeros(num_rows, np.uint64)
+        self.temperatures, self.top_ps = np.zeros(num_rows, np.float32), np.zeros(num_rows)
+        self._columns = (self.limits, self.seeds, self.temperatures, self.top_ps)
+        self._kept = OrderedDict.fromkeys(range(slots, num_rows))
 
-    def finish(self, reason: Literal["stop", "length", "abort"]) -> None:
-        """Answer with what was sampled."""
-        self.answer.set_result(
-            GenerateResponse(
-                request_id=self.request.request_id,
-                token_ids=self.token_ids,
-                logprobs=self.logprobs,
-                version_spans=spans_of(self.marks, len(self.token_ids)),
-                finish_reason=reason,
-            )
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def add(self, sequence: Sequence) -> int:
+        """Returns its row, the last one."""
+        row, request, ids = len(self.sequences), sequence.request, sequence.token_ids
+        self.sequences.append(sequence)
+        self.token_ids[row, : len(ids)], self.lengths[row] = ids, len(ids)
+        self.limits[row], self.seeds[row] = sequence.limit, request.seed
+        self.temperatures[row], self.top_ps[row] = request.temperature, request.top_p
+        return row
+
+    def keep(self, row: int) -> int:
+        """Keep this row's tokens; returns the row that does, -1 if there is none."""
+        if not self._kept:
+            return -1
+        target = self.sequences[row].kept_row
+        if target < 0:
+            target = next(iter(self._kept))
+        self._kept.move_to_end(target)
+        length = self.lengths[target] = self.lengths[row]
+        self.token_ids[target, :length] = self.token_ids[row, :length]
+        return target
+
+    def forget_kept(self) -> None:
+        """Nothing is kept: the weights have changed, or the memory is given back."""
+        self.lengths[list(self._kept)] = 0
+        for sequence in self.sequences:
+            sequence.kept_row = -1
+
+    def move(self, source: int, target: int) -> None:
+        """Row `source` becomes row `target`, whose sequence is over."""
+        length = self.lengths[target] = self.lengths[source]
+        self.sequences[target] = self.sequences[source]
+        self.token_ids[target, :length] = self.token_ids[source, :length]
+        self.logprobs[target, :length] = self.logprobs[source, :length]
+        for column in self._columns:
+            column[target] = column[source]
+
+    def last_ids(self) -> npt.NDArray[np.int64]:
+        """The newest token of each row."""
+        rows = np.arange(len(self.sequences))
+        return self.token_ids[rows, self.lengths[rows] - 1]
+
+    def append(self, first: int, token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
+        """A token for each row from `first` on."""
+        rows = np.arange(first, len(self.sequences))
+        places = self.lengths[rows]
+        self.token_ids[rows, places], self.logprobs[rows, places] = token_ids, logprobs
+        self.lengths[rows] += 1
+
+    def untold(self, row: int, then: str) -> Sampled:
+        """What the listener of this row does not have yet; from now on it has."""
+        sequence, end = self.sequences[row], int(self.lengths[row])
+        start, sequence.num_told = sequence.num_told, end
+        return Sampled(
+            sequence.number,
+            self.token_ids[row, start:end].astype(np.int32),
+            self.logprobs[row, start:end].copy(),
+            spans_of(sequence.marks, start, end),
+            then,
         )
+
+    def common_prefix(self, token_ids: npt.NDArray[np.int64], running: list[int]) -> tuple[int, int]:
+        """(row, length) of the longest start of `token_ids` that one of these rows, or a kept one, has in the
+        KV cache, without the last of `token_ids`; (-1, 0).
+        """
+        best_row, best = -1, 0
+        for row in (*running, *self._kept):
+            num = min(len(token_ids), int(self.lengths[row])) - 1
+            if num > best and self.token_ids[row, best] == token_ids[best]:
+                differs = np.flatnonzero(self.token_ids[row, :num] != token_ids[:num])
+                num = int(differs[0]) if len(differs) else num
+                best_row, best = (row, num) if num > best else (best_row, best)
+        return best_row, best
+
+    def use_kept(self, sequence: Sequence, row: int, length: int) -> None:
+        """The sequence begins with `length` tokens of `row`; if these are all that a kept row has, it will
+        take their place there.
+        """
+        if row in self._kept:
+            self._kept.move_to_end(row)
+            if length >= self.lengths[row] - 1:
+                sequence.kept_row = row
 
 
 def sample(
-    logits_NV: Tensor, requests: Sequence[GenerateRequest], positions: Sequence[int]
+    logits_NV: Tensor,
+    temperatures: npt.NDArray[np.float32],
+    top_ps: npt.NDArray[np.float64],
+    seeds: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Draw a token for each request: (ids int64 [N], logprobs float32 [N] in nats of the distribution drawn
+    """Draw a token for each row: (ids int64 [N], logprobs float32 [N] in nats of the distribution drawn
     from). `positions` are those of the tokens to be drawn.
 
     The draw inverts the cumulative distribution in order of token ids, in float64. Temperature 0 is the
     largest logit, with the logprob of temperature 1.
     """
     device = logits_NV.device
-    temperatures = np.array([request.temperature for request in requests], np.float32)
-    top_ps = np.array([request.top_p for request in requests])
-    seeds = np.array([request.seed for request in requests], np.uint64)
     logits_NV = logits_NV.float()
     if (temperatures != 1.0).any():
         divisors = np.where(temperatures == 0.0, np.float32(1.0), temperatures)
@@ -106,7 +201,7 @@ def sample(
         logits_NV = _cut_top_p(logits_NV, np.flatnonzero(is_cut), top_ps)
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
-    draws = torch.from_numpy(uniform_draws(seeds, np.array(positions))).to(device)[:, None]
+    draws = torch.from_numpy(uniform_draws(seeds, positions)).to(device)[:, None]
     tokens_N1 = torch.searchsorted(cdf_NV, draws * cdf_NV[:, -1:], right=True)
     # A product that rounds up to the total lands behind the last token; the last one of probability above 0
     # is meant.

@@ -1,0 +1,196 @@
+"""The client's end of the link to one engine server of ours: all its requests as frames on one WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from asyncrl.engines.segment_check import SegmentCheck
+from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
+from asyncrl.messages import frames
+from asyncrl.messages.base import ErrorBody
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+
+OnChunk = Callable[[GenerateChunk], None]
+OnInterrupted = Callable[[GenerateResponse], bool]
+PATH = "/link"
+FRAME_REQUESTS = 256
+"""Most requests in a frame: between two frames the event loop does other things."""
+
+
+@dataclass(eq=False, slots=True)
+class OpenRequest:
+    """A request on its way: `done` has its answer. `number` is its name on the link."""
+
+    request: GenerateRequest
+    check: SegmentCheck
+    on_chunk: OnChunk | None = None
+    on_interrupted: OnInterrupted | None = None
+    number: int = -1
+    done: asyncio.Future[GenerateResponse] = field(default_factory=lambda: asyncio.Future())
+
+
+class Link:
+    """Life: made, which opens it -> open -> broken, for good: the server has gone, or close_nowait().
+    Waits: sample() sleeps until its answer comes or the link breaks; the reader until a frame comes, the
+        writer until there is something to say.
+    Invariant: what is asked in one turn of the event loop goes in one frame (or several, of FRAME_REQUESTS
+        each), after what was asked before. A request whose caller has left is aborted.
+
+    `newest` says which policy_version the server was offered last.
+    """
+
+    def __init__(self, caller: Caller, newest: Callable[[], int]) -> None:
+        self._caller, self._newest = caller, newest
+        self._numbers = itertools.count()
+        self._open: dict[int, OpenRequest] = {}
+        self._asked: list[OpenRequest] = []
+        self._resumed: list[int] = []
+        self._aborted: list[int] = []
+        self._has_news = asyncio.Event()
+        self._broken: Exception | None = None
+        self._running = asyncio.ensure_future(self._run())
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether another link is needed."""
+        return self._broken is not None
+
+    def find(self, request_ids: list[str] | None) -> list[OpenRequest]:
+        """The open requests of these ids; None: all."""
+        wanted = None if request_ids is None else set(request_ids)
+        return [one for one in self._open.values() if wanted is None or one.request.request_id in wanted]
+
+    async def sample(self, opened: OpenRequest) -> GenerateResponse:
+        """The answer. Raises CallRefused, CallLost, ConnectionShortage or EngineError."""
+        if self._broken is not None:
+            raise self._broken
+        opened.number = next(self._numbers)
+        self._open[opened.number] = opened
+        self._asked.append(opened)
+        self._has_news.set()
+        try:
+            return await opened.done
+        finally:
+            if self._open.pop(opened.number, None) is not None:  # its caller leaves
+                self._aborted.append(opened.number)
+                self._has_news.set()
+
+    def abort_nowait(self, opened: OpenRequest) -> None:
+        """It will be answered with what it has."""
+        self._aborted.append(opened.number)
+        self._has_news.set()
+
+    def close_nowait(self) -> None:
+        """End the link; what is open raises CallLost."""
+        self._running.cancel()
+        self._break(CallLost(self._caller.name, PATH, "the link was closed"))
+
+    async def _run(self) -> None:
+        socket = writer = None
+        try:
+            socket = await self._caller.connect(PATH)
+            writer = asyncio.ensure_future(self._write(socket))
+            await self._read(socket)
+        except Exception as error:
+            self._break(error)
+        finally:
+            if writer is not None:
+                writer.cancel()
+            if socket is not None:
+                await socket.close()
+
+    def _break(self, why: Exception) -> None:
+        self._broken = self._broken or why
+        while self._open:
+            _, opened = self._open.popitem()
+            if not opened.done.done():
+                opened.done.set_exception(self._broken)
+
+    async def _write(self, socket: FrameSocket) -> None:
+        """Until the socket breaks, which the reader sees too."""
+        with contextlib.suppress(CallLost):
+            while True:
+                await self._has_news.wait()
+                self._has_news.clear()
+                asked, self._asked = self._asked, []
+                for first in range(0, len(asked), FRAME_REQUESTS):
+                    batch = asked[first : first + FRAME_REQUESTS]
+                    rows = [frames.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
+                    await socket.send(frames.submit_frame(rows))
+                for kind, numbers in (("resume", self._resumed), ("abort", self._aborted)):
+                    if numbers:
+                        frame = frames.numbers_frame(kind, numbers)
+                        numbers.clear()
+                        await socket.send(frame)
+
+    async def _read(self, socket: FrameSocket) -> None:
+        while True:
+            data = await socket.receive()
+            try:
+                frame = frames.read_frame(data)
+                if frame.kind == "sampled":
+                    for row in frames.read_sampled(frame):
+                        self._take(row)
+                else:
+                    self._refused(frame)
+            except (ValueError, LookupError) as error:
+                raise CallGarbled(self._caller.name, PATH, str(error)) from error
+
+    def _take(self, row: frames.Sampled) -> None:
+        opened = self._open.get(row.number)
+        if opened is None:  # its caller has left
+            return
+        try:
+            answer = self._passed(opened, row)
+        except Exception as error:  # of the check, or of who is told
+            self.abort_nowait(opened)
+            self._answer(opened, error)
+        else:
+            if answer is not None:
+                self._answer(opened, answer)
+
+    def _passed(self, opened: OpenRequest, row: frames.Sampled) -> GenerateResponse | None:
+        """The answer, if this ends it."""
+        token_ids, logprobs, newest = row.token_ids.tolist(), row.logprobs.tolist(), self._newest()
+        if row.then == "more":
+            assert opened.on_chunk is not None, "it is not streamed"
+            for start, end, version in row.spans:
+                ids, values = token_ids[start:end], logprobs[start:end]
+                chunk = GenerateChunk(token_ids=ids, logprobs=values, version=version)
+                opened.check.chunk(chunk, newest=newest)
+                opened.on_chunk(chunk)
+            return None
+        answer = GenerateResponse(
+            request_id=opened.request.request_id,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            version_spans=frames.spans_from(row.spans),
+            finish_reason="abort" if row.then == "interrupted" else row.then,
+        )
+        opened.check.end(answer, newest=newest)
+        if row.then == "interrupted":
+            if opened.on_interrupted is not None and opened.on_interrupted(answer):
+                self._resumed.append(row.number)
+                self._has_news.set()
+                return None
+            self.abort_nowait(opened)
+        return answer
+
+    def _answer(self, opened: OpenRequest, answer: GenerateResponse | Exception) -> None:
+        del self._open[opened.number]
+        if opened.done.done():
+            return
+        if isinstance(answer, GenerateResponse):
+            opened.done.set_result(answer)
+        else:
+            opened.done.set_exception(answer)
+
+    def _refused(self, frame: frames.Frame) -> None:
+        for number in frame.numbers:
+            if (opened := self._open.get(number)) is not None:
+                body = ErrorBody.model_validate(frame.header["body"])
+                self._answer(opened, CallRefused(self._caller.name, PATH, frame.header["status"], body))

@@ -1,0 +1,78 @@
+"""The check of what an engine server answers, before anything is made of it."""
+
+from __future__ import annotations
+
+import math
+
+from asyncrl.errors import EngineError
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+
+_LOGPROB_SLACK = 1e-3
+"""A log softmax in float32 may come out above 0 by its rounding; by no more than this."""
+
+
+class SegmentCheck:
+    """Raises EngineError for what cannot be the answer of server `name` to `request`, streamed or not.
+
+    Life: begun when the request is sent -> chunk() for each GenerateChunk -> end() for the rest.
+    Invariant: what has passed has a logprob for each of at most max_tokens tokens, under versions from
+        `oldest` to `newest` that never go back. The token that ends a completion passes with its
+        finish_reason alone, so that a request whose server is lost after a chunk can go on behind it.
+
+    `oldest` is what the server had confirmed when the request was sent, `newest` what it was offered last by
+    the time of the chunk or the end.
+    """
+
+    def __init__(self, name: str, request: GenerateRequest, *, oldest: int) -> None:
+        self._name, self._request = name, request
+        self._num_told, self._version = 0, oldest
+
+    def chunk(self, chunk: GenerateChunk, *, newest: int) -> None:
+        """Some tokens before the end."""
+        self._pass(chunk, newest)
+        if self._num_told == self._request.max_tokens:
+            raise self._wrong(f"chunks of {self._num_told} tokens and no end", "max_tokens is a limit")
+
+    def end(self, answer: GenerateResponse, *, newest: int) -> None:
+        """The tokens after the last chunk, or all of them, and how they ended."""
+        if answer.request_id != self._request.request_id:
+            raise self._wrong(f"the answer to {answer.request_id}", "an answer carries its request_id")
+        self._pass(answer, newest)
+        is_short = answer.finish_reason == "length" and self._num_told != self._request.max_tokens
+        if is_short or (answer.finish_reason == "stop" and not answer.token_ids):
+            what = f"finish_reason {answer.finish_reason} after {self._num_told} tokens"
+            raise self._wrong(what, "length means that max_tokens are used up, stop comes with its token")
+
+    def _pass(self, part: GenerateChunk | GenerateResponse, newest: int) -> None:
+        token_ids, logprobs, spans = part.token_ids, part.logprobs, part.version_spans
+        self._num_told += len(token_ids)
+        if self._num_told > self._request.max_tokens:
+            raise self._wrong(f"{self._num_told} tokens", "max_tokens is a limit")
+        if len(logprobs) != len(token_ids):
+            what = f"{len(logprobs)} logprobs for {len(token_ids)} tokens"
+            raise self._wrong(what, "there is one logprob a token")
+        if token_ids and not (
+            min(token_ids) >= 0 and all(map(math.isfinite, logprobs)) and max(logprobs) <= _LOGPROB_SLACK
+        ):
+            wrong = next(
+                (token, logprob)
+                for token, logprob in zip(token_ids, logprobs, strict=True)
+                if token < 0 or not math.isfinite(logprob) or logprob > _LOGPROB_SLACK
+            )
+            what = "token id {} with logprob {}".format(*wrong)
+            raise self._wrong(what, "ids are 0 or more, a sampled logprob is finite and at most 0")
+        at, oldest = 0, self._version
+        for span in spans:
+            if span.start != at or span.end <= at or not self._version <= span.version <= newest:
+                break
+            at, self._version = span.end, span.version
+        if at != len(token_ids):
+            shown = ", ".join(f"[{span.start}, {span.end}) v{span.version}" for span in spans[:6]) or "none"
+            what = f"version spans {shown} over {len(token_ids)} tokens"
+            rule = "spans cover every token once, under versions that never go back"
+            raise self._wrong(what, f"{rule}, from {oldest} (confirmed before) to {newest} (offered last)")
+
+    def _wrong(self, answered: str, rule: str) -> EngineError:
+        request = self._request
+        what = f"answered request {request.request_id} of {request.max_tokens} tokens with {answered}"
+        return EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
