@@ -12,7 +12,7 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.config import BufferConfig
 from asyncrl.errors import WouldWait
 from asyncrl.messages.records import Batch, Completion, Finished, Group, GroupId, Ticket, VersionSpan
-from asyncrl.rollouts.generators import SingleTurn, make_trajectory
+from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn, make_trajectory
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import Generator, RolloutRunner
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, FakeTokenizer, MemoryJournal
@@ -75,7 +75,7 @@ class FakeSink:
 
 def single_turn(engine: Any, scorer: Any = None, **settings: Any) -> SingleTurn:
     values = {"run_seed": 0, "max_tokens": 50, "max_prompt_tokens": 16, "temperature": 1.0} | settings
-    return SingleTurn(engine, FakeTokenizer(), scorer or FakeScorer(), **values)
+    return SingleTurn(engine, EncodedPrompts(FakeTokenizer()), scorer or FakeScorer(), **values)
 
 
 def make_producers(

@@ -10,11 +10,42 @@ import numpy as np
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import PromptUnusable, RolloutFailure
-from asyncrl.messages.records import Completion, GroupId, Outcome, Rollout, SamplingRequest, Trajectory, Work
+from asyncrl.messages.records import (
+    Completion,
+    GroupId,
+    Outcome,
+    Prompt,
+    Rollout,
+    SamplingRequest,
+    Trajectory,
+    Work,
+)
 from asyncrl.messages.work import SessionHost, WorkQueue
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
+
+
+class EncodedPrompts:
+    """Token ids of prompts. Those of the newest MAX_PROMPTS are kept, so that a group's is rendered once, and
+    its requests share one object.
+    """
+
+    MAX_PROMPTS = 1024
+
+    def __init__(self, tokenizer: HFChatTokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._known: dict[str, tuple[Prompt, tuple[int, ...]]] = {}
+
+    def ids_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """The chat, with the prompt for the assistant's turn."""
+        known, ids = self._known.get(prompt.prompt_id, (None, ()))
+        if known is not prompt:
+            ids = self.tokenizer.encode_chat(prompt.messages)
+            self._known[prompt.prompt_id] = prompt, ids
+            if len(self._known) > self.MAX_PROMPTS:
+                del self._known[next(iter(self._known))]
+        return ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +53,7 @@ class SingleTurn:
     """Prompt -> chat ids -> completion -> text -> reward -> Trajectory."""
 
     engine: EnginePool
-    tokenizer: HFChatTokenizer
+    prompts: EncodedPrompts
     scorer: TaskScorer
     run_seed: int
     max_tokens: int
@@ -35,7 +66,7 @@ class SingleTurn:
         cannot be scored.
         """
         prompt = attempt.prompt
-        prompt_ids = self.tokenizer.encode_chat(prompt.messages)
+        prompt_ids = self.prompts.ids_of(prompt)
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
             raise PromptUnusable(
                 f"prompt {prompt.prompt_id} has {len(prompt_ids)} tokens",
@@ -57,7 +88,7 @@ class SingleTurn:
             on_segment=functools.partial(attempt.keep_segment, 0),
         )
         attempt.stopped_sampling()
-        reward = await self.scorer.score(prompt, self.tokenizer.decode(completion.token_ids))
+        reward = await self.scorer.score(prompt, self.prompts.tokenizer.decode(completion.token_ids))
         return (make_trajectory(attempt.sample_index, prompt_ids, completion, reward),)
 
 

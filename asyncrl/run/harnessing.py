@@ -34,7 +34,7 @@ from asyncrl.observe.console import outliving
 from asyncrl.observe.metrics import num_turns
 from asyncrl.observe.run_numbers import several
 from asyncrl.placement.processes import ChildProcess
-from asyncrl.rollouts.generators import HarnessGenerator, SingleTurn, own_reward
+from asyncrl.rollouts.generators import EncodedPrompts, HarnessGenerator, SingleTurn, own_reward
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -187,7 +187,7 @@ def make_generator(
         return HarnessGenerator(harnessing.gateway, harnessing.queue, scorer)
     return SingleTurn(
         engines,
-        tokenizer,
+        EncodedPrompts(tokenizer),
         scorer,
         run_seed=config.seed,
         max_tokens=config.rollout.max_tokens,

@@ -97,8 +97,12 @@ def check_determinism(runner: Runner, name: str) -> None:
         others = [(slot, ids[: 1 + slot % min(4, total)], 0) for slot in range(n - 1)]
         beside, resumed = logits(others), runner.prefill([(n - 1, ids, 0), *others])[0]
         runner.cache.copy_slot(n - 1, 0, total - 1)
-        joined = runner.prefill([(0, ids, total // 2)])[0]
-        if not all(map(torch.equal, [*alone, alone[-1], alone[-1]], [*beside, resumed, joined])):
+        job = (min(1, slots - 1), ids, total // 2)  # its start is that of slot 0, or copied from there
+        runner.cache.copy_slot(0, job[0], total - 1)
+        last = np.array([ids[-1]]), np.array([total])
+        joined = runner.step(*last, [job]) if slots > 1 else runner.prefill([job])
+        found = [*beside, resumed, *joined]
+        if not all(map(torch.equal, [*alone, *[alone[-1]] * (1 + len(joined))], found)):
             fail(
                 f"{name}: a sequence's logits change with {n - 1} others beside it (dtype "
                 f"{runner.loaded.dtype}, {torch.get_num_threads()} threads)",

@@ -26,7 +26,7 @@ from asyncrl.messages.calls import (
 from asyncrl.messages.frames import Asked, Sampled
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import Ints, Runner, moves_after_removal
+from asyncrl_servers.embedded.runner import NO_INTS, Ints, Runner, moves_after_removal
 from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, sample
 from asyncrl_servers.engine_app import Listener, check_request
 
@@ -195,11 +195,8 @@ class Engine:
         while not self._inbox.empty():
             self._inbox.get_nowait()()
         started_s = time.perf_counter()
-        if self._may_admit:
-            self._admit()
-        if rows := self._rows:
-            lengths = rows.lengths[: len(rows)].copy()
-            self._sample(self.runner.decode(rows.last_ids(), lengths), 0)
+        if self._rows or self._may_admit:
+            self._step()
             self._decode_s += time.perf_counter() - started_s
         if started_s - self._streamed_s >= STREAM_S:
             self._streamed_s = started_s
@@ -220,20 +217,46 @@ class Engine:
         self._abort({*self._rows.sequences, *self._queued, *self._interrupted})
         self._is_stopping = True
 
-    def _admit(self) -> None:
-        """Move queued sequences into free slots, and sample the first token of each. Tokens that stand in a
-        slot, read by the weights that serve, are copied from there: the whole prompt of a group, the turns
-        before this one.
+    def _step(self) -> None:
+        """A token for each sequence that runs, and for those that are admitted now, in one call of the
+        model.
         """
         rows, first = self._rows, len(self._rows)
-        known = {
-            one.token_ids.tobytes(): row
-            for row, one in enumerate(rows.sequences)
-            if one.next_logits_V is not None
-        }
-        waves: list[list[Prefill]] = [[]]
+        waves, copies = self._admit()
+        new = rows.sequences[first:]
+        last_ids, lengths = rows.last_ids(first), rows.lengths[:first].copy()
+        logits = self._prefill(last_ids, lengths, waves[0])
+        for wave in waves[1:]:
+            self._prefill(NO_INTS, NO_INTS, wave)
+        for source, row in copies:
+            self.runner.cache.copy_slot(source, row, len(rows.sequences[row].token_ids))
+            rows.sequences[row].next_logits_V = rows.sequences[source].next_logits_V
+        if new:
+            logits = torch.stack(
+                [*logits[:first], *(one.next_logits_V for one in new if one.next_logits_V is not None)]
+            )
+        self._sample(logits)
+
+    def _admit(self) -> tuple[list[list[Prefill]], list[tuple[int, int]]]:
+        """Move queued sequences into free slots. Returns what has to be read for them, wave after wave, and
+        (source, row) of those whose tokens all stand in a slot then.
+
+        Tokens that stand in a slot, read by the weights that serve, are copied from there: the prompt of a
+        group, the turns before this one.
+        """
+        rows = self._rows
+        known = (
+            {
+                one.token_ids.tobytes(): row
+                for row, one in enumerate(rows.sequences)
+                if one.next_logits_V is not None
+            }
+            if self._may_admit
+            else {}
+        )
         wave_of = dict.fromkeys(known.values(), -1)
-        copied: list[tuple[int, int]] = []
+        waves: list[list[Prefill]] = [[]]
+        copies: list[tuple[int, int]] = []
         while self._may_admit:
             sequence, _ = self._queued.popitem(last=False)
             ids = sequence.token_ids
@@ -241,7 +264,7 @@ class Engine:
             source, num_shared = rows.common_prefix(ids, list(wave_of))
             row, key = rows.add(sequence), ids.tobytes()
             if key in known:
-                copied.append((known[key], row))
+                copies.append((known[key], row))
                 continue
             if num_shared < MIN_SHARED:
                 source, num_shared = -1, 0
@@ -250,44 +273,39 @@ class Engine:
             if wave_of[row] == len(waves):
                 waves.append([])
             waves[wave_of[row]].append(Prefill(row, ids, source, num_shared))
-        for wave in waves:
-            self._prefill(wave)
-        for source, row in copied:
-            self.runner.cache.copy_slot(source, row, len(rows.sequences[row].token_ids))
-            rows.sequences[row].next_logits_V = rows.sequences[source].next_logits_V
-        logits = [one.next_logits_V for one in rows.sequences[first:] if one.next_logits_V is not None]
-        self._sample(torch.stack(logits), first)
+        return waves, copies
 
-    def _prefill(self, wave: list[Prefill]) -> None:
+    def _prefill(self, last_ids: Ints, lengths: Ints, wave: list[Prefill]) -> Tensor:
+        """Read what a wave needs, beside a step of the slots 0..n-1, whose logits [n, V] it returns."""
         for one in wave:
             if one.num_shared:
                 self.runner.cache.copy_slot(one.source, one.row, one.num_shared)
             self._tokens_prefilled += len(one.ids) - one.num_shared
-        jobs = [(one.row, one.ids, one.num_shared) for one in wave]
-        for one, logits_V in zip(wave, self.runner.prefill(jobs) if jobs else (), strict=True):
+        logits = self.runner.step(last_ids, lengths, [(one.row, one.ids, one.num_shared) for one in wave])
+        for one, logits_V in zip(wave, logits[len(last_ids) :], strict=True):
             self._rows.sequences[one.row].next_logits_V = logits_V.clone()
+        return logits[: len(last_ids)]
 
-    def _sample(self, logits_NV: Tensor, first: int) -> None:
-        """Draw a token for the rows from `first` on; those that are over make way."""
-        rows, new = self._rows, slice(first, len(self._rows))
-        positions = rows.lengths[new]
-        settings = (rows.temperatures[new], rows.top_ps[new], rows.seeds[new])
-        token_ids, logprobs = sample(logits_NV, *settings, positions)
+    def _sample(self, logits_NV: Tensor) -> None:
+        """Draw a token for each row; those that are over make way."""
+        rows = self._rows
+        positions = rows.lengths[: len(rows)]
+        token_ids, logprobs = sample(logits_NV, *rows.sampling(), positions)
         if not np.isfinite(logprobs).all():
             what = f"the model of policy_version {self.weights.version} gives logits that are not finite"
             raise FloatingPointError(what)
-        rows.append(first, token_ids, logprobs)
+        rows.append(token_ids, logprobs)
         self._tokens_generated += len(token_ids)
-        is_stop = np.isin(token_ids, self._eos_ids)
-        for offset, sequence in enumerate(rows.sequences[new]):
-            if sequence.stop_watch is not None and sequence.stop_watch.is_complete(int(token_ids[offset])):
-                is_stop[offset] = True
-        is_over = is_stop | (rows.lengths[new] >= rows.limits[new])
-        for offset in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed one move
-            self._tell(first + offset, "stop" if is_stop[offset] else "length")
-            if (kept := rows.keep(first + offset)) >= 0:
-                self.runner.cache.copy_slot(first + offset, kept, int(rows.lengths[kept]) - 1)
-            self._remove(first + offset)
+        is_stop = (token_ids[:, None] == self._eos_ids).any(1)
+        for row, sequence in enumerate(rows.sequences):
+            if sequence.stop_watch is not None and sequence.stop_watch.is_complete(int(token_ids[row])):
+                is_stop[row] = True
+        is_over = is_stop | (rows.lengths[: len(rows)] >= rows.limits[: len(rows)])
+        for row in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed one move
+            self._tell(row, "stop" if is_stop[row] else "length")
+            if (kept := rows.keep(row)) >= 0:
+                self.runner.cache.copy_slot(row, kept, int(rows.lengths[kept]) - 1)
+            self._remove(row)
 
     def _tell(self, row: int, then: str) -> None:
         sampled = self._rows.untold(row, then)

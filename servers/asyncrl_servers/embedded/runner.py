@@ -40,6 +40,11 @@ STATIC_ROPE = frozenset({"default", "linear", "llama3"})
 
 Ints = npt.NDArray[np.int64]
 Ids = Sequence[int] | Ints
+NO_INTS = np.zeros(0, np.int64)
+Job = tuple[int, Ids, int]
+"""(slot, token ids, how many of them the slot has already)."""
+Part = tuple[int, Ids, int, int]
+"""(slot, its token ids, start, end): tokens of a job that go through one call."""
 
 
 class Runner:
@@ -66,11 +71,19 @@ class Runner:
         loaded = self.loaded
         self.cache = SlotCache(loaded.shape, slots, self.max_length, loaded.dtype, loaded.device)
 
-    def prefill(self, jobs: Sequence[tuple[int, Ids, int]]) -> Tensor:
-        """Fill slots with sequences, each (slot, token ids, how many of them the slot has already); returns
-        the logits after each last token, [jobs, V].
+    def prefill(self, jobs: Sequence[Job]) -> Tensor:
+        """Fill slots with sequences; returns the logits after each last token, [jobs, V]."""
+        return self.step(NO_INTS, NO_INTS, jobs)
+
+    def decode(self, last_ids: Ints, lengths: Ints) -> Tensor:
+        """One step of the sequences in slots 0..n-1: logits [n, V] after `last_ids` [n], token number
+        `lengths` - 1 of each.
         """
-        calls: list[list[tuple[int, Ids, int, int]]] = [[]]
+        return self.step(last_ids, lengths, ())
+
+    def step(self, last_ids: Ints, lengths: Ints, jobs: Sequence[Job]) -> Tensor:
+        """decode() and prefill() in one call of the model, as far as PREFILL_ROWS allows: [n + jobs, V]."""
+        calls: list[list[Part]] = [[]]
         room = PREFILL_ROWS
         for slot, ids, first in jobs:
             for start in range(first, len(ids), QUERY_CHUNK):
@@ -80,11 +93,20 @@ class Runner:
                     room = PREFILL_ROWS
                 calls[-1].append((slot, ids, start, end))
                 room -= end - start
-        return torch.cat([self._prefill_call(call) for call in calls])
+        logits = [self._step_call(last_ids, lengths, calls[0])]
+        logits += [self._step_call(NO_INTS, NO_INTS, parts) for parts in calls[1:]]
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _prefill_call(self, parts: list[tuple[int, Ids, int, int]]) -> Tensor:
-        """Parts are (slot, its token ids, start, end); logits [K, V] after the K sequences that end here."""
-        stretches, kept, row = [], [], 0
+    def _step_call(self, last_ids: Ints, lengths: Ints, parts: Sequence[Part]) -> Tensor:
+        """Logits [n + K, V] of a step of n slots, and after the K sequences that end in `parts`."""
+        device, num_decoded = self.loaded.device, len(last_ids)
+        own = torch.from_numpy(lengths - 1).to(device)[:, None, None, None, None]
+        floats = self.loaded.shape.kv_heads * self.loaded.shape.head_dim
+        stretches = [
+            Stretch(start, end, 1, length, self._positions[:length] > own[start:end])
+            for start, end, length in cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, floats)
+        ]
+        kept, row = list(range(num_decoded)), num_decoded
         for slot, all_ids, start, end in parts:
             row += end - start
             if end == len(all_ids):
@@ -93,29 +115,20 @@ class Runner:
             length = padded_length(end)
             invalid = self._positions[:length] > self._positions[start : start + padded, None]
             stretches.append(Stretch(slot, slot + 1, end - start, length, invalid))
-        keep = np.zeros(self._num_rows(max(1, len(kept))), dtype=np.int64)
-        keep[: len(kept)] = kept
+        keep = None
+        if parts:
+            keep = np.zeros(self._num_rows(max(1, len(kept))), dtype=np.int64)
+            keep[: len(kept)] = kept
         logits = self._call(
             stretches,
-            np.concatenate([np.full(end - start, slot) for slot, _, start, end in parts]),
-            np.concatenate([np.arange(start, end) for _, _, start, end in parts]),
-            np.concatenate([all_ids[start:end] for _, all_ids, start, end in parts]),
-            torch.from_numpy(keep).to(self.loaded.device),
+            np.concatenate(
+                [np.arange(num_decoded), *(np.full(end - start, slot) for slot, _, start, end in parts)]
+            ),
+            np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)]),
+            np.concatenate([last_ids, *(all_ids[start:end] for _, all_ids, start, end in parts)]),
+            None if keep is None else torch.from_numpy(keep).to(device),
         )
         return logits[: len(kept)]
-
-    def decode(self, last_ids: Ints, lengths: Ints) -> Tensor:
-        """One step of the sequences in slots 0..n-1: logits [n, V] after `last_ids` [n], token number
-        `lengths` - 1 of each.
-        """
-        own = torch.from_numpy(lengths - 1).to(self.loaded.device)[:, None, None, None, None]
-        floats = self.loaded.shape.kv_heads * self.loaded.shape.head_dim
-        stretches = [
-            Stretch(start, end, 1, length, self._positions[:length] > own[start:end])
-            for start, end, length in cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, floats)
-        ]
-        logits = self._call(stretches, np.arange(len(last_ids)), lengths - 1, last_ids, None)
-        return logits[: len(last_ids)]
 
     def _num_rows(self, needed: int) -> int:
         if not self.is_exact:

@@ -131,14 +131,19 @@ class Rows:
         for column in self._columns:
             column[target] = column[source]
 
-    def last_ids(self) -> npt.NDArray[np.int64]:
-        """The newest token of each row."""
-        rows = np.arange(len(self.sequences))
+    def last_ids(self, num_rows: int) -> npt.NDArray[np.int64]:
+        """The newest token of each of the first rows."""
+        rows = np.arange(num_rows)
         return self.token_ids[rows, self.lengths[rows] - 1]
 
-    def append(self, first: int, token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
-        """A token for each row from `first` on."""
-        rows = np.arange(first, len(self.sequences))
+    def sampling(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float64], npt.NDArray[np.uint64]]:
+        """Temperature, top_p and seed of each row."""
+        running = slice(len(self.sequences))
+        return self.temperatures[running], self.top_ps[running], self.seeds[running]
+
+    def append(self, token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
+        """A token for each row."""
+        rows = np.arange(len(self.sequences))
         places = self.lengths[rows]
         self.token_ids[rows, places], self.logprobs[rows, places] = token_ids, logprobs
         self.lengths[rows] += 1
