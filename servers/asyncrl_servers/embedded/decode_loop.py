@@ -244,21 +244,21 @@ class Engine:
         Tokens that stand in a slot, read by the weights that serve, are copied from there: the prompt of a
         group, the turns before this one.
         """
-        rows = self._rows
-        known = (
-            {
-                one.token_ids.tobytes(): row
-                for row, one in enumerate(rows.sequences)
-                if one.next_logits_V is not None
-            }
-            if self._may_admit
-            else {}
+        rows, known, waves, copies = (
+            self._rows,
+            dict[bytes, int](),
+            [list[Prefill]()],
+            list[tuple[int, int]](),
         )
+        if not self._may_admit:
+            return waves, copies
+        for row, one in enumerate(rows.sequences):
+            if one.next_logits_V is not None:
+                known[one.token_ids.tobytes()] = row
         wave_of = dict.fromkeys(known.values(), -1)
-        waves: list[list[Prefill]] = [[]]
-        copies: list[tuple[int, int]] = []
-        while self._may_admit:
-            sequence, _ = self._queued.popitem(last=False)
+        num_free = self.spec.slots - len(rows) - len(self._interrupted)
+        taken = [self._queued.popitem(last=False)[0] for _ in range(min(num_free, len(self._queued)))]
+        for sequence in sorted(taken, key=lambda one: len(one.token_ids)):  # equal lengths are read together
             ids = sequence.token_ids
             sequence.marks.append((len(ids), self.weights.version))
             source, num_shared = rows.common_prefix(ids, list(wave_of))

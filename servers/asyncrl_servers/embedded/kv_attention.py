@@ -87,8 +87,9 @@ class SlotCache:
 class Stretch:
     """The next rows of a call: `tokens` queries of each of the slots [start, end), slot after slot.
 
-    They look at `length` positions, a multiple of LENGTH_STEP; `invalid` is true beyond a query's own one:
-    bool [end - start, 1, 1, 1, length] where tokens is 1, else [padded tokens, length].
+    They look at `length` positions, a multiple of LENGTH_STEP; `invalid` bool [end - start, 1, 1, tokens,
+    length] is true beyond a query's own one. Slots with fewer queries: `gather` int64 [(end - start) *
+    tokens] has the rows of the call, any one in place of those that lack, and `kept` those that do not.
     """
 
     start: int
@@ -96,6 +97,8 @@ class Stretch:
     tokens: int
     length: int
     invalid: Tensor
+    gather: Tensor | None = None
+    kept: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -120,10 +123,16 @@ class Pass:
         queries = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         parts, row = [], 0
         for stretch in self.stretches:
-            end = row + (stretch.end - stretch.start) * stretch.tokens
             slots = slice(stretch.start, stretch.end)
-            part = self._mix(stretch, queries[row:end], keys[slots], values[slots])
-            parts.append(part.reshape(end - row, heads, head_dim))
+            if stretch.gather is None or stretch.kept is None:
+                end = row + (stretch.end - stretch.start) * stretch.tokens
+                part = self._mix(stretch, queries[row:end], keys[slots], values[slots])
+                parts.append(part.reshape(end - row, heads, head_dim))
+            else:
+                end = row + len(stretch.kept)
+                asked = queries.index_select(0, stretch.gather)
+                part = self._mix(stretch, asked, keys[slots], values[slots])
+                parts.append(part.reshape(-1, heads, head_dim).index_select(0, stretch.kept))
             row = end
         if num_rows > row:
             parts.append(query.new_zeros(num_rows - row, heads, head_dim))
@@ -134,13 +143,10 @@ class Pass:
         num_slots, (_, kv_heads, repeat, head_dim) = stretch.end - stretch.start, queries.shape
         tokens, length = stretch.tokens, stretch.length
         grouped = queries.view(num_slots, tokens, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
-        padded_repeat, padded_tokens = repeat, tokens
-        if self.is_exact:
-            padded_tokens = 1 if tokens == 1 else padded_length(tokens)
-            padded_repeat = max(repeat, MIN_ROWS) if tokens == 1 else repeat
-            extra = (0, 0, 0, padded_tokens - tokens, 0, padded_repeat - repeat)
-            grouped = functional.pad(grouped, extra) if any(extra) else grouped
-        shape = (num_slots, kv_heads, padded_repeat, padded_tokens)
+        padded = max(repeat, MIN_ROWS) if self.is_exact and tokens == 1 else repeat
+        if padded > repeat:
+            grouped = functional.pad(grouped, (0, 0, 0, 0, 0, padded - repeat))
+        shape = (num_slots, kv_heads, padded, tokens)
         scores = torch.matmul(
             grouped.reshape(num_slots, kv_heads, -1, head_dim), keys[:, :, :length].transpose(2, 3)
         )
@@ -148,7 +154,7 @@ class Pass:
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
         weights = weights.view(num_slots, kv_heads, -1, length)
         mixed = mix_values(weights, values[:, :, :length], self.is_exact).view(*shape, head_dim)
-        return mixed[:, :, :repeat, :tokens].permute(0, 3, 1, 2, 4)
+        return mixed[:, :, :repeat].permute(0, 3, 1, 2, 4)
 
 
 def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:

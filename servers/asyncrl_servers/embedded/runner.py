@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +29,8 @@ EXACT_ROWS = 16
 """Exact calls have a multiple of this many rows: the size from which a row of a float32 product keeps its
 bits.
 """
+SCORE_FLOATS = 2**21
+"""Most scores, a query head of each KV head, of a stretch of several slots."""
 CHUNK = 8
 """Decoding slots are joined to stretches chunk by chunk."""
 STRETCH_FLOATS = 30_000
@@ -57,8 +59,7 @@ class Runner:
     def __init__(self, loaded: LoadedModel, slots: int, max_length: int, *, is_exact: bool) -> None:
         self.loaded, self.slots, self.max_length, self.is_exact = loaded, slots, max_length, is_exact
         self._plain = PlainDecoder.of(loaded.model, max_length)
-        # A query's padding may reach beyond the cache, by less than LENGTH_STEP.
-        self._positions = torch.arange(padded_length(max_length) + LENGTH_STEP, device=loaded.device)
+        self._positions = torch.arange(padded_length(max_length), device=loaded.device)
         self.take_cache(slots)
 
     @property
@@ -106,15 +107,12 @@ class Runner:
             Stretch(start, end, 1, length, self._positions[:length] > own[start:end])
             for start, end, length in cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, floats)
         ]
+        stretches += self._read_stretches(parts, num_decoded)
         kept, row = list(range(num_decoded)), num_decoded
-        for slot, all_ids, start, end in parts:
+        for _, all_ids, start, end in parts:
             row += end - start
             if end == len(all_ids):
                 kept.append(row - 1)
-            padded = padded_length(end - start) if self.is_exact and end - start > 1 else end - start
-            length = padded_length(end)
-            invalid = self._positions[:length] > self._positions[start : start + padded, None]
-            stretches.append(Stretch(slot, slot + 1, end - start, length, invalid))
         keep = None
         if parts:
             keep = np.zeros(self._num_rows(max(1, len(kept))), dtype=np.int64)
@@ -129,6 +127,47 @@ class Runner:
             None if keep is None else torch.from_numpy(keep).to(device),
         )
         return logits[: len(kept)]
+
+    def _read_stretches(self, parts: Sequence[Part], row: int) -> Iterator[Stretch]:
+        """Stretches of the parts, whose rows begin at `row`: neighbouring slots with as many padded queries
+        are one.
+        """
+        groups: list[list[Part]] = []
+        for part in parts:
+            slot, _, start, end = part
+            last = groups[-1][-1] if groups else None
+            is_next = last is not None and slot == last[0] + 1 and self._padded(part) == self._padded(last)
+            floats = self._padded(part) * padded_length(end) * self.loaded.shape.kv_heads
+            if is_next and (len(groups[-1]) + 1) * floats <= SCORE_FLOATS:
+                groups[-1].append(part)
+            else:
+                groups.append([part])
+        device = self.loaded.device
+        for group in groups:
+            tokens, length = self._padded(group[0]), padded_length(max(end for *_, end in group))
+            starts = np.array([start for _, _, start, _ in group])[:, None]
+            counts = np.array([end - start for _, _, start, end in group])[:, None]
+            firsts = row + np.cumsum(counts, axis=0) - counts
+            places = np.arange(tokens)
+            gather = firsts + np.minimum(places, counts - 1)
+            positions = torch.from_numpy(starts + places).to(device)[:, None, None, :, None]
+            yield Stretch(
+                group[0][0],
+                group[-1][0] + 1,
+                tokens,
+                length,
+                self._positions[:length] > positions,
+                torch.from_numpy(gather.reshape(-1)).to(device),
+                torch.from_numpy(np.flatnonzero(places < counts)).to(device),
+            )
+            row += int(counts.sum())
+
+    def _padded(self, part: Part) -> int:
+        """Queries of this part, and others beside them that are thrown away, so that products have bits of
+        their own.
+        """
+        _, _, start, end = part
+        return padded_length(end - start) if end - start > 1 else 1
 
     def _num_rows(self, needed: int) -> int:
         if not self.is_exact:
