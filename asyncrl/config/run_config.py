@@ -19,6 +19,7 @@ from asyncrl.config.operation import (
     SupervisionConfig,
 )
 from asyncrl.config.weight_sync import WeightSyncConfig
+from asyncrl.messages.base import Interrupt
 
 
 class RunConfig(FrozenConfig):
@@ -65,6 +66,12 @@ class RunConfig(FrozenConfig):
         tasks but its own.
         """
         return self.eval is not None and self.generator.is_harness and self.generator.verifiers is None
+
+    @property
+    def interrupt(self) -> Interrupt:
+        """What a swap of weights does to running requests."""
+        asked = self.weight_sync.interrupt
+        return self.rollout.facts.interrupt if asked == "auto" else asked
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

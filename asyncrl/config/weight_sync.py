@@ -61,9 +61,10 @@ class WeightSyncConfig(FrozenConfig):
     of the one CUDA device on which both sides take turns."""
     disk_dir: str | None = None
     """Folder for transport=disk, on a file system that trainer and engines share under the same path."""
-    interrupt: Interrupt = "abort"
+    interrupt: Literal["auto"] | Interrupt = "auto"
     """What a swap does to running requests: abort and resume them from their tokens, keep them with a
-    recomputed KV cache, keep them over the old KV cache, or wait until they are done."""
+    recomputed KV cache, keep them over the old KV cache, or wait until they are done. auto = what is measured
+    to be best for this kind of engine: abort."""
     rolling: bool = False
     """Engines swap one after the other, so that the others go on sampling meanwhile (false = all at once,
     which is sooner done).

@@ -262,7 +262,7 @@ class Parts:
         self.publisher = Publisher(
             self.trainer,
             self.targets,
-            interrupt=sync.interrupt,
+            interrupt=config.interrupt,
             timeout_s=sync.timeout_s,
             on_served=self.buffer.set_served_nowait,
             on_published=self._published,
