@@ -1,158 +1,24 @@
-"""Both halves of an internal HTTP call: a child process serves one app on an inherited socket, a Caller calls
-it with the run's secret.
-
-A child is started as `python -m MODULE --spec FILE --fd N`: FILE is its own JSON spec, N a socket that the
-parent has already bound and listens on, so that no other program can take the port. Standard input is a pipe
-that the parent holds open. Its first line has the secrets (the environment of a process can be read by other
-processes of the same user). When the pipe ends the parent has ended, in whatever way, and the child exits. A
-child without such a line has SECRET_ENV in its environment.
-"""
+"""The client's half of an internal call: a Caller calls one server with the run's secret (serving.py)."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import errno
-import faulthandler
 import functools
-import hmac
-import json
 import logging
 import os
 import random
 import resource
-import signal
-import socket
-import sys
-import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import aiohttp
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 
 from asyncrl.errors import ConnectionShortage
-from asyncrl.messages.base import SECRET_ENV, ErrorBody, fatal_line
+from asyncrl.messages.base import ErrorBody
 from asyncrl.waits import TimeLimit
-
-
-class Refused(Exception):  # noqa: N818  an answer, not a crash of the server
-    """Answer this one request with `status` and an ErrorBody."""
-
-    def __init__(self, status: int, error: str, *, rule: str = "", way_out: str = "") -> None:
-        self.status, self.body = status, ErrorBody(error=error, rule=rule, way_out=way_out)
-        super().__init__(error)
-
-
-def child_arguments() -> tuple[str, int]:
-    """(text of the spec file, number of the inherited socket) of a child process."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spec", required=True)
-    parser.add_argument("--fd", required=True, type=int)
-    arguments = parser.parse_args()
-    return Path(arguments.spec).read_text(encoding="utf-8"), arguments.fd
-
-
-def secret_of(name: str) -> str:
-    """The secret that the parent gave under this name, else that of the environment. Ends this child if there
-    is none.
-    """
-    secret = _secrets_from_parent().get(name) or os.environ.get(name)
-    return secret or fail(f"its parent has not passed {name}", way_out="start it through asyncrl.")
-
-
-@functools.lru_cache(maxsize=1)
-def _secrets_from_parent() -> dict[str, str]:
-    """First line of standard input, as ChildProcess writes it."""
-    if SECRET_ENV in os.environ:
-        return {}
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    secrets: dict[str, str] = json.loads(line or b"{}")  # no line: the parent is gone already
-    return secrets
-
-
-def fail(error: str, *, rule: str = "", way_out: str = "") -> NoReturn:
-    """End this child with an error that the parent shows: what failed, the rule, the way out."""
-    print(fatal_line(ErrorBody(error=error, rule=rule, way_out=way_out)), file=sys.stderr, flush=True)
-    raise SystemExit(1)
-
-
-def die_with_parent(on_orphaned: Callable[[], None] = lambda: None) -> None:
-    """Exit as soon as standard input ends. Call it first thing, before anything slow is loaded.
-
-    From here on SIGUSR1 writes the stacks of all threads to standard error, which is this child's log; the
-    watchdog sends it.
-    """
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _secrets_from_parent()
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        try:
-            on_orphaned()
-        finally:
-            os._exit(3)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def make_app() -> FastAPI:
-    """An app without docs pages, whose every error is an ErrorBody."""
-    app = FastAPI(openapi_url=None)
-
-    @app.exception_handler(Refused)
-    async def refused(_: Request, error: Refused) -> JSONResponse:
-        return JSONResponse(error.body.model_dump(), status_code=error.status)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        body = ErrorBody(error=what, rule="see asyncrl/messages")
-        return JSONResponse(body.model_dump(), status_code=422)
-
-    return app
-
-
-def _only_bearers(app: Any, secret: str) -> Any:
-    """The app for requests with the run's secret alone."""
-    expected = f"Bearer {secret}".encode()
-
-    async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        asked = app
-        if scope["type"] == "http":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, expected):
-                body = ErrorBody(error="wrong or missing bearer token", rule="it is the run's own server")
-                asked = JSONResponse(body.model_dump(), status_code=401)
-        await asked(scope, receive, send)
-
-    return guarded
-
-
-def serve(app: FastAPI, fd: int) -> None:
-    """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
-    config = uvicorn.Config(
-        _only_bearers(app, secret_of(SECRET_ENV)),
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=1,
-    )
-    # uvicorn's own `fd` option takes the socket for a Unix one: asyncio then leaves Nagle's algorithm on, and
-    # every answer waits some 40 ms for a delayed acknowledgement. A socket object that knows its family has
-    # no such wait.
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd)])
-
 
 log = logging.getLogger("asyncrl.http")
 

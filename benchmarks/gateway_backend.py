@@ -17,8 +17,8 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic_core import from_json, to_json
 
-from asyncrl.http import child_arguments, die_with_parent, serve
 from asyncrl.messages.calls import GenerateRequest
+from asyncrl.serving import child_arguments, die_with_parent, serve
 from asyncrl_servers.engine_app import engine_app
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 

@@ -107,6 +107,14 @@ async def requests_ms(num: int, tokens: int, seconds: float, folder: Path) -> tu
         return 1e3 * cost.seconds() / count, count
 
 
+async def until(server: EngineServer, num_running: int) -> None:
+    """Return once so many requests run, and none is queued."""
+    now = await server.health()
+    while now.num_running < num_running or now.num_queued:
+        await asyncio.sleep(0.01)
+        now = await server.health()
+
+
 async def interruptions_ms(num: int, tokens: int, seconds: float, folder: Path) -> tuple[float, int]:
     """(ms of CPU an interruption, how many)."""
     written = 0
@@ -122,8 +130,7 @@ async def interruptions_ms(num: int, tokens: int, seconds: float, folder: Path) 
             asyncio.ensure_future(pool.generate(request(index, 2**20, prompts), on_segment=keep))
             for index in range(num)
         ]
-        while (await server.health()).num_running < num:
-            await asyncio.sleep(0.05)
+        await until(server, num)
         costs, deadline, version = list[float](), time.perf_counter() + seconds, 0
         while len(costs) < 3 or time.perf_counter() < deadline:
             version += 1
@@ -138,8 +145,7 @@ async def interruptions_ms(num: int, tokens: int, seconds: float, folder: Path) 
                 version=version, path=str(path), digest=digest, num_tensors=1, num_bytes=16
             )
             await server.commit(version, await server.prepare(manifest), "abort")
-            while (now := await server.health()).num_running + now.num_queued < num or now.num_queued:
-                await asyncio.sleep(0.005)
+            await until(server, num)
             costs.append(1e3 * cost.seconds() / num)
         for one in running:
             one.cancel()
@@ -156,8 +162,8 @@ def main() -> None:
     share = given.seconds / (2 * len(IN_FLIGHT))
     with reported("request_cost", is_kept=given.write):
         print(
-            f"CPU of engine and controller together, simulated engine over the real link: groups of {GROUP}, prompts "
-            f"of {PROMPT} tokens, {given.tokens} tokens an answer or between two interruptions"
+            f"CPU of engine and controller together, simulated engine over the real link: groups of {GROUP}, "
+            f"prompts of {PROMPT} tokens, {given.tokens} tokens an answer or between two interruptions"
         )
         print(
             f"{'in flight':>10}{'ms a request':>15}{'requests':>10}{'ms an interruption':>21}{'of them':>9}"

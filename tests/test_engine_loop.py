@@ -11,8 +11,8 @@ import torch
 from engine_in_process import answered, drawn, make_qwen3, make_request, make_spec, running_engine, stage_file
 from tiny_model import make_tiny_model
 
-from asyncrl.http import Refused
 from asyncrl.messages.calls import CommitRequest
+from asyncrl.serving import Refused
 from asyncrl_servers import engine_app
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine

@@ -14,8 +14,8 @@ from engine_in_process import answered, make_qwen3, make_spec, publish, running_
 from trainer_cases import batch_of, changed
 from trainer_cases import make_spec as make_trainer_spec
 
-from asyncrl.http import Refused
 from asyncrl.messages.calls import CommitRequest, PrepareRequest
+from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded import build_engine as build

@@ -13,8 +13,8 @@ from engine_in_process import make_qwen3, make_request, make_spec
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.http import Refused
 from asyncrl.messages.base import ErrorBody, find_fatal
+from asyncrl.serving import Refused
 from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model
 from asyncrl_servers.embedded.kv_attention import CacheShape
 from asyncrl_servers.embedded.runner import MODEL_TYPES

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, Refused
+from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.serving import Refused
 from asyncrl_servers.engine_app import TokenStream, engine_app
 
 CHUNKS = [

@@ -46,7 +46,7 @@ if os.fork() == 0:
 signal.pause()
 """
 CHILD = """
-from asyncrl.http import child_arguments, die_with_parent, fail, make_app, serve
+from asyncrl.serving import child_arguments, die_with_parent, fail, make_app, serve
 def main():
     die_with_parent()
     spec, fd = child_arguments()

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from trainer_cases import MakeStep, changed, make_batch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.http import Refused
 from asyncrl.messages.calls import BatchArrays, BatchHeader
+from asyncrl.serving import Refused
 from asyncrl.trainer.model import packing
 from asyncrl.trainer.model.packing import mini_batches, pack, split_tokens
 from asyncrl.trainer.model.policy import ForwardPlan

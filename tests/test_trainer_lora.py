@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
-from asyncrl.http import Refused
+from asyncrl.serving import Refused
 from asyncrl.trainer.model.lora import ADAPTER, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from trainer_cases import MakeStep, full_disk, make_batch
 
 from asyncrl.errors import TrainerError
-from asyncrl.http import CallRefused, Refused
+from asyncrl.http import CallRefused
 from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.messages.calls import StateRequest, TrainerHealth
+from asyncrl.serving import Refused
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")

@@ -15,7 +15,7 @@ import torch
 from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, full_disk, make_batch
 
-from asyncrl.http import Refused
+from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 
 LORA = {"rank": 4, "alpha": 8.0}

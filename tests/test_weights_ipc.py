@@ -25,7 +25,7 @@ from trainer_cases import make_batch, make_spec
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError
-from asyncrl.http import Caller, Refused
+from asyncrl.http import Caller
 from asyncrl.messages.base import ChunkMemory, EnginePart, MemoryHandle
 from asyncrl.messages.calls import (
     CommitRequest,
@@ -34,6 +34,7 @@ from asyncrl.messages.calls import (
     SleepRequest,
     WakeRequest,
 )
+from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import GRANULE, CudaDriver, make_cuda_memory, make_file

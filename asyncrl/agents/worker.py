@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -256,7 +257,8 @@ def work(
 
 def main() -> None:
     """Work until SIGTERM or the parent's end; ends with a fatal line if the spec cannot be met."""
-    from asyncrl.http import child_arguments, die_with_parent, fail, make_app, secret_of, serve
+    from asyncrl.messages.base import SECRET_ENV
+    from asyncrl.serving import add_route, child_arguments, die_with_parent, fail, make_app, secret_of, serve
 
     text, fd = child_arguments()
     spec = WorkerSpec.model_validate_json(text)
@@ -267,13 +269,14 @@ def main() -> None:
             getattr(harness, "kill_all_nowait", lambda: None)()
 
     def serve_health(worker: Worker) -> None:
-        loop, app = asyncio.get_running_loop(), make_app()
+        loop, app = asyncio.get_running_loop(), make_app(secret_of(SECRET_ENV))
 
-        @app.get("/health")
         async def health() -> wire.WorkerHealth:
             return worker.health(loop.time())
 
-        threading.Thread(target=serve, args=(app, fd), name="health", daemon=True).start()
+        add_route(app, "GET", "/health", health)
+        serve_it = functools.partial(serve, app, fd, handles_signals=False)
+        threading.Thread(target=serve_it, name="health", daemon=True).start()
 
     die_with_parent(kill_commands)
     _log_to_stderr()

@@ -30,7 +30,6 @@ from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
-from asyncrl.http import die_with_parent, fail, secret_of
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle_dtype
@@ -46,6 +45,7 @@ from asyncrl.rollouts.recording import (
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.start import START_TIMEOUT_S
+from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
 from asyncrl.tasks.task import PromptTask

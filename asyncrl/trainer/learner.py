@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.http import Refused
 from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
+from asyncrl.serving import Refused
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
 from asyncrl.trainer.model.parts import TrainedModel, learning_rate_at, make_optimizer, reshard
 from asyncrl.trainer.model.policy import Policy

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from asyncrl.http import Refused
 from asyncrl.messages.base import Moved, TrainerPart
+from asyncrl.serving import Refused
 from asyncrl.trainer.ranks import Ranks
 
 PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")

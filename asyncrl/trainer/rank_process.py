@@ -29,14 +29,19 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from aiohttp import web
 from safetensors import SafetensorError
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.errors import ConfigError
-from asyncrl.http import Refused, child_arguments, die_with_parent, fail, make_app, serve
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, ErrorBody, Moved, fatal_line
+from asyncrl.messages.base import (
+    SECRET_ENV,
+    BroadcastRequest,
+    BroadcastResponse,
+    ErrorBody,
+    Moved,
+    fatal_line,
+)
 from asyncrl.messages.calls import (
     ExportChunkRequest,
     ExportChunkResponse,
@@ -47,6 +52,16 @@ from asyncrl.messages.calls import (
     TrainerHealth,
     TrainResponse,
     unpack_batch,
+)
+from asyncrl.serving import (
+    Refused,
+    add_route,
+    child_arguments,
+    die_with_parent,
+    fail,
+    make_app,
+    secret_of,
+    serve,
 )
 from asyncrl.trainer.model.parts import resolve_device
 from asyncrl.trainer.ranks import Command, join_ranks
@@ -128,9 +143,8 @@ class TrainerService:
             offloaded=self.step.offloaded,
         )
 
-    async def train(self, request: Request) -> TrainResponse:
+    async def train(self, body: bytes) -> TrainResponse:
         """One optimizer step."""
-        body = await request.body()
 
         def work() -> TrainResponse:
             metrics = self.together("train", body)
@@ -247,18 +261,12 @@ def _words(error: Exception) -> ErrorBody:
     return ErrorBody(error=f"{type(error).__name__}: {error}", way_out=way_out)
 
 
-def make_service(service: TrainerService) -> FastAPI:
-    """The app: on rank 0 all endpoints, on the others /health."""
-    app = make_app()
-
-    @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> JSONResponse:
-        """Answered, not fatal; Starlette raises it again for the log."""
-        return JSONResponse(_words(error).model_dump(), status_code=500)
-
-    app.get("/health")(service.health)
+def make_service(service: TrainerService, secret: str) -> web.Application:
+    """The app: on rank 0 all endpoints, on the others /health. An error is answered, not fatal."""
+    app = make_app(secret, words=_words)
+    add_route(app, "GET", "/health", service.health)
     for name in ENDPOINTS if service.step.ranks.is_first else ():
-        app.post(f"/{name}")(getattr(service, name))
+        add_route(app, "POST", f"/{name}", getattr(service, name))
     return app
 
 
@@ -282,7 +290,7 @@ def main() -> None:
         words = _words(error)
         fail(words.error, rule=words.rule, way_out=words.way_out)
     log.info("serving %s, rank %d of %d", spec.model_path, spec.rank, spec.trainer.world_size)
-    serve(make_service(service), fd)
+    serve(make_service(service, secret_of(SECRET_ENV)), fd, handles_signals=False)
 
 
 def make_staging(path: Path) -> None:

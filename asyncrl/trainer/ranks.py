@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.errors import ConfigError
-from asyncrl.http import Refused
+from asyncrl.serving import Refused
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
 
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from asyncrl.http import Refused
+from asyncrl.serving import Refused
 from asyncrl.trainer.model.parts import MasterWeights
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import Ranks

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.http import Refused
 from asyncrl.messages.base import TrainerPart
 from asyncrl.messages.calls import (
     BatchArrays,
@@ -31,6 +30,7 @@ from asyncrl.messages.calls import (
     ExportChunkResponse,
     ExportResponse,
 )
+from asyncrl.serving import Refused
 from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import load_tokenizer, reshard

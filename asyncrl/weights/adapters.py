@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from asyncrl.http import Refused
 from asyncrl.messages.calls import ExportResponse
+from asyncrl.serving import Refused
 from asyncrl.weights.export import export_weights
 from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules
 from asyncrl.weights.transport import Exported, Transport, only_gathered

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.files import open_as, whole_folder
-from asyncrl.http import Refused
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
 from asyncrl.messages.digest import joint_digest
+from asyncrl.serving import Refused
 from asyncrl.weights.tensor_files import digest_of_tensor, dtype_name, write_tensors
 
 Entries = list[tuple[str, str, list[int]]]

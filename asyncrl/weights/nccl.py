@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncrl.http import Refused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, SentChunk, SentWeights
 from asyncrl.messages.calls import ExportResponse
+from asyncrl.serving import Refused
 from asyncrl.weights.export import (
     LazyWeights,
     chunks_of,

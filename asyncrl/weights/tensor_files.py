@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.http import Refused
 from asyncrl.messages.digest import WORD_MIXERS, digest_of_sum, joint_digest, tensor_digest
+from asyncrl.serving import Refused
 
 if TYPE_CHECKING:
     import torch

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError
 
-from asyncrl.http import Refused, child_arguments, fail
 from asyncrl.messages.base import Message, Moved
 from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
+from asyncrl.serving import Refused, child_arguments, fail
 from asyncrl_servers.weight_state import WeightState
 
 if TYPE_CHECKING:

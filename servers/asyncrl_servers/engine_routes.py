@@ -5,27 +5,29 @@ controller's requests come (asyncrl/messages/frames.py).
 from __future__ import annotations
 
 import asyncio
-import hmac
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from aiohttp import WSMsgType, web
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from asyncrl.http import Refused, secret_of
 from asyncrl.messages import frames
-from asyncrl.messages.base import SECRET_ENV, ErrorBody, Message
+from asyncrl.messages.base import SECRET_ENV, Message, Moved
 from asyncrl.messages.calls import (
     CommitRequest,
+    CommitResponse,
+    EngineHealth,
     GenerateRequest,
     GenerateResponse,
     LoadChunkRequest,
+    LoadChunkResponse,
     PrepareRequest,
+    PrepareResponse,
     SleepRequest,
     WakeRequest,
 )
+from asyncrl.serving import Refused, add_route, make_app, secret_of, serve
 from asyncrl_servers.engine_app import MAX_QUEUED, Answer, AnyFuture, Of, ServedEngine
 
 FRAME_ROWS = 256
@@ -175,7 +177,7 @@ def check_queue(num_free: int) -> None:
 
 def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
     """The routes of an engine server over `engine`, for bearers of the secret alone."""
-    app = web.Application(middlewares=[_guard(secret)], client_max_size=2**30)
+    app = make_app(secret)
 
     async def link(request: web.Request) -> web.WebSocketResponse:
         opened = web.WebSocketResponse(max_msg_size=0, compress=False)
@@ -186,95 +188,43 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
             await opened.close(code=1002, message=str(error)[:120].encode())
         return opened
 
-    async def health(_: web.Request) -> web.Response:
-        return _json(engine.health())
+    async def health() -> EngineHealth:
+        return engine.health()
 
-    async def generate(request: web.Request) -> web.Response:
+    async def generate(body: GenerateBody) -> GenerateResponse:
         check_queue(MAX_QUEUED - engine.health().num_queued)
-        return _json(await OneAnswer(engine, (await _read(request, GenerateBody)).request()).answer())
+        return await OneAnswer(engine, body.request()).answer()
 
-    def post(body: type[Body], act: Callable[[Body], Awaitable[BaseModel]]) -> Any:
-        async def handle(request: web.Request) -> web.Response:
-            return _json(await act(await _read(request, body)))
+    # The first two block a worker thread, not the event loop.
+    async def prepare(body: PrepareRequest) -> PrepareResponse:
+        return await asyncio.to_thread(engine.weights.prepare, body)
 
-        return handle
+    async def load_chunk(body: LoadChunkRequest) -> LoadChunkResponse:
+        return await asyncio.to_thread(engine.weights.load_chunk, body)
 
-    app.add_routes(
-        [
-            web.get("/link", link),
-            web.get("/health", health),
-            web.post("/generate", generate),
-            # These two block a worker thread, not the event loop.
-            web.post("/prepare", post(PrepareRequest, _in_thread(lambda body: engine.weights.prepare(body)))),
-            web.post(
-                "/load_chunk",
-                post(LoadChunkRequest, _in_thread(lambda body: engine.weights.load_chunk(body))),
-            ),
-            web.post("/commit", post(CommitRequest, lambda body: _answered(engine.commit(body)))),
-            web.post("/sleep", post(SleepRequest, lambda body: _answered(engine.sleep(body)))),
-            web.post("/wake", post(WakeRequest, lambda body: _answered(engine.wake(body)))),
-        ]
-    )
+    async def commit(body: CommitRequest) -> CommitResponse:
+        return await _answered(engine.commit(body))
+
+    async def sleep(body: SleepRequest) -> Moved:
+        return await _answered(engine.sleep(body))
+
+    async def wake(body: WakeRequest) -> Moved:
+        return await _answered(engine.wake(body))
+
+    app.router.add_get("/link", link)
+    add_route(app, "GET", "/health", health)
+    for act in (generate, prepare, load_chunk, commit, sleep, wake):
+        add_route(app, "POST", f"/{act.__name__}", act)
     return app
 
 
 def serve_engine(engine: ServedEngine[Of], fd: int) -> None:
     """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
-    web.run_app(
-        engine_routes(engine, secret_of(SECRET_ENV)),
-        sock=socket.socket(fileno=fd),
-        shutdown_timeout=1.0,
-        access_log=None,
-        print=None,
-        handler_cancellation=True,
-    )
-
-
-def _in_thread(act: Callable[[Body], Answer]) -> Callable[[Body], Awaitable[Answer]]:
-    return lambda body: asyncio.to_thread(act, body)
-
-
-def _guard(secret: str) -> Any:
-    """Every error as an ErrorBody; requests without the run's secret are answered with 401."""
-    expected = f"Bearer {secret}".encode()
-
-    @web.middleware
-    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
-        given = request.headers.get("authorization", "").encode(errors="replace")
-        if not hmac.compare_digest(given, expected):
-            body = ErrorBody(error="wrong or missing bearer token", rule="it is the run's own server")
-            return _json(body, 401)
-        try:
-            answer: web.StreamResponse = await handler(request)
-            return answer
-        except Refused as refusal:
-            return _json(refusal.body, refusal.status)
-        except web.HTTPException as error:
-            return _json(ErrorBody(error=f"{request.method} {request.path}: {error.reason}"), error.status)
-
-    return guard
-
-
-async def _read(request: web.Request, body: type[Body]) -> Body:
-    try:
-        return body.model_validate_json(await request.read())
-    except ValidationError as error:
-        first = error.errors()[0]
-        what = f"{'.'.join(map(str, ('body', *first['loc'])))}: {first['msg']}"
-        raise Refused(422, what, rule="see asyncrl/messages") from error
-
-
-def _json(body: BaseModel, status: int = 200) -> web.Response:
-    return web.Response(text=body.model_dump_json(), status=status, content_type="application/json")
+    serve(engine_routes(engine, secret_of(SECRET_ENV)), fd, cancels_handlers=True)
 
 
 async def _answered(future: AnyFuture[Answer]) -> Answer:
+    """A caller that leaves does not end what the engine does."""
     wrapped = asyncio.wrap_future(future)
     await asyncio.wait((wrapped,))
-    error = wrapped.exception()
-    if error is not None and not isinstance(error, Refused):
-        what = f"{type(error).__name__}: {error}"
-        raise Refused(500, what, way_out="see this server's log.") from error
-    if error is not None:
-        raise error
     return wrapped.result()

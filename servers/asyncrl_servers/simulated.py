@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import Field
 
-from asyncrl.http import Refused, die_with_parent
 from asyncrl.messages.base import EnginePart, LatencyModel, Moved
 from asyncrl.messages.calls import (
     CommitRequest,
@@ -29,6 +28,7 @@ from asyncrl.messages.calls import (
 )
 from asyncrl.messages.digest import joint_digest, tensor_digest
 from asyncrl.messages.frames import Asked, Sampled, spans_of
+from asyncrl.serving import Refused, die_with_parent
 from asyncrl.weights.tensor_files import read_or_refuse
 from asyncrl_servers.engine_app import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
 from asyncrl_servers.engine_routes import serve_engine

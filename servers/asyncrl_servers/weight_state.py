@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.http import Refused
 from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import (
     CommitRequest,
@@ -21,6 +20,7 @@ from asyncrl.messages.calls import (
     PrepareResponse,
 )
 from asyncrl.messages.digest import joint_digest
+from asyncrl.serving import Refused
 from asyncrl.weights.tensor_files import RESEND
 
 PARTS: tuple[EnginePart, ...] = ("kv", "weights")

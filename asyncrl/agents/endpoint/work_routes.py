@@ -24,10 +24,10 @@ from asyncrl.agents.endpoint.work_queue import QueuedItem, WorkerId, WorkItems, 
 from asyncrl.agents.harness import OUTCOME, first_fault
 from asyncrl.config import Outcomes
 from asyncrl.errors import PromptUnusable, RolloutFailure
-from asyncrl.http import Refused
 from asyncrl.messages import work as wire
 from asyncrl.messages.base import Message
 from asyncrl.messages.records import Outcome, Work
+from asyncrl.serving import Refused
 from asyncrl.waits import ROUNDING_S, Alarm, LoopClock, waiting
 
 Read = TypeVar("Read")

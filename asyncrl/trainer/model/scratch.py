@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import ScratchConfig
 from asyncrl.files import open_as, whole_folder
-from asyncrl.http import fail
+from asyncrl.serving import fail
 
 PAD, UNK, END = "<pad>", "<unk>", "<|im_end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")

@@ -6,8 +6,8 @@ import os
 import sys
 import traceback
 
-from asyncrl.http import die_with_parent
 from asyncrl.messages.base import ErrorBody, fatal_line
+from asyncrl.serving import die_with_parent
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.engine_app import read_spec

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.http import Refused
 from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import (
     CommitRequest,
@@ -24,6 +23,7 @@ from asyncrl.messages.calls import (
     WakeRequest,
 )
 from asyncrl.messages.frames import Asked, Sampled
+from asyncrl.serving import Refused
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import NO_INTS, Ints, Runner, moves_after_removal

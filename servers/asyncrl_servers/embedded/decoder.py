@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.http import fail
+from asyncrl.serving import fail
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from asyncrl.http import Refused
 from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
+from asyncrl.serving import Refused
 from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.tensor_files import digest_and_size, digest_tensors, read_or_refuse

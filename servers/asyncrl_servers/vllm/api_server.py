@@ -15,8 +15,8 @@ from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_a
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from asyncrl.http import Refused
 from asyncrl.messages.base import ErrorBody
+from asyncrl.serving import Refused
 from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, failure, is_cpu_build
 
 

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from asyncrl.http import Refused
 from asyncrl.messages.base import TransportName
+from asyncrl.serving import Refused
 from asyncrl_servers.engine_app import EngineSpec
 
 WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"

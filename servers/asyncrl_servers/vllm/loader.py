@@ -21,8 +21,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from asyncrl.http import Refused
 from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
+from asyncrl.serving import Refused
 from asyncrl.weights.export import cut
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse
