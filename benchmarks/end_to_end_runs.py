@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from asyncrl.observe.verdict import running_mean
@@ -87,16 +89,16 @@ class Work:
 
     def measure(self, name: str, command: Sequence[str]) -> Curve:
         """Run the command (it takes --run-dir), or take what an earlier start of this benchmark kept of the
-        same one. Ends the benchmark if the command fails.
+        same one, by the same code. Ends the benchmark if the command fails.
         """
-        kept = self.folder / f"{name}.json"
+        kept, made_by = self.folder / f"{name}.json", {"command": [*command], "code": code_digest()}
         if kept.exists():
             values = json.loads(kept.read_text(encoding="utf-8"))
-            if values.pop("command") == [*command]:
+            if {key: values.pop(key) for key in made_by} == made_by:
                 _say(f"{name}: kept from before")
                 return Curve(**values)
         curve = self._run(name, command)
-        text = json.dumps({"command": [*command], **vars(curve)})
+        text = json.dumps(made_by | vars(curve))
         kept.with_suffix(".part").write_text(text, encoding="utf-8")
         kept.with_suffix(".part").rename(kept)
         _say(
@@ -125,6 +127,16 @@ class Work:
         curve = read_curve(run_dir / "metrics.jsonl", started_s)
         shutil.rmtree(run_dir)
         return curve
+
+
+@cache
+def code_digest() -> str:
+    """Of the code that runs: of asyncrl, its servers and the benchmarks."""
+    digest = hashlib.sha256()
+    for folder in ("asyncrl", "servers", "benchmarks"):
+        for path in sorted((HERE.parent / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def read_curve(path: Path, started_s: float) -> Curve:

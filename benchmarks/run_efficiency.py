@@ -18,7 +18,8 @@ more to generate.
 The second table says where the rest is. Shares of the wall time: training, waiting for generation, for
 stragglers and for publishing, and other (perf/* of metrics.jsonl); `decodes`: the part of the wall time in
 which the engine decodes (engine/decode_s, which is read once a second); CPU seconds of each process a second
-of wall time.
+of wall time; and the CPU seconds a token of engine and trainer over those of the same work alone, which other
+load of the machine changes little.
 
 Goals: 0.85 generation-bound, 0.95 training-bound. Last line: `ratio: X` = `of bound`, generation-bound.
 """
@@ -87,6 +88,14 @@ CASES = [
 
 
 @dataclass(frozen=True)
+class Rate:
+    """Of a side alone."""
+
+    tokens_per_s: float
+    cpu_s_per_token: float
+
+
+@dataclass(frozen=True)
 class Round:
     """A run and its two peers, tokens/s; and `rest`, the figures of the second table."""
 
@@ -111,24 +120,21 @@ class Processes:
 
     def sample(self) -> None:
         """Take one."""
-        num_steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         found = dict[str, float]()
         try:
             for process in (self.root, *self.root.children(recursive=True)):
                 found[_name(process, self.root)] = sum(process.cpu_times()[:2])
         except psutil.NoSuchProcess:  # the run is ending
             return
+        # read last: so a sample that a busy machine held up does not pass for one of an earlier step
+        num_steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         self.samples.append((num_steps, time.monotonic(), found))
 
     def cpu(self, first: int, last: int) -> dict[str, float]:
         """CPU seconds of each a second of wall time, between these steps."""
         inside = [sample for sample in self.samples if first <= sample[0] <= last]
         (_, begin_s, before), (_, end_s, after) = inside[0], inside[-1]
-        return {
-            f"cpu {name}": (after[name] - before[name]) / (end_s - begin_s)
-            for name in after
-            if name in before
-        }
+        return {name: (after[name] - before[name]) / (end_s - begin_s) for name in after if name in before}
 
 
 def _name(process: psutil.Process, root: psutil.Process) -> str:
@@ -162,8 +168,8 @@ def run_once(case: Case, num_steps: int, run_dir: Path) -> Processes:
     return processes
 
 
-def engine_alone(peer: SyncRun, num_groups: int) -> float:
-    """Tokens/s of the decode loop for the first `num_groups` prompts of the run, with nothing beside it."""
+def engine_alone(peer: SyncRun, num_groups: int) -> Rate:
+    """The decode loop for the first `num_groups` prompts of the run, with nothing beside it."""
     group_size, seed = peer.config.rollout.group_size, peer.config.seed
     prompts = [peer.feed.next_nowait() for _ in range(num_groups)]
     requests = [
@@ -172,24 +178,27 @@ def engine_alone(peer: SyncRun, num_groups: int) -> float:
         for sample in range(group_size)
     ]
     peer.generate(requests[: peer.config.rollout.slots])
-    started_s = time.perf_counter()
+    started_s, cpu_s = time.perf_counter(), time.process_time()
     completions = peer.generate(requests)
-    return sum(len(one.token_ids) for one in completions) / (time.perf_counter() - started_s)
+    wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    num_tokens = sum(len(one.token_ids) for one in completions)
+    return Rate(num_tokens / wall_s, cpu_s / num_tokens)
 
 
-def trainer_alone(peer: SyncRun, journal: Path, first: int, last: int) -> float:
-    """Tokens/s of the trainer on the batches `first` to `last` of the run, after those before them."""
+def trainer_alone(peer: SyncRun, journal: Path, first: int, last: int) -> Rate:
+    """The trainer on the batches `first` to `last` of the run, after those before them."""
     torch.set_num_threads(trainer_threads(peer.config))
-    num_tokens, spent_s = 0, 0.0
+    num_tokens, wall_s, cpu_s = 0, 0.0, 0.0
     for version in range(last + 1):
         with reading(journal) as connection:
             header, arrays = pack_groups(read_batch(connection, version))
-        started_s = time.perf_counter()
+        if version == first:
+            num_tokens, wall_s, cpu_s = 0, 0.0, 0.0
+        wall_s, cpu_s = wall_s - time.perf_counter(), cpu_s - time.process_time()
         peer.trainer.train(header, arrays)
-        if version >= first:
-            spent_s += time.perf_counter() - started_s
-            num_tokens += int(arrays.loss_mask.sum())
-    return num_tokens / spent_s
+        wall_s, cpu_s = wall_s + time.perf_counter(), cpu_s + time.process_time()
+        num_tokens += int(arrays.loss_mask.sum())
+    return Rate(num_tokens / wall_s, cpu_s / num_tokens)
 
 
 def measure(case: Case, num_steps: int, folder: Path) -> Round:
@@ -211,11 +220,14 @@ def measure(case: Case, num_steps: int, folder: Path) -> Round:
     rest = {share: sum(line.get(f"perf/{share}", 0.0) for line in window) / wall_s for share in SHARES}
     rest["other"] = 1.0 - sum(rest.values())
     rest["decodes"] = (window[-1]["engine/decode_s"] - before["engine/decode_s"]) / wall_s
-    rest |= processes.cpu(first, last)
+    cpu = processes.cpu(first, last)
+    rest |= {f"cpu {name}": value for name, value in cpu.items()}
+    for name, alone in (("engine-0", engine), ("trainer-0", trainer)):
+        rest[f"{name}, times alone"] = cpu[name] * wall_s / tokens / alone.cpu_s_per_token
     interrupted = window[-1]["rollout/interrupted"] - before["rollout/interrupted"]
     rest["interrupted a step"] = interrupted / len(window)
     rest["tokens a step"] = tokens / len(window)
-    return Round(tokens / wall_s, engine, trainer, rest)
+    return Round(tokens / wall_s, engine.tokens_per_s, trainer.tokens_per_s, rest)
 
 
 def median_of(rounds: Iterable[Round]) -> Round:
