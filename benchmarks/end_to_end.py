@@ -227,10 +227,9 @@ def main() -> None:
         raise SystemExit(
             "on-policy takes the learning rate of plain.\n  Way out: give plain in --systems too."
         )
-    if importlib.util.find_spec("trl") is None:
-        raise SystemExit(
-            "this benchmark needs TRL, which is not installed.\n  Way out: pip install 'trl==1.16.0'"
-        )
+    needs_trl = "trl" in arguments.systems or not arguments.skip_shape
+    if needs_trl and importlib.util.find_spec("trl") is None:
+        raise SystemExit("TRL is not installed.\n  Way out: pip install 'trl==1.16.0'")
     arguments.work.mkdir(parents=True, exist_ok=True)
     work = Work(arguments.work.resolve())
     with reported("end_to_end", is_kept=arguments.write):
