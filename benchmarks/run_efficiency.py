@@ -1,0 +1,285 @@
+"""How much of what engine and trainer can do alone is left in a real run.
+
+    python benchmarks/run_efficiency.py [--seconds 240] [--rounds 2] [--write]
+
+Each case is a real `asyncrl run` on two cores: controller, trainer and embedded engine, new weights pushed
+after every step. Beside it, in turns, one after the other and with nothing else running: the engine's own
+decode loop in this process, fed with the run's own requests (prompts, seeds, limits) all at once, and
+the trainer in this process on the run's own batches, out of its journal. Both with the run's number of
+threads, from the run's own weights; the learning rate is 1e-12, so that the weights, and with them the
+lengths, stay what they are. A run can be no faster than the slower of the two: `of bound` is its tokens/s
+over that. Counted are sampled tokens that were trained on, from a fifth of the steps on, as long as there is
+more to generate.
+
+    generation-bound   long completions in 16 slots: the trainer has less than half as much to do
+    training-bound     the quickstart, each batch gone through 8 times
+    quickstart         as shipped, untrained: both sides have about as much to do
+
+The second table says where the rest is. Shares of the wall time: training, waiting for generation, for
+stragglers and for publishing, and other (perf/* of metrics.jsonl); `decodes`: the part of the wall time in
+which the engine decodes (engine/decode_s, which is read once a second); CPU seconds of each process a second
+of wall time; and the CPU seconds a token of engine and trainer over those of the same work alone, which other
+load of the machine changes little.
+
+Goals: 0.85 generation-bound, 0.95 training-bound. Last line: `ratio: X` = `of bound`, generation-bound.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import torch
+from report import options, reported
+from sync_run import SyncRun
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.config import RunConfig, load_config
+from asyncrl.journal.read import read_batch, reading
+from asyncrl.placement.plan import engine_threads, trainer_threads
+from asyncrl.rollouts.rollout import derive_seed
+from asyncrl.trainer.trainer_client import pack_groups
+
+CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+COMMON = [
+    "trainer.learning_rate=1e-12",
+    "journal.keep=all",
+    "checkpoint.every=none",
+    "observe.console=none",
+]
+ALPHABET = "abcdef0123456789 " + "".join(chr(0x100 + number) for number in range(100))
+"""An untrained model ends a completion after about as many tokens as there are characters."""
+LONG = [
+    f'model.scratch.characters="{ALPHABET}"',
+    "model.scratch.architecture.max_position_embeddings=512",
+    "rollout.max_tokens=256",
+    "rollout.slots=16",
+    "trainer.num_groups=4",
+]
+SAMPLE_S = 0.25
+TIMEOUT_S = 900.0
+SHARES = ("train_s", "wait_generation_s", "wait_stragglers_s", "wait_publishing_s")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of run. `step_s`: about so long a step takes, for the number of steps that fit in --seconds."""
+
+    name: str
+    overrides: list[str]
+    step_s: float
+    goal: float | None = None
+
+
+CASES = [
+    Case("generation-bound", LONG, step_s=0.8, goal=0.85),
+    Case("training-bound", ["trainer.epochs=8"], step_s=0.7, goal=0.95),
+    Case("quickstart", [], step_s=0.25),
+]
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Of a side alone."""
+
+    tokens_per_s: float
+    cpu_s_per_token: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """A run and its two peers, tokens/s; and `rest`, the figures of the second table."""
+
+    run: float
+    engine: float
+    trainer: float
+    rest: dict[str, float]
+
+    @property
+    def of_bound(self) -> float:
+        """The run over its slower side."""
+        return self.run / min(self.engine, self.trainer)
+
+
+@dataclass
+class Processes:
+    """CPU seconds of a run's processes, by name, each time with the number of steps that were done."""
+
+    root: psutil.Process
+    metrics: Path
+    samples: list[tuple[int, float, dict[str, float]]] = field(default_factory=list)
+
+    def sample(self) -> None:
+        """Take one."""
+        found = dict[str, float]()
+        try:
+            for process in (self.root, *self.root.children(recursive=True)):
+                found[_name(process, self.root)] = sum(process.cpu_times()[:2])
+        except psutil.NoSuchProcess:  # the run is ending
+            return
+        # read last: so a sample that a busy machine held up does not pass for one of an earlier step
+        num_steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
+        self.samples.append((num_steps, time.monotonic(), found))
+
+    def cpu(self, first: int, last: int) -> dict[str, float]:
+        """CPU seconds of each a second of wall time, between these steps."""
+        inside = [sample for sample in self.samples if first <= sample[0] <= last]
+        (_, begin_s, before), (_, end_s, after) = inside[0], inside[-1]
+        return {name: (after[name] - before[name]) / (end_s - begin_s) for name in after if name in before}
+
+
+def _name(process: psutil.Process, root: psutil.Process) -> str:
+    if process == root:
+        return "controller"
+    return next((Path(part).stem for part in process.cmdline() if part.endswith(".json")), "fork server")
+
+
+def run_once(case: Case, num_steps: int, run_dir: Path) -> Processes:
+    """A real run, to its end."""
+    command = [sys.executable, "-m", "asyncrl.cli", "run", str(CONFIG), *COMMON, *case.overrides]
+    command += [f"trainer.num_steps={num_steps}", "--run-dir", str(run_dir)]
+    is_over = threading.Event()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
+        processes = Processes(psutil.Process(child.pid), run_dir / "metrics.jsonl")
+
+        def watch() -> None:
+            while not is_over.wait(SAMPLE_S):
+                processes.sample()
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            code = child.wait(TIMEOUT_S)
+        finally:
+            child.kill()
+            is_over.set()
+            watcher.join()
+    if code != 0:
+        raise SystemExit(f"the run {' '.join(command)} ended with {code}; {run_dir / 'logs'} says why")
+    return processes
+
+
+def engine_alone(peer: SyncRun, num_groups: int) -> Rate:
+    """The decode loop for the first `num_groups` prompts of the run, with nothing beside it."""
+    group_size, seed = peer.config.rollout.group_size, peer.config.seed
+    prompts = [peer.feed.next_nowait() for _ in range(num_groups)]
+    requests = [
+        (peer.tokenizer.encode_chat(prompt.messages), derive_seed(seed, prompt.prompt_id, sample, 0))
+        for prompt in prompts
+        for sample in range(group_size)
+    ]
+    peer.generate(requests[: peer.config.rollout.slots])
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    completions = peer.generate(requests)
+    wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+    num_tokens = sum(len(one.token_ids) for one in completions)
+    return Rate(num_tokens / wall_s, cpu_s / num_tokens)
+
+
+def trainer_alone(peer: SyncRun, journal: Path, first: int, last: int) -> Rate:
+    """The trainer on the batches `first` to `last` of the run, after those before them."""
+    torch.set_num_threads(trainer_threads(peer.config))
+    num_tokens, wall_s, cpu_s = 0, 0.0, 0.0
+    for version in range(last + 1):
+        with reading(journal) as connection:
+            header, arrays = pack_groups(read_batch(connection, version))
+        if version == first:
+            num_tokens, wall_s, cpu_s = 0, 0.0, 0.0
+        wall_s, cpu_s = wall_s - time.perf_counter(), cpu_s - time.process_time()
+        peer.trainer.train(header, arrays)
+        wall_s, cpu_s = wall_s + time.perf_counter(), cpu_s + time.process_time()
+        num_tokens += int(arrays.loss_mask.sum())
+    return Rate(num_tokens / wall_s, cpu_s / num_tokens)
+
+
+def measure(case: Case, num_steps: int, folder: Path) -> Round:
+    """One run, then its peers."""
+    config: RunConfig = load_config(CONFIG, [*COMMON, *case.overrides, f"trainer.num_steps={num_steps}"])
+    processes = run_once(case, num_steps, folder / "run")
+    lines = [json.loads(line) for line in processes.metrics.read_text(encoding="utf-8").splitlines()]
+    # the first steps fill the buffer; the last ones find it full, with nothing left to generate
+    first, last = max(1, num_steps // 5), num_steps - 1 - config.buffer.max_staleness
+    window, before = lines[first : last + 1], lines[first - 1]
+    wall_s = window[-1]["time_s"] - before["time_s"]
+    tokens = sum(line["tokens/sampled"] for line in window)
+    peer = SyncRun(config, folder / "peer")
+    try:
+        engine = engine_alone(peer, len(window) * config.trainer.num_groups)
+        trainer = trainer_alone(peer, folder / "run" / "journal.sqlite", first, last)
+    finally:
+        peer.close()
+    rest = {share: sum(line.get(f"perf/{share}", 0.0) for line in window) / wall_s for share in SHARES}
+    rest["other"] = 1.0 - sum(rest.values())
+    rest["decodes"] = (window[-1]["engine/decode_s"] - before["engine/decode_s"]) / wall_s
+    cpu = processes.cpu(first, last)
+    rest |= {f"cpu {name}": value for name, value in cpu.items()}
+    for name, alone in (("engine-0", engine), ("trainer-0", trainer)):
+        rest[f"{name}, times alone"] = cpu[name] * wall_s / tokens / alone.cpu_s_per_token
+    interrupted = window[-1]["rollout/interrupted"] - before["rollout/interrupted"]
+    rest["interrupted a step"] = interrupted / len(window)
+    rest["tokens a step"] = tokens / len(window)
+    return Round(tokens / wall_s, engine.tokens_per_s, trainer.tokens_per_s, rest)
+
+
+def median_of(rounds: Iterable[Round]) -> Round:
+    """Each figure's median; so the ratio is that of the medians."""
+    every = list(rounds)
+    rest = {name: statistics.median(one.rest.get(name, 0.0) for one in every) for name in every[0].rest}
+    run, engine, trainer = (
+        statistics.median(getattr(one, name) for one in every) for name in ("run", "engine", "trainer")
+    )
+    return Round(run, engine, trainer, rest)
+
+
+def print_tables(found: dict[str, list[Round]]) -> None:
+    """Rates and goals, then where the rest goes."""
+    medians = {name: median_of(rounds) for name, rounds in found.items()}
+    print(f"\n{'tokens/s':<18}{'run':>8}{'engine alone':>14}{'trainer alone':>15}{'of bound':>10}  goal")
+    for case in CASES:
+        one = medians[case.name]
+        ratio = statistics.median(each.of_bound for each in found[case.name])
+        verdict = "" if case.goal is None else f"{case.goal}: {'met' if ratio >= case.goal else 'missed'}"
+        rates = f"{one.run:>8.0f}{one.engine:>14.0f}{one.trainer:>15.0f}"
+        print(f"{case.name:<18}{rates}{ratio:>10.2f}  {verdict}")
+    print(f"\n{'where the rest is':<22}{''.join(f'{case.name:>18}' for case in CASES)}")
+    for row in medians[CASES[0].name].rest:
+        values = [medians[case.name].rest.get(row, 0.0) for case in CASES]
+        form = "{:>18.0f}" if row.endswith("a step") else "{:>18.2f}"
+        print(f"{row:<22}{''.join(form.format(value) for value in values)}")
+
+
+def main() -> None:
+    """Run all cases in turns and print the tables."""
+    parser = options(__doc__, seconds=240.0)
+    parser.add_argument("--rounds", type=int, default=2, help="times that each case is run")
+    arguments = parser.parse_args()
+    disable_progress_bar()
+    share_s = arguments.seconds / (arguments.rounds * len(CASES)) / 2  # the other half is for the peers
+    found: dict[str, list[Round]] = {case.name: [] for case in CASES}
+    with reported("run_efficiency", is_kept=arguments.write):
+        for _ in range(arguments.rounds):
+            for case in CASES:
+                with tempfile.TemporaryDirectory() as folder:
+                    num_steps = max(15, int(share_s / case.step_s))
+                    one = measure(case, num_steps, Path(folder))
+                found[case.name].append(one)
+                print(f"{case.name}: {num_steps} steps, {one.of_bound:.2f} of bound", file=sys.stderr)
+        config = load_config(CONFIG)
+        threads = f"engine {engine_threads(config)}, trainer {trainer_threads(config)}"
+        print(f"threads: {threads}; {arguments.rounds} rounds, medians")
+        print_tables(found)
+        ratio = statistics.median(one.of_bound for one in found["generation-bound"])
+        print(f"ratio: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()
