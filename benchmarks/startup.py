@@ -1,7 +1,8 @@
 """What `asyncrl run configs/quickstart.yaml` costs until its first step, with the fork server and without.
 
 CPU seconds are of all processes of the run, which other load of the machine changes little; wall seconds are
-as they were. Each side is started in turn; the table has the median of its starts.
+as they were. Each side is started in turn; the table has the median of its starts. The goal is 8 CPU seconds
+and 6 s on two cores; the last line is the larger of the two shares of it, with the fork server.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ main()
 """
 SIDES = {"fork server": ["-m", "asyncrl.cli"], "without": ["-c", WITHOUT]}
 TIMEOUT_S = 120.0
+GOALS = (8.0, 6.0)
+"""CPU seconds, and seconds on two cores with nothing beside them."""
 
 
 def start_once(python_arguments: list[str]) -> tuple[float, float]:
@@ -67,7 +70,9 @@ def main() -> None:
         }
         for name, (cpu, wall) in medians.items():
             print(f"{name:12} {cpu:6.1f} {wall:7.1f}")
-        print(f"ratio: {medians['fork server'][0] / medians['without'][0]:.2f}")
+        shares = [value / goal for value, goal in zip(medians["fork server"], GOALS, strict=True)]
+        print(f"goal: {GOALS[0]:.0f} CPU s, {GOALS[1]:.0f} s")
+        print(f"ratio: {max(shares):.2f}")
 
 
 if __name__ == "__main__":
