@@ -220,8 +220,13 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
 
 def serve_engine(engine: ServedEngine[Of], fd: int) -> None:
     """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
+    serve_app(engine_routes(engine, secret_of(SECRET_ENV)), fd)
+
+
+def serve_app(app: web.Application, fd: int) -> None:
+    """As serve_engine; the routes may be more."""
     web.run_app(
-        engine_routes(engine, secret_of(SECRET_ENV)),
+        app,
         sock=socket.socket(fileno=fd),
         shutdown_timeout=1.0,
         access_log=None,
