@@ -16,13 +16,7 @@ from torch import Tensor
 
 from asyncrl.http import Refused
 from asyncrl.messages.base import Moved
-from asyncrl.messages.calls import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    SleepRequest,
-    WakeRequest,
-)
+from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
@@ -35,9 +29,7 @@ NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 MIN_SHARED = 32
 """Tokens from which copying a start that is in the cache is cheaper than computing it again."""
 STREAM_S = 0.005
-"""Least seconds between two updates of a stream: about a decode step of a usual model, several of a tiny
-one.
-"""
+"""Least seconds between two updates of a stream: about a decode step of a usual model."""
 
 
 class Prefill(NamedTuple):
