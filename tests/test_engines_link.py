@@ -7,12 +7,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestServer
+from engine_contract import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import virtual
@@ -130,22 +131,26 @@ async def client(url: str, secret: str = SECRET) -> AsyncIterator[EngineServer]:
         yield EngineServer(caller)
 
 
+async def link_ended_by(data: bytes, url: str) -> None:
+    """Returns once the server has ended a link on which this came."""
+    async with aclosing(Caller("engine-0", url, SECRET)) as caller:
+        socket = await caller.connect("/link")
+        await socket.send(data)
+        with suppress(CallLost):
+            while True:
+                await socket.receive()
+        await socket.close()
+
+
 def test_bytes_of_any_kind_are_a_frame_or_a_value_error_and_end_the_link_that_they_came_on() -> None:
     """That one alone: what runs for another client goes on."""
 
     async def story(sent: list[bytes]) -> None:
-        async with simulated() as (engine, url), client(url) as well:
+        async with simulated() as (_, url), client(url) as well:
             running = asyncio.create_task(well.generate_segment(GenerateRequest("r", [1], 9000)))
-            async with aclosing(Caller("engine-0", url, SECRET)) as caller:
-                for data in sent:
-                    socket = await caller.connect("/link")
-                    await socket.send(data)
-                    with pytest.raises(CallLost):
-                        while True:
-                            await socket.receive()
-                    await socket.close()
-            while engine.health().num_running + engine.health().num_queued > 1:
-                await asyncio.sleep(0.001)
+            for data in sent:
+                await link_ended_by(data, url)
+            await until(well, lambda now: now.num_running + now.num_queued == 1)
             assert not running.done()
             assert (await well.abort(["r"])) == ["r"]
             assert (await running).finish_reason == "abort"
@@ -175,22 +180,15 @@ def test_a_queue_that_is_full_refuses_and_a_number_that_is_taken_ends_the_link(
     monkeypatch.setattr(engine_routes, "MAX_QUEUED", 1)
 
     async def story() -> None:
-        async with simulated() as (engine, url), client(url) as server:
+        async with simulated() as (_, url), client(url) as server:
             asked = [GenerateRequest(f"r{index}", [1], 9000) for index in range(2)]
             running = [asyncio.create_task(server.generate_segment(one)) for one in asked[:1]]
-            while not engine.health().num_running:
-                await asyncio.sleep(0.001)
+            await until(server, lambda now: now.num_running == 1)
             both = [asyncio.create_task(server.generate_segment(one)) for one in (*asked, *asked)]
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             with pytest.raises(EngineError, match="answered 503 to /link: 1 requests are queued already"):
                 await done.pop()
-            async with aclosing(Caller("engine-0", url, SECRET)) as caller:
-                socket = await caller.connect("/link")
-                await socket.send(frames.submit_frame([ONE, ONE]))
-                with pytest.raises(CallLost):
-                    while True:
-                        await socket.receive()
-                await socket.close()
+            await link_ended_by(frames.submit_frame([ONE, ONE]), url)
             await server.abort(None)
             assert [(await one).finish_reason for one in running] == ["abort"]
             await asyncio.gather(*both, return_exceptions=True)

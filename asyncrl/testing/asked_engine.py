@@ -10,7 +10,7 @@ from asyncrl.messages.calls import GenerateRequest, GenerateResponse
 from asyncrl.messages.frames import Asked, Sampled, spans_from
 
 
-class Answer(Future[GenerateResponse]):
+class Reply(Future[GenerateResponse]):
     """The listener of one request, and its whole answer once it is over. `rows` is what was told so far.
 
     Interrupted by a weight update or a sleep it waits for resume(), or ends with what it has if `ends`.
@@ -56,8 +56,8 @@ class Answer(Future[GenerateResponse]):
         )
 
 
-def ask(engine: Any, requests: Sequence[GenerateRequest], **how: bool) -> list[Answer]:
+def ask(engine: Any, requests: Sequence[GenerateRequest], **how: bool) -> list[Reply]:
     """Submit these together."""
-    answers = [Answer(engine, request, **how) for request in requests]
+    answers = [Reply(engine, request, **how) for request in requests]
     engine.submit([answer.run for answer in answers])
     return answers
