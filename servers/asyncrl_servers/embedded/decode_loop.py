@@ -369,7 +369,9 @@ class Engine:
 
     def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> CommitResponse | None:
         served = self.weights.begin_commit(request)
-        if served is None:
+        if served is not None:
+            self._rows.forget_kept()  # chunks came, while the cache was awake
+        else:
             self._committed = answer
             if request.interrupt != "wait" or not self._rows:
                 self._finish_commit()
@@ -378,8 +380,7 @@ class Engine:
     def _finish_commit(self) -> None:
         """Swap and answer: new weights and new version for all that runs."""
         assert self.weights.swapping is not None
-        request, started_s = self.weights.swapping[0], time.perf_counter()
-        rows = self._rows
+        request, started_s, rows = self.weights.swapping[0], time.perf_counter(), self._rows
         num_interrupted = self._interrupt() if request.interrupt == "abort" else len(rows)
         self._hand_over()  # its client answers while the weights are swapped
         self.weights.swap()
