@@ -39,6 +39,7 @@ def test_a_server_answers_to_the_secret_alone_and_ends_with_its_parent(kind: str
                     await socket.send(frames.submit_frame(asked))
                     await until(EngineServer(caller), lambda now: (now.num_running, now.num_queued) == (4, 5))
                 await until(EngineServer(caller), lambda now: now.num_running + now.num_queued == 0)
+                await socket.close()
                 task = asyncio.create_task(generate(caller, server.request(max_tokens=LONG)))
                 await until(EngineServer(caller), lambda now: now.num_running == 1)
                 assert child.process.stdin is not None
