@@ -151,29 +151,10 @@ class Caller:
                 return answer.model_validate_json(text)
         raise self._refusal(path, response.status, text, answer)
 
-    async def stream(
-        self, path: str, body: BaseModel, part: type[Part], last: type[Answer]
-    ) -> AsyncGenerator[Part | Answer, None]:
-        """POST a message; yields the lines of the answer as they come: any number of `part`, then one `last`,
-        and then ends.
-
-        Raises CallRefused for an error status and for a last line ErrorBody (status 500), CallLost if the
-        answer breaks off before its last line, CallGarbled for a line that is none of these. Close it
-        (contextlib.aclosing) to leave before the end: that breaks the connection.
-        """
-        async with contextlib.aclosing(self.lines(path, body)) as lines:
-            async for line in lines:
-                message = self._line(path, line, part, last)
-                yield message
-                if isinstance(message, last):
-                    with contextlib.suppress(CallLost):
-                        await anext(lines, None)  # to the end of the body: the connection can be used again
-                    return
-        raise CallLost(self.name, path, "the answer broke off before its last line")
-
     async def lines(self, path: str, body: BaseModel) -> AsyncGenerator[bytes, None]:
-        """POST a message; yields the whole lines of the answer as they come. Raises and is closed like
-        stream().
+        """POST a message; yields the whole lines of the answer as they come. Raises CallRefused for an error
+        status, CallLost if the answer breaks off. Close it (contextlib.aclosing) to leave before the end:
+        that breaks the connection.
         """
         try:
             async with await self._begin("POST", path, body, set()) as response:
@@ -236,12 +217,6 @@ class Caller:
         if isinstance(error, OSError) and error.errno in OURS:
             return self._shortage(error.errno)
         return CallLost(self.name, path, f"{type(error).__name__}: {error}")
-
-    def _line(self, path: str, line: bytes, part: type[Part], last: type[Answer]) -> Part | Answer:
-        for message in (part, last):
-            with contextlib.suppress(ValidationError):
-                return message.model_validate_json(line)
-        raise self._refusal(path, 500, line, last)
 
     def _refusal(
         self, path: str, status: int, text: bytes, answer: type[BaseModel]

@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
+from asyncrl.testing.asked_engine import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
@@ -74,13 +75,11 @@ def long_tailed_lengths(count: int, mean: float, sigma: float) -> list[int]:
 def run_ours(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> float:
     """Seconds for all requests; all are queued at once, the slots bound the concurrency."""
     started = time.perf_counter()
-    answers = [
-        engine.submit(
-            GenerateRequest(request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index)
-        )
+    requests = [
+        GenerateRequest(request_id=str(index), prompt_ids=prompt, max_tokens=length, seed=index)
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
-    produced = [len(answer.result().token_ids) for answer in answers]
+    produced = [len(answer.result().token_ids) for answer in ask(engine, requests)]
     seconds = time.perf_counter() - started
     if produced != lengths:
         raise SystemExit("the engine did not produce the lengths that were asked for")

@@ -7,19 +7,18 @@ seconds a token. Its answers are text of the same length as what the tokens of o
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from itertools import count
 from typing import Any
 
-from fastapi import Request
-from fastapi.responses import Response
+from aiohttp import web
 from pydantic_core import from_json, to_json
 
+from asyncrl.messages.base import SECRET_ENV
 from asyncrl.messages.calls import GenerateRequest
-from asyncrl.serving import child_arguments, die_with_parent, serve
-from asyncrl_servers.engine_app import engine_app
+from asyncrl.serving import child_arguments, die_with_parent, secret_of, serve
+from asyncrl_servers.engine_routes import OneAnswer, engine_routes
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 PROMPT = [1] * 256
@@ -37,24 +36,17 @@ def main() -> None:
     answer_text = given.pop("text")
     spec = SimulatedSpec.model_validate(given)
     engine = SimulatedEngine(spec)
-    app, numbers = engine_app(engine), count()
+    app, numbers = engine_routes(engine, secret_of(SECRET_ENV)), count()
 
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        asked = from_json(await request.body())
-        number = next(numbers)
-        future = engine.submit(
-            GenerateRequest(
-                request_id=f"chat-{number}", prompt_ids=PROMPT, max_tokens=spec.max_length // 2, seed=number
-            )
-        )
-        await asyncio.wait((future,))
-        return Response(
-            to_json(_completion(number, asked["model"], len(future.result().token_ids), answer_text)),
-            media_type="application/json",
-        )
+    async def chat(request: web.Request) -> web.Response:
+        chat, number = from_json(await request.read()), next(numbers)
+        asked = GenerateRequest(f"chat-{number}", PROMPT, max_tokens=spec.max_length // 2, seed=number)
+        num_tokens = len((await OneAnswer(engine, asked).answer()).token_ids)
+        body = to_json(_completion(number, chat["model"], num_tokens, answer_text))
+        return web.Response(body=body, content_type="application/json")
 
-    serve(app, fd)
+    app.router.add_post("/v1/chat/completions", chat)
+    serve(app, fd, cancels_handlers=True)
 
 
 def _completion(number: int, model: str, num_tokens: int, text: str) -> dict[str, Any]:

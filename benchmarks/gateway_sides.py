@@ -19,7 +19,7 @@ from gateway_load import Chat, Wire, request_bytes
 from pydantic_core import from_json, to_json
 
 from asyncrl.http import Caller
-from asyncrl.messages.calls import EngineHealth, GenerateRequest
+from asyncrl.messages.calls import EngineHealth
 from asyncrl.placement.processes import ChildProcess, bind_socket
 
 HERE = Path(__file__).parent
@@ -100,10 +100,9 @@ class _Requests:
     def request(self) -> bytes:
         self._turn += 1
         prompt_ids = [1] * (60 + 90 * self._turn)  # as many as the chats have, about
-        request = GenerateRequest(
-            request_id=f"alone-{self._number}-{self._turn}", prompt_ids=prompt_ids, max_tokens=4 * TOKENS
-        )
-        return request_bytes("/generate", self._secret, request.model_dump_json().encode())
+        name = f"alone-{self._number}-{self._turn}"
+        asked = {"request_id": name, "prompt_ids": prompt_ids, "max_tokens": 4 * TOKENS}
+        return request_bytes("/generate", self._secret, to_json(asked))
 
     def take(self, answer: bytes) -> None:
         from_json(answer)

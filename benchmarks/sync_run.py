@@ -31,6 +31,7 @@ from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.start import Launcher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
+from asyncrl.testing.asked_engine import ask
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep
@@ -82,20 +83,18 @@ class SyncRun:
         if self.one_by_one and len(requests) > 1:
             return [completion for request in requests for completion in self.generate([request])]
         rollout = self.config.rollout
-        futures = [
-            self.engine.submit(
-                GenerateRequest(
-                    request_id=f"sync-{index}",
-                    prompt_ids=list(prompt_ids),
-                    max_tokens=rollout.max_tokens,
-                    temperature=rollout.temperature,
-                    stop=list(self.config.generator.stop),
-                    seed=seed,
-                )
+        asked = [
+            GenerateRequest(
+                request_id=f"sync-{index}",
+                prompt_ids=prompt_ids,
+                max_tokens=rollout.max_tokens,
+                temperature=rollout.temperature,
+                stop=tuple(self.config.generator.stop),
+                seed=seed,
             )
             for index, (prompt_ids, seed) in enumerate(requests)
         ]
-        answers = [future.result(timeout=600) for future in futures]
+        answers = [answer.result(timeout=600) for answer in ask(self.engine, asked)]
         return [
             Completion(
                 tuple(answer.token_ids),

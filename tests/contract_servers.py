@@ -31,7 +31,7 @@ LONG = 2500
 """Tokens that take any server more than a second: time for a story to interrupt them."""
 WEIGHTS = {"w": np.ones((3, 2), dtype=np.float32), "b": np.zeros(5, dtype=np.float32)}
 OURS = ["simulated", "embedded"]
-"""Those that speak our own protocol over HTTP."""
+"""Those that speak our own protocol over connections."""
 KINDS = [*OURS, "fake", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.vllm])]
 
 
@@ -47,10 +47,8 @@ class Traits:
     """The fake reads nothing: it believes what it is told of weights."""
     knows_prompts: bool = True
     """The fake has no model: any id is a token, and resumed ones are like others."""
-    ends_at_once: bool = True
-    """The fake's requests end a moment after they were aborted."""
-    aborts_queued: bool = True
-    """A commit with interrupt=abort ends what is queued too; the fake lets it wait for the new weights."""
+    aborts_queued: bool = False
+    """vLLM's commit with interrupt=abort ends what is queued too; at ours it waits for the new weights."""
     keeps_streams: bool = True
     """vLLM says which weights sampled a token at the end of an answer, not in its parts: over a commit with
     interrupt=keep or keep_kv the client would have to hold the tokens back to the end, so it ends the stream,
@@ -71,11 +69,16 @@ class Traits:
 
 
 TRAITS = {
-    "fake": Traits(reads_files=False, knows_prompts=False, aborts_queued=False, ends_at_once=False),
+    "fake": Traits(reads_files=False, knows_prompts=False),
     "simulated": Traits(has_weights=False),
     "embedded": Traits(),
     "vllm": Traits(
-        keeps_streams=False, keeps_queue=False, reads_again=False, frees_memory=False, resumes_draws=False
+        aborts_queued=True,
+        keeps_streams=False,
+        keeps_queue=False,
+        reads_again=False,
+        frees_memory=False,
+        resumes_draws=False,
     ),
 }
 

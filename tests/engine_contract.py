@@ -10,6 +10,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from asyncrl.messages.calls import (
 )
 from asyncrl.messages.digest import weights_digest
 from asyncrl.testing.virtual_time import run_virtual
+from asyncrl_servers.engine_routes import GenerateBody
 
 BOTH: list[EnginePart] = ["kv", "weights"]
 LIMIT_S = 280.0
@@ -68,7 +70,7 @@ def contract(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
 async def generate(caller: Caller, request: GenerateRequest) -> GenerateResponse:
     """As it is said on the wire."""
-    return await caller.post("/generate", request, GenerateResponse, timeout_s=60)
+    return await caller.post("/generate", GenerateBody(**asdict(request)), GenerateResponse, timeout_s=60)
 
 
 async def health(engine: EngineClient) -> EngineHealth:

@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
+from asyncrl.testing.asked_engine import ask
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
@@ -49,11 +50,11 @@ def make_request(
     request_id: str = "r", prompt_ids: tuple[int, ...] = (1, 2, 3), **fields: Any
 ) -> GenerateRequest:
     given = {"max_tokens": 20, "seed": 7, **fields}
-    return GenerateRequest(request_id=request_id, prompt_ids=list(prompt_ids), **given)
+    return GenerateRequest(request_id, prompt_ids, **given)
 
 
 def answered(engine: Engine, **fields: Any) -> GenerateResponse:
-    return engine.submit(make_request(**fields)).result(timeout=60)
+    return ask(engine, [make_request(**fields)])[0].result(timeout=60)
 
 
 def drawn(answer: GenerateResponse) -> tuple[list[int], list[float]]:

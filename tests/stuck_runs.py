@@ -24,7 +24,7 @@ from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
-from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fake_engine import FakeEngineServer, FakeRun
 from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient
@@ -33,7 +33,7 @@ WATCHDOG_S = 60.0
 
 
 class Engine(FakeEngineServer):
-    """An engine server whose calls to the paths in `hung` are never answered."""
+    """An engine server whose calls to the paths in `hung` are never answered; /link gives no tokens."""
 
     hung: tuple[str, ...] = ()
 
@@ -41,6 +41,10 @@ class Engine(FakeEngineServer):
         if path in self.hung:
             await asyncio.Event().wait()
         return await super().post(path, body, answer, timeout_s=timeout_s)
+
+    def _draw_later(self, run: FakeRun) -> None:
+        if "/link" not in self.hung:
+            super()._draw_later(run)
 
 
 class Worker(FakeTrainerServer):

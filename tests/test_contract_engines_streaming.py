@@ -15,8 +15,8 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import GenerateChunk, GenerateResponse
+from asyncrl.messages.frames import spans_from, spans_of
 from asyncrl.messages.records import SamplingRequest
-from asyncrl_servers.engine_app import spans_of
 
 pytest_plugins = ["engine_under_test"]
 
@@ -27,7 +27,7 @@ def joined(chunks: list[GenerateChunk], last: GenerateResponse) -> GenerateRespo
     versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
     versions += [span.version for span in last.version_spans for _ in range(span.start, span.end)]
     marks = [(at, version) for at, version in enumerate(versions) if at == 0 or versions[at - 1] != version]
-    spans = spans_of(marks, len(versions))
+    spans = spans_from(spans_of(marks, 0, len(versions)))
     return last.model_copy(update={"token_ids": token_ids, "logprobs": logprobs, "version_spans": spans})
 
 

@@ -16,11 +16,13 @@ from engine_processes import SECRET, engine_process
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages import frames
 from asyncrl.messages.base import find_fatal
 
 
 @pytest.mark.parametrize("kind", OURS)
 def test_a_server_answers_to_the_secret_alone_and_ends_with_its_parent(kind: str, tmp_path: Path) -> None:
+    """And what ran for a client whose connection breaks makes way."""
     with engine_process(kind, spec_of(kind, tmp_path), tmp_path) as child:
         server = server_of(kind, child, tmp_path)
 
@@ -28,7 +30,16 @@ def test_a_server_answers_to_the_secret_alone_and_ends_with_its_parent(kind: str
             async with aclosing(Caller("stranger", child.url, "a guess")) as stranger:
                 with pytest.raises(CallRefused, match="answered 401"):
                     await generate(stranger, server.request())
+                with pytest.raises(CallLost, match="401"):
+                    await stranger.connect("/link")
             async with aclosing(Caller(kind, child.url, SECRET)) as caller:
+                async with aclosing(Caller("breaks", child.url, SECRET)) as breaks:
+                    socket = await breaks.connect("/link")
+                    asked = [frames.Asked(n, server.request(max_tokens=LONG), n > 5) for n in range(9)]
+                    await socket.send(frames.submit_frame(asked))
+                    await until(EngineServer(caller), lambda now: (now.num_running, now.num_queued) == (4, 5))
+                await until(EngineServer(caller), lambda now: now.num_running + now.num_queued == 0)
+                await socket.close()
                 task = asyncio.create_task(generate(caller, server.request(max_tokens=LONG)))
                 await until(EngineServer(caller), lambda now: now.num_running == 1)
                 assert child.process.stdin is not None

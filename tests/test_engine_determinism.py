@@ -5,6 +5,7 @@ alone, bit for bit.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from engine_in_process import answered, drawn, make_qwen3, make_request, publish, running_engine, stage_file
 
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse
+from asyncrl.testing.asked_engine import ask
 from asyncrl_servers.embedded.decode_loop import Engine
 
 ODD = {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101}
@@ -43,8 +45,8 @@ def varied_requests(vocab_size: int, count: int, seed: int) -> list[GenerateRequ
 
 
 def answers_of(engine: Engine, requests: list[GenerateRequest]) -> dict[str, GenerateResponse]:
-    futures = [engine.submit(request) for request in requests]
-    return {answer.request_id: answer for answer in (future.result(timeout=60) for future in futures)}
+    answers = [one.result(timeout=60) for one in ask(engine, requests)]
+    return {answer.request_id: answer for answer in answers}
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda name: name.replace(" ", "-"))
@@ -63,16 +65,14 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_company(sized_model: tupl
             shuffled = random.Random(slots).sample(requests, len(requests))
             mixed = []
             for request in shuffled:
-                other = {"request_id": f"other {request.request_id}", "seed": 1}
-                mixed += [request, request.model_copy(update=other)]
+                mixed += [request, replace(request, request_id=f"other {request.request_id}", seed=1)]
             answers = answers_of(engine, mixed)
             assert {request_id: answers[request_id] for request_id in alone} == alone
 
 
 def test_an_aborted_request_goes_on_with_the_bits_of_the_whole_one(sized_model: tuple[Path, int]) -> None:
     folder, vocab_size = sized_model
-    long = {"max_tokens": 90, "top_p": 1.0}
-    requests = [one.model_copy(update=long) for one in varied_requests(vocab_size, 6, seed=2)]
+    requests = [replace(one, max_tokens=90, top_p=1.0) for one in varied_requests(vocab_size, 6, seed=2)]
     with running_engine(folder, slots=6) as engine:
         whole = answers_of(engine, requests)
     with running_engine(folder, slots=3) as engine:
@@ -83,9 +83,9 @@ def test_an_aborted_request_goes_on_with_the_bits_of_the_whole_one(sized_model: 
             while len(token_ids) < request.max_tokens:
                 rest: dict[str, Any] = {"prompt_ids": [*request.prompt_ids, *token_ids]}
                 rest |= {"num_resumed": len(token_ids), "max_tokens": request.max_tokens - len(token_ids)}
-                future = engine.submit(request.model_copy(update=rest))
+                (future,) = ask(engine, [replace(request, **rest)])
                 if num_aborts % 4 < 3:
-                    engine.abort([request.request_id]).result(timeout=60)
+                    future.abort()
                 num_aborts += 1
                 token_ids += future.result(timeout=60).token_ids
                 logprobs += future.result(timeout=60).logprobs
@@ -101,7 +101,7 @@ def test_a_swap_to_equal_weights_changes_no_bit_of_a_kept_request(tmp_path: Path
     ]
     with running_engine(folder, slots=4) as engine:
         whole = answers_of(engine, requests)
-        futures = [engine.submit(request) for request in requests]
+        futures = ask(engine, requests)
         for version in (1, 2, 3):
             publish(engine, stage_file(folder, version, tmp_path), interrupt)
         for answer in (future.result(timeout=60) for future in futures):

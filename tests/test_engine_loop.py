@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,11 +11,10 @@ from engine_in_process import answered, drawn, make_qwen3, make_request, make_sp
 from tiny_model import make_tiny_model
 
 from asyncrl.messages.calls import CommitRequest
-from asyncrl.serving import Refused
-from asyncrl_servers import engine_app
+from asyncrl.messages.frames import Asked
+from asyncrl.testing.asked_engine import ask
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.engine_app import TokenStream
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +33,13 @@ def test_a_prompt_in_a_slot_is_not_prefilled_again(folder: Path, other_folder: P
     prefill = engine.runner.prefill
     engine.runner.prefill = lambda jobs: (prefilled.append(len(jobs)), prefill(jobs))[1]  # type: ignore[method-assign]
     lengths = [5, 60, 20, 30, 30, 30, 30, 30]
-    futures = [
-        engine.submit(make_request(f"r{seed}", prompt_ids=(4, 5, 6), seed=seed, max_tokens=length))
-        for seed, length in enumerate(lengths)
-    ]
+    futures = ask(
+        engine,
+        [
+            make_request(f"r{seed}", prompt_ids=(4, 5, 6), seed=seed, max_tokens=length)
+            for seed, length in enumerate(lengths)
+        ],
+    )
     while not futures[3].done():
         engine.turn()
     assert prefilled == [1], "by then two came later than the others"
@@ -61,7 +62,7 @@ def test_a_kept_request_goes_on_over_its_tokens_read_anew_or_over_the_old_cache(
 ) -> None:
     engine, at = build_engine(make_spec(folder)), 30
     staged = engine.weights.prepare(stage_file(other_folder, 1, tmp_path))
-    future = engine.submit(make_request(max_tokens=200))
+    (future,) = ask(engine, [make_request(max_tokens=200)])
     for _ in range(at - 1):  # the first turn gives two tokens: prefill, and a step
         engine.turn()
     commit = {"version": 1, "digest": staged.digest, "interrupt": interrupt}
@@ -83,7 +84,7 @@ def test_an_end_of_sequence_token_ends_the_answer_and_belongs_to_it(tmp_path: Pa
     folder = make_tiny_model(tmp_path / "model", initializer_range=0.02)
     with running_engine(folder, slots=8) as engine:
         eos_ids = engine.runner.loaded.eos_ids
-        futures = [engine.submit(make_request(f"r{seed}", seed=seed, max_tokens=250)) for seed in range(8)]
+        futures = ask(engine, [make_request(f"r{seed}", seed=seed, max_tokens=250) for seed in range(8)])
         answers = [future.result(timeout=60) for future in futures]
     stopped = [answer for answer in answers if answer.finish_reason == "stop"]
     assert stopped, "8 answers of 250 near-uniform draws from 50 tokens without the end token: odds 1e-17"
@@ -98,7 +99,7 @@ def test_a_stop_string_ends_the_answer_also_over_the_joint_of_a_resumed_one(tiny
         assert tokenizer is not None
         whole = answered(engine, max_tokens=60, seed=3)
         text = tokenizer.decode(whole.token_ids, skip_special_tokens=True)
-        stop = ["not in there", text[10:14]]
+        stop = ("not in there", text[10:14])
         stopped = answered(engine, max_tokens=60, seed=3, stop=stop)
         found = tokenizer.decode(stopped.token_ids, skip_special_tokens=True)
         assert (found, stopped.finish_reason) == (text[: text.index(stop[1]) + 4], "stop")
@@ -114,7 +115,7 @@ def test_weights_that_are_not_finite_end_the_engine_under_their_version(folder: 
     engine = build_engine(make_spec(folder, slots=1), crashes.append)
     broken = {name: torch.full_like(one, torch.nan) for name, one in engine.weights._parameters.items()}
     staged = engine.weights.prepare(stage_file(broken, 1, tmp_path))
-    future = engine.submit(make_request(max_tokens=200))
+    (future,) = ask(engine, [make_request(max_tokens=200)])
     engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt="keep"))
     engine.start()
     engine._thread.join()
@@ -133,38 +134,22 @@ def test_no_commit_hashes_weights(folder: Path, tmp_path: Path, monkeypatch: pyt
     assert committed.result(timeout=0).version == 1
 
 
-def test_requests_beyond_the_queues_bound_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_app, "MAX_QUEUED", 2)
-    engine = build_engine(make_spec(folder, slots=1))
-    futures = [engine.submit(make_request(f"r{index}", max_tokens=5)) for index in range(4)]
-    engine.start()
-    with pytest.raises(Refused, match="2 requests are queued") as refusal:
-        futures[3].result(timeout=60)
-    assert refusal.value.status == 503
-    assert [len(future.result(timeout=60).token_ids) for future in futures[:2]] == [5, 5]
-    engine.stop()
-
-
-@pytest.mark.asyncio
-async def test_all_streams_wake_the_event_loop_once_a_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(decode_loop, "TELL_S", 0.0)
-    engine = build_engine(make_spec(folder))
-
-    wakes = Mock(wraps=asyncio.get_running_loop())
-    streams = [TokenStream() for _ in range(3)]
-    for index, stream in enumerate(streams):
-        stream.loop = wakes
-        engine.submit(make_request(f"r{index}", max_tokens=30), stream)
-    plain = engine.submit(make_request("plain", max_tokens=30))
-    for turn in range(1, 10):
+def test_all_that_runs_is_told_to_its_listener_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a turn; streamed or not, the tokens are the same."""
+    monkeypatch.setattr(decode_loop, "STREAM_S", 0.0)
+    engine, listener = build_engine(make_spec(folder)), Mock()
+    streamed = [
+        engine.run(Asked(seed, make_request(max_tokens=30, seed=seed), is_streamed=True), listener)
+        for seed in range(3)
+    ]
+    engine.submit(streamed)
+    plain = ask(engine, [make_request(max_tokens=30, seed=seed) for seed in range(3)])
+    while not plain[-1].done():
         engine.turn()
-        assert wakes.call_soon_threadsafe.call_count == turn
-    while not plain.done():
-        engine.turn()
-    await asyncio.sleep(0)
-    whole = plain.result(timeout=0)
-    for stream in streams:
-        (chunk,) = stream.take_nowait()
-        assert (chunk.token_ids, chunk.logprobs) == (whole.token_ids[:-1], whole.logprobs[:-1])
+    told = [call.args[0] for call in listener.sampled.call_args_list]
+    assert [sorted(row.number for row in rows) for rows in told] == [[0, 1, 2]] * 29, "the first turn: two"
+    for seed, answer in enumerate(plain):
+        own = [row for rows in told for row in rows if row.number == seed]
+        tokens = [token for row in own for token in row.token_ids.tolist()]
+        logprobs = [logprob for row in own for logprob in row.logprobs.tolist()]
+        assert (tokens, logprobs) == drawn(answer.result(timeout=0))

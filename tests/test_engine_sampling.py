@@ -4,12 +4,9 @@ drawn from.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
-from engine_in_process import make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,11 +15,12 @@ from asyncrl_servers.engine_app import uniform_draws
 
 
 def drawn(
-    logits: torch.Tensor, position: int = 0, **settings: Any
+    logits: torch.Tensor, position: int = 0, temperature: float = 1.0, top_p: float = 1.0
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """A token a row, of seeds 0, 1, ..."""
-    requests = [make_request(seed=seed, **settings) for seed in range(len(logits))]
-    return sample(logits, requests, [position] * len(logits))
+    num = len(logits)
+    temperatures, top_ps = np.full(num, temperature, np.float32), np.full(num, top_p)
+    return sample(logits, temperatures, top_ps, np.arange(num, dtype=np.uint64), np.full(num, position))
 
 
 def test_draws_are_uniform_over_seeds_and_over_positions() -> None:

@@ -14,6 +14,7 @@ from engine_in_process import make_request
 from rollout_cases import virtual
 
 from asyncrl.messages.calls import CommitRequest, PrepareRequest
+from asyncrl.testing.asked_engine import ask
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged
 
@@ -42,7 +43,8 @@ async def test_requests_take_the_time_of_their_steps(
     engine = make_engine(**spec)
 
     async def end_s(index: int, max_tokens: int, prompt_length: int) -> float:
-        await engine.submit(make_request(str(index), (1,) * prompt_length, max_tokens=max_tokens))
+        (answer,) = ask(engine, [make_request(str(index), (1,) * prompt_length, max_tokens=max_tokens)])
+        await asyncio.wrap_future(answer)
         return asyncio.get_running_loop().time()
 
     found = await asyncio.gather(*(end_s(index, *one) for index, one in enumerate(requests)))
@@ -52,14 +54,16 @@ async def test_requests_take_the_time_of_their_steps(
 @virtual
 async def test_a_commit_takes_its_time_out_of_decoding_and_marks_the_tokens_after_it() -> None:
     engine = make_engine()
-    answer = engine.submit(make_request(max_tokens=100))
+    (answer,) = ask(engine, [make_request(max_tokens=100)])
     await asyncio.sleep(0.205)
     request = PrepareRequest(version=1, path="", digest="digest", num_tensors=0, num_bytes=0)
     engine.weights.staged = Staged(request)
     swapped = await engine.commit(CommitRequest(version=1, digest="digest", interrupt="keep"))
     assert (swapped.pause_s, swapped.num_interrupted) == (0.5, 1)
     assert round(asyncio.get_running_loop().time(), 6) == 0.705
-    spans = [(span.start, span.end, span.version) for span in (await answer).version_spans]
+    spans = [
+        (span.start, span.end, span.version) for span in (await asyncio.wrap_future(answer)).version_spans
+    ]
     assert spans == [(0, 20, 0), (20, 100, 1)]
     assert round(asyncio.get_running_loop().time(), 6) == 1.5
 

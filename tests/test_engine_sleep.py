@@ -14,7 +14,15 @@ import psutil
 import pytest
 import torch
 from engine_contract import generate
-from engine_in_process import make_qwen3, make_request, make_spec, running_engine, stage_file, weights_of
+from engine_in_process import (
+    answered,
+    make_qwen3,
+    make_request,
+    make_spec,
+    running_engine,
+    stage_file,
+    weights_of,
+)
 from engine_processes import SECRET, engine_process
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,6 +34,7 @@ from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
 from asyncrl.serving import Refused
+from asyncrl.testing.asked_engine import ask
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
@@ -56,7 +65,7 @@ def chunk_requests(weights: dict[str, torch.Tensor], scratch: Path) -> list[Load
 
 
 def sampled(engine: Engine) -> dict[str, Any]:
-    return engine.submit(make_request(max_tokens=60)).result(timeout=60).model_dump()
+    return answered(engine, max_tokens=60).model_dump()
 
 
 @pytest.mark.slow
@@ -104,7 +113,7 @@ def test_weights_under_adapters_cannot_sleep_but_the_cache_can(folder: Path, tmp
         late.commit(CommitRequest(version=1, digest=request.digest)).result(timeout=60)
         for refusing in (engine, late):
             expected = sampled(refusing)
-            running = refusing.submit(make_request("running", max_tokens=200))
+            (running,) = ask(refusing, [make_request("running", max_tokens=200)])
             with pytest.raises(Refused, match="weights under adapters cannot sleep"):
                 sleep(refusing)
             assert running.result(timeout=60).finish_reason == "length"
@@ -123,9 +132,9 @@ def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_request
     with pytest.raises(Refused, match=r"kv and weights cannot wake: \d+ bytes are needed, \d+ are free"):
         wake(engine)
     assert engine.health().asleep == BOTH
-    waiting = engine.submit(make_request(max_tokens=5))
+    (waiting,) = ask(engine, [make_request(max_tokens=5)])
     for _ in range(20):
-        assert engine.abort(["nobody"]).result(timeout=60) == []
+        sleep(engine)
     assert next(turns) <= 30, "a turn a message: one that spins makes thousands"
     assert not waiting.done()
     engine.runner.slots = slots

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_in_process import make_qwen3, make_request, make_spec
+from engine_in_process import answered, make_qwen3, make_spec
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -98,4 +98,4 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path, tiny_model_dir: Path) -> 
     shutil.copytree(tiny_model_dir, folder, ignore=shutil.ignore_patterns("tokenizer*"))
     engine = build_engine(make_spec(folder))
     with pytest.raises(Refused, match="no tokenizer"):
-        engine.submit(make_request(stop=["a"]))
+        answered(engine, stop=("a",))

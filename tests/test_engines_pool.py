@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,7 @@ from rollout_cases import virtual
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineError, EngineLost
-from asyncrl.http import CallGarbled, CallRefused
+from asyncrl.messages import frames
 from asyncrl.messages.base import ErrorBody, Interrupt
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
@@ -47,7 +46,11 @@ async def publish(server: Any, version: int, digest: str = "w0", interrupt: Inte
 
 
 async def uninterrupted(request: SamplingRequest, end_fraction: float = 0.0) -> Completion:
-    return await make_pool(1, end_fraction=end_fraction)[0].generate(request)
+    pool, _ = make_pool(1, end_fraction=end_fraction)
+    try:
+        return await pool.generate(request)
+    finally:
+        pool.servers[0].cut_nowait()  # or its link is left to the garbage collector
 
 
 KINDS = ["die", "up", "all", "one", "abort", "keep", "keep_kv", "wait"]
@@ -59,6 +62,7 @@ KINDS = ["die", "up", "all", "one", "abort", "keep", "keep_kv", "wait"]
     end_fraction=st.sampled_from([0.0, 0.1]),
     chunk_tokens=st.integers(0, 5),
     num_kept=st.integers(0, 40),
+    num_others=st.integers(0, 4),
     events=st.lists(st.tuples(st.integers(1, 45), st.integers(0, 1), st.sampled_from(KINDS)), max_size=8),
 )
 @virtual
@@ -68,9 +72,12 @@ async def test_random_deaths_publishes_aborts_and_restarts_leave_the_completion_
     end_fraction: float,
     chunk_tokens: int,
     num_kept: int,
+    num_others: int,
     events: list[tuple[int, int, Any]],
 ) -> None:
-    """Streamed, if chunk_tokens is not 0; begun by an earlier process, which had sampled num_kept tokens."""
+    """Streamed, if chunk_tokens is not 0; begun by an earlier process, which had sampled num_kept tokens;
+    beside others, so that some queue, and what a commit interrupts goes on in its slot or has to move.
+    """
     request, partial = make_request(max_tokens=max_tokens, seed=seed), None
     expected = await uninterrupted(request, end_fraction)
     num_kept = num_kept if num_kept < len(expected.token_ids) else 0
@@ -97,6 +104,8 @@ async def test_random_deaths_publishes_aborts_and_restarts_leave_the_completion_
         joined = tasks.create_task(
             pool.generate(request, partial=partial, on_segment=segments.append, on_tokens=on_tokens)
         )
+        others = [make_request(f"other {index}", 30, seed=index) for index in range(num_others)]
+        running = [tasks.create_task(pool.generate(other)) for other in others]
         for after_steps, index, kind in sorted(events):
             await asyncio.sleep(max(0.0, after_steps * DECODE_S - 0.005 - (clock() - started)))
             if kind == "die":
@@ -122,7 +131,33 @@ async def test_random_deaths_publishes_aborts_and_restarts_leave_the_completion_
     assert not chunk_tokens or tuple(told) == completion.token_ids
     assert all(one.token_ids == completion.token_ids[: len(one.token_ids)] for one in segments)
     assert (sum(pool.load.values()), {server.policy_version for server in pool.servers}) == (0, {version})
-    assert pool.gauges()["tokens/generated"] == len(completion.token_ids) - num_kept
+    num_tokens = len(completion.token_ids) - num_kept
+    for other, task in zip(others, running, strict=True):
+        assert task.result().token_ids == (await uninterrupted(other, end_fraction)).token_ids
+        num_tokens += len(task.result().token_ids)
+    assert pool.gauges()["tokens/generated"] == num_tokens
+    assert not any(fake.num_running for fake in fakes)
+
+
+@virtual
+async def test_what_a_commit_interrupts_goes_on_in_its_slot_or_where_one_is_free() -> None:
+    pool, fakes = make_pool(2, slots=2)
+    requests = [make_request(f"r{index}", 30, seed=index) for index in range(5)]
+    pool.down_nowait("engine-1")
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(pool.generate(one)) for one in requests]
+        for version, sent in ((1, [5, 0]), (2, [5, 2]), (3, [5, 2])):
+            await asyncio.sleep(5.5 * DECODE_S)
+            if version == 2:
+                pool.up_nowait("engine-1")
+            for server in pool.servers:
+                await publish(server, version)
+            await all_blocked()
+            assert [len(fake.requests) for fake in fakes] == sent, "resumed ones are not sent again"
+            assert [fake.num_running for fake in fakes] == [2, min(2, sent[1])]
+    for request, task in zip(requests, running, strict=True):
+        assert task.result().token_ids == (await uninterrupted(request)).token_ids
+    assert [task.result().num_interruptions for task in running] == [3, 3, 1, 1, 0]
 
 
 @virtual
@@ -150,19 +185,17 @@ async def test_each_token_has_the_version_and_the_server_that_sampled_it_whichev
 @virtual
 async def test_a_request_that_is_cancelled_or_whose_client_raises_frees_its_slot_at_once() -> None:
     pool, (fake,) = make_pool(1, slots=1)
-    (server,) = pool.servers
-    with patch.object(server, "abort", wraps=server.abort) as abort:
-        cancelled = asyncio.create_task(pool.generate(make_request("slow", 1000)))
-        waiting = asyncio.create_task(pool.generate(make_request("next", 3)))
-        await asyncio.sleep(10.5 * DECODE_S)
-        cancelled.cancel()
-        await all_blocked()
-    abort.assert_called_once_with(["slow"], timeout_s=2.0)
+    cancelled = asyncio.create_task(pool.generate(make_request("slow", 1000)))
+    waiting = asyncio.create_task(pool.generate(make_request("next", 3)))
+    await asyncio.sleep(10.5 * DECODE_S)
+    cancelled.cancel()
+    await all_blocked()
     assert (cancelled.cancelled(), fake.num_running) == (True, 1)
     assert len((await waiting).token_ids) == 3
     assert asyncio.get_running_loop().time() == pytest.approx(13.5 * DECODE_S)
     with pytest.raises(KeyError):
         await pool.generate(make_request(), on_tokens=lambda _: {}["the client's own fault"])
+    await all_blocked()
     assert (fake.num_running, pool.load) == (0, {"engine-0": 0})
 
 
@@ -177,8 +210,7 @@ async def test_a_server_that_aborts_for_ever_is_an_error_but_publishes_may_inter
             await pool.servers[0].abort(["queued"])
             await publish(pool.servers[0], version)
     assert len(queued.result().token_ids) == 2
-    empty = {"token_ids": [], "logprobs": [], "version_spans": [], "finish_reason": "abort"}
-    fake.mangle = lambda answer: answer.model_copy(update=empty)
+    fake.mangle = lambda row: frames.Sampled(row.number, row.token_ids[:0], row.logprobs[:0], [], "abort")
     with pytest.raises(EngineError, match="engine-0: aborted request r0 32 times .* without a token"):
         await pool.generate(make_request(max_tokens=2))
 
@@ -226,15 +258,19 @@ async def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs
     assert sum(fake.tokens_generated for fake in fakes) == 800, "and nothing was sampled twice"
 
 
-BROKEN = CallRefused("engine-0", "/generate", 500, ErrorBody(error="no memory", way_out="lower it."))
-GARBLED = CallGarbled("engine-0", "/generate", "status 200 with a body that is no GenerateResponse: <html>")
+BROKEN = frames.refused_frame(0, 500, ErrorBody(error="no memory", way_out="lower it."))
+NO_NUMBER = frames.numbers_frame("sampled", [0])
 
 
 @virtual
 async def test_a_bad_answer_is_an_error_and_no_loss() -> None:
     pool, (fake,) = make_pool(1)
-    fake.refuse = Mock(side_effect=[BROKEN, GARBLED])
-    for says in (r"no memory.\n  Way out: lower it.", "with what is no answer: status 200"):
+    for frame, says in (
+        (BROKEN, r"no memory.\n  Way out: lower it."),
+        (b"<html>", "with what is no answer: not a frame of 6 bytes"),
+        (NO_NUMBER, "with what is no answer: 'ends'"),
+    ):
+        fake._submit = lambda run, told=frame: run.link.tell(told)  # type: ignore[method-assign, misc]
         with pytest.raises(EngineError, match=says) as caught:
             await pool.generate(make_request())
         assert not isinstance(caught.value, EngineLost)

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.engine import SegmentCheck
 from asyncrl.engines.pool import Router, SegmentJoin
+from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.errors import EngineError
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
 from asyncrl.messages.records import PartialCompletion, SamplingRequest, VersionSpan

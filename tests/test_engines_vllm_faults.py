@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -315,7 +316,7 @@ async def test_what_vllm_would_do_otherwise_than_asked_is_refused(
     fake: FakeVllm, server: VllmServer, changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(RequestRefused, match=f"engine-0 refused request a: .*{says}"):
-        await server.generate_segment(request().model_copy(update=changes))
+        await server.generate_segment(replace(request(), **changes))
 
 
 def test_a_stop_string_over_the_joint_of_two_segments_is_found() -> None:
@@ -325,7 +326,7 @@ def test_a_stop_string_over_the_joint_of_two_segments_is_found() -> None:
         ("hello", " a text that is longer than any stop", ["stop"], None),  # vLLM's to watch
     ):
         asked = request(prompt=tuple(map(ord, "ask: " + resumed)))
-        asked = asked.model_copy(update={"num_resumed": len(resumed), "stop": stop})
+        asked = replace(asked, num_resumed=len(resumed), stop=tuple(stop))
         watch = joint_watch(asked, lambda ids: "".join(map(chr, ids)))
         found = [watch.take([ord(letter)]) for letter in new]
         assert (found.index(1) + 1 if 1 in found else None) == taken

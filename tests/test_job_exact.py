@@ -28,6 +28,7 @@ from asyncrl.messages.records import Completion
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.from_config import read_eval_task
+from asyncrl.testing.asked_engine import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -144,11 +145,11 @@ def reward_under(model_dir: Path, evaluation: dict[str, Any]) -> float:
         for prompt, sample in product(prompts, range(config.samples)):
             request = GenerateRequest(
                 request_id="r",
-                prompt_ids=list(tokenizer.encode_chat(prompt.messages)),
+                prompt_ids=tokenizer.encode_chat(prompt.messages),
                 max_tokens=24,
                 temperature=config.temperature,
                 seed=derive_seed(config.seed, prompt.prompt_id, sample, 0),
             )
-            answer = engine.submit(request).result(timeout=60)
+            answer = ask(engine, [request])[0].result(timeout=60)
             rewards.append(float(task.score(prompt, tokenizer.decode(answer.token_ids))))  # type: ignore[arg-type]
     return fmean(rewards)

@@ -37,7 +37,7 @@ def hang_engine(path: str, house: House) -> None:
     house.servers[1].hung = (path,)
 
 
-hang_commit, hang_generate = partial(hang_engine, "/commit"), partial(hang_engine, "/generate")
+hang_commit, hang_generate = partial(hang_engine, "/commit"), partial(hang_engine, "/link")
 
 
 def hang_reward(house: House) -> None:

@@ -315,7 +315,7 @@ def test_a_heartbeat_that_cannot_be_sent_says_nothing_of_the_server() -> None:
 def test_a_call_that_cannot_be_made_ends_the_run_with_what_is_missing_and_no_engine_is_given_up() -> None:
     async def story(house: House) -> None:
         for fake in house.fakes:
-            fake.post = short  # type: ignore[method-assign]
+            fake.connect = short  # type: ignore[method-assign]
         await house.ask(make_request())
 
     assert "controller: cannot open a connection" in str(fails(story))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_in_process import make_qwen3, make_request, running_engine
+from engine_in_process import answered, make_qwen3, running_engine
 from engine_processes import SECRET, engine_process
 from torch import Tensor
 from trainer_cases import make_batch, make_spec
@@ -192,7 +192,7 @@ def test_version_after_version_the_engine_has_the_trainers_bits_through_one_piec
             step.train(*make_batch(version=version))
             push(step, engine)
             opened.add(engine.weights._memory._memory)
-        engine.submit(make_request("r")).result(timeout=60)
+        answered(engine)
         assert len(opened) == 1, "opened once"
         assert len(list((tmp_path / "staging").glob("chunk*"))) == 1
         other = make_step(**values)  # takes the place of a trainer that was lost

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,7 +111,7 @@ class Link:
 
     async def _write(self, socket: FrameSocket) -> None:
         """Until the socket breaks, which the reader sees too."""
-        with contextlib.suppress(CallLost):
+        try:
             while True:
                 await self._has_news.wait()
                 self._has_news.clear()
@@ -126,6 +125,9 @@ class Link:
                         frame = frames.numbers_frame(kind, numbers)
                         numbers.clear()
                         await socket.send(frame)
+        except Exception as error:  # CallLost, or a request that is none
+            self._break(error)
+            self._running.cancel()
 
     async def _read(self, socket: FrameSocket) -> None:
         while True:

@@ -151,7 +151,7 @@ class EnginePool:
                 rule = (
                     f"only a publish may interrupt a request {MAX_EMPTY_SEGMENTS} times before its next token"
                 )
-                way_out = f"read {server.name}'s log; this run alone may call its /abort."
+                way_out = f"read {server.name}'s log; nobody else may abort its requests."
                 raise EngineError(server.name, what, rule=rule, way_out=way_out)
 
     async def _segment(self, index: int, join: SegmentJoin, on_tokens: OnTokens | None) -> None:

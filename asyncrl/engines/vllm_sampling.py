@@ -60,7 +60,7 @@ async def sample(
     async with process.calls():
         with process.holding(segment):
             await process.wait_open(segment)
-            sampled = Sampled(process, segment)
+            sampled = SampledSegment(process, segment)
             if not segment.is_aborted:
                 body, watch = generate_body(segment, facts, process.model), joint_watch(request, decode)
                 try:
@@ -97,7 +97,7 @@ def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict
     return vllm_request(list(request.prompt_ids), segment.wire_id, segment.label, model, **sampling)
 
 
-class Sampled:
+class SampledSegment:
     """The answer of vLLM to a segment.
 
     Life: made once the segment may be sent -> add() for the whole answer, or stream(); neither if it was

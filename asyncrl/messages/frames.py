@@ -33,6 +33,19 @@ _COLUMNS = {
     "seed": np.uint64,
 }
 """Fields of a GenerateRequest that are an array each."""
+_DTYPES = _COLUMNS | {
+    "numbers": np.int64,
+    "prompts": np.int64,
+    "prompt_ends": np.int64,
+    "prompt": np.int64,
+    "is_streamed": np.bool_,
+    "ends": np.int64,
+    "token_ids": np.int32,
+    "logprobs": np.float32,
+    "span_ends": np.int64,
+    "spans": np.int32,
+    "then": np.uint8,
+}
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
 """What sampled tokens are followed by: more of them (the answer is streamed), the end, an interruption by a
 weight update (the request holds its slot until it is resumed or aborted), or nothing, for it was aborted.
@@ -79,6 +92,11 @@ def read_frame(data: bytes) -> Frame:
     try:
         arrays = load_safetensors(data)
         header = json.loads(arrays.pop("header").tobytes())
+        for name, array in arrays.items():
+            if array.dtype != _DTYPES[name] or array.ndim != 1 + (name == "spans"):
+                raise TypeError(f"{name} is {array.dtype} {list(array.shape)}")
+        if "numbers" not in arrays or not isinstance(header["kind"], str):
+            raise TypeError(f"kind {header['kind']} with {sorted(arrays)}")
         return Frame(header.pop("kind"), header, arrays)
     except Exception as error:
         raise ValueError(f"not a frame of {len(data)} bytes: {type(error).__name__}: {error}") from error
@@ -121,6 +139,11 @@ def read_submit(frame: Frame) -> list[Asked]:
     """The requests of a submit frame; those with one prompt share its array. Raises ValueError."""
     try:
         arrays, stops = frame.arrays, frame.header["stop"]
+        if not all(
+            isinstance(text, str) for texts in (frame.header["ids"], *stops.values()) for text in texts
+        ):
+            raise TypeError("an id or a stop string is no text")
+        _check_ends(arrays["prompt_ends"], len(arrays["prompts"]))
         prompts = np.split(arrays["prompts"], arrays["prompt_ends"][:-1])
         columns = [arrays[name].tolist() for name in ("prompt", "is_streamed", *_COLUMNS)]
         found = []
@@ -151,8 +174,10 @@ def sampled_frame(rows: Sequence[Sampled]) -> bytes:
 
 
 def read_sampled(frame: Frame) -> Iterable[Sampled]:
-    """The rows of a sampled frame."""
+    """The rows of a sampled frame. Raises ValueError or LookupError."""
     arrays, first, first_span = frame.arrays, 0, 0
+    _check_ends(arrays["ends"], len(arrays["token_ids"]))
+    _check_ends(arrays["span_ends"], len(arrays["spans"]))
     columns = [frame.numbers, *(arrays[name].tolist() for name in ("ends", "span_ends", "then"))]
     for number, end, span_end, then in zip(*columns, strict=True):
         ids, logprobs = arrays["token_ids"][first:end], arrays["logprobs"][first:end]
@@ -176,6 +201,11 @@ def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tup
 def spans_from(rows: Iterable[tuple[int, int, int]]) -> list[Span]:
     """As messages have them."""
     return [Span(start=start, end=end, version=version) for start, end, version in rows]
+
+
+def _check_ends(ends: npt.NDArray[Any], total: int) -> None:
+    if (np.diff(ends, prepend=0, append=total) < 0).any() or ends[-1:].sum() != total:
+        raise ValueError(f"parts end at {ends[:6].tolist()}... of {total}")
 
 
 def _frame(header: dict[str, Any], arrays: Arrays) -> bytes:

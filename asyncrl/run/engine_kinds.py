@@ -122,7 +122,9 @@ class Vllm(Embedded):
         args, lora = dict(self.rollout.vllm), self.config.trainer.lora
         if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
-        return super().spec(model_path, name, device) | {
+        common = super().spec(model_path, name, device)
+        del common["keeps_turns"]
+        return common | {
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
             "transport": self.config.weight_sync.transport,
             "lora_rank": 1 if lora is None else lora.rank,

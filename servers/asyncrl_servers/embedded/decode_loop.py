@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.base import Moved
-from asyncrl.messages.calls import (
-    CommitRequest,
-    CommitResponse,
-    EngineHealth,
-    SleepRequest,
-    WakeRequest,
-)
+from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
 from asyncrl.serving import Refused
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
@@ -35,9 +29,7 @@ NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 MIN_SHARED = 32
 """Tokens from which copying a start that is in the cache is cheaper than computing it again."""
 STREAM_S = 0.005
-"""Least seconds between two updates of a stream: about a decode step of a usual model, several of a tiny
-one.
-"""
+"""Least seconds between two updates of a stream: about a decode step of a usual model."""
 
 
 class Prefill(NamedTuple):
@@ -395,7 +387,9 @@ class Engine:
 
     def _commit(self, request: CommitRequest, answer: Future[CommitResponse]) -> CommitResponse | None:
         served = self.weights.begin_commit(request)
-        if served is None:
+        if served is not None:
+            self._rows.forget_kept()  # chunks came, while the cache was awake
+        else:
             self._committed = answer
             if request.interrupt != "wait" or not self._rows:
                 self._finish_commit()
@@ -404,8 +398,7 @@ class Engine:
     def _finish_commit(self) -> None:
         """Swap and answer: new weights and new version for all that runs."""
         assert self.weights.swapping is not None
-        request, started_s = self.weights.swapping[0], time.perf_counter()
-        rows = self._rows
+        request, started_s, rows = self.weights.swapping[0], time.perf_counter(), self._rows
         num_interrupted = self._interrupt() if request.interrupt == "abort" else len(rows)
         self._hand_over()  # its client answers while the weights are swapped
         self.weights.swap()

@@ -1,0 +1,211 @@
+"""The embedded engine over its own past: what an update or a sleep interrupts goes on in its slot, and starts
+of sequences are copied, with the bits of a fresh request on an engine that shares nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_in_process import make_qwen3, make_request, make_spec, stage_file, weights_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine_sleep import BOTH, chunk_requests
+
+from asyncrl.messages.calls import (
+    CommitRequest,
+    GenerateRequest,
+    GenerateResponse,
+    PrepareRequest,
+    SleepRequest,
+    WakeRequest,
+)
+from asyncrl.testing.asked_engine import Reply, ask
+from asyncrl_servers.embedded import decode_loop
+from asyncrl_servers.embedded.build_engine import build_engine
+from asyncrl_servers.embedded.decode_loop import Engine
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+SLOTS = 3
+
+
+class Weights:
+    """Two sets, which take turns: version v is set v % 2. `fresh` are engines of each that share nothing."""
+
+    def __init__(self, scratch: Path) -> None:
+        self.folders = [make_qwen3(scratch / f"model-{seed}", seed=seed, **SMALL) for seed in (0, 1)]
+        self._staged = [stage_file(folder, version, scratch) for version, folder in enumerate(self.folders)]
+        self._fresh = [build_engine(make_spec(folder, slots=1)) for folder in self.folders]
+
+    def engine(self, **how: Any) -> Engine:
+        return build_engine(make_spec(self.folders[0], slots=SLOTS, **how))
+
+    def staged(self, version: int) -> PrepareRequest:
+        return self._staged[version % 2].model_copy(update={"version": version})
+
+    def check(self, request: GenerateRequest, answer: GenerateResponse) -> None:
+        """Each version's tokens are those of a fresh request of all that came before, under its weights."""
+        for span in answer.version_spans:
+            prompt = [*request.prompt_ids, *answer.token_ids[: span.start]]
+            rest = replace(request, prompt_ids=prompt, max_tokens=span.end - span.start)
+            engine = self._fresh[span.version % 2]
+            (fresh,) = ask(engine, [rest])
+            turn_until(engine, fresh)
+            got = answer.token_ids[span.start : span.end], answer.logprobs[span.start : span.end]
+            assert got == (fresh.result().token_ids, fresh.result().logprobs)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_loop, "MIN_SHARED", 10**9)
+        return Weights(tmp_path_factory.mktemp("resumed"))
+
+
+def turn_until(engine: Engine, *futures: Any) -> None:
+    """Fails where it would hang."""
+    for _ in range(1000):
+        if all(future.done() for future in futures):
+            return
+        engine.turn()
+    raise AssertionError(f"not over after 1000 turns: {engine.health()}")
+
+
+def commit(engine: Engine, weights: Weights, interrupt: str = "abort") -> int:
+    version = engine.weights.version + 1
+    digest = engine.weights.prepare(weights.staged(version)).digest
+    request = {"version": version, "digest": digest, "interrupt": interrupt}
+    committed = engine.commit(CommitRequest.model_validate(request))
+    turn_until(engine, committed)
+    return committed.result().num_interrupted
+
+
+def sleep_and_wake(engine: Engine, parts: Any = BOTH) -> None:
+    slept, woken = (
+        engine.sleep(SleepRequest(parts=parts)),
+        engine.wake(WakeRequest(parts=parts, restore=True)),
+    )
+    turn_until(engine, slept, woken)
+
+
+def spans_of(reply: Reply) -> list[tuple[int, int, int]]:
+    return [(span.start, span.end, span.version) for span in reply.result().version_spans]
+
+
+@pytest.mark.parametrize(
+    ("between", "version"),
+    [("commit", 1), ("commit, commit", 2), ("sleep", 0), ("commit, sleep", 1), ("sleep, commit", 1)],
+)
+def test_what_is_interrupted_keeps_its_slot_and_goes_on_with_the_bits_of_a_fresh_request(
+    weights: Weights, between: str, version: int
+) -> None:
+    """However often it was before it is resumed; what is queued does not overtake it."""
+    engine = weights.engine()
+    requests = [make_request(f"r{seed}", (1, 2, seed), max_tokens=40 + seed, seed=seed) for seed in range(6)]
+    replies = ask(engine, requests, ends=False)
+    for _ in range(9):
+        engine.turn()
+    for what in between.split(", "):
+        if what == "commit":
+            commit(engine, weights)
+        else:
+            sleep_and_wake(engine)
+    assert [[row.then for row in reply.rows] for reply in replies] == [["interrupted"]] * 3 + [[]] * 3
+    now, num_tokens = engine.health(), engine.health().tokens_generated
+    assert (now.num_running, now.num_queued) == (SLOTS, 3)
+    engine.turn()
+    assert engine.health().tokens_generated == num_tokens == 30, "ten each; the others are not admitted"
+    replies[1].abort()
+    for reply in reversed(replies):
+        reply.resume()  # the last word is of those that were interrupted and not aborted
+    turn_until(engine, *replies)
+    assert (replies[1].result().finish_reason, spans_of(replies[1])) == ("abort", [(0, 10, 0)])
+    for index in (0, 2):
+        whole = [(0, 40 + index, 0)] if version == 0 else [(0, 10, 0), (10, 40 + index, version)]
+        assert spans_of(replies[index]) == whole
+    assert all(spans_of(reply) == [(0, 40 + 3 + at, version)] for at, reply in enumerate(replies[3:]))
+    for request, reply in zip(requests, replies, strict=True):
+        weights.check(request, reply.result())
+
+
+def test_a_turn_reads_only_what_is_new_until_the_weights_change(weights: Weights, tmp_path: Path) -> None:
+    """By a commit, or by chunks that come while the cache is awake."""
+    engine = weights.engine(keeps_turns=True)
+    text, num_read = list(range(40)), list[int]()
+
+    def turn() -> None:
+        before = engine.health().tokens_prefilled
+        text.extend((7, 8, 9))
+        request = make_request(prompt_ids=tuple(text), max_tokens=10)
+        (reply,) = ask(engine, [request])
+        turn_until(engine, reply)
+        weights.check(request, reply.result())
+        text.extend(reply.result().token_ids)
+        num_read.append(engine.health().tokens_prefilled - before)
+
+    turn()
+    turn()
+    commit(engine, weights)
+    turn()
+    turn()
+    sleep_and_wake(engine, ["kv"])
+    turn()
+    slept = engine.sleep(SleepRequest(parts=["weights"]))
+    turn_until(engine, slept, engine.wake(WakeRequest(parts=["weights"])))
+    pushed = weights_of(weights.folders[0])
+    for chunk in chunk_requests(pushed, tmp_path):
+        engine.weights.load_chunk(chunk.model_copy(update={"version": 2}))
+    turn_until(engine, engine.commit(CommitRequest(version=2, digest=weights.staged(2).digest)))
+    turn()
+    assert num_read == [43, 4, 69, 4, 95, 108], "the newest token of a turn is not in the cache"
+
+
+ASKS = st.tuples(st.integers(0, 9), st.integers(0, 80), st.integers(0, 4), st.integers(1, 30))
+EVENTS = st.one_of(
+    st.tuples(st.just("ask"), st.lists(ASKS, min_size=1, max_size=4)),
+    st.tuples(st.just("turns"), st.integers(1, 30)),
+    st.tuples(st.just("commit"), st.sampled_from(["abort", "abort", "keep", "wait"])),
+    st.tuples(st.sampled_from(["resume", "abort"]), st.integers(0, 9)),
+    st.tuples(st.just("sleep"), st.sampled_from([["kv"], ["weights"], BOTH])),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(EVENTS, max_size=14), st.booleans())
+def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, Any]], keeps: bool) -> None:
+    """Groups, branches and turns of common starts, in slots that move, over updates and sleeps."""
+    rng = random.Random(3)
+    texts = [[rng.randrange(50) for _ in range(80)] for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_loop, "MIN_SHARED", 4)
+        engine, asked = weights.engine(keeps_turns=keeps), list[tuple[GenerateRequest, Reply]]()
+        for what, how in events:
+            if what == "ask":
+                over = [(request, reply.result()) for request, reply in asked if reply.done()]
+                texts += [[*request.prompt_ids, *answer.token_ids] for request, answer in over]
+                requests = []
+                for which, cut, num_new, max_tokens in how:
+                    prompt = [*texts[-which % len(texts)][: max(1, cut)], *[num_new] * num_new]
+                    seed = len(asked) + len(requests)
+                    requests.append(make_request("r", tuple(prompt), max_tokens=max_tokens, seed=seed))
+                asked += zip(requests, ask(engine, requests, ends=False), strict=True)
+            elif what == "turns":
+                for _ in range(how):
+                    engine.turn()
+            elif what == "commit":
+                commit(engine, weights, how)
+            elif what == "sleep":
+                sleep_and_wake(engine, how)
+            elif asked:
+                reply = asked[-how % len(asked)][1]
+                reply.resume() if what == "resume" else reply.abort()
+            assert engine.health().num_running <= SLOTS
+        engine.turn()
+        for _, reply in asked:
+            reply.resume()
+        turn_until(engine, *(reply for _, reply in asked))
+        for request, reply in asked:
+            weights.check(request, reply.result())

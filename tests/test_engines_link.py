@@ -1,0 +1,229 @@
+"""Frames, and the link on which they go: many requests at once; bytes of any kind; who leaves, and what
+breaks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp.test_utils import TestServer
+from engine_contract import until
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_cases import virtual
+from safetensors.numpy import save
+
+from asyncrl.engines.engine import EngineServer
+from asyncrl.errors import EngineLost
+from asyncrl.http import Caller, CallLost
+from asyncrl.messages import frames
+from asyncrl.messages.calls import GenerateRequest
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.virtual_time import all_blocked
+from asyncrl_servers import engine_routes
+from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
+
+SECRET = "a secret for tests"
+IDS = st.lists(st.integers(-1, 2**40), min_size=1, max_size=5)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+REQUESTS = st.builds(
+    GenerateRequest,
+    st.text(max_size=5),
+    IDS,
+    st.integers(0, 2**40),
+    st.integers(0, 9),
+    FLOATS,
+    FLOATS,
+    st.lists(st.text(max_size=4), max_size=2).map(tuple),
+    st.integers(0, 2**63 - 1),
+)
+ASKED = st.builds(frames.Asked, st.integers(0, 2**40), REQUESTS, st.booleans())
+TOKENS = st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=6)
+SPANS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), max_size=3)
+
+
+@given(st.lists(ASKED, min_size=1, max_size=6), st.booleans())
+def test_what_is_asked_arrives_as_it_was_and_a_prompt_in_common_once(
+    asked: list[Any], is_group: bool
+) -> None:
+    if is_group:
+        prompt = asked[0].request.prompt_ids
+        fields = [{name: getattr(one.request, name) for name in one.request.__slots__} for one in asked]
+        made = [GenerateRequest(**(each | {"prompt_ids": prompt})) for each in fields]
+        asked = [one._replace(request=request) for one, request in zip(asked, made, strict=True)]
+    frame = frames.read_frame(frames.submit_frame(asked))
+    assert not is_group or frame.arrays["prompts"].tolist() == asked[0].request.prompt_ids
+    for one, other in zip(asked, frames.read_submit(frame), strict=True):
+        assert (one.number, one.is_streamed) == (other.number, other.is_streamed)
+        for name in one.request.__slots__:
+            expected, came = getattr(one.request, name), getattr(other.request, name)
+            assert (came.tolist() if name == "prompt_ids" else came) == expected
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**40), TOKENS, SPANS, st.sampled_from(frames.SAMPLED)), min_size=1))
+def test_what_is_sampled_arrives_as_it_was(given_rows: list[Any]) -> None:
+    rows = [
+        frames.Sampled(
+            number,
+            np.array([token for token, _ in tokens], np.int32),
+            np.array([logprob for _, logprob in tokens], np.float32),
+            spans,
+            then,
+        )
+        for number, tokens, spans, then in given_rows
+    ]
+    read = frames.read_sampled(frames.read_frame(frames.sampled_frame(rows)))
+    for one, other in zip(rows, read, strict=True):
+        assert (one.number, one.then) == (other.number, other.then)
+        assert [list(span) for span in one.spans] == other.spans
+        assert one.token_ids.tobytes() == other.token_ids.tobytes()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+
+
+ONE = frames.Asked(7, GenerateRequest("r", [1, 2, 3], 5), is_streamed=False)
+ROW = frames.Sampled(7, np.array([1, 2], np.int32), np.zeros(2, np.float32), [(0, 2, 0)], "length")
+GOOD = [frames.submit_frame([ONE, ONE]), frames.sampled_frame([ROW]), frames.numbers_frame("abort", [7])]
+ARRAYS = st.builds(
+    lambda dtype, shape: np.ones(shape, dtype),
+    st.sampled_from(["int64", "float64", "int32", "uint64", "uint8", "bool"]),
+    st.lists(st.integers(0, 3), max_size=3),
+)
+
+
+@st.composite
+def hostile(draw: Any) -> bytes:
+    """Any bytes, bytes of a frame changed, or arrays of a frame replaced or left out."""
+    if draw(st.booleans()):
+        return bytes(draw(st.binary(max_size=60)))
+    good = draw(st.sampled_from(GOOD))
+    if draw(st.booleans()):
+        at, changed = draw(st.integers(0, len(good) - 1)), bytearray(good)
+        changed[at] = draw(st.integers(0, 255))
+        return bytes(changed[: draw(st.integers(at, len(good)))])
+    frame = frames.read_frame(good)
+    arrays = dict(frame.arrays) | draw(st.dictionaries(st.sampled_from(sorted(frame.arrays)), ARRAYS))
+    arrays.pop(draw(st.sampled_from(["", *arrays])), None)
+    header = frame.header | {"kind": draw(st.sampled_from([frame.kind, "other", 5, ["submit"]]))}
+    header |= draw(
+        st.dictionaries(st.sampled_from(["ids", "stop"]), st.sampled_from([5, [5], {"0": [5]}, "ab"]))
+    )
+    return save({"header": np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays})
+
+
+@asynccontextmanager
+async def simulated() -> AsyncIterator[str]:
+    """Where an engine is behind its routes, in this process."""
+    spec = {"name": "engine-0", "slots": 2, "max_length": 10_000, "vocab_size": 50, "mean_tokens": 1e9}
+    engine = SimulatedEngine(SimulatedSpec(**spec, decode_step_s=0.001, sigma=0.0))
+    async with TestServer(engine_routes.engine_routes(engine, SECRET)) as server:
+        yield str(server.make_url("")).rstrip("/")
+
+
+@asynccontextmanager
+async def client(url: str) -> AsyncIterator[EngineServer]:
+    async with aclosing(Caller("engine-0", url, SECRET)) as caller:
+        yield EngineServer(caller)
+
+
+async def link_ended_by(data: bytes, url: str) -> None:
+    """Returns once the server has ended a link on which this came."""
+    async with aclosing(Caller("engine-0", url, SECRET)) as caller:
+        socket = await caller.connect("/link")
+        await socket.send(data)
+        with suppress(CallLost):
+            while True:
+                await socket.receive()
+        await socket.close()
+
+
+def test_bytes_of_any_kind_are_a_frame_or_a_value_error_and_end_the_link_that_they_came_on() -> None:
+    """That one alone: what runs for another client goes on."""
+
+    async def story(sent: list[bytes]) -> None:
+        async with simulated() as url, client(url) as well:
+            running = asyncio.create_task(well.generate_segment(GenerateRequest("r", [1], 9000)))
+            for data in sent:
+                await link_ended_by(data, url)
+            await until(well, lambda now: now.num_running + now.num_queued == 1)
+            assert not running.done()
+            assert (await well.abort(["r"])) == ["r"]
+            assert (await running).finish_reason == "abort"
+
+    refused: list[bytes] = [GOOD[1]]  # a server samples, and is sent no tokens
+
+    @settings(max_examples=300, deadline=None)
+    @given(hostile())
+    def collect(data: bytes) -> None:
+        try:
+            frame = frames.read_frame(data)
+            read = frames.read_submit if frame.kind == "submit" else frames.read_sampled
+            if frame.kind in ("submit", "sampled"):
+                list(read(frame))
+        except ValueError:
+            refused.append(data)
+        except LookupError:
+            assert frame.kind == "sampled"
+
+    collect()
+    asyncio.run(story(refused[:: max(1, len(refused) // 40)]))
+
+
+def test_a_queue_that_is_full_refuses_and_a_number_that_is_taken_ends_the_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_routes, "MAX_QUEUED", 1)
+
+    async def story() -> list[Any]:
+        async with simulated() as url, client(url) as server:
+            asked = [GenerateRequest(f"r{index}", [1], 9000) for index in range(3)]
+            asking = asyncio.gather(*map(server.generate_segment, asked), return_exceptions=True)
+            await until(server, lambda now: now.num_running == 1)
+            await link_ended_by(frames.submit_frame([ONE, ONE]), url)
+            await server.abort(None)
+            return await asking
+
+    served, *refused = asyncio.run(story())
+    assert served.finish_reason == "abort"
+    assert ["answered 503 to /link: 1 requests are queued already" in str(one) for one in refused] == [
+        True
+    ] * 2
+
+
+@virtual
+async def test_what_is_asked_in_one_turn_goes_in_one_frame_and_who_leaves_is_aborted() -> None:
+    fake, sent = FakeEngineServer(slots=2, decode_s=0.01), list[frames.Frame]()
+    take = fake.take
+    fake.take = lambda link, frame: (sent.append(frame), take(link, frame))[1]  # type: ignore[method-assign]
+    server, prompt = EngineServer(fake), tuple(range(100, 120))
+    requests = [GenerateRequest(f"r{index}", prompt, 5 + index, seed=index) for index in range(300)]
+    tasks = [asyncio.create_task(server.generate_segment(one)) for one in requests]
+    await all_blocked()
+    assert [len(frame.numbers) for frame in sent] == [256, 44]
+    assert [frame.arrays["prompts"].tolist() for frame in sent] == [list(prompt)] * 2, "once a frame"
+    for task in tasks[2:]:
+        task.cancel()
+    await all_blocked()
+    assert [(frame.kind, len(frame.numbers)) for frame in sent[2:]] == [("abort", 298)]
+    assert fake.health().num_queued == 0
+    assert [len((await task).token_ids) for task in tasks[:2]] == [5, 6]
+
+
+@virtual
+async def test_a_link_that_breaks_ends_all_that_is_open_as_lost_and_the_next_request_opens_another() -> None:
+    fake = FakeEngineServer(slots=2, decode_s=0.01)
+    server = EngineServer(fake)
+    tasks = [
+        asyncio.create_task(server.generate_segment(GenerateRequest(f"r{n}", [1], 99))) for n in range(4)
+    ]
+    await all_blocked()
+    fake.die()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(one) for one in results] == [EngineLost] * 4
+    fake.restart()
+    assert len((await server.generate_segment(GenerateRequest("r", [1], 3))).token_ids) == 3
