@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -30,8 +31,13 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_prompt_in_a_slot_is_not_prefilled_again(folder: Path, other_folder: Path, tmp_path: Path) -> None:
     """Until the weights change."""
     engine, prefilled = build_engine(make_spec(folder, slots=3)), list[int]()
-    prefill = engine.runner.prefill
-    engine.runner.prefill = lambda jobs: (prefilled.append(len(jobs)), prefill(jobs))[1]  # type: ignore[method-assign]
+    step = engine.runner.step
+
+    def watched(last_ids: Any, lengths: Any, jobs: Any) -> Any:
+        prefilled.extend([len(jobs)] * bool(jobs))
+        return step(last_ids, lengths, jobs)
+
+    engine.runner.step = watched  # type: ignore[method-assign]
     lengths = [5, 60, 20, 30, 30, 30, 30, 30]
     futures = ask(
         engine,
@@ -63,7 +69,7 @@ def test_a_kept_request_goes_on_over_its_tokens_read_anew_or_over_the_old_cache(
     engine, at = build_engine(make_spec(folder)), 30
     staged = engine.weights.prepare(stage_file(other_folder, 1, tmp_path))
     (future,) = ask(engine, [make_request(max_tokens=200)])
-    for _ in range(at - 1):  # the first turn gives two tokens: prefill, and a step
+    for _ in range(at):
         engine.turn()
     commit = {"version": 1, "digest": staged.digest, "interrupt": interrupt}
     swapped = engine.commit(CommitRequest.model_validate(commit))
