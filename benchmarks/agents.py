@@ -2,17 +2,17 @@
 
     python benchmarks/agents.py [--agents 64] [--turns 250] [--template qwen2_5] [--write]
 
-Two processes on a core each: the load, and the gateway as a run has it over an engine that answers every prompt
-with a tool call at once. An agent sends its whole history with each call, as OpenAI's client writes it: system
-prompt, task, and for each turn the call that was sampled and 400 characters of the tool's result. The agents
-take their turns together; a turn that is measured is so over all of them, with the two before it.
+Two processes on a core each: the load, and the gateway as a run has it over an engine that answers every
+prompt with a tool call at once. An agent sends its whole history with each call, as OpenAI's client writes
+it: system prompt, task, and for each turn the call that was sampled and 400 characters of the tool's result.
+The agents take their turns together; a turn that is measured is so over all of them, with the two before it.
 
 loop ms       Processor time of the event loop's thread, a call.
 process ms    The same of all threads: what is long is read and rendered in one beside the loop.
 anew ms       Of all threads, for calls whose bodies differ before the history (8 agents, one call each), so
               that all of it is read, checked and rendered again.
-prefilled     Tokens that an engine has to prefill which keeps the last prompt and answer of a session, for each
-              that is new in its prompt: 1.00 is none twice. Counted over all turns so far, a tenth of them.
+prefilled     Tokens that an engine has to prefill if it keeps the last prompt and answer of a session, for
+              each that is new in its prompt: 1.00 is none twice. Of a tenth of all turns so far.
 
 Target: loop <= 3 ms at turn 249. Last line: `ratio: X` = 3 ms over the loop's at the last turn.
 """
@@ -147,7 +147,7 @@ def make_tokenizer(folder: Path, template: str) -> None:
     file = Path(template)
     if not file.is_file():
         file = Path(str(resources.files("trl"))) / "chat_templates" / f"{template}.jinja"
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token=SPECIAL[0])
     fast.chat_template = file.read_text(encoding="utf-8")
     fast.save_pretrained(folder)
     (folder / "config.json").write_text("{}", encoding="utf-8")

@@ -1,7 +1,7 @@
 """The gateway of benchmarks/agents.py in its own process, over an engine that knows its answers.
 
-Routes beside the gateway's: /bench/open opens sessions, /bench/stats tells the processor seconds of the loop's
-thread and of the process, and what was counted.
+Routes beside the gateway's: /bench/open opens sessions, /bench/stats tells the processor seconds of the
+loop's thread and of the process, and what was counted.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ costs time, so no turn that is measured is one of them.
 
 
 class ScriptedEngine:
-    """In place of an EnginePool: a tool call to every prompt, at once. It counts the tokens that an engine which
-    keeps a session's last prompt and answer would have to prefill.
+    """In place of an EnginePool: a tool call to every prompt, at once. It counts the tokens that an engine
+    which keeps a session's last prompt and answer would have to prefill.
     """
 
     def __init__(self, tokenizer: HFChatTokenizer, end: str) -> None:
@@ -83,14 +83,14 @@ async def run(model_path: str, port: int) -> None:
     gateway: Gateway | None = None
     numbers = count()
 
-    def open_session(_: str) -> str:
+    def open_session() -> str:
         assert gateway is not None
         name = f"g{next(numbers)}/r0"
         about = {"prompt_id": name, "sample_index": 0, "attempt": 0, "route_key": name}
         return gateway.open_nowait(name, **about).key  # type: ignore[arg-type]
 
     async def opened(request: web.Request) -> web.Response:
-        return web.json_response([open_session("") for _ in range((await request.json())["open"])])
+        return web.json_response([open_session() for _ in range((await request.json())["open"])])
 
     async def stats(_: web.Request) -> web.Response:
         assert gateway is not None
@@ -123,7 +123,7 @@ async def run(model_path: str, port: int) -> None:
 
 
 def main() -> None:
-    """The spec: `core`, `model` and `port`; `profile`: a file for cProfile's figures of the loop, or ""."""
+    """The spec: `core`, `model` and `port`."""
     die_with_parent()
     spec = json.loads(child_arguments()[0])
     os.sched_setaffinity(0, {spec["core"]})
