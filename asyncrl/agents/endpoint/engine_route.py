@@ -61,7 +61,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Read:
+class ReadCall:
     """A call's body, read. `before`, `place`: where it was read from, and where its messages lie; None where
     that is not known, or of no use. `is_long`: to be rendered beside the loop.
     """
@@ -122,7 +122,7 @@ class EngineRoute:
         session.num_sampling += len(call.choices)
         return call, read.asked, True
 
-    def _read(self, sent: Sent) -> Read:
+    def _read(self, sent: Sent) -> ReadCall:
         """What is new in the body, or all of it. Raises ApiError."""
         form, body, known = sent.form, sent.body, sent.before
         if known is not None:
@@ -136,12 +136,12 @@ class EngineRoute:
                     is_long = len(shorter) >= LONG_BODY or (
                         len(body) >= LONG_BODY and not known.draft.goes_on
                     )
-                    return Read(asked, known.draft, Place(place.start, place.end + more), is_long)
+                    return ReadCall(asked, known.draft, Place(place.start, place.end + more), is_long)
         asked, is_long = form.read(self._reader, body), len(body) >= LONG_BODY
-        return Read(asked, None, Place.in_body(body) if isinstance(asked, ChatRequest) else None, is_long)
+        return ReadCall(asked, None, Place.in_body(body) if isinstance(asked, ChatRequest) else None, is_long)
 
     async def _new_call(
-        self, session: GatewaySession, sent: Sent, read: Read
+        self, session: GatewaySession, sent: Sent, read: ReadCall
     ) -> tuple[GatewayCall, Draft | None]:
         asked = read.asked
         session.check_limits(asked.n)
@@ -232,7 +232,7 @@ class EngineRoute:
             raise invalid(f"tool_choice {tool_choice} is refused: {why}", "tool_choice")
         return prefill
 
-    async def _plan(self, session: GatewaySession, read: Read, prefill: str) -> Planned:
+    async def _plan(self, session: GatewaySession, read: ReadCall, prefill: str) -> Planned:
         capture, asked = session.capture, read.asked
         try:
             if isinstance(asked, ChatRequest):
