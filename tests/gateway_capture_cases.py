@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
 from asyncrl.messages.records import Completion, VersionSpan
+from asyncrl.messages.work import Rendered
 
 START, END = "\ue000", "\ue001"
 """The special tokens: every token is one character, its id the code point."""
@@ -44,6 +45,11 @@ class CharRenderer:
         if self.habit == "strips":
             content = content.split("|")[-1]
         return str(content.upper() if self.habit == "shouts" else content)
+
+    def render_on(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, after: Any = None
+    ) -> Rendered:
+        return Rendered(self.render(messages, tools=tools))
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(map(ord, text))

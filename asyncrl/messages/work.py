@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from pydantic import ConfigDict, Field
@@ -192,6 +195,33 @@ class WorkQueue(Protocol):
         ...
 
 
+new_hash = partial(blake2b, digest_size=16)
+"""Of texts and ids, which grow at their end: a copy of the hash of the first part goes on with the next."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered:
+    """A chat as its template writes it: `text` after `num_before` characters, whose new_hash() is `before`.
+
+    `state`: what the renderer needs to go on from here, None where the next rendering begins anew.
+    """
+
+    text: str
+    num_before: int = 0
+    before: blake2b = field(default_factory=new_hash)
+    state: Any = None
+
+    def hash_of(self, num_chars: int) -> blake2b | None:
+        """Of the first `num_chars` characters of the chat; None if they end where this one's text has not
+        begun. Raises ValueError if the text is no Unicode.
+        """
+        if num_chars < self.num_before:
+            return None
+        found = self.before.copy()
+        found.update(self.text[: num_chars - self.num_before].encode())
+        return found
+
+
 class ChatRenderer(Protocol):
     """What the gateway needs of the tokenizer: the template and the encoding apart."""
 
@@ -202,6 +232,18 @@ class ChatRenderer(Protocol):
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
         """The chat as text, up to the assistant's next turn. Raises ValueError if the template refuses it."""
+        ...
+
+    def render_on(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        after: Rendered | None = None,
+    ) -> Rendered:
+        """The same text. `after`: of the first of these very messages, with the same tools; what it has of
+        the text may be left out.
+        """
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:

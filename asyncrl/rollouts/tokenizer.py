@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
+from jinja2 import Template, TemplateSyntaxError
 
 from asyncrl.errors import ConfigError
+from asyncrl.messages.work import Rendered
+from asyncrl.rollouts.chat_template import Checkpoint, NotFollowed, ResumableTemplate
+
+log = logging.getLogger(__name__)
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """A token that stands for one byte, where a vocabulary has no other for a character (byte fallback)."""
 
 ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
 """In a template that writes the arguments of a tool call as they are if they are text (Qwen3)."""
+
+
+PREPARED = "{{ {'messages': messages, 'tools': tools}|tojson }}"
+"""A template that shows what transformers makes of messages and tools before any template sees them."""
+
+CHECKED_MESSAGES = 32
+"""A rendering that went on is compared with a whole one if the chat has at most so many messages, and ..."""
+
+
+def _is_checked(number: int) -> bool:
+    """... after 1, 2, 4, 8 and so on of them."""
+    return number & (number - 1) == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """From where a rendering can go on: messages and tools as the template has seen them."""
+
+    messages: list[Any]
+    tools: Any
+    checkpoint: Checkpoint
 
 
 class HFChatTokenizer:
@@ -57,8 +85,8 @@ class HFChatTokenizer:
         if not isinstance(template, str):
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
         self.template = template
-        if chat_template is None:
-            _compile(template, f"the chat template of {self.model_path}")
+        compiled = _compile(template, f"the chat template of {self.model_path}")
+        self._resumable, self._num_unchecked = _resumable(compiled, template), itertools.count(1)
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -99,6 +127,59 @@ class HFChatTokenizer:
                 return self._apply_template(_with_arguments(chat, _as_text), options)
             except ValueError:
                 raise refusal from None
+
+    def render_on(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        after: Rendered | None = None,
+    ) -> Rendered:
+        """The text of render(), after what `after` has of it: the Rendered of the first of these messages
+        with the same tools. Raises as render() does.
+
+        Only what the new messages change is rendered (chat_template.py says why that is exact). Should
+        a check find another text all the same, this template is rendered as a whole from then on.
+        """
+        if self._resumable is None:
+            return Rendered(self.render(messages, tools=tools))
+        try:
+            found = self._render_on(self._resumable, messages, tools, after)
+        except RecursionError:
+            raise
+        except Exception:  # what the template does is not followed, or it refuses: render() says why
+            return Rendered(self.render(messages, tools=tools))
+        if len(messages) <= CHECKED_MESSAGES and _is_checked(next(self._num_unchecked)):
+            whole = Rendered(self.render(messages, tools=tools))
+            if not _are_equal(whole, found):
+                log.error("the chat template is rendered as a whole from now on: it was continued wrongly")
+                self._resumable = None
+                return whole
+        return found
+
+    def _render_on(
+        self, resumable: ResumableTemplate, messages: Any, tools: Any, after: Rendered | None
+    ) -> Rendered:
+        state: _State | None = after.state if after else None
+        known = state.messages if state else []
+        new = list(messages[len(known) :])
+        if not ARGUMENTS_ARE_STRING.search(self.template):
+            new = _with_arguments(new, _as_object)
+        prepared: dict[str, Any] = json.loads(
+            self._tokenizer.apply_chat_template(
+                new, chat_template=PREPARED, tools=None if state else tools or None, tokenize=False
+            )
+        )
+        chat, given = [*known, *prepared["messages"]], state.tools if state else prepared["tools"]
+        variables = {**self._tokenizer.special_tokens_map, "tools": given, "documents": None}
+        variables["add_generation_prompt"] = True
+        text, num_before, checkpoint = resumable.render(chat, variables, state.checkpoint if state else None)
+        next_state = _State(chat, given, checkpoint) if checkpoint else None
+        if not num_before:
+            return Rendered(text, state=next_state)
+        before = after.hash_of(num_before) if after else None
+        assert before is not None, "a checkpoint lies in the text of its own rendering"
+        return Rendered(text, num_before, before, next_state)
 
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
@@ -155,17 +236,33 @@ def read_template(path: Path) -> str:
     return text
 
 
-def _compile(template: str, name: str) -> None:
+def _compile(template: str, name: str) -> Template:
     """As apply_chat_template does, which keeps what it has compiled; it alone knows all tags of chat
     templates.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        _compile_jinja_template(template)
+        compiled: Template = _compile_jinja_template(template)
     except TemplateSyntaxError as error:
         way_out = "correct that line, or set model.chat_template to another Jinja file."
         raise ConfigError(f"{name} line {error.lineno}: {error.message}", way_out=way_out) from error
+    return compiled
+
+
+def _resumable(compiled: Template, template: str) -> ResumableTemplate | None:
+    """None for a template whose loop over the messages cannot be followed."""
+    try:
+        return ResumableTemplate(compiled.environment, template)
+    except NotFollowed:
+        return None
+
+
+def _are_equal(whole: Rendered, part: Rendered) -> bool:
+    """Whether they are of one text."""
+    first = whole.hash_of(part.num_before)
+    is_same = first is not None and first.digest() == part.before.digest()
+    return is_same and whole.text[part.num_before :] == part.text
 
 
 def _with_arguments(chat: list[dict[str, Any]], convert: Callable[[Any], Any]) -> list[dict[str, Any]]:

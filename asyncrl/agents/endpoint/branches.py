@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.capture import PromptText
+    from asyncrl.agents.endpoint.chats import PromptText
 
 Path = list["Node"]
 
@@ -26,7 +27,8 @@ class Node:
 
     `name` is the id of its answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from
     the first sampled token. `order` is (number of the call, choice). `asked` is the text that the prompt's
-    ids spell, None where the template would write another.
+    ids spell, None where the template would write another. `num_path_ids`: length of all_ids(); `path_hash`:
+    their new_hash(), as little-endian int32.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Node:
     is_truncated: bool
     num_interruptions: int
     asked: PromptText | None
+    num_path_ids: int
+    path_hash: blake2b
 
     @property
     def num_sampled(self) -> int:
@@ -66,11 +70,6 @@ class Node:
             nodes.append(parent)
         nodes.reverse()
         return nodes
-
-    @property
-    def num_path_ids(self) -> int:
-        """Length of all_ids()."""
-        return sum(len(node.ids) for node in self.path())
 
     def all_ids(self) -> npt.NDArray[np.int32]:
         """Prompt and completion, root to here."""

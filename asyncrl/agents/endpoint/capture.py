@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
+from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.branches import Node, make_rollout
+from asyncrl.agents.endpoint.chats import SENTINEL, Chain, Message, Messages, PromptText
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout
-from asyncrl.messages.work import ChatRenderer
-
-Message = Mapping[str, Any]
-Messages = Sequence[Message]
+from asyncrl.messages.work import ChatRenderer, Rendered, new_hash
 
 How = Literal["new", "extended", "realigned", "forked"]
 """How the prompt of a call was made. new: the session's first prompt. extended: recorded ids and then new
@@ -49,26 +47,49 @@ class GatewayStats:
 class Draft:
     """A chat that is not planned yet: `text` is to be encoded behind the ids of `parent`, or is the whole
     prompt. `asked`: all of the text that the prompt's ids spell, None if the template writes another.
+
+    The rest is for a later chat that begins with these `messages`: what the template writes for them, unless
+    that was of no use, and the tools as they were given.
     """
 
     text: str
     parent: Node | None
     chain: Chain
     asked: PromptText | None
+    messages: Messages
+    rendered: Rendered | None
+    tools_json: bytes
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its history was not rendered again."""
+        return self.rendered is not None and self.rendered.num_before > 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """A call that may be sent: `prompt_ids` begin with the `num_reused` that are the parent's. `number`
-    counts the session's calls. `draft`: None of a prompt of ids.
+    """A call that may be sent: its prompt is the `num_reused` ids of the parent, then `added`; `prompt_hash`
+    is their new_hash(). `number` counts the session's calls. `draft`: None of a prompt of ids.
     """
 
     number: int
     how: How
-    prompt_ids: tuple[int, ...]
+    added: npt.NDArray[np.int32]
     num_reused: int
     parent: Node | None
     draft: Draft | None
+    prompt_hash: blake2b
+
+    @property
+    def num_prompt(self) -> int:
+        """Ids of the prompt."""
+        return self.num_reused + len(self.added)
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """All of them, made anew each time it is asked for."""
+        before = [] if self.parent is None else [self.parent.all_ids()]
+        return tuple(np.concatenate([*before, self.added]).tolist())
 
 
 class Capture:
@@ -99,32 +120,31 @@ class Capture:
     def num_completions(self) -> int:
         return len(self._nodes)
 
-    def draft(self, messages: Messages, tools: Messages | None, *, prefill: str = "") -> Draft:
+    def draft(
+        self, messages: Messages, tools: Messages | None, *, prefill: str = "", before: Draft | None = None
+    ) -> Draft:
         """The text of a chat, or of what is new where it goes on from a recorded answer. It changes nothing,
         and may run in a thread beside record().
 
-        `prefill` is text after the generation prompt that the model goes on from. Raises ValueError if the
-        template refuses the chat, it is no Unicode, or nested too deep.
+        `prefill` is text after the generation prompt that the model goes on from. `before`: the draft of a
+        chat whose messages these begin with, the very same ones; it costs what is new then. Raises
+        ValueError if the template refuses the chat, it is no Unicode, or nested too deep.
         """
         try:
-            chain = Chain(messages, tools)
-            for index, key in reversed(chain.answers):
-                parent = self._by_chat.get(key)
-                if parent is None or index + 1 == len(messages):
-                    continue
-                found = self._continue(parent, chain, messages, tools, index, prefill)
-                if found is not None:
-                    return found
-                break
-            text = self._renderer.render(messages, tools=tools) + prefill
-            return Draft(text, None, chain, PromptText.of(text))
+            tools_json = to_json(tools)
+            if before is not None and before.tools_json != tools_json:
+                before = None
+            chain = (
+                Chain(messages, tools) if before is None else before.chain.after(before.messages, messages)
+            )
+            return self._draft(_Chat(messages, tools, tools_json, prefill, chain, before))
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None
 
-    def plan(self, draft: Draft, ids: tuple[int, ...]) -> Planned:
+    def plan(self, draft: Draft, ids: Sequence[int]) -> Planned:
         """The prompt of a drafted chat; `ids` are those of the draft's text."""
         how: How = "realigned" if draft.asked is None else "extended"
-        return self._planned(how, ids, draft.parent, draft)
+        return self._planned(how, np.array(ids, dtype=np.int32), draft.parent, draft)
 
     def plan_ids(self, prompt_ids: Sequence[int]) -> Planned:
         """A prompt of ids: it goes on from the longest recorded prompt and completion that it begins with."""
@@ -135,25 +155,28 @@ class Capture:
             if start is not None and np.array_equal(ids[start : start + len(node.ids)], node.ids):
                 ends[node] = start + len(node.ids)
         parent = max(ends, key=lambda node: ends[node])  # of equal ones the first
-        return self._planned("extended", tuple(prompt_ids[ends[parent] :]), parent, None)
+        return self._planned("extended", ids[ends[parent] :], parent, None)
 
     def record(
         self, planned: Planned, completion: Completion, message: Message, name: str, *, choice: int = 0
     ) -> None:
         """The harness got this answer: `message` is the assistant message as it got it."""
         assert name not in self._nodes, f"{name} is recorded already"
-        added = planned.prompt_ids[planned.num_reused :]
+        sampled = np.array(completion.token_ids, dtype=np.int32)
+        path_hash = _hash_on(planned.prompt_hash, sampled)
         node = Node(
             name=name,
             order=(planned.number, choice),
             parent=planned.parent,
-            ids=np.array(added + completion.token_ids, dtype=np.int32),
-            num_added=len(added),
+            ids=np.concatenate([planned.added, sampled]),
+            num_added=len(planned.added),
             logprobs=np.array(completion.behaviour_logprobs, dtype=np.float32),
             version_spans=completion.version_spans,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
             asked=planned.draft.asked if planned.draft else None,
+            num_path_ids=planned.num_prompt + len(sampled),
+            path_hash=path_hash,
         )
         self._nodes[name] = node
         self._count_branch(node)
@@ -190,16 +213,39 @@ class Capture:
             self._gone_on_from.add(ancestor)
             self.num_branch_tokens -= ancestor.num_path_ids
 
-    def _planned(self, how: How, added: tuple[int, ...], parent: Node | None, draft: Draft | None) -> Planned:
-        reused: list[int] = [] if parent is None else parent.all_ids().tolist()
+    def _planned(
+        self, how: How, added: npt.NDArray[np.int32], parent: Node | None, draft: Draft | None
+    ) -> Planned:
         if parent is None:
             how, self._has_root = ("forked" if self._has_root else "new"), True
-        planned = Planned(self._num_calls, how, (*reused, *added), len(reused), parent, draft)
+        num_reused, path_hash = (0, new_hash()) if parent is None else (parent.num_path_ids, parent.path_hash)
+        prompt_hash = _hash_on(path_hash, added)
+        planned = Planned(self._num_calls, how, added, num_reused, parent, draft, prompt_hash)
         self._num_calls += 1
         self._counts.calls += 1
         if how != "new":
             setattr(self._counts, how, getattr(self._counts, how) + 1)
         return planned
+
+    def _draft(self, chat: _Chat) -> Draft:
+        for index, key in reversed(chat.chain.answers):
+            parent = self._by_chat.get(key)
+            if parent is None or index + 1 == len(chat.messages):
+                continue
+            found = self._continue(parent, chat, index)
+            if found is not None:
+                return found
+            break
+        rendered = self._rendered(chat)
+        whole = self._rendered_anew(chat) if rendered.num_before else rendered
+        return chat.draft(whole.text + chat.prefill, None, PromptText.of(whole, chat.prefill), rendered)
+
+    def _rendered_anew(self, chat: _Chat) -> Rendered:
+        """All of its text, for what begins or is compared earlier than what the last chat has in store."""
+        return Rendered(self._renderer.render(chat.messages, tools=chat.tools))
+
+    def _rendered(self, chat: _Chat) -> Rendered:
+        return self._renderer.render_on(chat.messages, tools=chat.tools, after=chat.rendered_before)
 
     # Recorded ids are never made from text again: the template's text of a longer chat is cut where they end.
     # - Its text begins with what was asked and sampled, to the letter: what follows is new.
@@ -207,95 +253,64 @@ class Capture:
     #   the answer is replaced by a sentinel, and what follows the sentinel is new.
     # - It refuses the sentinel, or swallows it: there is no place to cut.
 
-    def _continue(
-        self, parent: Node, chain: Chain, messages: Messages, tools: Messages | None, at: int, prefill: str
-    ) -> Draft | None:
+    def _continue(self, parent: Node, chat: _Chat, at: int) -> Draft | None:
         """What follows the recorded answer `messages[at]`, generation prompt and prefill included;
         None: there is no place to cut.
 
-        If the parent has no `asked`, its text never is what the template writes, so one render is saved.
+        If the parent has no `asked`, its text never is what the template writes: where the next chat could
+        not go on from this one's text either, that render is saved.
         """
         renderer, asked, sampled_ids = self._renderer, parent.asked, parent.sampled_ids.tolist()
+        before = chat.rendered_before
+        rendered = before
+        if asked is not None or (chat.before is not None and (before is None or before.state is not None)):
+            rendered = self._rendered(chat)
         if asked is not None:
-            text = renderer.render(messages, tools=tools) + prefill
+            assert rendered is not None, "it was rendered just now"
+            whole = rendered if rendered.num_before <= asked.num_chars else self._rendered_anew(chat)
             sampled = renderer.decode(sampled_ids, skip_special_tokens=False)
-            if text.startswith(sampled, asked.num_chars) and asked.begins(text):
-                return Draft(text[asked.num_chars + len(sampled) :], parent, chain, PromptText.of(text))
+            text, end = whole.text + chat.prefill, asked.num_chars - whole.num_before
+            if text.startswith(sampled, end) and asked.begins(whole, chat.prefill):
+                rest = text[end + len(sampled) :]
+                return chat.draft(rest, parent, PromptText.of(whole, chat.prefill), rendered)
         stand_in = {"role": "assistant", "content": SENTINEL}
+        shown = [*chat.messages[:at], stand_in, *chat.messages[at + 1 :]]
+        is_new = chat.before is not None and at >= len(chat.before.messages)
         try:
-            shown = [*messages[:at], stand_in, *messages[at + 1 :]]
-            _, rest = renderer.render(shown, tools=tools).split(SENTINEL)
+            swapped = renderer.render_on(shown, tools=chat.tools, after=before if is_new else None)
+            _, rest = swapped.text.split(SENTINEL)
         except ValueError:
             return None
         if sampled_ids and sampled_ids[-1] in renderer.end_ids:  # the end of the turn was sampled
-            end = renderer.decode(sampled_ids[-1:], skip_special_tokens=False)
-            before, found, after = rest.partition(end)
-            rest = after if found and not before.strip() else rest
-        return Draft(rest + prefill, parent, chain, None)
+            turn_end = renderer.decode(sampled_ids[-1:], skip_special_tokens=False)
+            between, found, after = rest.partition(turn_end)
+            rest = after if found and not between.strip() else rest
+        return chat.draft(rest + chat.prefill, parent, None, rendered)
 
 
-SENTINEL = f"asyncrl{secrets.token_hex(16)}"
-"""Replaces an answer in a trial render: letters and digits that no template treats specially and no harness
-can guess.
-"""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chat:
+    """What draft() is asked for."""
+
+    messages: Messages
+    tools: Messages | None
+    tools_json: bytes
+    prefill: str
+    chain: Chain
+    before: Draft | None
+
+    @property
+    def rendered_before(self) -> Rendered | None:
+        return self.before.rendered if self.before else None
+
+    def draft(
+        self, text: str, parent: Node | None, asked: PromptText | None, rendered: Rendered | None
+    ) -> Draft:
+        return Draft(text, parent, self.chain, asked, self.messages, rendered, self.tools_json)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptText:
-    """The text that a prompt's ids spell, as its length and hash: a session holds many that begin alike."""
-
-    num_chars: int
-    digest: bytes
-
-    @classmethod
-    def of(cls, text: str) -> PromptText:
-        """Raises ValueError if the text is no Unicode."""
-        return cls(len(text), blake2b(text.encode(), digest_size=16).digest())
-
-    def begins(self, text: str) -> bool:
-        """Whether `text` begins with this one."""
-        return len(text) >= self.num_chars and PromptText.of(text[: self.num_chars]) == self
-
-
-class Chain:
-    """The hash of a chat, message after message: equal for two chats if and only if they are the same in
-    canonical form.
-    """
-
-    def __init__(self, messages: Messages, tools: Messages | None) -> None:
-        self._state = blake2b(_to_json(tools or None).encode(), digest_size=16)
-        self.answers: list[tuple[int, bytes]] = []
-        """(index of an assistant message, key of the chat up to and with it), in order."""
-        for index, message in enumerate(messages):
-            self._state.update(canonical(message))
-            if message.get("role") == "assistant":
-                self.answers.append((index, self._state.digest()))
-
-    def key_with(self, answer: Message) -> bytes:
-        """Key of this chat with one more message."""
-        state = self._state.copy()
-        state.update(canonical(answer))
-        return state.digest()
-
-
-_to_json = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-
-
-def canonical(message: Message) -> bytes:
-    """The message, as requests.py reads one or as an answer was given, as one JSON object. A harness sends
-    its history back as its own library wrote it, so these do not count: fields that are None, the order of
-    keys, the JSON spacing of tool arguments, white space around an assistant's content.
-    """
-    fields = {name: value for name, value in message.items() if value is not None}
-    if fields.get("role") == "assistant":
-        fields["content"] = fields.get("content", "").strip()
-    if calls := fields.get("tool_calls"):
-        fields["tool_calls"] = [_tool_call(call) for call in calls]
-    return _to_json(fields).encode()
-
-
-def _tool_call(call: Mapping[str, Any]) -> list[Any]:
-    """A function call by id, name and arguments, which are text in an answer."""
-    arguments = call["function"]["arguments"]
-    parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return [call["id"], call["function"]["name"], parsed]
+def _hash_on(before: blake2b, ids: npt.NDArray[np.int32]) -> blake2b:
+    """Of the ids whose hash is `before`, and then these."""
+    found = before.copy()
+    found.update(ids.astype("<i4").tobytes())
+    return found

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TypeVar
-
-import numpy as np
+from typing import TypeVar, cast
 
 from asyncrl.agents.endpoint.answers import (
     NO_RETRY,
@@ -21,8 +20,9 @@ from asyncrl.agents.endpoint.answers import (
     invalid,
     too_long,
 )
-from asyncrl.agents.endpoint.capture import GatewayStats, Planned
-from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
+from asyncrl.agents.endpoint.capture import Draft, GatewayStats, Planned
+from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatMessage, ChatRequest, RequestReader
+from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.engines.pool import EnginePool
@@ -44,6 +44,32 @@ MAX_CHARACTERS = 64
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
 OnBroken = Callable[[RoomError], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A call as it came. `digest`: of what was asked; `before`: the chat of an earlier call that its body
+    goes on from; `is_retry`: its client says that it asks again.
+    """
+
+    form: ChatForm
+    body: bytes
+    digest: bytes
+    before: SentChat | None
+    _: KW_ONLY
+    is_retry: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadCall:
+    """A call's body, read. `before`, `place`: where it was read from, and where its messages lie; None where
+    that is not known, or of no use. `is_long`: to be rendered beside the loop.
+    """
+
+    asked: AnyRequest
+    before: Draft | None = None
+    place: Place | None = None
+    is_long: bool = False
 
 
 @dataclass(eq=False, repr=False)
@@ -71,44 +97,65 @@ class EngineRoute:
         self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
-    async def begin(
-        self, session: GatewaySession, form: ChatForm, body: bytes, digest: bytes, *, is_retry: bool
-    ) -> tuple[GatewayCall, AnyRequest, bool]:
+    async def begin(self, session: GatewaySession, sent: Sent) -> tuple[GatewayCall, AnyRequest, bool]:
         """(the call of this body, its parsed request, whether it is new). A call that is not new was sent
         before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
 
         From its return on the choices of a new call count as sampling, until sample() has ended.
         """
-        is_long = len(body) >= LONG_BODY
-        read = partial(form.read, self._reader, body)
-        asked = await _beside(self._rendering, read) if is_long else read()
+        digest, num_new = sent.digest, len(sent.body) - (sent.before.num_bytes if sent.before else 0)
+        read_now = partial(self._read, sent)
+        read = await _beside(self._rendering, read_now) if num_new >= LONG_BODY else read_now()
         async with session.beginning:
-            call = session.find_call(digest, is_retry=is_retry)
+            call = session.find_call(digest, is_retry=sent.is_retry)
             if call is not None:
-                return call, asked, False
+                return call, read.asked, False
             try:
-                call = await self._new_call(session, form, asked, digest, is_long=is_long)
+                call, draft = await self._new_call(session, sent, read)
             except ApiError as error:
                 if "Retry-After" in error.headers:
                     session.calls.setdefault(digest, []).append(None)
                 raise
+        if draft is not None and read.place is not None:
+            session.sent.add(sent.body, sent.before, read.place, draft)
         session.calls.setdefault(digest, []).append(call)
-        session.num_sampling += len(call.requests)
-        return call, asked, True
+        session.num_sampling += len(call.choices)
+        return call, read.asked, True
+
+    def _read(self, sent: Sent) -> ReadCall:
+        """What is new in the body, or all of it. Raises ApiError."""
+        form, body, known = sent.form, sent.body, sent.before
+        if known is not None:
+            shorter = known.shorter(body)
+            with contextlib.suppress(ApiError):  # which names places in the whole body, below
+                asked, place = form.read(self._reader, shorter), Place.in_body(shorter)
+                num_messages = len(known.draft.messages) + len(asked.messages)
+                if isinstance(asked, ChatRequest) and place and num_messages <= self.rules.max_prompt_tokens:
+                    asked.messages = [*cast("list[ChatMessage]", known.draft.messages), *asked.messages]
+                    more = len(body) - len(shorter)
+                    is_long = len(shorter) >= LONG_BODY or (
+                        len(body) >= LONG_BODY and not known.draft.goes_on
+                    )
+                    return ReadCall(asked, known.draft, Place(place.start, place.end + more), is_long)
+        asked, is_long = form.read(self._reader, body), len(body) >= LONG_BODY
+        return ReadCall(asked, None, Place.in_body(body) if isinstance(asked, ChatRequest) else None, is_long)
 
     async def _new_call(
-        self, session: GatewaySession, form: ChatForm, asked: AnyRequest, digest: bytes, *, is_long: bool
-    ) -> GatewayCall:
+        self, session: GatewaySession, sent: Sent, read: ReadCall
+    ) -> tuple[GatewayCall, Draft | None]:
+        asked = read.asked
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
         tool_format, prefill = ToolFormat(), ""
         if isinstance(asked, ChatRequest) and asked.tools:
             tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
-        planned = await self._plan(session, asked, prefill, is_long=is_long)
+        planned = await self._plan(session, read, prefill)
         if session.is_users and session.opening is None:
             session.opening = asked.messages
         budget, keys = self._budget(planned, asked), _keys(session, planned, asked)
         request_id = f"{session.rollout_id}/a{session.attempt}/c{planned.number}"
+        prompt_ids, parent = planned.prompt_ids, planned.parent
+        spans = () if parent is None else parent.version_spans
         sampled = {}
         for index, key in enumerate(keys):
             # the name may become a part of the next prompt, so it is not made of the call's number
@@ -116,16 +163,16 @@ class EngineRoute:
             answer = Answer(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name)
             sampled[answer] = SamplingRequest(
                 request_id=request_id if index == 0 else f"{request_id}/{index}",
-                prompt_ids=planned.prompt_ids,
+                prompt_ids=prompt_ids,
                 max_tokens=budget,
                 temperature=self.rules.temperature,
                 top_p=self.rules.top_p,
                 stop=tuple(asked.stop),
                 seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
                 route_key=session.route_key,
-                after=session.last_span,
+                after=spans[-1] if spans else session.last_span,
             )
-        return GatewayCall(form, digest, planned, sampled)
+        return GatewayCall(sent.form, sent.digest, planned, sampled), planned.draft
 
     async def sample(self, session: GatewaySession, call: GatewayCall, *, is_streamed: bool) -> None:
         """Sample the call; the result is in its choices, or in its error. Only cancellation, and a mistake of
@@ -160,7 +207,7 @@ class EngineRoute:
             same = session.calls.get(call.digest, [])
             if call.error is not None and call in same:  # the next one like it is a call of its own
                 same.remove(call)
-            session.num_sampling -= len(call.requests)
+            session.num_sampling -= len(call.choices)
             self.counts.in_flight -= 1
 
     async def _sample_answer(
@@ -185,15 +232,13 @@ class EngineRoute:
             raise invalid(f"tool_choice {tool_choice} is refused: {why}", "tool_choice")
         return prefill
 
-    async def _plan(
-        self, session: GatewaySession, asked: AnyRequest, prefill: str, *, is_long: bool
-    ) -> Planned:
-        capture = session.capture
+    async def _plan(self, session: GatewaySession, read: ReadCall, prefill: str) -> Planned:
+        capture, asked = session.capture, read.asked
         try:
             if isinstance(asked, ChatRequest):
                 tools = asked.tools or None
-                draft_now = partial(capture.draft, asked.messages, tools, prefill=prefill)
-                draft = await _beside(self._rendering, draft_now) if is_long else draft_now()
+                draft_now = partial(capture.draft, asked.messages, tools, prefill=prefill, before=read.before)
+                draft = await _beside(self._rendering, draft_now) if read.is_long else draft_now()
                 return capture.plan(draft, await self._encode(draft.text, asked))
             prompt = asked.prompt
             ids = await self._encode(prompt, asked) if isinstance(prompt, str) else tuple(prompt)
@@ -214,7 +259,7 @@ class EngineRoute:
 
     def _budget(self, planned: Planned, asked: AnyRequest) -> int:
         """Most tokens to sample. Raises ApiError if the prompt leaves no room."""
-        rules, length = self.rules, len(planned.prompt_ids)
+        rules, length = self.rules, planned.num_prompt
         if length > rules.max_prompt_tokens:
             why = f"This prompt has {length} tokens; rollout.max_prompt_tokens={rules.max_prompt_tokens} is "
             raise too_long(f"{why}the most. Shorten the conversation, or raise it.", asked.param)
@@ -227,7 +272,7 @@ def _keys(session: GatewaySession, planned: Planned, asked: AnyRequest) -> list[
 
     Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
     """
-    digest = blake2b(np.array(planned.prompt_ids, dtype="<i4").tobytes(), digest_size=16).digest()
+    digest = planned.prompt_hash.digest()
     number = f"seed {asked.seed}"
     if asked.seed is None:
         times = session.times_asked[digest] = session.times_asked.get(digest, -1) + 1

@@ -28,7 +28,7 @@ from asyncrl.agents.endpoint.answers import (
     invalid,
 )
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf
+from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
 from asyncrl.agents.endpoint.requests import CallRequest, CallRules
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
@@ -200,9 +200,10 @@ class Gateway:
             async with session.in_hand():
                 async with session.reading:
                     body = await read_body(request)
-                    digest, is_retry = _asked_as(form, body, request)
-                    begun = session.route.begin(session, form, body, digest, is_retry=is_retry)
-                    call, asked, is_new = await begun
+                    body_hash, before = session.sent.find(body)
+                    digest, is_retry = _asked_as(form, body_hash, request)
+                    sent = Sent(form, body, digest, before, is_retry=is_retry)
+                    call, asked, is_new = await session.route.begin(session, sent)
                 with call.attended(stream.is_there):
                     return await self._answer(session, call, asked, stream, is_new=is_new)
         except ApiError as error:
@@ -297,11 +298,11 @@ def shown_key(request: web.Request) -> str:
     return key.strip()
 
 
-def _asked_as(form: ChatForm, body: bytes, request: web.Request) -> tuple[bytes, bool]:
+def _asked_as(form: ChatForm, body_hash: bytes, request: web.Request) -> tuple[bytes, bool]:
     """What tells one call from another, and whether its client says that it asks again."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
-        body, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
+        body_hash, digest_size=16, person=form.name.encode(), key=blake2b(key.encode()).digest()
     ).digest()
     retries = request.headers.get("x-stainless-retry-count", "")  # what OpenAI's clients count retries in
     return digest, bool(key or retries.strip("0 "))

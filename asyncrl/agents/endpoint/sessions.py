@@ -12,7 +12,9 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, ChatForm, invalid
-from asyncrl.agents.endpoint.capture import Capture, Messages, Planned
+from asyncrl.agents.endpoint.capture import Capture, Planned
+from asyncrl.agents.endpoint.chats import Messages
+from asyncrl.agents.endpoint.sent_chats import SentChats
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
@@ -61,8 +63,10 @@ class GatewayCall:
     ) -> None:
         """`digest`: of what was asked, by which it is known when it is asked again."""
         self.form, self.digest, self.created_s = form, digest, int(time.time())
-        self.choices, self.requests = tuple(sampled), tuple(sampled.values())
-        self.num_prompt_tokens = len(planned.prompt_ids)
+        self.choices = tuple(sampled)
+        self.requests: tuple[SamplingRequest, ...] = tuple(sampled.values())
+        """What is asked of the engine, until it is done."""
+        self.num_prompt_tokens = planned.num_prompt
         self.name = f"{form.name}-{planned.number}"
         self.error: ApiError | None = None
         self.undelivered: Planned | None = planned
@@ -95,7 +99,7 @@ class GatewayCall:
     def done_nowait(self, error: ApiError | None = None) -> None:
         """Sampling has ended. Idempotent: the first end stays."""
         if not self.is_done:
-            self.error = error
+            self.error, self.requests = error, ()  # a call is kept as long as its session
             self._done.set()
             self._news.set()
 
@@ -145,6 +149,7 @@ class GatewaySession:
         self.key, self.is_users = self.user_key or secrets.token_urlsafe(24), self.user_key is not None
         self.limits = self.sessions.limits
         self.capture = Capture(self.route.tokenizer, self.route.counts)
+        self.sent = SentChats()
         self.opening: Messages | None = None
         """Messages of the first call, kept of a user's session alone."""
         self.last_span: VersionSpan | None = None
@@ -174,6 +179,7 @@ class GatewaySession:
         self.ended = reason
         self.calls.clear()
         self.times_asked.clear()
+        self.sent = SentChats()
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
