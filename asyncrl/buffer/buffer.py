@@ -112,6 +112,10 @@ class Buffer:
         self._changed()
         return ticket
 
+    def sampled_nowait(self, group_id: GroupId) -> None:
+        """A running group samples no more, and waits for its rewards alone."""
+        self.rule.sampled_nowait(group_id)
+
     def finish_nowait(self, group: Group) -> Finished:
         """The group has all its rollouts: it is ready, or buffer.filter replaces it.
 
