@@ -19,7 +19,6 @@ from functools import partial
 from itertools import count
 from statistics import fmean
 
-from asyncrl.buffer.buffer import WaitMeter
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import RunConfig
@@ -124,15 +123,15 @@ class Simulation:
         self._num_trained = 0
         self._is_publishing = self._is_training = False
         self._served_at_s = [0.0]
-        self._meter = WaitMeter(0.0, rule.waits_for)
-        self._last_take_s = 0.0
-        self._num_spare = 0
         self._counts = Counter[str]()
         self._tokens = self._masked = 0.0
         self._ages: list[int] = []
-        self._look_aheads: list[int] = []
+        self.look_aheads: list[int] = []
+        """In force when each batch was taken."""
         self.batches: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         """(index, (group id, oldest version) of each group) of every batch, for tests."""
+        self.taken_s: list[float] = []
+        """When each batch was taken."""
 
     def run(self) -> SimulationResult:
         """Play until the last batch has been trained."""
@@ -154,6 +153,9 @@ class Simulation:
         self._fill()
         self._take_if_formed()
         self._fill()
+        if self.auto is not None:
+            lacks = not self._is_training and self.rule.lacks_groups
+            self.auto.note(self.now_s, self.rule.num_running, lacks=lacks)
 
     def _fill(self) -> None:
         """A free slot goes to a rollout that waits for one, then to a new group."""
@@ -215,21 +217,19 @@ class Simulation:
         rule = self.rule
         if self._is_training or rule.next_batch == rule.num_batches:
             return
-        self._meter.change(self.now_s, rule.waits_for)
         if rule.waits_for is not None:
             return
-        self._look_aheads.append(rule.look_ahead)
+        self.look_aheads.append(rule.look_ahead)
         choice = rule.take_nowait()
         taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
         for _, group in taken:
             self._weigh(choice.version, group)
+        self.taken_s.append(self.now_s)
         self.batches.append((choice.version, tuple((group_id, group.oldest) for group_id, group in taken)))
         for group_id in choice.handed_back:
             self._hand_back(group_id)
         if self.auto is not None:
-            interval_s, wait = self.now_s - self._last_take_s, self._meter.report()
-            rule.set_look_ahead(self.auto.batch_taken(interval_s, wait, self._num_spare))
-        self._last_take_s = self.now_s
+            rule.set_look_ahead(self.auto.batch_taken(self.now_s, rule.num_groups, rule.num_ready))
         self._is_training = True
         self._after(self.workload.train_s, self._train_done)
 
@@ -247,8 +247,6 @@ class Simulation:
     def _train_done(self) -> None:
         self._num_trained += 1
         self._is_training = False
-        self._num_spare = self.rule.num_ready // self.rule.num_groups - 1
-        self._meter = WaitMeter(self.now_s, self.rule.waits_for)
         self._publish()
         self._take_if_formed()  # the trainer asks at once, before any admission
 
@@ -278,7 +276,7 @@ class Simulation:
             masked_fraction=self._masked / self._tokens,
             num_handed_back=counts["handed_back"],
             num_given_up=counts["given_up"],
-            look_ahead_mean=fmean(self._look_aheads),
+            look_ahead_mean=fmean(self.look_aheads),
         )
 
 

@@ -99,6 +99,13 @@ class StalenessRule:
             return "publishing"
         return "generation"
 
+    @property
+    def lacks_groups(self) -> bool:
+        """Whether the next batch waits for groups while no more may start: a larger look-ahead would have
+        more of them.
+        """
+        return self.num_open == 0 and self.waits_for in ("generation", "publishing")
+
     def _is_in_danger(self) -> bool:
         """Whether a deadline could be missed if the next batch were taken now.
 
