@@ -91,8 +91,8 @@ class Row:
         """One line of the table."""
         return (
             f"{self.name:<17} {self.step_s:8.3f} {self.generate_s:8.3f} {self.train_s:8.3f} "
-            f"{self.little_s:8.3f} {self.of_bound:8.2f} {self.idle:6.0%} {self.age:6.2f} {self.oldest:5.0f} {self.masked:7.2%} "
-            f"{self.again:6.1%} {self.look_ahead:6.1f}"
+            f"{self.little_s:8.3f} {self.of_bound:8.2f} {self.idle:6.0%} {self.age:6.2f} {self.oldest:5.0f} "
+            f"{self.masked:7.2%} {self.again:6.1%} {self.look_ahead:6.1f}"
         )
 
 

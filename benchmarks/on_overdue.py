@@ -1,12 +1,13 @@
-"""What buffer.on_overdue should be by default: wait, mask and drop by the reward that they reach in the same time.
+"""What buffer.on_overdue should be by default: wait, mask and drop by the reward they reach in the same time.
 
     python benchmarks/on_overdue.py [--seeds 3] [--seconds 1100] [--tasks quickstart agent tools]
 
-Tasks: configs/quickstart.yaml; configs/agent.yaml, an agent with a tool; and `tools`, rollouts whose tools are
-sleeps with a long tail (lognormal, sigma 1). Every run is a real `asyncrl run` at max_staleness 4 with a
+Tasks: configs/quickstart.yaml; configs/agent.yaml, an agent with a tool; and `tools`, rollouts whose tools
+are sleeps with a long tail (lognormal, sigma 1). Every run is a real `asyncrl run` at max_staleness 4 with a
 constant learning rate, stopped after the same time; the three choices take turns. `reward`: mean of the last
-fifth of that time. `to level`: seconds until the mean of five steps reaches the level, half way from the first
-steps of a task to its best reward; a run that never does counts with its whole time (>). Medians over seeds.
+fifth of that time. `to level`: seconds until the mean of five steps reaches the level, half way from the
+first steps of a task to its best reward; a run that never does counts with its whole time (>). Medians over
+seeds.
 
 Last line: `ratio: X` = seconds to the level on `tools` by wait / by mask.
 """
@@ -122,7 +123,9 @@ def show(task: str, runs: list[Run]) -> dict[str, float]:
     for choice in CHOICES:
         of_choice = [run for run in runs if run.on_overdue == choice]
         times = [run.to_level_s(level) for run in of_choice]
-        reached[choice] = median(run.seconds if at_s is None else at_s for run, at_s in zip(of_choice, times))
+        reached[choice] = median(
+            run.seconds if at_s is None else at_s for run, at_s in zip(of_choice, times, strict=True)
+        )
         mark = ">" if None in times else ""
         middle = lambda value, of=of_choice: median(value(run) for run in of)  # noqa: E731
         print(

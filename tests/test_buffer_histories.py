@@ -70,7 +70,7 @@ class BufferHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def sample(self, data: st.DataObject) -> None:
-        """A group waits for its rewards alone; a rollout that is tried again may sample later all the same."""
+        """A group waits for its rewards alone; a rollout tried again may sample later all the same."""
         group_id = data.draw(st.sampled_from(sorted(self.running)))
         self.buffer.sampled_nowait(group_id)
         self.sampled[group_id] = len(self.batches)
