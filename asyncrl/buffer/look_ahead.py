@@ -94,10 +94,10 @@ class LookAhead:
         if self._batch >= self._decide_at and self._samples:
             self._num_decisions += 1
             self._decide_at = self._batch + (FIRST_WINDOW if self._num_decisions < NUM_FIRST else WINDOW)
-            self._decide(num_groups)
+            self._decide()
         return self.current
 
-    def _decide(self, num_groups: int) -> None:
+    def _decide(self) -> None:
         samples = self._samples
         interval_s = max(sum(sample.interval_s for sample in samples), 1e-9)
         lack = sum(sample.lack_s for sample in samples) / interval_s
