@@ -1,21 +1,28 @@
 """Asynchronous against synchronous on rollouts that wait for tools with a long tail (sleeps stand for the
 tools).
 
-Every row is a real `asyncrl run` of its own: embedded engine, tiny model, real optimizer steps. The bound of
-a step is max(generation, training), both measured in that run: generation = decode seconds of the engine a
-batch, training = perf/train_s. `of bound` says how close the steps came to it (1.00 = neither side ever
-waited).
+Every row is a real `asyncrl run` of its own: embedded engine, tiny model, real optimizer steps, look_ahead
+auto, without its first 20 steps. No step is shorter than any of three bounds, all measured in that run:
 
-    python benchmarks/async_vs_sync.py [--seconds 150]
+    generate    decode seconds of the engine a batch
+    train       perf/train_s
+    little      mean time of a group (its slowest rollout; one handed back until then) / (look_ahead + 1): by
+                Little's law, for no more than (look_ahead + 1) * num_groups groups are in flight
 
-Last line: `ratio: X` = steps a second at max_staleness 4 (defaults: wait, look_ahead auto) over max_staleness
-0.
+`of bound` is the largest of them over the step. What is in flight and does not run is the batch that is
+gathered and the one that is trained; and groups handed back run in vain (`again`: of those that ran).
+
+    python benchmarks/async_vs_sync.py [--seconds 240]
+
+Last line: `ratio: X` = the least `of bound` of the rows with mask.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -42,14 +49,16 @@ observe: {{console: none, tensorboard: false}}
 """  # noqa: E501
 
 ROWS = [
-    ("max_staleness 0", ["buffer.max_staleness=0"]),
-    ("4, wait, auto", ["buffer.max_staleness=4"]),
-    ("4, wait, d=1", ["buffer.max_staleness=4", "buffer.look_ahead=1"]),
-    ("4, wait, d=2", ["buffer.max_staleness=4", "buffer.look_ahead=2"]),
-    ("4, wait, d=4", ["buffer.max_staleness=4", "buffer.look_ahead=4"]),
-    ("4, mask, auto", ["buffer.max_staleness=4", "buffer.on_overdue=mask"]),
-    ("4, drop, auto", ["buffer.max_staleness=4", "buffer.on_overdue=drop"]),
+    (0, "wait", 3.5),
+    (4, "wait", 0.9),
+    (4, "drop", 0.5),
+    (4, "mask", 0.5),
+    (8, "mask", 0.4),
+    (16, "mask", 0.4),
 ]
+"""(max_staleness, on_overdue, about so many seconds a step)."""
+NUM_FIRST = 20
+"""Steps in which look_ahead is found, not counted; a fifth of the synchronous run, which has none to find."""
 
 
 @dataclass(frozen=True)
@@ -60,66 +69,71 @@ class Row:
     step_s: float
     train_s: float
     generate_s: float
+    group_s: float
     idle: float
     age: float
     oldest: float
     masked: float
-    dropped: float
+    again: float
     look_ahead: float
 
     @property
-    def bound_s(self) -> float:
-        """No step can be shorter than its slower side."""
-        return max(self.train_s, self.generate_s)
+    def little_s(self) -> float:
+        """By Little's law."""
+        return self.group_s / (self.look_ahead + 1)
+
+    @property
+    def of_bound(self) -> float:
+        """1.00: as fast as can be."""
+        return max(self.train_s, self.generate_s, self.little_s) / self.step_s
 
     def line(self) -> str:
         """One line of the table."""
         return (
             f"{self.name:<17} {self.step_s:8.3f} {self.generate_s:8.3f} {self.train_s:8.3f} "
-            f"{self.bound_s / self.step_s:8.2f} "
-            f"{self.idle:6.0%} {self.age:6.2f} {self.oldest:5.0f} {self.masked:7.2%} {self.dropped:8.0f} "
-            f"{self.look_ahead:6.1f}"
+            f"{self.little_s:8.3f} {self.of_bound:8.2f} {self.idle:6.0%} {self.age:6.2f} {self.oldest:5.0f} "
+            f"{self.masked:7.2%} {self.again:6.1%} {self.look_ahead:6.1f}"
         )
 
 
-def run_row(name: str, overrides: list[str], num_steps: int, folder: Path) -> Row:
+def run_row(max_staleness: int, on_overdue: str, num_steps: int, folder: Path) -> Row:
     """One run of `num_steps` steps."""
     config = folder / "tools.yaml"
     config.write_text(CONFIG)
-    run_dir = folder / name.replace(" ", "_").replace(",", "")
-    command = [
-        sys.executable,
-        "-m",
-        "asyncrl.cli",
-        "run",
-        str(config),
-        f"trainer.num_steps={num_steps}",
-        *overrides,
-        "--run-dir",
-        str(run_dir),
-    ]
+    run_dir = folder / f"{max_staleness}-{on_overdue}"
+    settings = [f"buffer.max_staleness={max_staleness}", f"buffer.on_overdue={on_overdue}"]
+    settings += [f"trainer.num_steps={num_steps}", "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *settings]
     subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(HERE)}, timeout=900)
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    first, kept = steps[len(steps) // 5 - 1], steps[len(steps) // 5 :]
+    num_first = NUM_FIRST if max_staleness else num_steps // 5
+    first, kept = steps[num_first - 1], steps[num_first:]
     wall_s = kept[-1]["time_s"] - first["time_s"]
     mean = lambda key: fmean(step.get(key, 0.0) for step in kept)  # noqa: E731
+    with contextlib.closing(sqlite3.connect(run_dir / "journal.sqlite")) as journal:
+        group_s, again = journal.execute(
+            "SELECT avg(ended_s - admitted_s), avg(state = 'handed_back') FROM groups"
+            " WHERE ended_s IS NOT NULL AND start_version >= ?",
+            (num_first,),
+        ).fetchone()
     return Row(
-        name=name,
+        name=f"{max_staleness}, {on_overdue}",
         step_s=wall_s / len(kept),
         train_s=mean("perf/train_s"),
         generate_s=(kept[-1]["engine/decode_s"] - first["engine/decode_s"]) / len(kept),
+        group_s=group_s,
         idle=sum(step["perf/wait_s"] for step in kept) / wall_s,
         age=mean("sample/staleness_mean"),
         oldest=max(step.get("sample/staleness_max", 0.0) for step in kept),
         masked=mean("sample/masked_fraction"),
-        dropped=kept[-1]["rollout/dropped"],
+        again=again,
         look_ahead=mean("buffer/look_ahead"),
     )
 
 
 def main() -> None:
     """Run all rows and print the table."""
-    arguments = options(__doc__, seconds=150.0).parse_args()
+    arguments = options(__doc__, seconds=240.0).parse_args()
     with reported("async_vs_sync", is_kept=arguments.write):
         run_all(arguments.seconds)
 
@@ -130,32 +144,25 @@ def run_all(seconds: float) -> None:
         f"{NUM_GROUPS} groups of {GROUP_SIZE}; a tool takes 0.2 s in the median, lognormal sigma 1; times in "
         f"seconds a step"
     )
-    columns = (
-        ("step", 8),
-        ("generate", 8),
-        ("train", 8),
-        ("of bound", 8),
-        ("idle", 6),
-        ("age", 6),
-        ("max", 5),
-        ("masked", 7),
-    )
-    print(
-        f"{'max_staleness':<17}",
-        *(f"{title:>{width}}" for title, width in (*columns, ("dropped", 8), ("ahead", 6))),
-    )
+    columns = {"step": 8, "generate": 8, "train": 8, "little": 8, "of bound": 8, "idle": 6, "age": 6}
+    columns |= {"max": 5, "masked": 7, "again": 6, "ahead": 6}
+    titles = (f"{title:>{width}}" for title, width in columns.items())
+    print(f"{'max_staleness':<17}", *titles)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, overrides in ROWS:
-            is_sync = name == "max_staleness 0"
-            num_steps = max(10, int(seconds / len(ROWS) / (3.0 if is_sync else 0.7)))
-            rows.append(run_row(name, overrides, num_steps, Path(folder)))
+        for max_staleness, on_overdue, about_s in ROWS:
+            least = 3 * NUM_FIRST if max_staleness else 10
+            num_steps = max(least, int(seconds / len(ROWS) / about_s))
+            rows.append(run_row(max_staleness, on_overdue, num_steps, Path(folder)))
             print(rows[-1].line(), flush=True)
     print(
         "idle: share of wall time in which the trainer waited; age: mean staleness of what was trained on; "
         "ahead: mean look_ahead"
     )
-    print(f"ratio: {rows[0].step_s / rows[1].step_s:.2f}")
+    sync, *_ = rows
+    for row in rows[1:]:
+        print(f"{row.name}: {sync.step_s / row.step_s:.2f} times the steps of max_staleness 0")
+    print(f"ratio: {min(row.of_bound for row in rows if row.name.endswith('mask')):.2f}")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,9 @@ class FakeSink:
         self.admitted.append(Ticket(GroupId(len(self.admitted)), self.start_version))
         return self.admitted[-1]
 
+    def sampled_nowait(self, group_id: GroupId) -> None:
+        """Changes nothing here."""
+
     def finish_nowait(self, group: Group) -> Finished:
         """Kept in `finished`."""
         self.finished.append(group)

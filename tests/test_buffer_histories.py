@@ -39,6 +39,7 @@ class BufferHistory(RuleBasedStateMachine):
         self.new_buffer = partial(make_buffer, **settings, log=self.log)
         self.buffer = self.new_buffer(look_ahead=min(look_ahead, self.max_staleness))
         self.running: dict[int, int] = {}  # group -> version at admission
+        self.sampled: dict[int, int] = {}  # running group that samples no more -> batches taken by then
         self.ready: dict[int, Group] = {}
         self.batches: list[Batch] = []
         self.served = self.num_issued = 0
@@ -68,6 +69,14 @@ class BufferHistory(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
+    def sample(self, data: st.DataObject) -> None:
+        """A group waits for its rewards alone; a rollout tried again may sample later all the same."""
+        group_id = data.draw(st.sampled_from(sorted(self.running)))
+        self.buffer.sampled_nowait(group_id)
+        self.sampled[group_id] = len(self.batches)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         group_id = data.draw(st.sampled_from(sorted(self.running)))
         self.buffer.fail_nowait(group_id)
@@ -87,6 +96,7 @@ class BufferHistory(RuleBasedStateMachine):
         self._publish(len(self.batches))
         killed, self.buffer = self.buffer.rule, self.new_buffer(look_ahead=self.buffer.rule.look_ahead)
         self.num_filtered = self.num_filtered_tokens = 0
+        self.sampled.clear()
         assert self._restore(self.buffer) == ()
         for name in ("next_batch", "num_issued", "_running", "_ready", "_running_due", "_ready_due"):
             assert getattr(self.buffer.rule, name) == getattr(killed, name), name
@@ -184,6 +194,7 @@ class BufferHistory(RuleBasedStateMachine):
             assert all(start + self.max_staleness >= len(self.batches) for start in starts)
         if self.on_overdue == "mask":
             newest = [max(versions_of(group)) for group in self.ready.values()]
+            newest += [bound for group_id, bound in self.sampled.items() if group_id in self.running]
             assert all(version + self.max_staleness >= len(self.batches) for version in newest)
 
     def _admitted(self, ticket: Ticket) -> None:
@@ -234,6 +245,8 @@ class BufferHistory(RuleBasedStateMachine):
             if was_ready:
                 del self.ready[group_id]
             else:
+                if self.on_overdue == "mask":
+                    assert self.sampled[group_id] + self.max_staleness < len(self.batches), "it samples"
                 del self.running[group_id]
         self.num_seen_log = len(self.log)
 

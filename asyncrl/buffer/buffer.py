@@ -79,7 +79,6 @@ class Buffer:
         """Of the trainer, while it is in wait_batch."""
         self.last_wait = WaitReport()
         """How the seconds of the last wait_batch split by cause."""
-        self._last_take_s: float | None = None
         self._num_filtered = self._filtered_tokens = self._filtered_in_a_row = 0
 
     def restore_nowait(
@@ -111,6 +110,10 @@ class Buffer:
         ticket = self.rule.admit_nowait()
         self._changed()
         return ticket
+
+    def sampled_nowait(self, group_id: GroupId) -> None:
+        """A running group samples no more, and waits for its rewards alone."""
+        self.rule.sampled_nowait(group_id)
 
     def finish_nowait(self, group: Group) -> Finished:
         """The group has all its rollouts: it is ready, or buffer.filter replaces it.
@@ -167,8 +170,8 @@ class Buffer:
         for. One task waits, and for no more than all batches of the run.
         """
         clock = asyncio.get_running_loop().time
-        num_spare = self.rule.num_ready // self.rule.num_groups - 1
         self._meter = meter = WaitMeter(clock(), self.rule.waits_for)
+        self._note_load()
         try:
             with waiting(self._what_forms, on="the rollout that completes a group", who="train loop"):
                 while True:
@@ -179,12 +182,11 @@ class Buffer:
                         await self._formed.wait()
         finally:
             self._meter = None
-        self.last_wait, now_s = meter.report(), clock()
-        if self._auto is not None and self._last_take_s is not None:
-            look_ahead = self._auto.batch_taken(now_s - self._last_take_s, self.last_wait, num_spare)
+        self.last_wait = meter.report()
+        if self._auto is not None:
+            look_ahead = self._auto.batch_taken(clock(), self.rule.num_groups, self.rule.num_ready)
             self.rule.set_look_ahead(look_ahead)
             self._changed()
-        self._last_take_s = now_s
         return batch
 
     def take_nowait(self) -> Batch:
@@ -253,12 +255,18 @@ class Buffer:
         cause = self.rule.waits_for
         if self._meter is not None:
             self._meter.change(asyncio.get_running_loop().time(), cause)
+        self._note_load()
         if cause is None:
             self._formed.set()
             self._formed = asyncio.Event()
         if self.rule.num_open:
             self._opened.set()
             self._opened = asyncio.Event()
+
+    def _note_load(self) -> None:
+        if self._auto is not None:
+            lacks = self._meter is not None and self.rule.lacks_groups
+            self._auto.note(asyncio.get_running_loop().time(), self.rule.num_running, lacks=lacks)
 
     def _hand_back(self, group_id: GroupId) -> None:
         self._on_handed_back(group_id, self._ready.pop(group_id, None), self.rule.overdue.reason)

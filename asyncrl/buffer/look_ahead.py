@@ -7,49 +7,47 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from asyncrl.messages.records import WaitReport
-
 START = 2
-FIRST_WINDOW, WINDOW, PROBE_WINDOW, MEMORY = 5, 12, 24, 48
-"""Batches looked at before the first decision, before each later one, after a change on trial; and at most to
-judge a setting.
+WARM_UP = 2
+"""First batches, not looked at: a process that has just started is slow."""
+FIRST_WINDOW, WINDOW, MEMORY = 5, 12, 36
+"""Batches before each of the first decisions, before each later one, and at most to judge by."""
+NUM_FIRST = 4
+"""So many first decisions."""
+MIN_LACK_FRACTION = 0.03
+"""Fraction of the time that the trainer may lack groups before more are started."""
+BATCH_IN_HAND = 0.9
+"""Batches beside those that run: one is ready when the trainer asks. By simulation the smallest that keeps it
+busy to 95 %, lognormal lengths with sigma 0.5 to 1.5.
 """
-MIN_LACK_FRACTION = 0.05
-"""Fraction of the time that the trainer may lack groups before anything is done: a larger look-ahead could
-gain no more than this.
-"""
+SLACK = 0.3
+"""Batches that the look-ahead may be too large before it is lowered."""
 FIRST_HOLD = 96
-"""Batches until a refuted change is tried again; doubled each time."""
+"""Batches until a refuted raise, or a lowering that had to be undone, is tried again; doubled each time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
+    """One batch: since the batch before, running_s is the integral of the running groups over time."""
+
     interval_s: float
     lack_s: float
-    num_spare: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """Mean time for a batch at one look-ahead; `error` is its standard error as a fraction."""
-
-    look_ahead: int
-    interval_s: float
-    error: float
+    running_s: float
+    num_finished: int
 
 
 class LookAhead:
     """Raises, lowers or keeps the look-ahead, one batch after the other.
 
-    The trainer lacks groups (waits for generation or publishing, not for stragglers) for two reasons: too few
-    were started, or the engines make no more. By Little's law time for a batch ~ 1 / (look_ahead + 1) as long
-    as it is the first. So:
+    By Little's law as many groups must run as the trainer consumes while one runs: a group's mean time / the
+    time of a step, in batches; and one batch must be ready when the trainer asks. Both times are measured:
+    the first as (integral of the running groups) / (groups finished), which counts those that still run; the
+    second without the time in which the trainer lacked groups, that is, waited (not for stragglers) with all
+    admitted that may be. A wait with admission open is not lack: no look-ahead would end it.
 
-    - lack: raise the look-ahead until this law predicts no lack; measure how much faster batches come; keep
-      as much look-ahead as that gain needs by the same law, and try no more for a while. In the first trial a
-      difference within the noise counts for the higher look-ahead.
-    - spare: one batch more than the requested one was nearly always ready: lower by one, and go back up if
-      the trainer then lacks groups.
+    If engines are slower the more they run, no look-ahead may end the lack. So a raise has to make batches
+    come faster, in proportion to look_ahead + 1; else it is taken back as far as it did not, and not tried
+    again for a while.
 
     Straggler waits (on_overdue=wait) need no rule of their own: in simulation the time for a batch falls with
     the look-ahead and stays, it does not rise again, because what a long group holds up is the batch of its
@@ -59,84 +57,83 @@ class LookAhead:
     def __init__(self, max_staleness: int) -> None:
         self.max_staleness = max_staleness
         self.current = min(START, max_staleness)
+        self._now_s = self._lack_s = self._running_s = 0.0
+        self._num_running, self._lacks = 0, False
+        self._taken_s: float | None = None
+        self._num_ready = 0
         self._batch = 0
-        self._settling = START  # batches after a change that still show the setting before it
         self._samples: deque[_Sample] = deque(maxlen=MEMORY)
-        self._until_decision = FIRST_WINDOW
-        self._trial_of: _Measured | None = None  # the setting that the present one is compared with
-        self._raise_from, self._raise_hold = 0, FIRST_HOLD
-        self._lower_from, self._lower_hold = 0, FIRST_HOLD
-        self._came_down = False
-        self._doubts = True  # the first time, what falls into the noise is given to the higher look-ahead
+        self._decide_at = WARM_UP + FIRST_WINDOW
+        self._num_decisions = 0
+        # the look-ahead and the mean time for a batch, with its error as a fraction, before a raise on trial
+        self._trial_of: tuple[int, float, float] | None = None
+        self._judge_at = 0
+        self._limit, self._limit_until, self._raise_hold = max_staleness, 0, FIRST_HOLD
+        self._came_down, self._lower_from, self._lower_hold = False, 0, FIRST_HOLD
 
-    def batch_taken(self, interval_s: float, wait: WaitReport, num_spare: int) -> int:
-        """The look-ahead from now on.
+    def note(self, now_s: float, num_running: int, *, lacks: bool) -> None:
+        """From `now_s` on so many groups run, and the trainer lacks groups or does not."""
+        passed_s = now_s - self._now_s
+        self._running_s += passed_s * self._num_running
+        self._lack_s += passed_s * self._lacks
+        self._now_s, self._num_running, self._lacks = now_s, num_running, lacks
 
-        `interval_s`: since the batch before was taken; `wait`: how much of it the trainer waited;
-        `num_spare`: batches ready when it asked, less the one it asked for.
-        """
-        self._batch += 1
-        if self._settling > 0:
-            self._settling -= 1
-            return self.current
-        self._samples.append(_Sample(interval_s, wait.generation_s + wait.publishing_s, num_spare))
-        self._until_decision -= 1
-        if self._until_decision <= 0:
-            self._until_decision = WINDOW
-            if self._trial_of is None or self._is_confirmed(self._trial_of):
-                self._steer()
+    def batch_taken(self, now_s: float, num_groups: int, num_ready: int) -> int:
+        """The trainer has taken `num_groups` and left `num_ready`. Returns the look-ahead from now on."""
+        self.note(now_s, self._num_running, lacks=False)
+        if self._taken_s is not None and self._batch >= WARM_UP:
+            num_finished = num_groups + num_ready - self._num_ready
+            sample = _Sample(now_s - self._taken_s, self._lack_s, self._running_s, num_finished)
+            self._samples.append(sample)
+        self._taken_s, self._num_ready, self._batch = now_s, num_ready, self._batch + 1
+        self._lack_s = self._running_s = 0.0
+        if self._batch == self._limit_until:
+            self._limit = self.max_staleness
+        if self._trial_of is not None and self._batch >= self._judge_at:
+            self._judge(*self._trial_of)
+        if self._batch >= self._decide_at and self._samples:
+            self._num_decisions += 1
+            self._decide_at = self._batch + (FIRST_WINDOW if self._num_decisions < NUM_FIRST else WINDOW)
+            self._decide()
         return self.current
 
-    def _is_confirmed(self, before: _Measured) -> bool:
-        """Judge the change that was on trial. If it does not stand, go where it should have gone."""
-        self._trial_of = None
-        now = self._measured()
-        doubt = math.hypot(before.error, now.error) if self._doubts else 0.0
-        gain = before.interval_s / now.interval_s * (1 + doubt)
-        needed = max(before.look_ahead, math.ceil((before.look_ahead + 1) * gain) - 1)
-        self._doubts = False
-        if needed >= now.look_ahead:
-            self._raise_hold = FIRST_HOLD
-            return True
-        self._raise_from = self._batch + self._raise_hold
-        self._raise_hold *= 2
-        self._move(needed)
-        return False
-
-    def _steer(self) -> None:
-        window = list(self._samples)[-WINDOW:]
-        half = len(window) // 2
-        if _lack_fraction(window[:half]) < MIN_LACK_FRACTION < _lack_fraction(window[half:]):
-            self._until_decision = half  # it has just begun: judge when the window shows nothing else
-            return
-        lack = _lack_fraction(window)
-        num_spare = sorted(sample.num_spare for sample in window)[len(window) // 10]
-        if lack > MIN_LACK_FRACTION:
-            if self._came_down:  # one less was too little
+    def _decide(self) -> None:
+        samples = self._samples
+        interval_s = max(sum(sample.interval_s for sample in samples), 1e-9)
+        lack = sum(sample.lack_s for sample in samples) / interval_s
+        group_s = sum(sample.running_s for sample in samples) / max(1, sum(s.num_finished for s in samples))
+        step_s = interval_s * max(1 - lack, 1e-3) / len(samples)
+        wanted = group_s / step_s + BATCH_IN_HAND
+        target = min(math.ceil(wanted), self._limit)
+        if lack > MIN_LACK_FRACTION and target > self.current:
+            if self._trial_of is None:
+                self._trial_of = (self.current, *self._measured())
+            if self._came_down:
                 self._lower_from = self._batch + self._lower_hold
                 self._lower_hold *= 2
-                self._move(self.current + 1)
-            elif self._batch >= self._raise_from and self.current < self.max_staleness:
-                without_lack = math.ceil((self.current + 1) / max(1 - lack, 1e-9) - 0.25) - 1
-                measured = self._measured()
-                self._move(min(self.max_staleness, max(self.current + 1, without_lack)))
-                self._trial_of, self._until_decision = measured, PROBE_WINDOW
-        elif num_spare >= 1 and self.current > 1 and self._batch >= self._lower_from:
-            self._move(self.current - 1)
-            self._came_down = True
+            self.current, self._came_down = target, False
+            self._judge_at = self._batch + target + 1 + FIRST_WINDOW
+        elif target < self.current and wanted < self.current - SLACK and self._batch >= self._lower_from:
+            self.current, self._came_down = max(1, target), True
+            self._trial_of = None
 
-    def _move(self, look_ahead: int) -> None:
-        self.current, self._settling, self._until_decision = look_ahead, look_ahead + 1, WINDOW
-        self._samples.clear()
-        self._came_down = False
+    def _judge(self, look_ahead: int, interval_s: float, error: float) -> None:
+        """Whether the raise from `look_ahead` made batches come faster; if not, go where it ought to be."""
+        self._trial_of = None
+        now_s, error_now = self._measured()
+        gain = interval_s / now_s * (1 + math.hypot(error, error_now))
+        needed = max(look_ahead, math.ceil((look_ahead + 1) * gain) - 1)
+        if needed >= self.current:
+            self._raise_hold = FIRST_HOLD
+            return
+        self._limit, self._limit_until = needed, self._batch + self._raise_hold
+        self._raise_hold *= 2
+        self.current = needed
 
-    def _measured(self) -> _Measured:
-        # at first the change may be of the workload, and new
-        samples = list(self._samples)[-WINDOW if self._doubts else 0 :]
-        intervals = [max(sample.interval_s, 1e-9) for sample in samples]
+    def _measured(self) -> tuple[float, float]:
+        """Mean time for a batch, and its standard error as a fraction of it. Over the last few: before
+        them the workload may have been another one.
+        """
+        intervals = [max(sample.interval_s, 1e-9) for sample in list(self._samples)[-FIRST_WINDOW:]]
         mean = fmean(intervals)
-        return _Measured(self.current, mean, stdev(intervals) / math.sqrt(len(intervals)) / mean)
-
-
-def _lack_fraction(samples: list[_Sample]) -> float:
-    return sum(sample.lack_s for sample in samples) / max(sum(sample.interval_s for sample in samples), 1e-9)
+        return mean, stdev(intervals) / math.sqrt(len(intervals)) / mean if len(intervals) > 1 else 1.0

@@ -28,8 +28,8 @@ class OverduePolicy:
     def last_use(self, deadline: int, newest_deadline: int | None) -> int | None:
         """Last batch that has a use for a group whose oldest token has `deadline`; None: any batch.
 
-        `newest_deadline` of its newest token, None while it runs: a masked group is of use as long as one of
-        its tokens is young enough.
+        `newest_deadline` of its newest token, None while it samples: a masked group is of use as long as one
+        of its tokens is young enough.
         """
         return newest_deadline if self.masks else deadline
 

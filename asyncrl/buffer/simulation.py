@@ -19,7 +19,6 @@ from functools import partial
 from itertools import count
 from statistics import fmean
 
-from asyncrl.buffer.buffer import WaitMeter
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
 from asyncrl.config import RunConfig
@@ -34,7 +33,9 @@ class Workload:
 
     `prompt_share` of the variance of its logarithm is the prompt's own: long for all rollouts of it, and as
     long when it comes again. `num_slots` rollouts run at once, others wait in order of admission, and a group
-    is admitted when a slot is free and no rollout waits. A group is done when its `group_size` rollouts are.
+    is admitted when a slot is free and no rollout waits. With `tool_s` > 0 a rollout that has sampled waits
+    for a tool, without a slot: lognormal with mean `tool_s` and shape `tool_sigma`. A group is done when its
+    `group_size` rollouts are.
     A batch trains for `train_s`; its version is served `publish_s` later, and while a publish is under way
     newer versions wait and are skipped over. The prompt of a dropped group comes again before any new one,
     drawn anew, `max_hand_backs` times at most.
@@ -44,6 +45,8 @@ class Workload:
     sigma: float
     rollout_s: float = 1.0
     prompt_share: float = 0.0
+    tool_s: float = 0.0
+    tool_sigma: float = 1.0
     group_size: int = 1
     train_s: float = 1.0
     publish_s: float = 0.0
@@ -56,6 +59,13 @@ class Workload:
         of_sample = random.Random(f"{self.seed}/{prompt}/{num_handed_back}/{sample_index}").gauss(0.0, 1.0)
         normal = math.sqrt(self.prompt_share) * of_prompt + math.sqrt(1 - self.prompt_share) * of_sample
         return self.rollout_s * math.exp(self.sigma * normal - self.sigma**2 / 2)
+
+    def wait_s(self, prompt: int, num_handed_back: int, sample_index: int) -> float:
+        """For the tool of one rollout."""
+        if not self.tool_s:
+            return 0.0
+        draw = random.Random(f"tool {self.seed}/{prompt}/{num_handed_back}/{sample_index}").gauss(0.0, 1.0)
+        return self.tool_s * math.exp(self.tool_sigma * draw - self.tool_sigma**2 / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,7 @@ class SimulationResult:
 @dataclass(slots=True)
 class _Rollout:
     length_s: float
+    tool_s: float
     started_s: float = math.inf
     version: int = 0
 
@@ -85,7 +96,9 @@ class _Group:
     prompt: int
     num_handed_back: int
     rollouts: list[_Rollout]
+    num_sampling: int
     num_unfinished: int
+    newest: int = 0
 
     @property
     def oldest(self) -> int:
@@ -110,15 +123,15 @@ class Simulation:
         self._num_trained = 0
         self._is_publishing = self._is_training = False
         self._served_at_s = [0.0]
-        self._meter = WaitMeter(0.0, rule.waits_for)
-        self._last_take_s = 0.0
-        self._num_spare = 0
         self._counts = Counter[str]()
         self._tokens = self._masked = 0.0
         self._ages: list[int] = []
-        self._look_aheads: list[int] = []
+        self.look_aheads: list[int] = []
+        """In force when each batch was taken."""
         self.batches: list[tuple[int, tuple[tuple[int, int], ...]]] = []
         """(index, (group id, oldest version) of each group) of every batch, for tests."""
+        self.taken_s: list[float] = []
+        """When each batch was taken."""
 
     def run(self) -> SimulationResult:
         """Play until the last batch has been trained."""
@@ -140,6 +153,9 @@ class Simulation:
         self._fill()
         self._take_if_formed()
         self._fill()
+        if self.auto is not None:
+            lacks = not self._is_training and self.rule.lacks_groups
+            self.auto.note(self.now_s, self.rule.num_running, lacks=lacks)
 
     def _fill(self) -> None:
         """A free slot goes to a rollout that waits for one, then to a new group."""
@@ -152,25 +168,39 @@ class Simulation:
                 rollout = self._groups[group_id].rollouts[index]
                 rollout.started_s, rollout.version = self.now_s, self.rule.served
                 self._free_slots -= 1
-                self._after(rollout.length_s, partial(self._rollout_done, group_id))
+                self._after(rollout.length_s, partial(self._sampled, group_id, rollout.tool_s))
 
     def _admit(self) -> None:
         ticket = self.rule.admit_nowait()
         prompt, num_handed_back = heapq.heappop(self._back) if self._back else (self._num_drawn, 0)
         self._num_drawn += num_handed_back == 0
-        size = self.workload.group_size
-        rollouts = [_Rollout(self.workload.length_s(prompt, num_handed_back, i)) for i in range(size)]
-        self._groups[ticket.group_id] = _Group(prompt, num_handed_back, rollouts, size)
+        size, load = self.workload.group_size, self.workload
+        of_each = ((prompt, num_handed_back, index) for index in range(size))
+        rollouts = [_Rollout(load.length_s(*which), load.wait_s(*which)) for which in of_each]
+        self._groups[ticket.group_id] = _Group(prompt, num_handed_back, rollouts, size, size)
         self._queue.extend((ticket.group_id, index) for index in range(size))
 
-    def _rollout_done(self, group_id: GroupId) -> None:
+    def _sampled(self, group_id: GroupId, tool_s: float) -> None:
         group = self._groups.get(group_id)
         if group is None:
             return  # dropped meanwhile: its slots were freed then
         self._free_slots += 1
+        group.num_sampling -= 1
+        group.newest = self.rule.served
+        if not group.num_sampling:
+            self.rule.sampled_nowait(group_id)
+        if tool_s:
+            self._after(tool_s, partial(self._rollout_done, group_id))
+        else:
+            self._rollout_done(group_id)
+
+    def _rollout_done(self, group_id: GroupId) -> None:
+        group = self._groups.get(group_id)
+        if group is None:
+            return
         group.num_unfinished -= 1
-        served = self.rule.served
-        if not group.num_unfinished and self.rule.finish_nowait(group_id, oldest=group.oldest, newest=served):
+        oldest, newest = group.oldest, group.newest
+        if not group.num_unfinished and self.rule.finish_nowait(group_id, oldest=oldest, newest=newest):
             self._hand_back(group_id)
 
     def _hand_back(self, group_id: GroupId) -> None:
@@ -187,21 +217,19 @@ class Simulation:
         rule = self.rule
         if self._is_training or rule.next_batch == rule.num_batches:
             return
-        self._meter.change(self.now_s, rule.waits_for)
         if rule.waits_for is not None:
             return
-        self._look_aheads.append(rule.look_ahead)
+        self.look_aheads.append(rule.look_ahead)
         choice = rule.take_nowait()
         taken = [(group_id, self._groups.pop(group_id)) for group_id in choice.group_ids]
         for _, group in taken:
             self._weigh(choice.version, group)
+        self.taken_s.append(self.now_s)
         self.batches.append((choice.version, tuple((group_id, group.oldest) for group_id, group in taken)))
         for group_id in choice.handed_back:
             self._hand_back(group_id)
         if self.auto is not None:
-            interval_s, wait = self.now_s - self._last_take_s, self._meter.report()
-            rule.set_look_ahead(self.auto.batch_taken(interval_s, wait, self._num_spare))
-        self._last_take_s = self.now_s
+            rule.set_look_ahead(self.auto.batch_taken(self.now_s, rule.num_groups, rule.num_ready))
         self._is_training = True
         self._after(self.workload.train_s, self._train_done)
 
@@ -219,8 +247,6 @@ class Simulation:
     def _train_done(self) -> None:
         self._num_trained += 1
         self._is_training = False
-        self._num_spare = self.rule.num_ready // self.rule.num_groups - 1
-        self._meter = WaitMeter(self.now_s, self.rule.waits_for)
         self._publish()
         self._take_if_formed()  # the trainer asks at once, before any admission
 
@@ -250,7 +276,7 @@ class Simulation:
             masked_fraction=self._masked / self._tokens,
             num_handed_back=counts["handed_back"],
             num_given_up=counts["given_up"],
-            look_ahead_mean=fmean(self._look_aheads),
+            look_ahead_mean=fmean(self.look_aheads),
         )
 
 

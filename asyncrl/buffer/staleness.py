@@ -60,6 +60,7 @@ class StalenessRule:
         self._running_due: Counter[int] = Counter()  # deadline -> how many
         self._ready_due: Counter[int] = Counter()
         self._useless_after: dict[int, set[GroupId]] = {}  # last batch that can use them -> groups
+        self._last_use: dict[GroupId, int] = {}  # the same by group
 
     # ---- what is asked
 
@@ -97,6 +98,13 @@ class StalenessRule:
         if self.num_ready + self.num_running < self.num_groups and self.num_open == 0:
             return "publishing"
         return "generation"
+
+    @property
+    def lacks_groups(self) -> bool:
+        """Whether the next batch waits for groups while no more may start: a larger look-ahead would have
+        more of them.
+        """
+        return self.num_open == 0 and self.waits_for in ("generation", "publishing")
 
     def _is_in_danger(self) -> bool:
         """Whether a deadline could be missed if the next batch were taken now.
@@ -163,6 +171,15 @@ class StalenessRule:
         self._add_running(group_id, self.served + self.max_staleness)
         return Ticket(group_id, start_version=self.served)
 
+    def sampled_nowait(self, group_id: GroupId) -> None:
+        """All tokens of a running group are sampled; it still waits for its rewards.
+
+        No token is newer than version next_batch. By `mask` the batch for which even that is too old hands
+        the group back: to wait for rewards of tokens without a weight would cost a place.
+        """
+        newest_deadline = self.next_batch + self.max_staleness
+        self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], newest_deadline))
+
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
         """A running group is ready; `oldest` and `newest` are the versions of its tokens.
 
@@ -186,9 +203,7 @@ class StalenessRule:
         """A running group has ended without being ready: its admission is handed back."""
         deadline = self._running.pop(group_id)
         _count_down(self._running_due, deadline)
-        last_use = self.overdue.last_use(deadline, None)
-        if last_use is not None:
-            self._useless_after[last_use].discard(group_id)
+        self._note_last_use(group_id, None)
 
     def take_nowait(self) -> BatchChoice:
         """Batch next_batch: the num_groups ready groups of earliest deadline (then lowest id). This method
@@ -228,7 +243,11 @@ class StalenessRule:
         self._note_last_use(group_id, self.overdue.last_use(deadline, None))
 
     def _note_last_use(self, group_id: GroupId, last_use: int | None) -> None:
+        before = self._last_use.pop(group_id, None)
+        if before is not None:
+            self._useless_after[before].discard(group_id)
         if last_use is not None:
+            self._last_use[group_id] = last_use
             self._useless_after.setdefault(last_use, set()).add(group_id)
 
     def _pop_earliest(self) -> GroupId:
@@ -236,16 +255,19 @@ class StalenessRule:
             _, group_id = heapq.heappop(self._ready_order)
             if group_id in self._ready:
                 _count_down(self._ready_due, self._ready.pop(group_id))
+                self._note_last_use(group_id, None)
                 return group_id
 
     def _hand_back(self, version: int) -> list[GroupId]:
         """Forget the groups that batch `version` was the last to have a use for; it did not take them."""
         handed_back = []
         for group_id in sorted(self._useless_after.pop(version, ())):
-            for groups, due in ((self._ready, self._ready_due), (self._running, self._running_due)):
-                if group_id in groups:
-                    _count_down(due, groups.pop(group_id))
-                    handed_back.append(group_id)
+            if group_id in self._ready:
+                _count_down(self._ready_due, self._ready.pop(group_id))
+            else:
+                _count_down(self._running_due, self._running.pop(group_id))
+            del self._last_use[group_id]
+            handed_back.append(group_id)
         return handed_back
 
 

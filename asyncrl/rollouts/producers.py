@@ -41,6 +41,8 @@ class RunningGroup:
         self.ticket, self.prompt, self.partials = before.ticket, before.prompt, before.partials
         self.group_size = group_size
         self.tasks: list[asyncio.Task[Any]] = []
+        self.sampled: set[int] = set()
+        """Sample indices of rollouts that have sampled all their tokens; one that is tried again stays."""
         self._rollouts: dict[int, Rollout] = dict(before.rollouts)
         self._failures = {
             index: FailedRollout(index, attempts, RolloutFailure(why))
@@ -235,6 +237,13 @@ class Producers:
     def _give_back(self, name: str, _: object) -> None:
         self._slots.give_back_nowait(name)
 
+    def _sampled(self, group: RunningGroup, index: int) -> None:
+        """The last rollout of a group that samples tells the buffer that only rewards are waited for."""
+        group.sampled.add(index)
+        group_id = group.ticket.group_id
+        if self._groups.get(group_id) is group and group.sampled.issuperset(group.to_run):
+            self._sink.sampled_nowait(group_id)
+
     async def _run_rollout(self, group: RunningGroup, index: int, order: tuple[int, ...]) -> None:
         group_id = group.ticket.group_id
         outcome = await self._runner.run(
@@ -245,6 +254,7 @@ class Producers:
             order=order,
             journal=self._journal,
             resumed=group.partials.get(index),
+            sampled=functools.partial(self._sampled, group, index),
         )
         if self._groups.get(group_id) is not group:
             return  # handed back while the outcome was on its way
@@ -259,6 +269,8 @@ class Producers:
         group.add(outcome)
         if not group.to_run:
             self._complete(group)
+        elif isinstance(outcome, FailedRollout):
+            self._sampled(group, index)
 
     def _check_versions(self, ticket: Ticket, rollout: Rollout) -> None:
         oldest = min(branch.oldest_version for branch in rollout)

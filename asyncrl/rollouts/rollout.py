@@ -215,8 +215,10 @@ class RolloutRunner:
         journal: Journal | None = None,
         resumed: tuple[int, PartialCompletion] | None = None,
         name: str = "",
+        sampled: Callable[[], None] = lambda: None,
     ) -> Rollout | FailedRollout:
-        """One rollout, retries included. Each attempt holds one of `slots` until it has sampled.
+        """One rollout, retries included. Each attempt holds one of `slots` until it has sampled, and then
+        calls `sampled`.
 
         `journal` gets its segments. `resumed`: the attempt that a killed run was in, counted from 0, and what
         it had sampled; the budget begins in full. `name`: a rollout_id for one that is in no group.
@@ -225,10 +227,15 @@ class RolloutRunner:
         number, partial = resumed or (0, None)
         clock = RolloutClock(self.timeout_s)
         give_back = functools.partial(slots.give_back_nowait, rollout_id)
+
+        def stopped() -> None:
+            give_back()
+            sampled()
+
         try:
             while True:
                 attempt = RolloutAttempt(
-                    rollout_id, group_id, prompt, sample_index, number, give_back, partial, journal, clock
+                    rollout_id, group_id, prompt, sample_index, number, stopped, partial, journal, clock
                 )
                 slots.ask_nowait(rollout_id, order)
                 try:
