@@ -24,7 +24,7 @@ from trainer_case import EQUAL_LENGTH, long_tailed_lengths, make_batch, make_tin
 from transformers import AutoModelForCausalLM
 
 from asyncrl.messages.calls import unpack_batch
-from asyncrl.trainer.model import packing
+from asyncrl.trainer.model import packing, tree
 from asyncrl.trainer.model.policy import Policy
 
 NEVER = 10**9
@@ -32,7 +32,7 @@ NEVER = 10**9
 
 def run_once(policy: Policy, blob: bytes, min_shared_tokens: int) -> tuple[float, int]:
     """(CPU seconds of forward and backward, packed tokens)."""
-    packing.MIN_SHARED_TOKENS = min_shared_tokens
+    tree.MIN_SHARED_TOKENS = min_shared_tokens
     header, arrays = unpack_batch(blob)
     start, num_tokens = time.process_time(), 0
     for micro in packing.pack(header, arrays, arrays.loss_mask, 16384, torch.device("cpu")):
@@ -47,7 +47,7 @@ def main() -> None:
     """Read the options and run."""
     arguments = options(__doc__, seconds=20.0).parse_args()
     torch.set_num_threads(2)
-    shared = packing.MIN_SHARED_TOKENS
+    shared = tree.MIN_SHARED_TOKENS
     with reported("shared_prompt", is_kept=arguments.write), tempfile.TemporaryDirectory() as folder:
         path = make_tiny(Path(folder) / "tiny")
         policy = Policy(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())

@@ -63,12 +63,12 @@ def run(policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: floa
     header, arrays = batch_of(groups)
     policy.zero_grad()
     places = np.cumsum(arrays.loss_mask)
-    found = []
+    found_N = torch.zeros(len(places), dtype=torch.float64)
     for micro in pack(header, arrays, arrays.loss_mask, max_tokens, torch.device("cpu")):
         logprob_M, *_ = policy(micro, temperature)
         (logprob_M * torch.from_numpy(places[micro.source_M])).sum().backward()
-        found.append(logprob_M.detach())
-    return torch.cat(found), gradients(policy.model)
+        found_N[micro.source_M] = logprob_M.detach().double()
+    return found_N[arrays.loss_mask], gradients(policy.model)
 
 
 def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> Found:
