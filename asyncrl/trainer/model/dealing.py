@@ -85,8 +85,7 @@ class GroupTree:
         self, number: int, group: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], costs: Costs
     ) -> None:
         self._number, self._costs = number, costs
-        self._ordered, shared = in_tree_order(group, token_ids)
-        self._shared = shared.tolist()
+        self._ordered, self._shared = zip(*in_tree_order(group, token_ids), strict=True)
         self._common = min(self._shared[1:], default=0)
         self.num_tokens = sum(one.length for one in self._ordered) - sum(self._shared)
         self.cost = sum(map(self._cost, range(len(self._ordered)), self._shared))
@@ -109,7 +108,7 @@ class GroupTree:
         ends = [first for first, *_ in cuts[1:]] + [len(self._ordered)]
         common = self._common, self._costs.of(self._common, 0, 0)
         return [
-            Bundle(self._number, tuple(self._ordered[first:end]), tokens, cost, *common)
+            Bundle(self._number, self._ordered[first:end], tokens, cost, *common)
             for (first, tokens, cost), end in zip(cuts, ends, strict=True)
         ]
 

@@ -91,26 +91,6 @@ def places_of(runs: Runs) -> IntN:
     return np.concatenate([np.arange(start, start + length) for start, length in runs])
 
 
-def in_tree_order(
-    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
-) -> tuple[list[TokenRange], IntN]:
-    """Sequences of one group so sorted that those with the longest common prefixes are neighbours; how many
-    first tokens each shares with the one before. A tree of them has sum(length - shared) tokens.
-    """
-
-    def sort_key(one: TokenRange) -> bytes:
-        """Bytes that sort as the numbers do."""
-        return token_ids[one.start : one.start + one.length].astype(">i4").tobytes()
-
-    ordered = sorted(sequences, key=sort_key)
-    shared = [0]
-    for one, other in zip(ordered, ordered[1:], strict=False):
-        most = min(one.length, other.length)
-        differs = token_ids[one.start : one.start + most] != token_ids[other.start : other.start + most]
-        shared.append(int(np.argmax(differs)) if differs.any() else most)
-    return ordered, np.array(shared, np.int64)
-
-
 @dataclass(eq=False)
 class TreeNode:
     """Tokens [first, end) of `sequence`, and of every sequence that ends below."""
@@ -120,8 +100,8 @@ class TreeNode:
     end: int
     parent: TreeNode | None
     children: list[TreeNode] = field(default_factory=list)
-    is_end: bool = False
-    """Whether a sequence ends with it."""
+    ends: list[TokenRange] = field(default_factory=list)
+    """The sequences that end with it."""
     behind: int = 0
     """Tokens of all nodes below it."""
     place: int = 0
@@ -138,9 +118,33 @@ class TreeNode:
     @property
     def is_worth_it(self) -> bool:
         """Whether its tokens once and another pass are cheaper than its tokens for each of its children."""
-        saved = self.length * (len(self.children) + self.is_end - 1)
+        saved = self.length * (len(self.children) + bool(self.ends) - 1)
         num_queries = self.behind - max(child.length + child.behind for child in self.children)
         return saved >= MIN_SHARED_TOKENS + num_queries / QUERIES_PER_TOKEN
+
+
+def in_tree_order(
+    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
+) -> list[tuple[TokenRange, int]]:
+    """Sequences so sorted that those with the longest common prefixes are neighbours, of all such orders the
+    one nearest to theirs; how many first tokens each shares with the one before. A tree of neighbours has
+    sum(length - shared) tokens.
+    """
+    nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
+    for node in reversed(nodes):
+        below = [*(number[child] for child in node.children), *(one.trajectory for one in node.ends)]
+        number[node] = min(below)
+        node.children.sort(key=number.__getitem__)
+    roots = sorted((node for node in nodes if node.parent is None), key=number.__getitem__)
+    ordered, todo, shared = list[tuple[TokenRange, int]](), roots[::-1], 0
+    while todo:
+        node = todo.pop()
+        shared = min(shared, node.first)
+        for one in sorted(node.ends, key=lambda one: one.trajectory):
+            ordered.append((one, shared))
+            shared = node.end
+        todo += reversed(node.children)
+    return ordered
 
 
 def lay_out(
@@ -149,29 +153,37 @@ def lay_out(
     """(layout with a row for each sequence, source_N, position_N): where each token stands in the arrays, and
     in its sequences. Above `max_tokens` all that can be shared is.
     """
-    ordered, shared = in_tree_order(sequences, token_ids)
-    nodes, last = _trie(ordered, shared)
-    nodes = _pruned(nodes)
+    nodes = _pruned(_trie(sequences, token_ids))
     if sum(node.length for node in nodes) > max_tokens:
-        nodes, last = _trie(ordered, shared)
+        nodes = _trie(sequences, token_ids)
     passes = _lay_paths(nodes)
     nodes.sort(key=lambda node: node.place)
     position_N = np.concatenate([np.arange(node.first, node.end) for node in nodes])
     starts, lengths = zip(*((node.sequence.start, node.length) for node in nodes), strict=True)
     source_N = position_N + np.repeat(starts, lengths)
+    last = {one: node for node in nodes for one in node.ends}
     rows = tuple(_runs_to(last[one]) for one in sequences)
     made = tuple(KernelPass(tuple(part), is_causal=index == 0) for index, part in enumerate(passes))
     return Layout(len(source_N), rows, made), source_N, position_N
 
 
-def _trie(ordered: list[TokenRange], shared: IntN) -> tuple[list[TreeNode], dict[TokenRange, TreeNode]]:
-    """Nodes, parents before their children, and the one that each sequence ends with."""
-    nodes, last = list[TreeNode](), dict[TokenRange, TreeNode]()
+def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> list[TreeNode]:
+    """Nodes, parents before their children."""
+
+    def sort_key(one: TokenRange) -> bytes:
+        """Bytes that sort as the numbers do."""
+        return token_ids[one.start : one.start + one.length].astype(">i4").tobytes()
+
+    ordered, shared = sorted(sequences, key=sort_key), np.zeros(len(sequences), np.int64)
+    for index, (one, other) in enumerate(zip(ordered, ordered[1:], strict=False)):
+        most = min(one.length, other.length)
+        differs = token_ids[one.start : one.start + most] != token_ids[other.start : other.start + most]
+        shared[index + 1] = np.argmax(differs) if differs.any() else most
+    nodes = list[TreeNode]()
     todo: list[tuple[int, int, int, TreeNode | None]] = [(0, len(ordered), 0, None)]
     while todo:
         low, high, depth, parent = todo.pop()
-        between = shared[low + 1 : high]
-        end = int(between.min()) if high - low > 1 else ordered[low].length
+        end = int(shared[low + 1 : high].min()) if high - low > 1 else ordered[low].length
         if end > depth:
             node = TreeNode(ordered[low], depth, end, parent)
             nodes.append(node)
@@ -180,12 +192,12 @@ def _trie(ordered: list[TokenRange], shared: IntN) -> tuple[list[TreeNode], dict
             depth, parent = end, node
         while low < high and ordered[low].length == end:
             assert parent is not None, "a sequence has tokens"
-            last[ordered[low]], parent.is_end = parent, True
+            parent.ends.append(ordered[low])
             low += 1
         if low < high:
             cuts = [low, *(np.flatnonzero(shared[low + 1 : high] == end) + low + 1).tolist(), high]
             todo += [(*pair, depth, parent) for pair in zip(cuts, cuts[1:], strict=False)]
-    return nodes, last
+    return nodes
 
 
 def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
@@ -198,10 +210,10 @@ def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
                 child.first, child.parent = node.first, node.parent
             if node.parent is not None:
                 node.parent.children += node.children
-                if not node.is_end:
+                if not node.ends:
                     node.parent.children.remove(node)
             node.children, node.behind = [], 0
-            if not node.is_end:
+            if not node.ends:
                 continue
         kept.append(node)
     return kept[::-1]
