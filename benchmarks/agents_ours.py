@@ -22,10 +22,10 @@ from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RoomError
-from asyncrl.http import child_arguments, die_with_parent
 from asyncrl.messages.records import Completion, SamplingRequest, VersionSpan
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.serving import child_arguments, die_with_parent
 
 MAX_PROMPT_TOKENS, MAX_TOKENS = 200_000, 256
 PROBE = 10

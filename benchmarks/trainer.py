@@ -1,27 +1,30 @@
-"""One optimizer step of the trainer (forward, backward, update) against TRL's GRPOTrainer as shipped, on the
-same batch.
+"""One optimizer step of the trainer (forward, backward, update) against TRL on the same batch: GRPOTrainer as
+shipped, and the prefix trees of its experimental AsyncGRPOTrainer.
 
     python benchmarks/trainer.py [--seconds S] [--model tiny|smollm2|all] [--groups G] [--checkpointing]
     [--device cpu] [--write]
 
-Each row is one batch of groups of 8 completions, prompts of 64 tokens. Both sides start from the same weights
-and get the same tokens, rewards, advantages and behaviour logprobs, and minimise the same loss (clip 0.2
-around the behaviour policy, mean over the batch's tokens); loss and gradient norm of the first step must
-agree, or the benchmark ends with an error. Each measurement is a fresh process with 2 threads, ours and TRL
-in turns, twice each; medians over all counted steps. What is counted stands at the head of trainer_ours.py
-and trainer_trl.py: ours is the whole call, TRL is spared what is not forward, backward, clipping or update.
-TRL runs at its best micro-batch size, found before by CPU seconds of one step each. Gradient checkpointing is
-off on both sides: TRL has it on by default, which is slower (--checkpointing turns it on for both). bfloat16
-is what each side takes it to be: TRL computes with float32 weights under autocast (bf16=True, its default).
+Two batches are groups of 8 completions, prompts of 64 tokens. Two are rollouts of an agent whose template
+drops the thoughts of earlier turns, so that each turn is a branch: 2.1 times the tokens of their prefix trees
+in 8 turns, 4.5 times in 20; there ours stands a second time, with every branch by itself. All sides start
+from the same weights and get the same tokens, rewards, advantages and behaviour logprobs, and minimise the
+same loss (clip 0.2 around the behaviour policy, mean over the batch's tokens); loss and gradient norm of the
+first step must agree, or the benchmark ends with an error. Each measurement is a fresh process with 2
+threads, the sides in turns, twice each; medians over all counted steps. What is counted stands at the head of
+trainer_ours.py, trainer_trl.py and trainer_trl_tree.py: ours is the whole call, TRL is spared what is not
+forward, backward, clipping or update, and building the trees. TRL runs at its best micro-batch size, found
+before by CPU seconds of one step each. Gradient checkpointing is off on all sides: TRL has it on by default,
+which is slower (--checkpointing turns it on for all). bfloat16 is what each side takes it to be: TRL computes
+with float32 weights under autocast (bf16=True, its default).
 
 CPU seconds are those of all threads; threads that wait sleep (OMP_WAIT_POLICY=PASSIVE), else waiting would
 count as work. MiB is the peak of resident memory above that after loading the model; on CUDA, of allocated
-memory. tok/s are the batch's tokens, prompts of every sequence included, by wall clock. MFU (CUDA only) is of
+memory. tok/s are the batch's tokens, those of every sequence, by wall clock. MFU (CUDA only) is of
 6 x parameters x these.
 
-The last line is TRL / ours in CPU seconds (CUDA: wall seconds) of the tiny model with long-tailed lengths.
-Targets: at least 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths, and never more
-memory than TRL.
+The last line is GRPOTrainer / ours in CPU seconds (CUDA: wall seconds) of the tiny model with long-tailed
+lengths. Targets: at least 3 there, 2.5 for SmolLM2 with long-tailed lengths, 1 with equal lengths and against
+the trees, and never more memory than TRL.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +47,18 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # read when torch is imported, here a
 
 import torch
 from report import options, reported
-from trainer_case import EQUAL_LENGTH, GROUP_SIZE, Case, long_tailed_lengths, make_batch, make_tiny
+from trainer_case import (
+    EQUAL_LENGTH,
+    GROUP_SIZE,
+    Case,
+    Pieces,
+    Row,
+    agents,
+    completions,
+    long_tailed_lengths,
+    make_batch,
+    make_tiny,
+)
 from transformers.utils.logging import disable_progress_bar
 
 HERE = Path(__file__).parent
@@ -50,6 +66,9 @@ THREADS = 2
 SMOLLM2 = HERE.parent / "models" / "smollm2-135m-instruct"
 ROUNDS = 2
 MICRO_BATCHES = {"tiny": [2, 4, 8, 16, 64], "SmolLM2-135M": [2, 4, 8]}
+"""Sequences a forward of TRL's GRPOTrainer."""
+BUDGETS = {"tiny": [1024, 2048, 4096, 8192], "SmolLM2-135M": [1024, 2048, 4096]}
+"""Tokens a forward of TRL's prefix trees."""
 TOLERANCE = {"float32": (1e-4, 1e-3), "bfloat16": (5e-3, 5e-2)}
 """Most difference of the loss, and of the gradient norm as a part of it. bfloat16 rounds logprobs by about
 0.01 on both sides.
@@ -115,21 +134,33 @@ def check_agreement(ours: Side, trl: Side, dtype: str) -> None:
         )
 
 
-def measure(model: str, case: Case, folder: Path) -> tuple[Side, Side, int]:
-    """Ours, TRL at its best micro-batch size, and that size."""
-    num_sequences = len(case.batch()[0].trajectories)
-    sizes = [size for size in MICRO_BATCHES[model] if size <= num_sequences]
+def best_size(side: str, case: Case, sizes: list[int], folder: Path) -> Case:
+    """The case with the micro-batch size at which one step of a peer costs least."""
     index = 0 if case.device == "cpu" else 1
-    costs = {
-        size: run_child("trl", replace(case, seconds=0, micro_batch=size), folder)["steps"][0][index]
-        for size in sizes
-    }
-    best = min(costs, key=costs.__getitem__)
-    ours, trl = [], []
+    cases = [replace(case, micro_batch=size) for size in sizes]
+    costs = [run_child(side, replace(one, seconds=0), folder)["steps"][0][index] for one in cases]
+    return cases[costs.index(min(costs))]
+
+
+def measure(model: str, case: Case, folder: Path, *, is_agent: bool) -> dict[str, Side]:
+    """Every side by what is printed before it, ours first; the peers at their best micro-batch sizes."""
+    longest = max(entry.end - entry.start for entry in case.batch()[0].trajectories)
+    budgets = [size for size in BUDGETS[model] if size >= longest]
+    trees = best_size("trl_tree", case, budgets, folder)
+    sides = {"ours": ("ours", case)}
+    if is_agent:
+        sides["ours, untangled"] = ("ours", replace(case, is_untangled=True))
+    else:
+        num_sequences = len(case.batch()[0].trajectories)
+        sizes = [size for size in MICRO_BATCHES[model] if size <= num_sequences]
+        plain = best_size("trl", case, sizes, folder)
+        sides[f"TRL, {plain.micro_batch} a forward"] = ("trl", plain)
+    sides[f"TRL's trees, {trees.micro_batch}"] = ("trl_tree", trees)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for _ in range(ROUNDS):
-        ours.append(run_child("ours", case, folder))
-        trl.append(run_child("trl", replace(case, micro_batch=best), folder))
-    return summary(ours), summary(trl), best
+        for name, (side, one) in sides.items():
+            found[name].append(run_child(side, one, folder))
+    return {name: summary(results) for name, results in found.items()}
 
 
 def find_models(chosen: str, folder: Path) -> dict[str, tuple[Path, str]]:
@@ -150,19 +181,33 @@ def utilisation(num_parameters: int, tokens_per_s: float) -> str:
     return "" if peak is None else f"{6 * num_parameters * tokens_per_s / peak:7.1%}"
 
 
-def print_rows(title: str, case: Case, pair: tuple[Side, Side], best: int, num_parameters: int) -> None:
-    """Both sides of one row, and the ratios."""
+def print_rows(title: str, case: Case, sides: dict[str, Side], num_parameters: int) -> None:
+    """All sides of one batch, and what each needs of what ours does."""
     num_tokens = len(case.batch()[1].token_ids)
-    for name, side in zip(("ours", f"TRL, {best} a forward"), pair, strict=True):
+    ours = sides["ours"]
+    for name, side in sides.items():
         rate = num_tokens / side.wall_s
         mfu = utilisation(num_parameters, rate) if case.device == "cuda" else ""
+        peak, times = side.peak_bytes, f"{side.cpu_s:>7.2f}{side.wall_s:>7.2f}{rate:>8.0f}"
+        ratios = side.cpu_s / ours.cpu_s, side.wall_s / ours.wall_s, peak / ours.peak_bytes
         print(
-            f"{title:<34}{name:<19}{side.cpu_s:>8.2f}{side.wall_s:>8.2f}{rate:>9.0f}{side.peak_bytes / 2**20:>8.0f}"  # noqa: E501
-            f"{side.loss:>11.6f}{side.grad_norm:>11.6f}{mfu}"
+            f"{title:<33}{name:<19}{times}{peak / 2**20:>6.0f}{side.loss:>11.6f}{side.grad_norm:>10.6f}"
+            f"{ratios[0]:>7.2f}{ratios[1]:>6.2f}{ratios[2]:>6.2f}{mfu}"
         )
-    ours, trl = pair
-    ratios = trl.cpu_s / ours.cpu_s, trl.wall_s / ours.wall_s, trl.peak_bytes / ours.peak_bytes
-    print(f"{'':<34}{'TRL / ours':<19}{ratios[0]:>8.2f}{ratios[1]:>8.2f}{'':>9}{ratios[2]:>8.2f}")
+
+
+def batches(num_groups: int) -> dict[str, Callable[[Pieces], list[Row]]]:
+    """Those of the table, by name."""
+    return {
+        f"{num_groups} x {GROUP_SIZE}, long-tailed": partial(
+            completions, lengths=long_tailed_lengths(num_groups)
+        ),
+        f"{num_groups} x {GROUP_SIZE}, equal": partial(
+            completions, lengths=[EQUAL_LENGTH] * (num_groups * GROUP_SIZE)
+        ),
+        "1 x 4, agent, 8 turns": partial(agents, num_turns=8, num_groups=1, group_size=4),
+        "1 x 2, agent, 20 turns": partial(agents, num_turns=20, num_groups=1, group_size=2),
+    }
 
 
 def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
@@ -172,19 +217,16 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
         f"{'on' if arguments.checkpointing else 'off'}, {arguments.device}"
     )
     print(
-        f"{'batch':<34}{'':<19}{'CPU s':>8}{'wall s':>8}{'tok/s':>9}{'MiB':>8}{'loss':>11}{'grad norm':>11}"
+        f"{'batch':<33}{'':<19}{'CPU s':>7}{'wall s':>7}{'tok/s':>8}{'MiB':>6}{'loss':>11}{'grad norm':>10}"
+        f"{'/ ours:':>7}{'wall':>6}{'MiB':>6}"
     )
     ratio = None
     for model, (path, dtype) in find_models(arguments.model, folder).items():
         is_slow = model != "tiny" and arguments.device == "cpu"
         num_groups = arguments.groups or (2 if is_slow else 8)
-        lengths = {
-            "long-tailed": long_tailed_lengths(num_groups),
-            "equal": [EQUAL_LENGTH] * (num_groups * GROUP_SIZE),
-        }
-        for name, each in lengths.items():
+        for name, rows in batches(num_groups).items():
             batch = folder / f"{model}-{name}"
-            blob, num_parameters = make_batch(str(path), each)
+            blob, num_parameters = make_batch(str(path), rows)
             batch.write_bytes(blob)
             case = Case(
                 model_path=str(path),
@@ -193,16 +235,16 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
                 device=arguments.device,
                 threads=THREADS,
                 checkpointing=arguments.checkpointing,
-                seconds=arguments.seconds / (2 * ROUNDS),
+                seconds=arguments.seconds / (3 * ROUNDS),
                 warm_up=0 if is_slow else 1,  # minutes a step: there is nothing to warm up beside them
             )
-            ours, trl, best = measure(model, case, folder)
-            print_rows(
-                f"{model}, {num_groups} x {GROUP_SIZE}, {name}", case, (ours, trl), best, num_parameters
-            )
-            check_agreement(ours, trl, dtype)
-            if (model, name) == ("tiny", "long-tailed"):
-                ratio = trl.cpu_s / ours.cpu_s if arguments.device == "cpu" else trl.wall_s / ours.wall_s
+            sides = measure(model, case, folder, is_agent="agent" in name)
+            print_rows(f"{model}, {name}", case, sides, num_parameters)
+            ours, peer, *_ = others = [*sides.values()]
+            for other in others[1:]:
+                check_agreement(ours, other, dtype)
+            if ratio is None and model == "tiny":
+                ratio = peer.cpu_s / ours.cpu_s if arguments.device == "cpu" else peer.wall_s / ours.wall_s
     if ratio is not None:
         print(f"ratio: {ratio:.2f}")
 

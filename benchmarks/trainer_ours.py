@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import Tensor
 from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_result
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.trainer.model import tree
+from asyncrl.trainer.model.tree import TokenRange
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 
@@ -53,9 +56,16 @@ def trl_advantage(reward_B: Tensor, group_B: Tensor) -> Tensor:  # noqa: N803
     return (centred_GS / (reward_GS.std(dim=1, keepdim=True) + 1e-4)).view(-1)
 
 
+def nothing_shared(sequences: Sequence[TokenRange], token_ids: object) -> list[tree.TreeNode]:
+    """Stands in for the tree: every sequence by itself."""
+    return [tree.TreeNode(one, 0, one.length, None, ends=[one]) for one in sequences]
+
+
 def main() -> None:
     """Train until the case's seconds are over."""
     case = Case.load(sys.argv[1])
+    if case.is_untangled:
+        tree._trie = nothing_shared
     header, arrays = case.batch()
     with tempfile.TemporaryDirectory() as folder:
         step, meter = TrainStep(make_spec(case, Path(folder))), Meter(case)

@@ -1,17 +1,19 @@
 """The benchmark of the optimizer step: its batch, its clock, and that both sides take the same step."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trainer
 import trainer_case
-from trainer_case import Case
+from trainer_case import Case, Pieces, Row
 
 
-def make_case(folder: Path, lengths: list[int]) -> Case:
+def make_case(folder: Path, rows: Callable[[Pieces], list[Row]], micro_batch: int) -> Case:
     model = trainer_case.make_tiny(folder / "model")
-    (folder / "batch").write_bytes(trainer_case.make_batch(str(model), lengths)[0])
+    (folder / "batch").write_bytes(trainer_case.make_batch(str(model), rows)[0])
     return Case(
         model_path=str(model),
         batch_path=str(folder / "batch"),
@@ -21,7 +23,7 @@ def make_case(folder: Path, lengths: list[int]) -> Case:
         checkpointing=False,
         seconds=0.0,
         warm_up=0,
-        micro_batch=4,
+        micro_batch=micro_batch,
     )
 
 
@@ -40,7 +42,20 @@ def test_sides_that_take_different_steps_end_the_benchmark():
 @pytest.mark.slow
 def test_both_sides_take_the_same_step_of_unequal_completions(tmp_path):
     pytest.importorskip("trl")
-    case = make_case(tmp_path, [3, 40, 7, 19, 1, 25, 11, 60, 2, 5, 33, 9, 14, 70, 6, 8])
+    lengths = [3, 40, 7, 19, 1, 25, 11, 60, 2, 5, 33, 9, 14, 70, 6, 8]
+    case = make_case(tmp_path, partial(trainer_case.completions, lengths=lengths), 4)
     ours, trl = (trainer.summary([trainer.run_child(side, case, tmp_path)]) for side in ("ours", "trl"))
     trainer.check_agreement(ours, trl, "float32")
     assert abs(trl.loss) > 1e-3
+
+
+@pytest.mark.slow
+def test_an_agents_branches_give_the_same_step_as_trees_untangled_and_in_trls_trees(tmp_path):
+    pytest.importorskip("trl")
+    rows = partial(trainer_case.agents, num_turns=4, num_groups=2, group_size=3)
+    case = make_case(tmp_path, rows, 1024)
+    sides = (("ours", case), ("ours", replace(case, is_untangled=True)), ("trl_tree", case))
+    ours, *others = (trainer.summary([trainer.run_child(side, one, tmp_path)]) for side, one in sides)
+    for other in others:
+        trainer.check_agreement(ours, other, "float32")
+    assert abs(ours.loss) > 1e-3

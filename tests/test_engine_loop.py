@@ -153,7 +153,7 @@ def test_all_that_runs_is_told_to_its_listener_at_once(folder: Path, monkeypatch
     while not plain[-1].done():
         engine.turn()
     told = [call.args[0] for call in listener.sampled.call_args_list]
-    assert [sorted(row.number for row in rows) for rows in told] == [[0, 1, 2]] * 29, "the first turn: two"
+    assert [sorted(row.number for row in rows) for rows in told] == [[0, 1, 2]] * 30
     for seed, answer in enumerate(plain):
         own = [row for rows in told for row in rows if row.number == seed]
         tokens = [token for row in own for token in row.token_ids.tolist()]

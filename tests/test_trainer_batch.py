@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.serving import Refused
-from asyncrl.trainer.model import packing
-from asyncrl.trainer.model.packing import mini_batches, pack, split_tokens
+from asyncrl.trainer.model import tree
+from asyncrl.trainer.model.dealing import Costs
+from asyncrl.trainer.model.packing import mini_batches, rank_micro_batches
 from asyncrl.trainer.model.policy import ForwardPlan
 from asyncrl.trainer.objective import check_batch, find_units, loss_tokens
+from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
 
 CREDITS = {"no credits": ("none",), "turns": ("turn",), "all kinds": ("none", "turn", "branch")}
@@ -100,7 +102,7 @@ def test_loss_and_gradient_are_those_of_a_plain_computation_branch_by_branch(
     is_packed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packing, "MIN_SHARED_TOKENS", 1)
+    monkeypatch.setattr(tree, "MIN_SHARED_TOKENS", 1)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     header, arrays = make_branch_batch(3, credits=CREDITS[credits])
     assert max(entry.branch for entry in header.trajectories) == 2
@@ -133,18 +135,16 @@ def test_every_sampled_token_is_in_one_unit_one_step_one_rank_and_one_micro_batc
     assert (units.unit_N[sampled] >= 0).all()
     steps = mini_batches(header, sampled, count)
     assert np.array_equal(np.sum(steps, axis=0), sampled)
-    shares = split_tokens(header, sampled, count)
-    assert np.array_equal(np.sum(shares, axis=0), sampled)
-    sequences = [slice(entry.start, entry.end) for entry in header.trajectories]
-    is_owner = np.array([[share[sequence].any() for sequence in sequences] for share in shares])
-    assert (is_owner.sum(axis=0) == 1).all(), "whole sequences"
-    lengths = np.array([sequence.stop - sequence.start for sequence in sequences])
-    loads = is_owner @ lengths
-    assert np.abs(loads - loads.mean()).max() <= lengths.max(), "no rank is off by more than one sequence"
     for chosen in steps:
-        micros = pack(header, arrays, chosen, max_tokens, torch.device("cpu"))
-        sources = np.concatenate([micro.source_M for micro in micros])
-        assert sources.tolist() == np.flatnonzero(chosen).tolist()
+        found, num_micros = list[int](), set[int]()
+        for rank in range(count):
+            ranks, cpu = Ranks(rank, count), torch.device("cpu")
+            micros = rank_micro_batches(header, arrays, chosen, max_tokens, cpu, ranks, Costs(0.01, 0.1))
+            num_micros.add(len(micros))
+            found += [place for micro, counts in micros if counts for place in micro.source_M.tolist()]
+            assert all(len(micro.source_M) == 1 for micro, counts in micros if not counts)
+        assert sorted(found) == np.flatnonzero(chosen).tolist()
+        assert len(num_micros) == 1, "or FSDP's collectives would not match"
 
 
 def test_advantages_of_units_follow_the_tokens_and_not_the_order_of_turns(make_step: MakeStep) -> None:

@@ -5,6 +5,7 @@ cut.
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.trainer.model import policy as policy_module
-from asyncrl.trainer.model.packing import MicroBatch, pack
+from asyncrl.trainer.model import tree
+from asyncrl.trainer.model.packing import MicroBatch, rank_micro_batches
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, head_scores
+from asyncrl.trainer.ranks import Ranks
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
 COMMON: dict[str, Any] = {**TINY_ARCHITECTURE, "vocab_size": 52, "initializer_range": 0.1}
@@ -56,19 +59,25 @@ def make_model(kind: str = "qwen3", dtype: torch.dtype = torch.float32, **change
 Found = tuple[Tensor, dict[str, Tensor]]
 
 
-def run(policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0) -> Found:
+def run(
+    policy: Policy, groups: Rows, max_tokens: int = 10**6, temperature: float = 1.0, num_ranks: int = 1
+) -> Found:
     """Logprobs in the batch's order, and gradients of their sum weighted by 1, 2, 3, ...: one backward pass a
-    micro-batch.
+    micro-batch, of one rank after the other.
     """
     header, arrays = batch_of(groups)
     policy.zero_grad()
     places = np.cumsum(arrays.loss_mask)
-    found = []
-    for micro in pack(header, arrays, arrays.loss_mask, max_tokens, torch.device("cpu")):
+    found_N = torch.zeros(len(places), dtype=torch.float64)
+    given = (header, arrays, arrays.loss_mask, max_tokens, torch.device("cpu"))
+    ranks = [Ranks(rank, num_ranks) for rank in range(num_ranks)]
+    for micro, counts in (one for rank in ranks for one in rank_micro_batches(*given, rank, policy.costs)):
         logprob_M, *_ = policy(micro, temperature)
+        if not counts:
+            continue
         (logprob_M * torch.from_numpy(places[micro.source_M])).sum().backward()
-        found.append(logprob_M.detach())
-    return torch.cat(found), gradients(policy.model)
+        found_N[micro.source_M] = logprob_M.detach().double()
+    return found_N[arrays.loss_mask], gradients(policy.model)
 
 
 def run_plain(model: Any, groups: Rows, temperature: float = 1.0) -> Found:
@@ -131,13 +140,20 @@ def test_others_are_found_out_logged_and_run_alone(kind: str, caplog: pytest.Log
     assert_same(run(policy, GROUPS), expected, 1e-4)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(trees(), st.sampled_from([1, 40, 10**6]))
-def test_any_tree_and_any_cut_give_plain_gradients(groups: Rows, max_tokens: int) -> None:
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(trees(), st.sampled_from([1, 40, 10**6]), st.integers(1, 3), st.booleans())
+def test_any_tree_any_cut_and_any_number_of_ranks_give_plain_gradients(
+    groups: Rows, max_tokens: int, num_ranks: int, shares_all: bool
+) -> None:
+    """Each token has a weight of its own in each sequence, also where sequences share it."""
     assume(any(any(mask) for rows in groups for _, mask in rows))
     model = make_model(dtype=torch.float64)
     expected = run_plain(model, groups)
-    assert_same(run(Policy(model, ForwardPlan(True, True)), groups, max_tokens), expected, 1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        if shares_all:
+            patch.setattr(tree, "MIN_SHARED_TOKENS", -math.inf)
+        policy = Policy(model, ForwardPlan(True, True))
+        assert_same(run(policy, groups, max_tokens, num_ranks=num_ranks), expected, 1e-6)
 
 
 def test_a_window_shorter_than_a_sequence_makes_its_micro_batch_run_alone() -> None:

@@ -151,17 +151,18 @@ def naive(model: Any, header: BatchHeader, arrays: BatchArrays, temperature: flo
 
 @st.composite
 def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
-    """Random groups whose sequences leave a common trunk anywhere, with loss on any tokens but the first, or
-    on none.
+    """Random groups whose sequences leave a common trunk or one another anywhere, with loss on any tokens but
+    the first, or on none.
     """
     groups: Rows = []
     for _ in range(draw(st.integers(1, 3))):
         rng = np.random.default_rng(draw(st.integers(0, 2**16)))
         trunk = rng.integers(0, vocab, 40).tolist()
-        rows = []
-        for _ in range(draw(st.integers(1, 4))):
-            stem, own = draw(st.integers(1, 40)), draw(st.integers(0, 30))
-            ids = trunk[:stem] + rng.integers(0, vocab, own).tolist()
+        rows = list[tuple[list[int], list[bool]]]()
+        for _ in range(draw(st.integers(1, 5))):
+            before = draw(st.sampled_from([trunk, trunk, *(ids for ids, _ in rows)]))
+            stem, own = draw(st.integers(1, len(before))), draw(st.integers(0, 30))
+            ids = before[:stem] + rng.integers(0, vocab, own).tolist()
             start = draw(st.integers(1, len(ids)))
             is_drawn = rng.random(len(ids)) < draw(st.sampled_from([0.3, 1.0]))
             rows.append((ids, ((np.arange(len(ids)) >= start) & is_drawn).tolist()))

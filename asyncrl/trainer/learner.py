@@ -184,7 +184,9 @@ class Learner:
         plan, max_tokens = self.policy.plan, self.spec.trainer.micro_batch_tokens
         if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
             max_tokens = 1  # each sequence alone, so that each micro-batch is one forward pass on every rank
-        return rank_micro_batches(header, arrays, has_loss, max_tokens, self.device, self.ranks)
+        return rank_micro_batches(
+            header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs
+        )
 
     def _optimizer_step(
         self, batch: BatchNumbers, chosen: BoolN, taken: BatchTotals, *, is_first: bool

@@ -25,7 +25,8 @@ from asyncrl.algorithms.registry import WHOLE_BATCH, resolve
 from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import BatchArrays, BatchHeader, Credit
 from asyncrl.serving import Refused
-from asyncrl.trainer.model.packing import BoolN, IntN, MicroBatch
+from asyncrl.trainer.model.packing import BoolN, MicroBatch
+from asyncrl.trainer.model.tree import IntN
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.user_code import load_advantage, load_loss
 

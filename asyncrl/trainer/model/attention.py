@@ -1,9 +1,10 @@
-"""Attention over packed tokens: no padding, and a prefix that sequences share is there once.
+"""Attention over packed tokens: no padding, and tokens that sequences share are there once.
 
-Own tokens of a family attend to two sets of keys: causally to those of their own sequence, and to all of the
-prefix. The two results are merged by their log-sum-exps, which is exact. In the backward pass each part's
-flash kernel is given the merged output and the merged log-sum-exp: softmax probabilities and the row sums of
-grad * output are then those of the whole, so that the parts' gradients add up to the exact one.
+Tokens of a path attend to several sets of keys: causally to those of their own path, and to all of the paths
+before it, up to where it left them (tree.py). The results are merged by their log-sum-exps, which is exact.
+In the backward pass each part's flash kernel is given the merged output and the merged log-sum-exp: softmax
+probabilities and the row sums of grad * output are then those of the whole, so that the parts' gradients add
+up to the exact one.
 
 The kernels are flash attention on the CPU and, for bfloat16 and float16, on CUDA; elsewhere plain SDPA runs
 sequence by sequence. Grouped-query heads (K < H) are never expanded. Registered with transformers as
@@ -12,7 +13,8 @@ ATTENTION; a model's layers reach it with the keyword `packed_layout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.trainer.model.packing import KernelPass, Layout
+from asyncrl.trainer.model.tree import KernelPass, Layout
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -79,17 +81,66 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, 
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-    """The same by SDPA and autograd, each sequence with its own copy of the prefix's keys. For any device and
-    dtype.
+    """The same by SDPA and autograd: the last stretch of each sequence, with its own copy of the keys before.
+    For any device and dtype.
     """
     output = torch.empty_like(query)
-    for prefix_start, prefix, own_start, own in layout.rows:
-        places = [*range(prefix_start, prefix_start + prefix), *range(own_start, own_start + own)]
-        here, keys, values = (tensor[:, :, places] for tensor in (query, key, value))
-        output[:, :, places] = functional.scaled_dot_product_attention(
-            here, keys, values, is_causal=True, scale=scale, enable_gqa=True
+    for runs in layout.rows:
+        own = slice(runs[-1][0], sum(runs[-1]))
+        keys, values = (
+            torch.cat([tensor[:, :, start : start + length] for start, length in runs], 2)
+            for tensor in (key, value)
+        )
+        num_queries, num_keys = runs[-1][1], keys.shape[2]
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        output[:, :, own] = functional.scaled_dot_product_attention(
+            query[:, :, own],
+            keys,
+            values,
+            attn_mask=seen.tril(num_keys - num_queries),
+            scale=scale,
+            enable_gqa=True,
         )
     return output
+
+
+Places = slice | Tensor
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of a flash kernel: the tokens `queries` attend to the tokens `keys`, sequence by sequence of
+    these lengths.
+    """
+
+    queries: Places
+    keys: Places
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    is_causal: bool
+
+
+@lru_cache(maxsize=256)
+def _calls(part: KernelPass, device: torch.device, *, is_one: bool) -> tuple[KernelCall, ...]:
+    """Made once for all layers: a call for each piece, on views, or one for all of them, on tokens that are
+    gathered first.
+    """
+    queries = [slice(piece.query, piece.query + piece.num_queries) for piece in part.pieces]
+    keys = [slice(piece.key, piece.key + piece.num_keys) for piece in part.pieces]
+    sizes = [(piece.num_queries, piece.num_keys) for piece in part.pieces]
+    if is_one:
+        query_lengths, key_lengths = zip(*sizes, strict=True)
+        places = _gathered(queries, device), _gathered(keys, device)
+        return (KernelCall(*places, query_lengths, key_lengths, part.is_causal),)
+    made = zip(queries, keys, sizes, strict=True)
+    return tuple(KernelCall(own, seen, (one,), (other,), part.is_causal) for own, seen, (one, other) in made)
+
+
+def _gathered(places: list[slice], device: torch.device) -> Places:
+    """Their places in order: a slice, if they lie side by side."""
+    if all(one.stop == other.start for one, other in zip(places, places[1:], strict=False)):
+        return slice(places[0].start, places[-1].stop)
+    return torch.cat([torch.arange(place.start, place.stop) for place in places]).to(device)
 
 
 class _Packed(torch.autograd.Function):
@@ -98,84 +149,88 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         run = _forward_cuda if query.is_cuda else _forward_cpu
-        segments, *families = layout.passes
-        output, logsum = run((query, key, value), segments, scale)
-        for part in families:
-            own, keys = part.queries, part.keys
-            wide, wide_logsum = run((query[:, :, own], key[:, :, keys], value[:, :, keys]), part, scale)
-            weight = torch.sigmoid(wide_logsum - logsum[:, :, own])[..., None]
-            output[:, :, own] = torch.lerp(output[:, :, own].to(weight.dtype), wide.to(weight.dtype), weight)
-            logsum[:, :, own] = torch.logaddexp(logsum[:, :, own], wide_logsum)
+        output = torch.empty_like(query)
+        logsum = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        for call in _calls_of(layout, query.device):
+            own, keys = call.queries, call.keys
+            found, found_logsum = run((query[:, :, own], key[:, :, keys], value[:, :, keys]), call, scale)
+            if not call.is_causal:  # of tokens that the calls before have been at
+                before, before_logsum = output[:, :, own], logsum[:, :, own]
+                weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
+                found = torch.lerp(before.to(weight.dtype), found.to(weight.dtype), weight)
+                found_logsum = torch.logaddexp(before_logsum, found_logsum)
+            output[:, :, own] = found
+            logsum[:, :, own] = found_logsum
         ctx.save_for_backward(query, key, value, output, logsum)
-        ctx.passes, ctx.scale = layout.passes, scale
+        ctx.layout, ctx.scale = layout, scale
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsum = ctx.saved_tensors
         run = _backward_cuda if query.is_cuda else _backward_cpu
-        segments, *families = ctx.passes
-        totals = run((grads[0], query, key, value, output), logsum, segments, ctx.scale)
-        for part in families:
-            own, keys = part.queries, part.keys
+        # What many sequences share gets many gradients: they are added up in float32.
+        is_sum = len(ctx.layout.passes) > 1
+        wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
+        totals = [torch.empty_like(tensor, dtype=wide) for tensor in (query, key, value)]
+        for call in _calls_of(ctx.layout, query.device):
+            own, keys = call.queries, call.keys
             places = (own, own, keys, keys, own)
             pairs = zip((grads[0], query, key, value, output), places, strict=True)
             tensors = tuple(tensor[:, :, place] for tensor, place in pairs)
-            found = run(tensors, logsum[:, :, own], part, ctx.scale)
+            found = run(tensors, logsum[:, :, own], call, ctx.scale)
             for total, more, place in zip(totals, found, (own, keys, keys), strict=True):
-                total[:, :, place] += more
-        return *totals, None, None
+                if call.is_causal:
+                    total[:, :, place] = more
+                elif isinstance(place, slice):
+                    total[:, :, place] += more
+                else:
+                    total.index_add_(2, place, more.to(wide))
+        return *(total.to(query.dtype) for total in totals), None, None
 
 
-def _forward_cpu(tensors: tuple[Tensor, ...], part: KernelPass, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [1, H, N, D] and log-sum-exp [1, H, N] of query, key, value: one sequence after the other."""
-    queries, keys = part.query_lengths, part.key_lengths
-    pieces = _pieces(tensors, (queries, keys, keys))
-    outputs, logsums = zip(*(_flash(*one, 0.0, part.is_causal, scale=scale) for one in pieces), strict=True)
-    return torch.cat(outputs, 2), torch.cat(logsums, 2)
+def _calls_of(layout: Layout, device: torch.device) -> Iterator[KernelCall]:
+    for part in layout.passes:
+        yield from _calls(part, device, is_one=device.type != "cpu")
+
+
+def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [1, H, Q, D] and log-sum-exp [1, H, Q] of query, key, value."""
+    return _flash(*tensors, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
 
 
 def _backward_cpu(
-    tensors: tuple[Tensor, ...], logsum: Tensor, part: KernelPass, scale: float
+    tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value; tensors are the output's gradient, query, key, value, output."""
-    queries, keys = part.query_lengths, part.key_lengths
-    pieces = _pieces((*tensors, logsum), (queries, queries, keys, keys, queries, queries))
-    found = (_flash_backward(*one, 0.0, part.is_causal, scale=scale) for one in pieces)
-    return tuple(torch.cat(gradients, 2) for gradients in zip(*found, strict=True))
+    return _flash_backward(*tensors, logsum, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
 
 
-def _pieces(tensors: tuple[Tensor, ...], lengths: tuple[Sequence[int], ...]) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors sequence by sequence, each cut into its own lengths."""
-    cut = (torch.split(tensor, list(sizes), 2) for tensor, sizes in zip(tensors, lengths, strict=True))
-    return zip(*cut, strict=True)
-
-
-def _forward_cuda(tensors: tuple[Tensor, ...], part: KernelPass, scale: float) -> tuple[Tensor, Tensor]:
+def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
     """As _forward_cpu, all sequences in one launch."""
     rows = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors)
-    output, logsum, *_ = _varlen(*rows, *_lengths(part, tensors[0].device), False, scale=scale)
+    output, logsum, *_ = _varlen(*rows, *_lengths(call, tensors[0].device), False, scale=scale)
     return output.transpose(0, 1)[None], logsum[None]
 
 
 def _backward_cuda(
-    tensors: tuple[Tensor, ...], logsum: Tensor, part: KernelPass, scale: float
+    tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
     """As _backward_cpu, all sequences in one launch."""
     rows, device = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors), logsum.device
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
-    logsum, lengths = logsum[0].contiguous(), _lengths(part, device)
+    logsum, lengths = logsum[0].contiguous(), _lengths(call, device)
     gradients = _varlen_backward(*rows, logsum, *lengths, *no_dropout, scale=scale)
     return tuple(gradient.transpose(0, 1)[None] for gradient in gradients)
 
 
-def _lengths(part: KernelPass, device: torch.device) -> tuple[Any, ...]:
+def _lengths(call: KernelCall, device: torch.device) -> tuple[Any, ...]:
     """Ends of the sequences, the longest ones, dropout, and whether attention is causal."""
-    queries, keys = part.query_lengths, part.key_lengths
-    return _ends(queries, device), _ends(keys, device), max(queries), max(keys), 0.0, part.is_causal
+    queries, keys = call.query_lengths, call.key_lengths
+    return _ends(queries, device), _ends(keys, device), max(queries), max(keys), 0.0, call.is_causal
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [len + 1] on the device: made once for all layers."""
     return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)

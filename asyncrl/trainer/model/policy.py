@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError
+from asyncrl.trainer.model.dealing import costs_of
 from asyncrl.trainer.model.packing import MicroBatch, pack_texts
+from asyncrl.trainer.model.tree import places_of
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -182,6 +184,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.plan = find_plan(model) if plan is None else plan
+        self.costs = costs_of(model)
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
         if not self.plan.is_packed:
@@ -192,14 +195,15 @@ class Policy(nn.Module):
         """Of the micro-batch's loss tokens."""
         window, layout = self.plan.window, micro.layout
         if self.plan.is_packed and (window is None or layout.longest <= window):
-            return self._scores(packed_inputs(micro), micro.predict_M, micro.target_M, temperature)
+            scores = self._scores(packed_inputs(micro), micro.predict_U, micro.target_U, temperature)
+            return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
         found = []
-        for index, (prefix_start, prefix, own_start, own) in enumerate(layout.rows):
-            places = [*range(prefix_start, prefix_start + prefix), *range(own_start, own_start + own)]
-            chosen = (micro.sequence_M == index).nonzero()[:, 0]
-            column_M = micro.position_N[micro.predict_M[chosen]]
+        for index, runs in enumerate(layout.rows):
+            places = torch.from_numpy(places_of(runs)).to(micro.token_ids_N.device)
+            pair = micro.pair_M[micro.sequence_M == index]
+            column_M = micro.position_N[micro.predict_U[pair]]
             inputs = {"input_ids": micro.token_ids_N[places][None]}
-            found.append(self._scores(inputs, column_M, micro.target_M[chosen], temperature))
+            found.append(self._scores(inputs, column_M, micro.target_U[pair], temperature))
         return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def _scores(
@@ -275,9 +279,9 @@ def find_plan(model: Any) -> ForwardPlan:
     finally:
         model.set_attn_implementation(before)
     distances = []
-    for (prefix_start, shared, own_start, own), plain_TD in zip(micro.layout.rows, expected, strict=True):
-        parts = hidden_ND[prefix_start : prefix_start + shared], hidden_ND[own_start : own_start + own]
-        distances.append((torch.cat(parts).float() - plain_TD).norm(dim=-1) / plain_TD.norm(dim=-1))
+    for runs, plain_TD in zip(micro.layout.rows, expected, strict=True):
+        distance_TD = hidden_ND[places_of(runs)].float() - plain_TD
+        distances.append(distance_TD.norm(dim=-1) / plain_TD.norm(dim=-1))
     difference = float(torch.cat(distances).mean())
     # Mean distance, in units of the hidden state. Measured: 2e-7 in float32, 3e-3 in bfloat16, 0.3 and more
     # if tokens mix.

@@ -1,0 +1,176 @@
+"""Deals the sequences of an optimizer step to the micro-batches of all ranks.
+
+FSDP's collectives make the ranks run in lockstep: micro-step by micro-step all wait for the slowest. So what
+counts is the sum over the micro-steps of the costliest micro-batch of each, and it is small where there are
+few micro-steps and those of one step cost the same. Every rank finds the same plan for itself.
+
+1. First-fit decreasing by tokens says how few micro-batches hold everything.
+2. Longest processing time first (Graham 1969) deals the same, by cost, into as many micro-batches, rounded up
+   to whole micro-steps: the costliest goes where the sum is then least. Should something not fit, the plan of
+   1 stays.
+3. Sorted by cost, neighbours make a micro-step.
+
+What is dealt are bundles: neighbours in a group's prefix tree, which share the most. Small bundles are dealt
+evenly and large ones share more: the size with the least sum is taken. One rank has nothing to balance: there
+it is 1, with whole groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.trainer.model.tree import TokenRange, in_tree_order
+
+BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
+"""Bundles are cut to so small a part of a micro-batch; the last is a sequence each."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Floating point operations of each key of a query, and of the output head for a loss token, as a part of
+    those of a token in all linear layers.
+    """
+
+    key: float
+    loss_token: float
+
+    def of(self, length: int, shared: int, num_loss: int) -> float:
+        """A sequence whose first tokens are there already."""
+        num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
+        return length - shared + self.key * num_pairs + self.loss_token * num_loss
+
+
+def costs_of(model: Any) -> Costs:
+    """From the sizes of a Hugging Face model. Experts count as if every token went to all of them."""
+    config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
+    head = getattr(model.get_output_embeddings(), "weight", embedding)
+    embeddings = {id(weight): weight.numel() for weight in (head, embedding)}
+    num_linear = max(sum(weight.numel() for weight in model.parameters()) - sum(embeddings.values()), 1)
+    num_heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
+    # A weight is one multiplication and one addition; a key two of each, for its score and for its value.
+    return Costs(2 * config.num_hidden_layers * num_heads * head_dim / num_linear, head.numel() / num_linear)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Sequences of a group that stay together. `common_*`: of the first tokens of all of the group."""
+
+    group: int
+    sequences: tuple[TokenRange, ...]
+    num_tokens: int
+    cost: float
+    common_tokens: int
+    common_cost: float
+
+
+@dataclass
+class Bin:
+    """The bundles of one micro-batch."""
+
+    sequences: list[TokenRange] = field(default_factory=list)
+    cost: float = 0.0
+
+
+class GroupTree:
+    """Sequences of a group in tree order, ready to be cut into bundles."""
+
+    def __init__(
+        self, number: int, group: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], costs: Costs
+    ) -> None:
+        self._number, self._costs = number, costs
+        self._ordered, self._shared = zip(*in_tree_order(group, token_ids), strict=True)
+        self._common = min(self._shared[1:], default=0)
+        self.num_tokens = sum(one.length for one in self._ordered) - sum(self._shared)
+        self.cost = sum(map(self._cost, range(len(self._ordered)), self._shared))
+
+    def _cost(self, index: int, shared: int) -> float:
+        one = self._ordered[index]
+        return self._costs.of(one.length, shared, one.num_loss)
+
+    def cut(self, max_tokens: float, max_cost: float) -> list[Bundle]:
+        """Bundles of at most so many tokens and so much cost each; a sequence that has more is alone."""
+        cuts, tokens, cost = list[tuple[int, int, float]](), 0, 0.0
+        for index, shared in enumerate(self._shared):
+            one = self._ordered[index]
+            more_tokens, more_cost = tokens + one.length - shared, cost + self._cost(index, shared)
+            if index == 0 or more_tokens > max_tokens or more_cost > max_cost:
+                cuts.append((index, 0, 0.0))
+                more_tokens, more_cost = one.length, self._cost(index, 0)
+            tokens, cost = more_tokens, more_cost
+            cuts[-1] = (cuts[-1][0], tokens, cost)
+        ends = [first for first, *_ in cuts[1:]] + [len(self._ordered)]
+        common = self._common, self._costs.of(self._common, 0, 0)
+        return [
+            Bundle(self._number, self._ordered[first:end], tokens, cost, *common)
+            for (first, tokens, cost), end in zip(cuts, ends, strict=True)
+        ]
+
+
+def deal(
+    groups: Sequence[Sequence[TokenRange]],
+    token_ids: npt.NDArray[np.int32],
+    costs: Costs,
+    max_tokens: int,
+    num_ranks: int,
+) -> list[list[list[TokenRange]]]:
+    """The sequences of each rank in each micro-step, at most `max_tokens` packed tokens or a single sequence;
+    none where there is nothing left.
+    """
+    if not groups:
+        return []
+    trees = [GroupTree(number, group, token_ids, costs) for number, group in enumerate(groups)]
+    if num_ranks == 1:
+        whole = [bundle for tree in trees for bundle in tree.cut(max_tokens, math.inf)]
+        return [[one.sequences] for one in _first_fit(whole, max_tokens)]
+    num_bins = num_ranks * math.ceil(sum(tree.num_tokens for tree in trees) / (num_ranks * max_tokens))
+    share = sum(tree.cost for tree in trees) / num_bins
+    plans = [_plan(trees, max_tokens, share / size, num_ranks) for size in BUNDLE_SIZES]
+    # Sorted by cost, the first of each micro-step is what the others wait for.
+    steps = min(plans, key=lambda plan: sum(step[0].cost for step in plan))
+    return [[one.sequences for one in step] for step in steps]
+
+
+def _plan(trees: list[GroupTree], max_tokens: int, max_cost: float, num_ranks: int) -> list[list[Bin]]:
+    bundles = [bundle for tree in trees for bundle in tree.cut(max_tokens, max_cost)]
+    bins = _first_fit(bundles, max_tokens)
+    num_bins = num_ranks * math.ceil(len(bins) / num_ranks)
+    bins = _place(bundles, num_bins, max_tokens, by_cost=True) or bins
+    bins.sort(key=lambda one: -one.cost)
+    bins += [Bin() for _ in range(num_bins - len(bins))]
+    return [bins[first : first + num_ranks] for first in range(0, num_bins, num_ranks)]
+
+
+def _first_fit(bundles: list[Bundle], max_tokens: int) -> list[Bin]:
+    """First-fit decreasing. Any two bins hold more than `max_tokens`: else the second had not been begun."""
+    most = 2 * sum(bundle.num_tokens for bundle in bundles) // max_tokens + 1
+    bins = _place(bundles, min(most, len(bundles)), max_tokens, by_cost=False)
+    assert bins is not None
+    return bins
+
+
+def _place(bundles: list[Bundle], num_bins: int, max_tokens: int, *, by_cost: bool) -> list[Bin] | None:
+    """The bins that are filled: largest first, each into the first that has room, or the one that then costs
+    least. None if one has room nowhere. What a group shares counts once a bin.
+    """
+    tokens_B, cost_B = np.zeros(num_bins, np.int64), np.zeros(num_bins)
+    is_there_GB = np.zeros((max(bundle.group for bundle in bundles) + 1, num_bins), np.bool_)
+    bins = [Bin() for _ in range(num_bins)]
+    for bundle in sorted(bundles, key=lambda one: -one.cost if by_cost else -one.num_tokens):
+        is_there_B = is_there_GB[bundle.group]
+        tokens_then_B = tokens_B + bundle.num_tokens - is_there_B * bundle.common_tokens
+        cost_then_B = cost_B + bundle.cost - is_there_B * bundle.common_cost
+        has_room_B = (tokens_then_B <= max_tokens) | (tokens_B == 0)
+        if not has_room_B.any():
+            return None
+        best = int(np.argmin(np.where(has_room_B, cost_then_B, np.inf)) if by_cost else np.argmax(has_room_B))
+        bins[best].sequences += bundle.sequences
+        tokens_B[best], cost_B[best], is_there_B[best] = tokens_then_B[best], cost_then_B[best], True
+        bins[best].cost = float(cost_then_B[best])
+    return [one for one in bins if one.sequences]

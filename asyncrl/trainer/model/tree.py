@@ -1,0 +1,260 @@
+"""Lays the sequences of a micro-batch out as prefix trees, so that a token that several of them share is
+computed once.
+
+A node is a run of tokens without a branch. Each node is followed by its largest child, and that by its own:
+such a path is one stretch of tokens, which attends causally to itself. Every smaller child begins a path of
+its own further on, and all that hangs on it attends also to the path that it left, up to where it left:
+
+    [path 1 ..........................][path 2, which left 1 after a][path 3, left 2 after b][path 4, left 1]
+                                        keys 1[:a] .................................          keys 1[:c]
+
+So each query has its ancestors as keys and nothing else, every set of keys is one stretch, and there are few:
+a child that is not the largest holds at most half of its parent's tokens, so no token has left more than
+log2(N) paths (heavy paths: Sleator and Tarjan 1983, "A data structure for dynamic trees"). The rollouts of a
+prompt are one path each; so is the history of an agent whose template drops earlier thoughts, and each
+thought leaves it.
+
+A branch costs an attention pass over the tokens behind it that leave the path. Where that is more than it
+saves, the shared tokens are laid out for each of its children: two rollouts that begin with the same word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+IntN = npt.NDArray[np.int64]
+
+MIN_SHARED_TOKENS, QUERIES_PER_TOKEN = 8, 24
+"""Tokens that a branch must save: so many, and one for each so many that get another attention pass. Measured
+on the CPU: less does not pay for the calls of the pass, and for merging its result.
+"""
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """A sequence with a loss token: tokens [start, start + length) of the arrays are read, the last loss
+    token, at `length`, is predicted alone. `num_loss` loss tokens, the first of them at `first`.
+    """
+
+    trajectory: int
+    start: int
+    length: int
+    group: int
+    first: int
+    num_loss: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One call of an attention kernel: of the tokens from `query` on to those from `key` on."""
+
+    query: int
+    num_queries: int
+    key: int
+    num_keys: int
+
+
+@dataclass(frozen=True)
+class KernelPass:
+    """Calls whose queries do not overlap; causal ones are of a path to itself."""
+
+    pieces: tuple[Piece, ...]
+    is_causal: bool
+
+
+Runs = tuple[tuple[int, int], ...]
+"""(start, length) of the stretches in which the tokens of a sequence stand, in its order."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How attention connects the N tokens, the same for every layer: each path to itself, then pass by pass
+    to those that it has left. `rows`: the stretches of each sequence.
+    """
+
+    num_tokens: int
+    rows: tuple[Runs, ...]
+    passes: tuple[KernelPass, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(sum(length for _, length in runs) for runs in self.rows)
+
+
+def places_of(runs: Runs) -> IntN:
+    """Where each token of a sequence stands."""
+    return np.concatenate([np.arange(start, start + length) for start, length in runs])
+
+
+@dataclass(eq=False)
+class TreeNode:
+    """Tokens [first, end) of `sequence`, and of every sequence that ends below."""
+
+    sequence: TokenRange
+    first: int
+    end: int
+    parent: TreeNode | None
+    children: list[TreeNode] = field(default_factory=list)
+    ends: list[TokenRange] = field(default_factory=list)
+    """The sequences that end with it."""
+    behind: int = 0
+    """Tokens of all nodes below it."""
+    place: int = 0
+    path: int = 0
+    """Where its tokens begin, and where its path does."""
+    left: TreeNode | None = None
+    """The node of another path that its path begins after."""
+
+    @property
+    def length(self) -> int:
+        """Its own tokens."""
+        return self.end - self.first
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether its tokens once and another pass are cheaper than its tokens for each of its children."""
+        saved = self.length * (len(self.children) + bool(self.ends) - 1)
+        num_queries = self.behind - max(child.length + child.behind for child in self.children)
+        return saved >= MIN_SHARED_TOKENS + num_queries / QUERIES_PER_TOKEN
+
+
+def in_tree_order(
+    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]
+) -> list[tuple[TokenRange, int]]:
+    """Sequences so sorted that those with the longest common prefixes are neighbours, of all such orders the
+    one nearest to theirs; how many first tokens each shares with the one before. A tree of neighbours has
+    sum(length - shared) tokens.
+    """
+    nodes, number = _trie(sequences, token_ids), dict[TreeNode, int]()
+    for node in reversed(nodes):
+        below = [*(number[child] for child in node.children), *(one.trajectory for one in node.ends)]
+        number[node] = min(below)
+        node.children.sort(key=number.__getitem__)
+    roots = sorted((node for node in nodes if node.parent is None), key=number.__getitem__)
+    ordered, todo, shared = list[tuple[TokenRange, int]](), roots[::-1], 0
+    while todo:
+        node = todo.pop()
+        shared = min(shared, node.first)
+        for one in sorted(node.ends, key=lambda one: one.trajectory):
+            ordered.append((one, shared))
+            shared = node.end
+        todo += reversed(node.children)
+    return ordered
+
+
+def lay_out(
+    sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32], max_tokens: int
+) -> tuple[Layout, IntN, IntN]:
+    """(layout with a row for each sequence, source_N, position_N): where each token stands in the arrays, and
+    in its sequences. Above `max_tokens` all that can be shared is.
+    """
+    nodes = _pruned(_trie(sequences, token_ids))
+    if sum(node.length for node in nodes) > max_tokens:
+        nodes = _trie(sequences, token_ids)
+    passes = _lay_paths(nodes)
+    nodes.sort(key=lambda node: node.place)
+    position_N = np.concatenate([np.arange(node.first, node.end) for node in nodes])
+    starts, lengths = zip(*((node.sequence.start, node.length) for node in nodes), strict=True)
+    source_N = position_N + np.repeat(starts, lengths)
+    last = {one: node for node in nodes for one in node.ends}
+    rows = tuple(_runs_to(last[one]) for one in sequences)
+    made = tuple(KernelPass(tuple(part), is_causal=index == 0) for index, part in enumerate(passes))
+    return Layout(len(source_N), rows, made), source_N, position_N
+
+
+def _trie(sequences: Sequence[TokenRange], token_ids: npt.NDArray[np.int32]) -> list[TreeNode]:
+    """Nodes, parents before their children."""
+
+    def sort_key(one: TokenRange) -> bytes:
+        """Bytes that sort as the numbers do."""
+        return token_ids[one.start : one.start + one.length].astype(">i4").tobytes()
+
+    ordered, shared = sorted(sequences, key=sort_key), np.zeros(len(sequences), np.int64)
+    for index, (one, other) in enumerate(zip(ordered, ordered[1:], strict=False)):
+        most = min(one.length, other.length)
+        differs = token_ids[one.start : one.start + most] != token_ids[other.start : other.start + most]
+        shared[index + 1] = np.argmax(differs) if differs.any() else most
+    nodes = list[TreeNode]()
+    todo: list[tuple[int, int, int, TreeNode | None]] = [(0, len(ordered), 0, None)]
+    while todo:
+        low, high, depth, parent = todo.pop()
+        end = int(shared[low + 1 : high].min()) if high - low > 1 else ordered[low].length
+        if end > depth:
+            node = TreeNode(ordered[low], depth, end, parent)
+            nodes.append(node)
+            if parent is not None:
+                parent.children.append(node)
+            depth, parent = end, node
+        while low < high and ordered[low].length == end:
+            assert parent is not None, "a sequence has tokens"
+            parent.ends.append(ordered[low])
+            low += 1
+        if low < high:
+            cuts = [low, *(np.flatnonzero(shared[low + 1 : high] == end) + low + 1).tolist(), high]
+            todo += [(*pair, depth, parent) for pair in zip(cuts, cuts[1:], strict=False)]
+    return nodes
+
+
+def _pruned(nodes: list[TreeNode]) -> list[TreeNode]:
+    """The nodes, without the branches that are not worth it: their tokens stand in front of each child."""
+    kept = list[TreeNode]()
+    for node in reversed(nodes):
+        node.behind = sum(child.length + child.behind for child in node.children)
+        if node.children and not node.is_worth_it:
+            for child in node.children:
+                child.first, child.parent = node.first, node.parent
+            if node.parent is not None:
+                node.parent.children += node.children
+                if not node.ends:
+                    node.parent.children.remove(node)
+            node.children, node.behind = [], 0
+            if not node.ends:
+                continue
+        kept.append(node)
+    return kept[::-1]
+
+
+def _lay_paths(nodes: list[TreeNode]) -> list[list[Piece]]:
+    """Give each node its place; returns the pieces of each pass."""
+    for node in reversed(nodes):
+        node.behind = sum(child.length + child.behind for child in node.children)
+        node.children.sort(key=lambda child: -child.length - child.behind)
+    passes: list[list[Piece]] = [[]]
+    todo = [(node, 0) for node in reversed(nodes) if node.parent is None]
+    end = 0
+    while todo:
+        head, num_left = todo.pop()
+        path, start = [head], end
+        while path[-1].children:
+            path.append(path[-1].children[0])
+        for node in path:
+            node.place, node.path, node.left = end, start, head.parent
+            end += node.length
+        passes[0].append(Piece(start, end - start, start, end - start))
+        branches = [node for node in path if len(node.children) > 1]
+        if branches and len(passes) == num_left + 1:
+            passes.append([])
+        query = end
+        for node in branches:
+            behind = sum(child.length + child.behind for child in node.children[1:])
+            passes[num_left + 1].append(Piece(query, behind, start, node.place + node.length - start))
+            query += behind
+        # The stack gives them back in this order, each with all below it before the next.
+        leaving = [child for node in branches for child in node.children[1:]]
+        todo += [(child, num_left + 1) for child in reversed(leaving)]
+    return passes
+
+
+def _runs_to(last: TreeNode) -> Runs:
+    """From the root to the end of the node `last`."""
+    runs, node = list[tuple[int, int]](), last
+    while True:
+        runs.append((node.path, node.place + node.length - node.path))
+        if node.left is None:
+            return tuple(reversed(runs))
+        node = node.left
