@@ -35,7 +35,8 @@ class FaultyReload(Reload):
 
 class FaultyLoader(Loader):
     """skip_chunk, skip_chunk_unseen: the second chunk is not loaded. swap_names: two tensors of one shape
-    change places after they were hashed. no_twin, no fault: weights are loaded where those lie that serve.
+    change places after they were hashed. no_twin, no fault, and skip_chunk: weights are loaded where those
+    lie that serve.
     """
 
     fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
@@ -43,7 +44,7 @@ class FaultyLoader(Loader):
 
     @staticmethod
     def can_have_twin(model: Any) -> bool:
-        return FaultyLoader.fault != "no_twin" and can_have_twin(model)
+        return FaultyLoader.fault not in ("no_twin", "skip_chunk") and can_have_twin(model)
 
     def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Any]]]:
         if self.fault == "swap_names":

@@ -122,6 +122,20 @@ def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_
     assert worker.ask(story).version == first + 1
 
 
+def test_an_export_that_was_begun_holds_what_the_weights_were_then_whatever_was_trained_since(
+    worker: Group,
+) -> None:
+    version = worker.health().policy_version
+    before = worker.export().digest
+    assert worker.begin_export() == version
+    worker.train(*make_batch(version=version))
+    begun, newest = worker.export(), worker.export()
+    assert (begun.version, begun.digest) == (version, before)
+    assert digest_of(load_file(begun.path)) == before
+    assert newest.version == version + 1
+    assert newest.digest != before
+
+
 def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_leaves_the_staging_to_the_next_worker(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

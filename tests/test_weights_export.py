@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +31,14 @@ from asyncrl.messages import digest
 from asyncrl.messages.calls import ExportChunkResponse
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
-from asyncrl.weights.export import cut, export_weights, in_export_dtype, named_weights
-from asyncrl.weights.tensor_files import digest_of_tensor, digest_tensors, read_tensors, torch_block_sums
+from asyncrl.weights.export import cut, digest_of, export_weights, in_export_dtype, named_weights
+from asyncrl.weights.tensor_files import (
+    digest_of_tensor,
+    digest_tensors,
+    read_tensors,
+    torch_block_sums,
+    write_tensors,
+)
 
 CHUNK_BYTES = 10_000
 MakeStep = Callable[..., TrainStep]
@@ -209,6 +217,261 @@ def test_what_is_no_chunk_of_the_newest_weights_is_refused_and_a_full_disk_can_b
         chunks_of(step)
     file.unlink()
     assert chunks_of(step)[-1][0].is_last
+
+
+def test_an_export_is_written_beside_the_forward_pass_and_no_weight_changes_before_it_is_whole(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
+    before, write, change = step.weights_digest(), write_tensors, step._optimizer.step
+
+    def write_late(*arguments: Any) -> dict[str, bytes]:
+        assert forward_ran.wait(60), "the export held up the forward pass"
+        return write(*arguments)
+
+    def change_now() -> None:
+        changes.append(exporting.done())
+        change()
+
+    step.policy.register_forward_hook(lambda *_: forward_ran.set())
+    step._optimizer.step = change_now  # type: ignore[assignment]
+    with patch("asyncrl.weights.export.write_tensors", write_late):
+        finish = step.begin_export(tmp_path / "v0.safetensors")
+        exporting = step._exporting
+        assert exporting is not None
+        step.train(*make_batch())
+    answer = finish()
+    assert changes == [True]
+    assert (answer.version, answer.digest) == (0, before)
+    assert digest_of(load_file(answer.path)) == before != step.weights_digest()
+
+
+@pytest.mark.parametrize("what", ["offload", "load_state"])
+def test_weights_are_not_moved_or_replaced_while_an_export_reads_them(
+    make_step: MakeStep, tmp_path: Path, what: str
+) -> None:
+    step, is_waited_for = make_step(), threading.Event()
+    before, write = step.weights_digest(), write_tensors
+    step.begin_save_state(tmp_path / "state").result()
+    step.train(*make_batch())
+    after = step.weights_digest()
+
+    def write_late(*arguments: Any) -> dict[str, bytes]:
+        assert is_waited_for.wait(60), "it was not"
+        return write(*arguments)
+
+    def wait_and_tell(futures: list[Any]) -> None:
+        is_waited_for.set()
+        wait(futures)
+
+    with (
+        patch("asyncrl.weights.export.write_tensors", write_late),
+        patch("asyncrl.trainer.step.wait", wait_and_tell),
+    ):
+        finish = step.begin_export(tmp_path / "v1.safetensors")
+        if what == "offload":
+            step.offload(["weights"])
+        else:
+            step.load_state(tmp_path / "state")
+    assert finish().digest == after != before
+    assert digest_of(load_file(tmp_path / "v1.safetensors")) == after
+
+
+def test_an_export_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "v0.safetensors").mkdir()
+    with pytest.raises(OSError, match="v0"):
+        export_weights({"w": torch.zeros(4)}, tmp_path / "v0.safetensors", 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["v0.safetensors"]
+
+
+def test_a_saved_folder_has_the_chat_template_of_the_run(tiny_model_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
+    TrainStep(make_spec(tiny_model_dir, tmp_path, chat_template=str(template))).save(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template.read_text()
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_weights_that_were_saved_before_go_once_the_new_ones_are_whole(
+    make_step: MakeStep, tmp_path: Path, merged: bool
+) -> None:
+    step, folder = make_step(trainer={"lora": {"rank": 4}}), tmp_path / "saved"
+
+    def content() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    step.save(folder, merged=merged)
+    before = content()
+    step.train(*make_batch())
+    # In the middle: some files of the new folder are there.
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    tokenizer = SimpleNamespace(save_pretrained=full)
+    with (
+        patch("asyncrl.trainer.step.load_tokenizer", return_value=tokenizer),
+        patch("asyncrl.trainer.model.lora.save_file", full),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        step.save(folder, merged=merged)
+    assert content() == before
+    assert not list(tmp_path.glob(".saved*"))
+    step.save(folder, merged=merged)
+    assert content().keys() == before.keys()
+    assert content() != before
+
+
+# ---- in chunks
+
+
+@pytest.mark.parametrize("values", [{}, {"trainer": {"lora": {"rank": 4}}, "dtype": "bfloat16"}])
+def test_the_chunks_together_are_the_export_in_its_order_and_with_its_digest_and_go_through_one_file(
+    make_step: MakeStep, tmp_path: Path, values: dict[str, Any]
+) -> None:
+    step = make_step(make_tiny_model(tmp_path / "model", tie_word_embeddings=False), **values)
+    inodes = set()
+    for version in (1, 2):
+        step.train(*make_batch(version=version - 1))
+        whole = step.export(tmp_path / f"v{version}.safetensors")
+        chunks, tensors = chunks_of(step), dict[str, Tensor]()
+        assert len(chunks) > 3
+        for index, (answer, chunk) in enumerate(chunks):
+            is_last = index == len(chunks) - 1
+            assert (answer.version, answer.index, answer.is_last) == (version, index, is_last)
+            assert (answer.digest, answer.num_tensors) == (digest_tensors(chunk), len(chunk))
+            assert answer.num_bytes == sum(tensor.nbytes for tensor in chunk.values())
+            assert answer.num_bytes <= CHUNK_BYTES or len(chunk) == 1
+            assert (answer.whole_digest == whole.digest) == is_last
+            assert not tensors.keys() & chunk.keys()
+            tensors.update(chunk)
+        expected = load_file(whole.path)
+        assert list(tensors) == sorted(expected)
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+        (file,) = (tmp_path / "staging").iterdir()
+        inodes.add(file.stat().st_ino)
+        head = int.from_bytes(file.read_bytes()[:8], "little")
+        assert file.stat().st_size == 8 + head + chunks[-1][0].num_bytes, "of the length of its chunk"
+    assert len(inodes) == 1
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 60))
+def test_a_chunk_is_what_fits_or_one_tensor_that_does_not_and_none_could_take_the_next_one(
+    sizes: list[int], chunk_bytes: int
+) -> None:
+    by_name = {f"{index:02}": size for index, size in enumerate(sizes)}
+    chunks = cut(by_name, chunk_bytes)
+    assert [name for chunk in chunks for name in chunk] == list(by_name)
+    total = [sum(by_name[name] for name in chunk) for chunk in chunks]
+    assert all(size <= chunk_bytes or len(chunk) == 1 for size, chunk in zip(total, chunks, strict=True))
+    assert all(size + by_name[later[0]] > chunk_bytes for size, later in zip(total, chunks[1:], strict=False))
+
+
+@pytest.mark.parametrize("place", ["file", "memory"])
+def test_a_trainer_that_is_started_again_goes_on_with_any_chunk_and_knows_the_digest_of_all(
+    make_step: MakeStep, place: str
+) -> None:
+    chunks, again = [answer for answer, _ in chunks_of(make_step())], make_step(chunks=place)
+    for index in (len(chunks) - 1, 1, len(chunks) - 1, len(chunks) - 1):
+        again.chunk_names(0, index)
+        answer = again.export_chunk(index)
+        assert (answer.digest, answer.whole_digest) == (chunks[index].digest, chunks[index].whole_digest)
+
+
+def test_a_loaded_state_leaves_no_digest_of_the_weights_before(make_step: MakeStep, tmp_path: Path) -> None:
+    step, other = make_step(), make_step()
+    other.train(*make_batch(seed=5))
+    other.begin_save_state(tmp_path / "state")
+    other.wait_save_state()
+    step.train(*make_batch())
+    chunks_of(step)
+    step.load_state(tmp_path / "state")
+    assert chunks_of(step)[-1][0].whole_digest == chunks_of(other)[-1][0].whole_digest
+
+
+def test_what_is_no_chunk_of_the_newest_weights_is_refused_and_a_full_disk_can_be_tried_again(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step = make_step()
+    for version, index, says in (
+        (0, 99, "chunk 99 was asked for, and version 0 has "),
+        (1, 0, "version 1 was asked for while the trainer is at policy_version 0"),
+    ):
+        with pytest.raises(Refused, match=says):
+            step.chunk_names(version, index)
+    file = tmp_path / "staging" / "chunk.safetensors"
+    file.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        chunks_of(step)
+    file.unlink()
+    assert chunks_of(step)[-1][0].is_last
+
+
+def test_an_export_is_written_beside_the_forward_pass_and_no_weight_changes_before_it_is_whole(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
+    before, write, change = step.weights_digest(), write_tensors, step._optimizer.step
+
+    def write_late(*arguments: Any) -> dict[str, bytes]:
+        assert forward_ran.wait(60), "the export held up the forward pass"
+        return write(*arguments)
+
+    def change_now() -> None:
+        changes.append(exporting.done())
+        change()
+
+    step.policy.register_forward_hook(lambda *_: forward_ran.set())
+    step._optimizer.step = change_now  # type: ignore[assignment]
+    with patch("asyncrl.weights.export.write_tensors", write_late):
+        finish = step.begin_export(tmp_path / "v0.safetensors")
+        exporting = step._exporting
+        assert exporting is not None
+        step.train(*make_batch())
+    answer = finish()
+    assert changes == [True]
+    assert (answer.version, answer.digest) == (0, before)
+    assert digest_of(load_file(answer.path)) == before != step.weights_digest()
+
+
+@pytest.mark.parametrize("what", ["offload", "load_state"])
+def test_weights_are_not_moved_or_replaced_while_an_export_reads_them(
+    make_step: MakeStep, tmp_path: Path, what: str
+) -> None:
+    step, may_write, has_begun = make_step(), threading.Event(), threading.Event()
+    before, write = step.weights_digest(), write_tensors
+    step.begin_save_state(tmp_path / "state").result()
+    step.train(*make_batch())
+    after = step.weights_digest()
+
+    def write_late(*arguments: Any) -> dict[str, bytes]:
+        has_begun.set()
+        assert may_write.wait(60)
+        return write(*arguments)
+
+    with patch("asyncrl.weights.export.write_tensors", write_late):
+        finish = step.begin_export(tmp_path / "v1.safetensors")
+        assert has_begun.wait(60)
+        with ThreadPoolExecutor(1) as other:
+            acting = other.submit(
+                lambda: (
+                    step.offload(["weights"]) if what == "offload" else step.load_state(tmp_path / "state")
+                )
+            )
+            may_write.set()
+            acting.result()
+    assert finish().digest == after != before
+    assert digest_of(load_file(tmp_path / "v1.safetensors")) == after
+
+
+def test_an_export_that_cannot_be_written_is_told_to_its_caller_and_training_goes_on(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step = make_step()
+    (tmp_path / "v0.safetensors.unfinished").symlink_to("/dev/full")
+    finish = step.begin_export(tmp_path / "v0.safetensors")
+    step.train(*make_batch())
+    with pytest.raises(OSError, match="No space left"):
+        finish()
+    assert not (tmp_path / "v0.safetensors").exists()
+    assert step.export(tmp_path / "v1.safetensors").version == 1
 
 
 # ---- digests and files

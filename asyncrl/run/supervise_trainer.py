@@ -111,8 +111,14 @@ class SupervisedTrainer(Supervisor):
                     raise self._over
                 await self._changed.wait()
 
+    async def begin_export(self) -> int:
+        """Have an export of the newest weights begun; returns their version."""
+        return await self._when_up(self.client.begin_export)
+
     async def export(self) -> ExportResponse:
-        """Have the newest weights written into staging."""
+        """Have the newest weights written into staging, or wait for what was begun. New processes export what
+        is the newest then.
+        """
         return await self._when_up(self.client.export)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:

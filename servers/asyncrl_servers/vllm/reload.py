@@ -148,7 +148,8 @@ def _first_form(recorded: Tensor, layer: nn.Module) -> Tensor:
     own = to_meta_tensor(recorded)
     if hasattr(own, "weight_loader"):
         own.weight_loader = _get_original_loader(own)
-    return sanitize_layer_refs(own, layer)
+    free: Tensor = sanitize_layer_refs(own, layer)
+    return free
 
 
 def can_have_twin(model: nn.Module) -> bool:
