@@ -17,6 +17,7 @@ Last line: `ratio: X` = held up over memory copy, medians of the same run.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -32,6 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.placement.processes import HUGE_PAGES
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 
@@ -175,6 +177,7 @@ def main() -> None:
     """Parse, measure, print."""
     arguments = options(__doc__, seconds=60.0).parse_args()
     disable_progress_bar()
+    os.environ |= HUGE_PAGES
     with tempfile.TemporaryDirectory(prefix="asyncrl-checkpoint-") as folder:
         results = measure(arguments.seconds, Path(folder))
     with reported("checkpoint", is_kept=arguments.write):

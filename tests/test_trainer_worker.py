@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import rank_processes
-from rank_processes import TIMEOUT_S, Group
+from rank_processes import TIMEOUT_S, Group, save_state
 from safetensors.torch import load_file
 from trainer_cases import changed, make_batch, make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.checkpoints.folder import Checkpoints
+from asyncrl.config import CheckpointConfig
 from asyncrl.http import Caller, CallRefused
 from asyncrl.messages.calls import (
     ExportResponse,
@@ -83,6 +85,30 @@ def test_a_run_of_the_worker_is_bit_for_bit_that_of_a_step_in_process_before_and
         assert second.export().digest == expected[2]
         lines = [json.loads(line) for line in (second.folder / "trained.jsonl").read_text().splitlines()]
         assert [line.get("restored", line.get("version")) for line in lines] == [0, 1, 2, 3, 2, 2]
+
+
+def test_a_trainer_that_is_killed_between_the_copy_and_the_manifest_goes_on_from_the_checkpoint_before(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    with running(tiny_model_dir, tmp_path / "w") as worker:
+        worker.train(*make_batch(version=0))
+        pending = checkpoints.begin()
+        save_state(worker, pending.trainer_dir)
+        checkpoints.finish(pending, 1, {})
+        worker.train(*make_batch(version=1, seed=1))
+        second = worker.export().digest
+        path = str(checkpoints.begin().trainer_dir)
+        assert worker.post("/begin_save_state", StateRequest(path=path), TrainerHealth).policy_version == 2
+        worker.processes[0].kill()  # the copy is in its memory, and some of it may be on disk
+        worker.processes[0].wait(TIMEOUT_S)
+    newest, damaged = checkpoints.newest_whole()
+    assert newest is not None
+    assert (newest.version, damaged, checkpoints.versions()) == (1, [], [1])
+    with running(tiny_model_dir, tmp_path / "again") as again:
+        again.post("/load_state", StateRequest(path=str(newest.trainer_dir)), TrainerHealth)
+        again.train(*make_batch(version=1, seed=1))
+        assert again.export().digest == second
 
 
 def test_a_body_that_is_no_batch_is_refused_and_the_worker_lives_on(worker: Group) -> None:
