@@ -48,9 +48,11 @@ def block_sums(data: memoryview | bytes) -> bytes:
     return b"".join((piece.astype(np.float32) @ keys).astype("<i4").tobytes() for piece in pieces)
 
 
-def digest_of_sums(name: str, dtype: str, shape: Iterable[int], sums: bytes) -> bytes:
+def digest_of_sums(name: str, dtype: str, shape: Iterable[int], sums: bytes | memoryview) -> bytes:
     """Digest of one tensor from its block_sums; dtype as torch calls it ("float32")."""
-    return hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode() + sums).digest()
+    digest = hashlib.sha256(f"{name}|{dtype}|{','.join(map(str, shape))}|".encode())
+    digest.update(sums)
+    return digest.digest()
 
 
 def tensor_digest(name: str, dtype: str, shape: tuple[int, ...], data: memoryview | bytes) -> bytes:

@@ -156,7 +156,9 @@ def begin_digest(tensor: Tensor) -> BegunDigest:
 def finish_digests(begun: Mapping[str, BegunDigest]) -> dict[str, bytes]:
     """Each tensor's digest."""
     return {
-        name: digest_of_sums(name, one.dtype, one.shape, one.sums.cpu().numpy().astype("<i4").tobytes())
+        name: digest_of_sums(
+            name, one.dtype, one.shape, one.sums.cpu().numpy().astype("<i4", copy=False).data
+        )
         for name, one in begun.items()
     }
 
@@ -175,23 +177,24 @@ def torch_block_sums(tensor: Tensor) -> Tensor:
     """block_sums of a contiguous tensor's bytes, int32 [blocks, 8] where the tensor lies."""
     import torch
 
-    flat = tensor.reshape(-1).view(torch.int8)
+    flat, keys = tensor.reshape(-1).view(torch.int8), torch.from_numpy(block_keys()).to(tensor.device)
     num_whole = len(flat) // BLOCK_BYTES
     blocks = flat[: num_whole * BLOCK_BYTES].view(num_whole, BLOCK_BYTES)
     last = flat[num_whole * BLOCK_BYTES :]
-    pieces = [blocks[start : start + _PIECE_BLOCKS] for start in range(0, num_whole, _PIECE_BLOCKS)]
-    if len(last):
-        pieces.append(torch.nn.functional.pad(last, (0, BLOCK_BYTES - len(last)))[None])
-    keys = torch.from_numpy(block_keys()).to(tensor.device)
-    # In integers where the processor multiplies them; a row in one product and in many has the same sums.
+    sums = torch.empty(num_whole + bool(len(last)), NUM_SUMS, dtype=torch.int32, device=tensor.device)
+    # In integers where the processor multiplies them. How many blocks are in a product changes no sum.
     is_integer = tensor.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     product = torch._int_mm if is_integer else _product_of_floats
-    sums = [product(piece, keys) for piece in pieces]
-    return torch.cat(sums) if sums else torch.zeros(0, NUM_SUMS, dtype=torch.int32)
+    for start in range(0, num_whole, _PIECE_BLOCKS):
+        end = min(start + _PIECE_BLOCKS, num_whole)
+        product(blocks[start:end], keys, out=sums[start:end])
+    if len(last):
+        product(torch.nn.functional.pad(last, (0, BLOCK_BYTES - len(last)))[None], keys, out=sums[num_whole:])
+    return sums
 
 
-def _product_of_floats(blocks: Tensor, keys: Tensor) -> Tensor:
-    return (blocks.float() @ keys.float()).int()
+def _product_of_floats(blocks: Tensor, keys: Tensor, *, out: Tensor) -> None:
+    out.copy_(blocks.float() @ keys.float())
 
 
 def host_bytes(tensor: Tensor) -> memoryview:
