@@ -8,9 +8,10 @@ synced to the disk of the temporary directory.
 
     python benchmarks/checkpoint.py [--seconds 60]
 
-`held up` is the time in which no step can be taken: the copy into host buffers. The first save also has to
-get these buffers from the system; it has a row of its own. `step beside a save` counts only steps during all
-of which files were being written.
+`held up` is the time in which a trainer neither computes nor steps: until a save is begun, and then right
+before the first step beside it changes weights, until they are copied into host buffers. `copy` is that copy
+alone. The first one also has to get these buffers from the system; it has a row of its own. `step beside a
+save` counts only steps during all of which files were being written.
 
 Last line: `ratio: X` = held up over memory copy, medians of the same run.
 """
@@ -21,6 +22,8 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -47,6 +50,7 @@ class Repetition:
 
     memcpy_s: float
     step_s: float
+    copy_s: float
     held_s: float
     whole_s: float
     steps_beside_s: list[float]
@@ -112,6 +116,23 @@ def train_once(step: TrainStep) -> float:
     return step.train(header, arrays)["perf/train_s"]
 
 
+@contextmanager
+def timed(step: TrainStep) -> Iterator[list[float]]:
+    """The seconds that steps within wait before they change weights."""
+    before_change, waits = step.before_change, list[float]()
+
+    def wait() -> None:
+        start = time.perf_counter()
+        before_change()
+        waits.append(time.perf_counter() - start)
+
+    step.before_change = wait  # type: ignore[method-assign]
+    try:
+        yield waits
+    finally:
+        step.before_change = before_change  # type: ignore[method-assign]
+
+
 def copy_seconds(num_bytes: int) -> float:
     """Seconds of a plain copy, median of three."""
     source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
@@ -124,15 +145,20 @@ def copy_seconds(num_bytes: int) -> float:
 
 
 def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
-    """Seconds held up, seconds of the whole save, seconds of each optimizer step beside it; the folder is
-    removed.
+    """Seconds held up (not `is_beside`: of the copy), seconds of the whole save, seconds of each optimizer
+    step beside it; the folder is removed.
     """
     start = time.perf_counter()
     pending = step.begin_save_state(path)
     held_s = time.perf_counter() - start
     steps_s = []
+    if not is_beside:
+        step.before_change()
+        held_s = time.perf_counter() - start
     while is_beside and not pending.done():
-        seconds = train_once(step)
+        with timed(step) as waits:
+            seconds = train_once(step)
+        held_s += sum(waits)
         if not pending.done():
             steps_s.append(seconds)
     pending.result()
@@ -151,9 +177,9 @@ def measure(seconds: float, folder: Path) -> tuple[list[Repetition], float, int]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(repetitions) < MIN_REPETITIONS:
         memcpy_s, step_s = copy_seconds(num_bytes), train_once(step)
-        held_s, whole_s, _ = save(step, folder / "state", is_beside=False)
-        _, _, steps_beside_s = save(step, folder / "state", is_beside=True)
-        repetitions.append(Repetition(memcpy_s, step_s, held_s, whole_s, steps_beside_s))
+        copy_s, whole_s, _ = save(step, folder / "state", is_beside=False)
+        held_s, _, steps_beside_s = save(step, folder / "state", is_beside=True)
+        repetitions.append(Repetition(memcpy_s, step_s, copy_s, held_s, whole_s, steps_beside_s))
     return repetitions, first_s, num_bytes
 
 
@@ -163,7 +189,9 @@ def show(repetitions: list[Repetition], first_s: float, num_bytes: int) -> None:
     held_s, whole_s = median(one.held_s for one in repetitions), median(one.whole_s for one in repetitions)
     print(f"{num_bytes / 1e6:.0f} MB of weights and optimizer, {len(repetitions)} repetitions, medians")
     print(f"{'':28}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
-    rows = {"memory copy": memcpy_s, "held up": held_s, "held up, first save": first_s, "whole save": whole_s}
+    copy_s = median(one.copy_s for one in repetitions)
+    rows = {"memory copy": memcpy_s, "held up": held_s, "copy": copy_s, "first copy": first_s}
+    rows["whole save"] = whole_s
     for name, seconds in rows.items():
         print(f"{name:28}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}")
     print(f"{'step alone':28}{median(one.step_s for one in repetitions):10.4f}")

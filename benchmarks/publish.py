@@ -38,7 +38,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from checkpoint import make_step, train_once
+from checkpoint import make_step, timed, train_once
 from engine_servers import engine_server, has_vllm
 from pydantic import BaseModel
 from report import options, reported
@@ -285,14 +285,6 @@ def held_by_an_export(folder: Path) -> None:
     """Print how long a trainer is held by the export of its weights, and what the export itself takes."""
     step = make_step(folder)
     train_once(step)
-    before_change, waits = step.before_change, list[float]()
-
-    def timed() -> None:
-        start = time.perf_counter()
-        before_change()
-        waits.append(time.perf_counter() - start)
-
-    step.before_change = timed  # type: ignore[method-assign]
     rows = []
     for _ in range(MIN_REPETITIONS):
         start = time.perf_counter()
@@ -300,9 +292,10 @@ def held_by_an_export(folder: Path) -> None:
         alone_s, start = time.perf_counter() - start, time.perf_counter()
         finish = step.begin_export(folder / "beside.safetensors")
         begun_s = time.perf_counter() - start
-        train_s = train_once(step)
+        with timed(step) as waits:
+            train_s = train_once(step)
         finish()
-        rows.append((alone_s, begun_s + waits[-1], train_s))
+        rows.append((alone_s, begun_s + sum(waits), train_s))
     alone_s, held_s, train_s = (median(column) for column in zip(*rows, strict=True))
     print(f"trainer: export alone {alone_s:.4f} s, held by an export beside a step {held_s:.4f} s, that step")
     print(f"{train_s:.4f} s; held / export alone {held_s / alone_s:.3f}")

@@ -196,7 +196,7 @@ class TrainerService:
         return await self.health()
 
     async def begin_save_state(self, message: StateRequest) -> TrainerHealth:
-        """Returns once the copy is made."""
+        """Returns once training may go on: what is being copied stays as it is."""
         await self.call("begin_save_state", path=message.path)
         return await self.health()
 

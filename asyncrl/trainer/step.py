@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,9 +102,13 @@ class TrainStep(Learner):
         return self.begin_export(path)()
 
     def before_change(self) -> None:
-        """Wait for an export that reads the weights; if it fails, its caller is told."""
-        if self._exporting is not None:
-            wait([self._exporting])
+        """Wait for an export and a copy of the state, which read weights and optimizer; if one fails, its
+        caller is told.
+        """
+        reading: list[Future[Any]] = [
+            one for one in (self._exporting, self._state.copying) if one is not None
+        ]
+        wait(reading)
 
     def offload(self, parts: Iterable[TrainerPart]) -> Moved:
         """Move these parts off the device. Raises Refused, with all where it was."""
@@ -112,6 +117,7 @@ class TrainStep(Learner):
 
     def onload(self, parts: Iterable[TrainerPart]) -> Moved:
         """Move these parts back. Raises Refused, with all where it was."""
+        self.before_change()
         return self._offload.onload(parts)
 
     def save(self, path: Path, *, merged: bool = True) -> None:
@@ -135,8 +141,8 @@ class TrainStep(Learner):
             adapters.save(path, gathered, self.spec.model_path)
 
     def begin_save_state(self, path: Path) -> Future[None]:
-        """Copy all that is needed to go on, wherever it lies; it is written to the new folder `path` beside
-        training. Raises Refused.
+        """Have all that is needed to go on copied, wherever it lies, and written to the new folder `path`
+        beside training.
         """
         progress = Progress.model_validate(self, from_attributes=True)
         return self._state.begin_save(progress, path, self._offload.content_of)

@@ -156,7 +156,7 @@ def begin_export(
     are written, and may change when this returns.
     """
     if weights.are_plain:
-        reading = _after_what_was_begun(weights)
+        reading = after_what_was_begun(next((one.device for one in weights.like.values()), None))
 
         def read_and_write() -> ExportResponse:
             with reading:
@@ -200,12 +200,11 @@ def _write_export(
     return manifest_of(weights, dtype, version, digests, str(path))
 
 
-def _after_what_was_begun(weights: LazyWeights) -> contextlib.AbstractContextManager[Any]:
-    """A context for another thread, in which CUDA tensors are read as they are now, beside what this thread
-    begins later.
+def after_what_was_begun(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """A context for another thread, in which tensors of a CUDA device are read as they are now, beside what
+    this thread begins later.
     """
-    device = next((one.device for one in weights.like.values() if one.is_cuda), None)
-    if device is None:
+    if device is None or device.type != "cuda":
         return contextlib.nullcontext()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
