@@ -248,7 +248,7 @@ async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterat
 class Checkpointer:
     """Makes checkpoints beside the training.
 
-    Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
+    Life: after_step() -> begun (the copy is made beside the next step) -> written, checked, renamed,
         journaled -> idle.
     Waits: the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps until
         the state is written, then while a trainer that was started again goes back to an older one.
