@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -82,6 +83,13 @@ def make_step(folder: Path) -> TrainStep:
             failed_dir=folder / "failed",
         )
     )
+
+
+def as_a_child() -> None:
+    """Start this process again, once, with the environment that a run gives a trainer of one thread."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        environ = {**os.environ, **HUGE_PAGES, "OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environ)
 
 
 def train_once(step: TrainStep) -> float:
@@ -204,8 +212,8 @@ def show(repetitions: list[Repetition], first_s: float, num_bytes: int) -> None:
 def main() -> None:
     """Parse, measure, print."""
     arguments = options(__doc__, seconds=60.0).parse_args()
+    as_a_child()
     disable_progress_bar()
-    os.environ |= HUGE_PAGES
     with tempfile.TemporaryDirectory(prefix="asyncrl-checkpoint-") as folder:
         results = measure(arguments.seconds, Path(folder))
     with reported("checkpoint", is_kept=arguments.write):

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import tempfile
 import time
 from contextlib import suppress
@@ -38,7 +37,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from checkpoint import make_step, timed, train_once
+from checkpoint import as_a_child, make_step, timed, train_once
 from engine_servers import engine_server, has_vllm
 from pydantic import BaseModel
 from report import options, reported
@@ -51,7 +50,6 @@ from asyncrl.http import Caller
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove_staging_dir
-from asyncrl.placement.processes import HUGE_PAGES
 from asyncrl.weights.export import export_weights, named_weights
 from asyncrl.weights.tensor_files import digest_tensors
 
@@ -323,7 +321,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ |= HUGE_PAGES
+    as_a_child()
     disable_progress_bar()
     logging.disable(logging.WARNING)  # random tokens are none that the model sampled
     clear_stale_staging()
