@@ -8,18 +8,23 @@ synced to the disk of the temporary directory.
 
     python benchmarks/checkpoint.py [--seconds 60]
 
-`held up` is the time in which no step can be taken: the copy into host buffers. The first save also has to
-get these buffers from the system; it has a row of its own. `step beside a save` counts only steps during all
-of which files were being written.
+`held up` is the time in which a trainer neither computes nor steps: until a save is begun, and then right
+before the first step beside it changes weights, until they are copied into host buffers. `copy` is that copy
+alone. The first one also has to get these buffers from the system; it has a row of its own. `step beside a
+save` counts only steps during all of which files were being written.
 
 Last line: `ratio: X` = held up over memory copy, medians of the same run.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -32,6 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.placement.processes import HUGE_PAGES
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 
@@ -45,6 +51,7 @@ class Repetition:
 
     memcpy_s: float
     step_s: float
+    copy_s: float
     held_s: float
     whole_s: float
     steps_beside_s: list[float]
@@ -76,6 +83,13 @@ def make_step(folder: Path) -> TrainStep:
             failed_dir=folder / "failed",
         )
     )
+
+
+def as_a_child() -> None:
+    """Start this process again, once, with the environment that a run gives a trainer of one thread."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        environ = {**os.environ, **HUGE_PAGES, "OMP_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environ)
 
 
 def train_once(step: TrainStep) -> float:
@@ -110,6 +124,23 @@ def train_once(step: TrainStep) -> float:
     return step.train(header, arrays)["perf/train_s"]
 
 
+@contextmanager
+def timed(step: TrainStep) -> Iterator[list[float]]:
+    """The seconds that steps within wait before they change weights."""
+    before_change, waits = step.before_change, list[float]()
+
+    def wait() -> None:
+        start = time.perf_counter()
+        before_change()
+        waits.append(time.perf_counter() - start)
+
+    step.before_change = wait  # type: ignore[method-assign]
+    try:
+        yield waits
+    finally:
+        step.before_change = before_change  # type: ignore[method-assign]
+
+
 def copy_seconds(num_bytes: int) -> float:
     """Seconds of a plain copy, median of three."""
     source, target = np.ones(num_bytes, dtype=np.uint8), np.ones(num_bytes, dtype=np.uint8)
@@ -122,15 +153,20 @@ def copy_seconds(num_bytes: int) -> float:
 
 
 def save(step: TrainStep, path: Path, *, is_beside: bool) -> tuple[float, float, list[float]]:
-    """Seconds held up, seconds of the whole save, seconds of each optimizer step beside it; the folder is
-    removed.
+    """Seconds held up (not `is_beside`: of the copy), seconds of the whole save, seconds of each optimizer
+    step beside it; the folder is removed.
     """
     start = time.perf_counter()
     pending = step.begin_save_state(path)
     held_s = time.perf_counter() - start
     steps_s = []
+    if not is_beside:
+        step.before_change()
+        held_s = time.perf_counter() - start
     while is_beside and not pending.done():
-        seconds = train_once(step)
+        with timed(step) as waits:
+            seconds = train_once(step)
+        held_s += sum(waits)
         if not pending.done():
             steps_s.append(seconds)
     pending.result()
@@ -149,9 +185,9 @@ def measure(seconds: float, folder: Path) -> tuple[list[Repetition], float, int]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(repetitions) < MIN_REPETITIONS:
         memcpy_s, step_s = copy_seconds(num_bytes), train_once(step)
-        held_s, whole_s, _ = save(step, folder / "state", is_beside=False)
-        _, _, steps_beside_s = save(step, folder / "state", is_beside=True)
-        repetitions.append(Repetition(memcpy_s, step_s, held_s, whole_s, steps_beside_s))
+        copy_s, whole_s, _ = save(step, folder / "state", is_beside=False)
+        held_s, _, steps_beside_s = save(step, folder / "state", is_beside=True)
+        repetitions.append(Repetition(memcpy_s, step_s, copy_s, held_s, whole_s, steps_beside_s))
     return repetitions, first_s, num_bytes
 
 
@@ -161,7 +197,9 @@ def show(repetitions: list[Repetition], first_s: float, num_bytes: int) -> None:
     held_s, whole_s = median(one.held_s for one in repetitions), median(one.whole_s for one in repetitions)
     print(f"{num_bytes / 1e6:.0f} MB of weights and optimizer, {len(repetitions)} repetitions, medians")
     print(f"{'':28}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
-    rows = {"memory copy": memcpy_s, "held up": held_s, "held up, first save": first_s, "whole save": whole_s}
+    copy_s = median(one.copy_s for one in repetitions)
+    rows = {"memory copy": memcpy_s, "held up": held_s, "copy": copy_s, "first copy": first_s}
+    rows["whole save"] = whole_s
     for name, seconds in rows.items():
         print(f"{name:28}{seconds:10.4f}{num_bytes / seconds / 1e9:8.1f}{seconds / memcpy_s:12.2f}")
     print(f"{'step alone':28}{median(one.step_s for one in repetitions):10.4f}")
@@ -174,6 +212,7 @@ def show(repetitions: list[Repetition], first_s: float, num_bytes: int) -> None:
 def main() -> None:
     """Parse, measure, print."""
     arguments = options(__doc__, seconds=60.0).parse_args()
+    as_a_child()
     disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="asyncrl-checkpoint-") as folder:
         results = measure(arguments.seconds, Path(folder))

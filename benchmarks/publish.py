@@ -6,6 +6,10 @@ bytes (source and target warm), an export into shared memory, prepare (while gen
 vLLM its own reload too (`reload_weights` from a folder between pause and resume: on the CPU it leaves a tied
 lm_head stale). Two sets of weights take turns, so that every push changes every byte.
 
+Before that a trainer of the same model takes optimizer steps with an export beside each: `held by an export`
+is the time in which it neither computes nor steps, until the export is begun and then right before weights
+change.
+
     python benchmarks/publish.py [--seconds 60] [--interrupt abort] [--engine embedded|vllm]
 
 `pause, server` is the time in which no token could be decoded, as the engine reports it (vLLM: as its client
@@ -23,6 +27,7 @@ it took part.
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 import time
 from contextlib import suppress
@@ -32,6 +37,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from checkpoint import as_a_child, make_step, timed, train_once
 from engine_servers import engine_server, has_vllm
 from pydantic import BaseModel
 from report import options, reported
@@ -45,6 +51,7 @@ from asyncrl.messages.base import Interrupt
 from asyncrl.messages.records import SamplingRequest
 from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.weights.export import export_weights, named_weights
+from asyncrl.weights.tensor_files import digest_tensors
 
 SLOTS, MAX_LENGTH = 8, 256
 VOCAB_SIZE = 16_384
@@ -59,6 +66,7 @@ class Repetition:
     """Seconds of one publish, and of the memory copy beside it."""
 
     memcpy_s: float
+    digest_s: float
     export_s: float
     prepare_s: float
     commit_s: float
@@ -151,6 +159,9 @@ async def repeat(
     memcpy_s = median([await asyncio.to_thread(copy_once, source, target) for _ in range(3)])
     del source, target
     start = time.perf_counter()
+    await asyncio.to_thread(digest_tensors, weights)
+    digest_s = time.perf_counter() - start
+    start = time.perf_counter()
     sent = await asyncio.to_thread(export_weights, weights, staging / f"{version}.safetensors", version)
     exported = time.perf_counter()
     await server.prepare(sent)
@@ -162,7 +173,13 @@ async def repeat(
     await stream.answered_after(committed)
     client_wait_s = stream.longest(prepared, committed)
     times = Repetition(
-        memcpy_s, exported - start, prepared - exported, committed - prepared, report.pause_s, client_wait_s
+        memcpy_s,
+        digest_s,
+        exported - start,
+        prepared - exported,
+        committed - prepared,
+        report.pause_s,
+        client_wait_s,
     )
     return times, sent.num_bytes
 
@@ -244,7 +261,8 @@ def show(
     print(f"{'':36}{'seconds':>10}{'GB/s':>8}{'of memcpy':>12}")
     rows = {
         "memory copy": memcpy_s,
-        "export (trainer)": median(one.export_s for one in repetitions),
+        "digest": median(one.digest_s for one in repetitions),
+        "export, digest included": median(one.export_s for one in repetitions),
         "prepare (beside generation)": median(one.prepare_s for one in repetitions),
         "commit, round trip": median(one.commit_s for one in repetitions),
         "pause, server": (pause_s := median(one.pause_s for one in repetitions)),
@@ -259,6 +277,26 @@ def show(
     if reloads:
         print(f"vLLM's own reload takes {median(reloads) / pause_s:.2f} times the pause of ours")
     return pause_s / memcpy_s
+
+
+def held_by_an_export(folder: Path) -> None:
+    """Print how long a trainer is held by the export of its weights, and what the export itself takes."""
+    step = make_step(folder)
+    train_once(step)
+    rows = []
+    for _ in range(MIN_REPETITIONS):
+        start = time.perf_counter()
+        step.export(folder / "alone.safetensors")
+        alone_s, start = time.perf_counter() - start, time.perf_counter()
+        finish = step.begin_export(folder / "beside.safetensors")
+        begun_s = time.perf_counter() - start
+        with timed(step) as waits:
+            train_s = train_once(step)
+        finish()
+        rows.append((alone_s, begun_s + sum(waits), train_s))
+    alone_s, held_s, train_s = (median(column) for column in zip(*rows, strict=True))
+    print(f"trainer: export alone {alone_s:.4f} s, held by an export beside a step {held_s:.4f} s, that step")
+    print(f"{train_s:.4f} s; held / export alone {held_s / alone_s:.3f}")
 
 
 def run_kind(kind: str, seconds: float, interrupt: Interrupt) -> tuple[list[Repetition], list[float], int]:
@@ -283,12 +321,19 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    as_a_child()
     disable_progress_bar()
+    logging.disable(logging.WARNING)  # random tokens are none that the model sampled
     clear_stale_staging()
     kinds = [arguments.engine] if arguments.engine else ["embedded", *(["vllm"] if has_vllm() else [])]
     with reported("publish", is_kept=arguments.write):
         if "vllm" not in kinds and arguments.engine is None:
             print("vllm: not installed (make setup-vllm), not measured")
+        staging = new_staging_dir()
+        try:
+            held_by_an_export(staging)
+        finally:
+            remove_staging_dir(staging)
         ratios = [
             show(
                 kind,

@@ -14,25 +14,37 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncrl_servers.vllm.loader import Loader, Staged
+from asyncrl_servers.vllm.reload import Reload, can_have_twin
 from asyncrl_servers.vllm.worker_extension import WeightLoader
 
-FAULTS = ("stale_head", "skip_chunk", "skip_chunk_unseen", "swap_names", "")
+FAULTS = ("stale_head", "skip_chunk", "skip_chunk_unseen", "swap_names", "no_twin", "")
+
+
+class FaultyReload(Reload):
+    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk_unseen:
+    what is missing is not noticed.
+    """
+
+    def repack_tied(self) -> None:
+        if FaultyLoader.fault != "stale_head":
+            super().repack_tied()
+
+    def incomplete(self) -> list[str]:
+        return [] if FaultyLoader.fault == "skip_chunk_unseen" else super().incomplete()
 
 
 class FaultyLoader(Loader):
-    """stale_head: the tied output layer keeps its packed copy, as after vLLM's own reload. skip_chunk: the
-    second chunk is not loaded; skip_chunk_unseen: nor is that noticed. swap_names: two tensors of one shape
-    change places after they were hashed.
+    """skip_chunk, skip_chunk_unseen: the second chunk is not loaded. swap_names: two tensors of one shape
+    change places after they were hashed. no_twin, no fault, and skip_chunk: weights are loaded where those
+    lie that serve.
     """
 
     fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
+    reload_class = FaultyReload
 
-    def _repack_tied(self) -> None:
-        if self.fault != "stale_head":
-            super()._repack_tied()
-
-    def _incomplete(self) -> list[str]:
-        return [] if self.fault == "skip_chunk_unseen" else super()._incomplete()
+    @staticmethod
+    def can_have_twin(model: Any) -> bool:
+        return FaultyLoader.fault not in ("no_twin", "skip_chunk") and can_have_twin(model)
 
     def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Any]]]:
         if self.fault == "swap_names":

@@ -62,6 +62,9 @@ class Group:
     def train_body(self, body: bytes) -> TrainResponse:
         return self.post("/train", body, TrainResponse)
 
+    def begin_export(self) -> int:
+        return self.post("/begin_export", b"", TrainerHealth).policy_version
+
     def export(self) -> ExportResponse:
         return self.post("/export", b"", ExportResponse)
 

@@ -152,8 +152,12 @@ def vllm(tmp_path: Path) -> list[str]:
     return [VLLM, f"rollout.vllm_python={make_python(tmp_path / 'python')}"]
 
 
-def test_the_plan_of_a_vllm_counts_no_second_set_of_weights_and_a_line_a_device(vllm: list[str]) -> None:
-    assert memory(planned(0, *vllm), "engine-0").copies == 0, "it reads what is staged where it lies"
+def test_the_plan_of_a_vllm_counts_a_second_set_of_weights_on_the_cpu_alone_and_a_line_a_device(
+    vllm: list[str],
+) -> None:
+    engine = memory(planned(0, *vllm), "engine-0")
+    assert engine.copies == engine.weights > 0
+    assert memory(planned(2, *vllm), "engine-0").copies == 0, "it reads what is staged where it lies"
     split = planned(3, *vllm, "rollout.tensor_parallel=2")
     parts = [(process.name, process.device) for process in split.processes if process.side == "engine"]
     assert parts == [("engine-0", "cuda:1"), ("engine-0/1", "cuda:2")]

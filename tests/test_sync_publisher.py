@@ -267,7 +267,7 @@ def test_every_engine_that_lives_serves_the_newest_version_in_the_end_and_traini
             await house.trainer.train(Batch(version - 1, (), 0))
             asked = clock()
             await house.publisher.wait_exported_or_busy(version)
-            assert clock() - asked <= export_s + 1e-6
+            assert clock() - asked <= 1e-6, "nor for a copy"
         await asyncio.sleep(1000.0)
 
     house = live(story, *swaps_s, is_rolling=is_rolling, timeout_s=20, export_s=export_s, train_s=0.0)

@@ -76,8 +76,10 @@ def compare(
             for metrics in (expected, actual):
                 del metrics["perf/train_s"]
             assert actual == pytest.approx(expected, rel=10 * atol, abs=10 * atol)
+        begun = group.begin_export()
         export, expected_export = group.export(), alone.export(folder / "alone.safetensors")
         assert export.digest == digest_of(load_file(export.path))
+        assert export.version == begun == 3
         assert_close(export.path, expected_export.path, atol)
         assert export.canary is not None
         assert export.canary.logprobs == pytest.approx(expected_export.canary.logprobs, abs=10 * atol)

@@ -98,6 +98,35 @@ def test_training_on_does_not_reach_what_is_being_written(make_step: MakeStep, t
         assert (loaded.policy_version, loaded.weights_digest()) == (version, digest)
 
 
+def test_a_state_is_copied_beside_the_forward_pass_and_no_weight_changes_before_it_is(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
+    train(step, 0, 1)
+    at_save, copy, change = step.weights_digest(), step._state._copy, step._optimizer.step
+
+    def copy_late(*arguments: Any) -> None:
+        assert forward_ran.wait(60), "the copy held up the forward pass"
+        copy(*arguments)
+
+    def change_now() -> None:
+        assert step._state.copying is not None
+        changes.append(step._state.copying.done())
+        change()
+
+    step.policy.register_forward_hook(lambda *_: forward_ran.set())
+    step._state._copy = copy_late  # type: ignore[method-assign]
+    step._optimizer.step = change_now  # type: ignore[assignment]
+    pending = step.begin_save_state(tmp_path / "state")
+    train(step, 1, 2)
+    pending.result()
+    loaded = make_step()
+    loaded.load_state(tmp_path / "state")
+    assert (changes, loaded.weights_digest()) == ([True], at_save)
+    train(loaded, 1, 2)
+    assert loaded.weights_digest() == step.weights_digest() != at_save
+
+
 def test_a_save_that_fails_is_an_error_and_the_next_one_succeeds(make_step: MakeStep, tmp_path: Path) -> None:
     step = make_step()
     train(step, 0, 1)

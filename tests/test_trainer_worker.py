@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import rank_processes
-from rank_processes import TIMEOUT_S, Group
+from rank_processes import TIMEOUT_S, Group, save_state
 from safetensors.torch import load_file
 from trainer_cases import changed, make_batch, make_spec
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.checkpoints.folder import Checkpoints
+from asyncrl.config import CheckpointConfig
 from asyncrl.http import Caller, CallRefused
 from asyncrl.messages.calls import (
     ExportResponse,
@@ -85,6 +87,30 @@ def test_a_run_of_the_worker_is_bit_for_bit_that_of_a_step_in_process_before_and
         assert [line.get("restored", line.get("version")) for line in lines] == [0, 1, 2, 3, 2, 2]
 
 
+def test_a_trainer_that_is_killed_between_the_copy_and_the_manifest_goes_on_from_the_checkpoint_before(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    with running(tiny_model_dir, tmp_path / "w") as worker:
+        worker.train(*make_batch(version=0))
+        pending = checkpoints.begin()
+        save_state(worker, pending.trainer_dir)
+        checkpoints.finish(pending, 1, {})
+        worker.train(*make_batch(version=1, seed=1))
+        second = worker.export().digest
+        path = str(checkpoints.begin().trainer_dir)
+        assert worker.post("/begin_save_state", StateRequest(path=path), TrainerHealth).policy_version == 2
+        worker.processes[0].kill()  # the copy is in its memory, and some of it may be on disk
+        worker.processes[0].wait(TIMEOUT_S)
+    newest, damaged = checkpoints.newest_whole()
+    assert newest is not None
+    assert (newest.version, damaged, checkpoints.versions()) == (1, [], [1])
+    with running(tiny_model_dir, tmp_path / "again") as again:
+        again.post("/load_state", StateRequest(path=str(newest.trainer_dir)), TrainerHealth)
+        again.train(*make_batch(version=1, seed=1))
+        assert again.export().digest == second
+
+
 def test_a_body_that_is_no_batch_is_refused_and_the_worker_lives_on(worker: Group) -> None:
     with pytest.raises(CallRefused) as caught:
         worker.train_body(b"nonsense")
@@ -120,6 +146,20 @@ def test_an_export_waits_for_the_step_before_it_while_health_is_answered_beside_
         return export
 
     assert worker.ask(story).version == first + 1
+
+
+def test_an_export_that_was_begun_holds_what_the_weights_were_then_whatever_was_trained_since(
+    worker: Group,
+) -> None:
+    version = worker.health().policy_version
+    before = worker.export().digest
+    assert worker.begin_export() == version
+    worker.train(*make_batch(version=version))
+    begun, newest = worker.export(), worker.export()
+    assert (begun.version, begun.digest) == (version, before)
+    assert digest_of(load_file(begun.path)) == before
+    assert newest.version == version + 1
+    assert newest.digest != before
 
 
 def test_an_exception_in_a_step_is_answered_with_500_and_sigterm_leaves_the_staging_to_the_next_worker(

@@ -50,22 +50,21 @@ class House:
         folder.mkdir()
         return stage_file(tensors, 0, folder).model_dump(exclude={"version", "kind"})
 
-    def stage(self, version: int, **request: Any) -> dict[str, Any]:
+    def stage(self, version: int, chunk_bytes: int = 100_000, **request: Any) -> dict[str, Any]:
         """Ask until it is staged, or refused."""
-        while (answer := self.server.rpc("asyncrl_stage", version=version, **request)).get(
-            "state"
-        ) == "hashing":
+        asked = request | {"version": version, "chunk_bytes": chunk_bytes}
+        while (answer := self.server.rpc("asyncrl_stage", **asked)).get("state") == "staging":
             time.sleep(0.01)
         return answer
 
-    def load(self, version: int, digest: str, chunk_bytes: int = 100_000) -> dict[str, Any]:
-        return self.server.rpc("asyncrl_load", version=version, digest=digest, chunk_bytes=chunk_bytes)
+    def load(self, version: int, digest: str) -> dict[str, Any]:
+        return self.server.rpc("asyncrl_load", version=version, digest=digest)
 
     def push(self, tensors: dict[str, torch.Tensor], chunk_bytes: int = 100_000) -> dict[str, Any]:
-        """Stage and load; the answer of the load."""
+        """Stage and load; the answer of the load, or a refusal before it."""
         version, request = next(self.versions), self.write(tensors)
-        assert self.stage(version, **request)["digest"] == request["digest"]
-        return self.load(version, request["digest"], chunk_bytes)
+        staged = self.stage(version, chunk_bytes, **request)
+        return self.load(version, request["digest"]) if "error" not in staged else staged
 
     def plant(self, fault: str) -> None:
         assert self.server.rpc("asyncrl_plant", fault=fault) == {"ok": True}
@@ -99,8 +98,10 @@ def house(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 only_tied = pytest.mark.parametrize("house", [True], ids=["tied"], indirect=True)
 
 
-def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server_does(house: House) -> None:
+@pytest.mark.parametrize("how", ["", "no_twin"])
+def test_loaded_weights_answer_bit_for_bit_as_a_fresh_server_does(house: House, how: str) -> None:
     assert house.fresh["B"] != house.fresh["A"]
+    house.plant(how)
     for chunk_bytes in (1, 100_000, 10**9):
         for model in ("B", "A"):
             answer, weights = house.push(house.weights[model], chunk_bytes), house.weights[model]
@@ -155,10 +156,27 @@ def test_what_is_staged_is_loaded_under_its_own_digest_alone(house: House) -> No
 def test_a_large_file_is_hashed_beside_generation(house: House) -> None:
     house.serve("A")
     request = house.write({"large": torch.zeros(2**26)}) | {"digest": "0" * 32}
-    first = house.server.rpc("asyncrl_stage", version=10**6, **request)
-    assert first["state"] == "hashing", "this test needs a file that is not hashed at once"
+    first = house.server.rpc("asyncrl_stage", version=10**6, chunk_bytes=1, **request)
+    assert first["state"] == "staging", "this test needs a file that is not hashed at once"
     assert outputs_of(house.server) == house.fresh["A"]
     assert "with digest 00000000" in house.stage(10**6, **request)["error"]
+
+
+@only_tied
+def test_weights_beside_the_serving_ones_change_nothing_before_they_are_loaded(house: House) -> None:
+    house.serve("A")
+    version, request = next(house.versions), house.write(house.weights["B"])
+    assert house.stage(version, **request)["state"] == "staged"
+    assert outputs_of(house.server) == house.fresh["A"]
+    lacking = house.write(
+        {key: one for key, one in house.weights["B"].items() if "layers.1.mlp.up" not in key}
+    )
+    refused = house.stage(next(house.versions), **lacking)
+    assert "layers.1.mlp.gate_up_proj" in refused["error"]
+    assert "those that serve stay" in refused["rule"]
+    assert house.server.rpc("asyncrl_facts")["broken"] is None
+    assert "staged is nothing" in house.load(version, request["digest"])["error"]
+    assert outputs_of(house.server) == house.fresh["A"]
 
 
 @only_tied
@@ -169,6 +187,7 @@ def test_a_set_that_lacks_a_tensor_leaves_a_server_of_no_version_until_a_whole_o
     house: House, name: str
 ) -> None:
     house.serve("A")
+    house.plant("no_twin")
     answer = house.push({key: tensor for key, tensor in house.weights["B"].items() if key != name})
     layer = name.removesuffix(".weight").replace("k_proj", "qkv_proj")
     assert layer in answer["error"]

@@ -5,15 +5,19 @@ one digest for all.
 from __future__ import annotations
 
 import errno
+import hashlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -27,11 +31,16 @@ from asyncrl.messages.calls import ExportChunkResponse
 from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
-from asyncrl.weights.export import cut, export_weights, in_export_dtype, named_weights
-from asyncrl.weights.tensor_files import digest_of_tensor, digest_tensors, read_tensors
+from asyncrl.weights.export import cut, digest_of, export_weights, in_export_dtype, named_weights
+from asyncrl.weights.tensor_files import (
+    digest_of_tensor,
+    digest_tensors,
+    read_tensors,
+    torch_block_sums,
+    write_tensors,
+)
 
 CHUNK_BYTES = 10_000
-MASK = 2**64 - 1
 MakeStep = Callable[..., TrainStep]
 
 
@@ -210,37 +219,123 @@ def test_what_is_no_chunk_of_the_newest_weights_is_refused_and_a_full_disk_can_b
     assert chunks_of(step)[-1][0].is_last
 
 
+def test_an_export_is_written_beside_the_forward_pass_and_no_weight_changes_before_it_is_whole(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step, forward_ran, changes = make_step(), threading.Event(), list[bool]()
+    before, write, change = step.weights_digest(), write_tensors, step._optimizer.step
+
+    def write_late(*arguments: Any) -> dict[str, bytes]:
+        assert forward_ran.wait(60), "the export held up the forward pass"
+        return write(*arguments)
+
+    def change_now() -> None:
+        changes.append(exporting.done())
+        change()
+
+    step.policy.register_forward_hook(lambda *_: forward_ran.set())
+    step._optimizer.step = change_now  # type: ignore[assignment]
+    with patch("asyncrl.weights.export.write_tensors", write_late):
+        finish = step.begin_export(tmp_path / "v0.safetensors")
+        exporting = step._exporting
+        assert exporting is not None
+        step.train(*make_batch())
+    answer = finish()
+    assert changes == [True]
+    assert (answer.version, answer.digest) == (0, before)
+    assert digest_of(load_file(answer.path)) == before != step.weights_digest()
+
+
+@pytest.mark.parametrize("what", ["offload", "load_state"])
+def test_weights_are_not_moved_or_replaced_while_an_export_reads_them(
+    make_step: MakeStep, tmp_path: Path, what: str
+) -> None:
+    step, is_waited_for = make_step(), threading.Event()
+    before, write = step.weights_digest(), write_tensors
+    step.begin_save_state(tmp_path / "state").result()
+    step.train(*make_batch())
+    after = step.weights_digest()
+
+    def write_late(*arguments: Any) -> dict[str, bytes]:
+        assert is_waited_for.wait(60), "it was not"
+        return write(*arguments)
+
+    def wait_and_tell(futures: list[Any]) -> None:
+        is_waited_for.set()
+        wait(futures)
+
+    with (
+        patch("asyncrl.weights.export.write_tensors", write_late),
+        patch("asyncrl.trainer.step.wait", wait_and_tell),
+    ):
+        finish = step.begin_export(tmp_path / "v1.safetensors")
+        if what == "offload":
+            step.offload(["weights"])
+        else:
+            step.load_state(tmp_path / "state")
+    assert finish().digest == after != before
+    assert digest_of(load_file(tmp_path / "v1.safetensors")) == after
+
+
+def test_an_export_that_cannot_be_written_is_told_to_its_caller_and_training_goes_on(
+    make_step: MakeStep, tmp_path: Path
+) -> None:
+    step = make_step()
+    (tmp_path / "v0.safetensors.unfinished").symlink_to("/dev/full")
+    finish = step.begin_export(tmp_path / "v0.safetensors")
+    step.train(*make_batch())
+    with pytest.raises(OSError, match="No space left"):
+        finish()
+    assert not (tmp_path / "v0.safetensors").exists()
+    assert step.export(tmp_path / "v1.safetensors").version == 1
+
+
 # ---- digests and files
 
 
-def sum_of(data: bytes) -> bytes:
-    """word_sum as its docstring says it, in Python's integers."""
-    total, end = 0, len(data) // 8 * 8
-    for position in range(end // 8):
-        word = int.from_bytes(data[8 * position : 8 * position + 8], "little")
-        word ^= position * 0x9E3779B97F4A7C15 & MASK
-        for shift, mixer in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            word = (word ^ word >> shift) * mixer & MASK
-        total += word
-    return (total & MASK).to_bytes(8, "little") + data[end:]
+def sums_of(data: bytes) -> bytes:
+    """block_sums as the head of digest.py says it, in Python's integers."""
+    data += bytes(-len(data) % 2048)
+    signed = memoryview(data).cast("b").tolist()
+    sums = b""
+    for start in range(0, len(data), 2048):
+        for keys in digest.block_keys().T.tolist():
+            total = sum(byte * key for byte, key in zip(signed[start : start + 2048], keys, strict=True))
+            sums += total.to_bytes(4, "little", signed=True)
+    return sums
 
 
 @given(
-    st.binary(min_size=8, max_size=200),
-    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
+    st.sampled_from([0, 1, 3, 2047, 2048, 2049, 5000, 2048 * 17]),
+    st.sampled_from([b"\x80", b"\x7f", None]),
+    st.sampled_from([torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64]),
     st.integers(0, 3),
-    st.sampled_from([3, 2**15]),
 )
-def test_host_and_device_compute_the_same_sum_of_words_of_any_view_in_any_pieces(
-    data: bytes, dtype: torch.dtype, start: int, piece_words: int
+@settings(max_examples=30)
+def test_numpy_torch_and_a_device_that_knows_floats_alone_compute_the_same_sums_of_any_view(
+    num_bytes: int, filled_with: bytes | None, dtype: torch.dtype, start: int
 ) -> None:
-    data = data[: len(data) // dtype.itemsize * dtype.itemsize]
-    view = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype)[start:]
+    data = (
+        np.random.default_rng(num_bytes).bytes(num_bytes) if filled_with is None else filled_with * num_bytes
+    )
+    data = data[: num_bytes // dtype.itemsize * dtype.itemsize]
+    whole = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.zeros(0, dtype=torch.uint8)
+    )
+    view = whole.view(dtype)[start:]
+    found = [digest.block_sums(tensor_files.host_bytes(view)), torch_block_sums(view).numpy().tobytes()]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(digest, "_PIECE_WORDS", piece_words)
-        patched.setattr(tensor_files, "_PIECE_WORDS", piece_words)
-        found = digest.word_sum(tensor_files.host_bytes(view)), tensor_files.device_word_sum(view)
-    assert found == (sum_of(data[start * dtype.itemsize :]),) * 2
+        patched.setattr(torch, "_int_mm", tensor_files._product_of_floats)
+        found.append(torch_block_sums(view).numpy().tobytes())
+    assert found == [sums_of(data[start * dtype.itemsize :])] * 3
+
+
+def test_the_keys_are_those_of_every_version_of_numpy_and_no_two_columns_are_alike() -> None:
+    keys = digest.block_keys()
+    assert hashlib.sha256(keys.tobytes()).hexdigest()[:16] == "b4bfb74b3694596e"
+    assert (keys.min(), keys.max(), len(np.unique(keys, axis=1).T)) == (-63, 63, 8)
+    assert len(np.unique(keys, axis=0)) == 2048, "two bytes in one block that change places are seen"
+    assert keys.any(axis=1).all(), "each byte counts"
 
 
 @given(st.data())
@@ -250,12 +345,20 @@ def test_a_changed_bit_swapped_rows_a_name_a_dtype_and_a_shape_change_the_digest
     position, bit = data.draw(st.integers(0, len(changed) - 1)), data.draw(st.integers(0, 7))
     changed[position] ^= 1 << bit
     changed = changed.view(torch.float32).view(tensor.shape)
-    others = [changed, tensor.roll(1, 0), tensor.T, tensor.view(torch.int32)]
+    others = [changed, -tensor, tensor.roll(1, 0), tensor.T, tensor.view(torch.int32)]
     digests = {digest_of_tensor("w", one) for one in (tensor, *others)} | {digest_of_tensor("v", tensor)}
     assert len(digests) == 2 + len(others)
     assert digest_of_tensor("w", tensor.clone()) in digests
-    top = torch.tensor([0, -(2**63), 0, 0])
-    assert len({digest_of_tensor("w", top.roll(shift)) for shift in range(4)}) == 4, "top bits alone"
+
+
+def test_two_tensors_that_change_places_a_stale_one_and_a_torn_one_change_the_digest_of_all() -> None:
+    torch.manual_seed(0)
+    old = {"a": torch.randn(64, 64), "b": torch.randn(64, 64), "c": torch.randn(5)}
+    new = {name: tensor + 1e-3 * torch.randn_like(tensor) for name, tensor in old.items()}
+    torn = torch.cat([new["a"][:33], old["a"][33:]])
+    sets = [new, old, new | {"a": new["b"], "b": new["a"]}, new | {"b": old["b"]}, new | {"a": torn}]
+    sets += [{name: new[name] for name in "ab"}, new | {"d": new["c"]}]
+    assert len({digest_tensors(one) for one in sets}) == len(sets)
 
 
 def test_a_file_of_another_writer_is_read_and_a_torn_one_is_refused(tmp_path: Path) -> None:

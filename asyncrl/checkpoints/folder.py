@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -235,11 +236,13 @@ def _versions_in(folders: Iterable[Path]) -> list[int]:
 def write_manifest(folder: Path, version: int) -> None:
     """Sync every file of `folder` to disk and write the manifest over them, last of all. Raises OSError."""
     sync_tree(folder)
-    files = {
-        path.relative_to(folder).as_posix(): FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:  # a rank writes a file
+        entries = [
+            FileEntry(size=path.stat().st_size, sha256=digest)
+            for path, digest in zip(paths, hashing.map(sha256_of, paths), strict=True)
+        ]
+    files = {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, entries, strict=True)}
     path = folder / MANIFEST
     path.write_text(Manifest(version=version, files=files).model_dump_json(indent=1) + "\n", encoding="utf-8")
     sync(path)
@@ -260,18 +263,23 @@ def read_whole(folder: Path, version: int) -> Whole:
         manifest = Manifest.model_validate(found)
     except ValueError as error:
         raise _damaged(folder, f"{MANIFEST} cannot be read: {str(error).splitlines()[0]}") from error
-    for name, entry in manifest.files.items():
-        path = folder / name
-        try:
-            read = (path.stat().st_size, sha256_of(path))
-        except OSError as error:
-            raise _unreadable(folder, name, error) from error
-        if read != (written := (entry.size, entry.sha256)):
-            (size, digest), (had, was) = read, written
-            raise _damaged(folder, f"{name} has {size} bytes of sha256 {digest}, and had {had} of {was}")
+    with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:
+        reading = {name: hashing.submit(_size_and_digest, folder / name) for name in manifest.files}
+        for name, entry in manifest.files.items():
+            try:
+                read = reading[name].result()
+            except OSError as error:
+                raise _unreadable(folder, name, error) from error
+            if read != (written := (entry.size, entry.sha256)):
+                (size, digest), (had, was) = read, written
+                raise _damaged(folder, f"{name} has {size} bytes of sha256 {digest}, and had {had} of {was}")
     if manifest.version != version:
         raise _damaged(folder, f"it is of version {manifest.version}, and was renamed by hand")
     return Whole(version, folder, _read_json(folder, CONTROLLER))
+
+
+def _size_and_digest(path: Path) -> tuple[int, str]:
+    return path.stat().st_size, sha256_of(path)
 
 
 def _read_json(folder: Path, name: str) -> Any:

@@ -92,12 +92,12 @@ class FileLoad(Load):
         self._chunk_bytes = chunk_bytes
 
     async def stage(self, process: VllmProcess) -> str:
-        """The workers hash in a thread, and are asked until they are done: an answer that waited would hold
-        up generation.
+        """The workers hash the file in a thread, and load it beside the serving weights where they can; they
+        are asked until they are done: an answer that waited would hold up generation.
         """
         wait_s = _ASK_AGAIN_S
         names = {"version", "path", "digest", "num_tensors", "num_bytes", "kind"}
-        asked = self.manifest.model_dump(include=names)
+        asked = self.manifest.model_dump(include=names) | {"chunk_bytes": self._chunk_bytes}
         await process.rpc("asyncrl_drop", {})  # else a file that was staged before is not read again
         while True:
             workers = await process.rpc("asyncrl_stage", asked)
@@ -107,9 +107,8 @@ class FileLoad(Load):
             wait_s = min(2 * wait_s, _ASK_AGAIN_MAX_S)
 
     async def load(self, process: VllmProcess) -> None:
-        """One load call a chunk, in each worker, which refuses what is not whole."""
-        asked = {"version": self.version, "digest": self.digest, "chunk_bytes": self._chunk_bytes}
-        await process.rpc("asyncrl_load", asked)
+        """Each worker refuses what is not whole."""
+        await process.rpc("asyncrl_load", {"version": self.version, "digest": self.digest})
 
 
 class ChunkLoad(Load):

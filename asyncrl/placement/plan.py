@@ -162,14 +162,15 @@ def _engine(
     if devices[0] == NO_DEVICE:
         what = config.rollout.engine if config.rollout.urls is None else "not started by the run"
         return [ProcessPlan(name, side, NO_DEVICE, 0, Memory(), f"{what}, {slots} sequences at once")]
-    facts, length = config.rollout.facts, config.rollout.max_length
+    facts, length, sync = config.rollout.facts, config.rollout.max_length, config.weight_sync.facts
     item, block = item_bytes(config.model.dtype, devices[0]), facts.cpu_kv_block
     weights = shape.num_parameters * item
     each = -(-length // block) * block if devices[0] == "cpu" else length
-    copies = weights if mode == "apart" and facts.stages_weights else 0
+    # vLLM reads a file where it lies, and on the CPU loads it beside the weights that serve.
+    is_twice = mode == "apart" and (facts.stages_weights or (devices[0] == "cpu" and not sync.sends_adapters))
     num_kept = slots if facts.keeps_turns and config.generator.is_harness else 0
     kv = (slots + num_kept) * each * shape.kv_per_token * item
-    memory = Memory(weights=weights, copies=copies, kv=kv)
+    memory = Memory(weights=weights, copies=weights if is_twice else 0, kv=kv)
     note = _part(f"{config.rollout.engine}: weights, KV cache of {slots} x {length} tokens", len(devices))
     part, threads = memory.split(len(devices)), engine_threads(config)
     return [

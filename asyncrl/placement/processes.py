@@ -31,6 +31,10 @@ GROUP_TIMEOUT_S = 12.0
 KILL_TIMEOUT_S = 5.0
 """SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
 
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""Has torch ask for huge pages for its large tensors on the CPU: new memory is ready in a third of the time,
+and a copy of weights is as fast as the memory is."""
+
 
 class ForeignProcess:
     """In place of a ChildProcess, for a server that the run did not start: an address and nothing else. Its
@@ -137,7 +141,7 @@ class ChildProcess:
 
     async def _start_on(self, listener: socket.socket, log: int, spec_path: Path) -> None:
         self._log_start, self.url = os.fstat(log).st_size, f"http://127.0.0.1:{listener.getsockname()[1]}"
-        env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **self.env}
+        env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **HUGE_PAGES, **self.env}
         arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
         stdin, self._stdin = os.pipe()
         try:

@@ -49,8 +49,8 @@ class SideBySide:
         """Return when the trainer may work: at once."""
 
     async def to_engines(self, version: int) -> None:
-        """The trainer has made `version`. Returns once the weights are copied, so that the next step may
-        change them; the push goes on by itself.
+        """The trainer has made `version`. Returns once the copy of its weights is begun; the push goes on by
+        itself.
         """
         if version < self._num_steps:
             await self.publisher.wait_exported_or_busy(version)

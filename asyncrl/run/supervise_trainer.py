@@ -111,8 +111,14 @@ class SupervisedTrainer(Supervisor):
                     raise self._over
                 await self._changed.wait()
 
+    async def begin_export(self) -> int:
+        """Have an export of the newest weights begun; returns their version."""
+        return await self._when_up(self.client.begin_export)
+
     async def export(self) -> ExportResponse:
-        """Have the newest weights written into staging."""
+        """Have the newest weights written into staging, or wait for what was begun. New processes export what
+        is the newest then.
+        """
         return await self._when_up(self.client.export)
 
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse:
@@ -242,7 +248,7 @@ async def load_batches(state: ResumeState, start: int, stop: int) -> AsyncIterat
 class Checkpointer:
     """Makes checkpoints beside the training.
 
-    Life: after_step() -> begun (training is held up for the copy alone) -> written, checked, renamed,
+    Life: after_step() -> begun (the copy is made beside the next step) -> written, checked, renamed,
         journaled -> idle.
     Waits: the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps until
         the state is written, then while a trainer that was started again goes back to an older one.

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, PublishError
@@ -18,17 +19,19 @@ from asyncrl.messages.calls import ExportResponse
 from asyncrl.sync.push import OnLost, Push, PushReport, WeightTrainer
 from asyncrl.waits import TimeLimit, waiting
 
+T = TypeVar("T")
+
 
 class Publisher:
     """Pushes the newest weights to all engines, one push after the other.
 
-    Life: beside generation, run(): idle -> a new version: exporting (the trainer copies between two steps) ->
-        pushing (prepare on all live engines, then commit on all, at once or in turn) -> announced by
-        on_served, then by on_published -> idle. In turns, called by a handover: push() -> all live engines
-        have the version, in chunks -> announce(). An engine is live, or down from down_nowait until bring_up
-        has given its new process the announced weights (in turns: until up_nowait, before the next push).
+    Life: beside generation, run(): idle -> a new version: exporting (begun between two steps) -> pushing
+        (prepare on all live engines, then commit on all, at once or in turn) -> announced by on_served, then
+        by on_published -> idle. In turns, called by a handover: push() -> all live engines have the version,
+        in chunks -> announce(). An engine is live, or down from down_nowait until bring_up has given its new
+        process the announced weights (in turns: until up_nowait, before the next push).
     Waits: run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at most
-        timeout_s; the train loop sleeps in wait_exported_or_busy, woken by the end of an export. bring_up and
+        timeout_s; the train loop sleeps in wait_exported_or_busy, woken once an export is begun. bring_up and
         pushes sleep in `_turn` for each other, so that no returning engine misses a version in between. push
         sleeps in a Push.
     Invariant: on_served(v) is called only after every live engine has said that it serves v, with the digest
@@ -145,10 +148,11 @@ class Publisher:
     async def wait_exported_or_busy(self, version: int) -> None:
         """Called by the train loop right after the step that made `version`, before the next one.
 
-        Returns once the weights are copied into staging, so that the next step may change them; or at once if
-        an older version is still being pushed, because the trainer is never held for a push.
+        Returns once the copy of the weights into staging is begun: the trainer makes it beside the next
+        forward and backward pass, and changes no weight before it is made. Or at once if an older version is
+        still being copied or pushed, because the trainer is never held for that.
         """
-        with waiting(f"the copy of the weights of policy_version {version}", on="publisher"):
+        with waiting(f"the export of policy_version {version}", on="publisher"):
             while self._exported_version < version and not self._is_pushing:
                 await self._changed.wait()
 
@@ -186,11 +190,13 @@ class Publisher:
         clock = asyncio.get_running_loop().time
         start = clock()
         self._set_pushing(False)
-        manifest = await self._export(newest)
-        export_s = clock() - start
-        self.num_skipped += manifest.version - self._exported_version - 1
-        self._exported_version = manifest.version
+        before = self._exported_version
+        self._exported_version = await self._limited(newest, self._trainer.begin_export)
         self._set_pushing(True)
+        manifest = await self._limited(newest, self._trainer.export)
+        export_s = clock() - start
+        self.num_skipped += manifest.version - before - 1
+        self._exported_version = manifest.version  # above what was begun if the trainer was started again
         if not self._is_one_kept:
             await turn.enter_async_context(self._turn)
         live, served = self._live, self.version
@@ -206,14 +212,14 @@ class Publisher:
         self.version, self.report = version, report
         self.num_published += 1
 
-    async def _export(self, newest: int) -> ExportResponse:
-        """An export that a restart of the trainer cut short is asked for again."""
+    async def _limited(self, newest: int, call: Callable[[], Awaitable[T]]) -> T:
+        """A part of an export; one that a restart of the trainer cut short is asked for again."""
         while True:
             await self._trainer.wait_up()  # one that is started again may train for long on what is journaled
             num_restarts = self._trainer.num_restarts
             try:
                 async with TimeLimit(self._timeout_s, or_raise=lambda: self._late(newest)):
-                    return await self._trainer.export()
+                    return await call()
             except PublishError:
                 if self._trainer.is_up and self._trainer.num_restarts == num_restarts:
                     raise

@@ -26,8 +26,9 @@ class WeightTrainer(Protocol):
     it.
 
     `is_up` is false while its processes are started again, `num_restarts` how often they were; wait_up
-    returns once it can answer. export copies the newest weights into staging, between two optimizer steps;
-    export_chunk writes one chunk of them over the one before.
+    returns once it can answer. begin_export begins to copy the newest weights into staging, between two
+    optimizer steps, and returns their version; export returns when they are there, whether it was begun or
+    not; export_chunk writes one chunk of them over the one before.
     """
 
     @property
@@ -38,6 +39,7 @@ class WeightTrainer(Protocol):
     def num_restarts(self) -> int: ...
     async def wait_up(self) -> None: ...
     async def wait_version_above(self, version: int) -> int: ...
+    async def begin_export(self) -> int: ...
     async def export(self) -> ExportResponse: ...
     async def export_chunk(self, version: int, index: int) -> ExportChunkResponse: ...
 

@@ -173,6 +173,7 @@ class FakeTrainerServer(FakeServer):
         self.states: dict[str, list[str]] = {}
         self._worker = asyncio.Lock()
         self._pending: tuple[str, list[str]] | None = None
+        self._begun: tuple[int, str] | None = None
 
     @property
     def policy_version(self) -> int:
@@ -181,7 +182,7 @@ class FakeTrainerServer(FakeServer):
 
     def restart(self) -> None:
         super().restart()
-        self._worker, self._pending, self.weights = asyncio.Lock(), None, []
+        self._worker, self._pending, self._begun, self.weights = asyncio.Lock(), None, None, []
 
     def health(self) -> TrainerHealth:
         is_busy = self._worker.locked()
@@ -231,9 +232,12 @@ class FakeTrainerServer(FakeServer):
                 trained = (f"{one.prompt_id}#{one.sample_index}" for one in header.trajectories)
                 self.weights.append(",".join(trained))
                 return TrainResponse(policy_version=version + 1, metrics={"policy/loss": float(version + 1)})
+            case "/begin_export":
+                self._begun = version, "|".join(self.weights)
             case "/export":
+                version, digest = self._begun or (version, "|".join(self.weights))
+                self._begun = None
                 await asyncio.sleep(self.export_s)
-                digest = "|".join(self.weights)
                 return ExportResponse(version=version, path="fake", digest=digest, num_tensors=1, num_bytes=1)
             case "/load_state":
                 await asyncio.sleep(self.load_s)

@@ -148,6 +148,7 @@ class FakeTrainer:
         self.policy_version = 0
         self.batches: list[Batch] = []
         self.exported: list[int] = []
+        self._begun: int | None = None
         self._worker = asyncio.Lock()
         self._changed = asyncio.Event()
 
@@ -176,11 +177,18 @@ class FakeTrainer:
         while not self.is_up:
             await self.went_up.wait()
 
+    async def begin_export(self) -> int:
+        """Pin the newest version for export()."""
+        async with self._worker:
+            self._begun = self.policy_version
+        return self._begun
+
     async def export(self) -> ExportResponse:
-        """The newest weights in staging."""
+        """The version that was begun, or else the newest one, in staging; weights change only afterwards."""
         async with self._worker:
             await asyncio.sleep(self.export_s)
-            version = self.policy_version
+            version = self.policy_version if self._begun is None else self._begun
+            self._begun = None
             self.exported.append(version)
             digest = "w0" if self.is_frozen else f"w{version}"
             path = f"fake/{digest}"

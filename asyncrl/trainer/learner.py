@@ -236,11 +236,15 @@ class Learner:
         learning_rate = learning_rate_at(self.spec.trainer, self.num_optimizer_steps + self._schedule_ahead)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        self.before_change()
         self._optimizer.step()
         self._masters.write_back()
         self.num_optimizer_steps += 1
         self.num_skipped_in_a_row = 0
         taken.steps.append((sums.loss, grad_norm))
+
+    def before_change(self) -> None:
+        """Called before weights change: wait here for what still reads them."""
 
     def _skip(self, batch: BatchNumbers, taken: BatchTotals, what: str) -> None:
         """Leave the weights as they are; the batch is saved for inspection. Refuses once it happens too

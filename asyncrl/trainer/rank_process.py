@@ -73,7 +73,7 @@ T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
 
 ENDPOINTS = (
-    *("train", "export", "export_chunk", "broadcast", "save"),
+    *("train", "begin_export", "export", "export_chunk", "broadcast", "save"),
     *("begin_save_state", "wait_save_state", "load_state", "offload", "onload"),
 )
 KEPT_EXPORTS = 2
@@ -91,6 +91,8 @@ class TrainerService:
         self._sending_thread = ThreadPoolExecutor(1, "broadcast")
         self.num_waiting = 0
         self._broken = ""
+        self._begun: Callable[[], ExportResponse] | None = None
+        """The export that was begun and has not been asked for."""
         # Loaded on the thread that will step: the number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
             lambda: TrainStep(spec, join_ranks(spec, resolve_device(spec)[0]))
@@ -120,9 +122,7 @@ class TrainerService:
         except Refused:
             raise  # all ranks' alike
         except (OSError, SafetensorError) as error:  # files are written beside what the ranks do together
-            what = f"/{name} cannot write {arguments.get('path', 'its file')}: {error}"
-            way_out = "free space on the disk of the run directory (exports: /dev/shm), then start again."
-            raise Refused(507, what, way_out=way_out) from error
+            raise _cannot_write(name, arguments.get("path", "its file"), error) from error
         except Exception as error:
             if self.step.ranks.size > 1:
                 self._broken = str(error)
@@ -154,19 +154,36 @@ class TrainerService:
 
         return await self.run(work)
 
+    async def begin_export(self) -> TrainerHealth:
+        """Begin to write the newest weights; its answer comes from the next export(). Returns once training
+        may go on: what is being written stays as it is.
+        """
+        version, self._begun = await self.run(self._begin_export)
+        return (await self.health()).model_copy(update={"policy_version": version})
+
     async def export(self) -> ExportResponse:
-        """Write the newest weights, then delete exports that no engine can be asked to read any more."""
+        """Write the newest weights, or finish what was begun; then delete exports that no engine can be asked
+        to read any more.
+        """
+        begun, self._begun = self._begun, None
+        finish = begun or (await self.run(self._begin_export))[1]
+        return await asyncio.to_thread(self._finish_export, finish)
 
-        def work() -> ExportResponse:
-            folder = self._spec.staging_dir
-            path = folder / f"v{self.step.policy_version}.safetensors"
-            answer: ExportResponse = self.together("export", path=str(path))
-            exports = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
-            for old in exports[:-KEPT_EXPORTS]:
-                old.unlink()
-            return answer
+    def _begin_export(self) -> tuple[int, Callable[[], ExportResponse]]:
+        version = self.step.policy_version
+        path = self._spec.staging_dir / f"v{version}.safetensors"
+        return version, self.together("begin_export", path=str(path))
 
-        return await self.run(work)
+    def _finish_export(self, begun: Callable[[], ExportResponse]) -> ExportResponse:
+        folder = self._spec.staging_dir
+        try:
+            answer = begun()
+        except OSError as error:
+            raise _cannot_write("export", folder, error) from error
+        exports = sorted(folder.glob("v*.safetensors"), key=lambda file: int(file.stem[1:]))
+        for old in exports[:-KEPT_EXPORTS]:
+            old.unlink(missing_ok=True)
+        return answer
 
     async def export_chunk(self, message: ExportChunkRequest) -> ExportChunkResponse:
         """Write one chunk of the weights over the one before."""
@@ -193,7 +210,7 @@ class TrainerService:
         return await self.health()
 
     async def begin_save_state(self, message: StateRequest) -> TrainerHealth:
-        """Returns once the copy is made."""
+        """Returns once training may go on: what is being copied stays as it is."""
         await self.call("begin_save_state", path=message.path)
         return await self.health()
 
@@ -248,6 +265,12 @@ def _perform(step: TrainStep, command: Command) -> Any:
     if "path" in arguments:
         arguments["path"] = Path(arguments["path"])
     return getattr(step, command.name)(**arguments)
+
+
+def _cannot_write(name: str, path: object, error: Exception) -> Refused:
+    what = f"/{name} cannot write {path}: {error}"
+    way_out = "free space on the disk of the run directory (exports: /dev/shm), then start again."
+    return Refused(507, what, way_out=way_out)
 
 
 def _words(error: Exception) -> ErrorBody:

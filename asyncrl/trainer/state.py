@@ -22,7 +22,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from asyncrl.trainer.model.parts import MasterWeights
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.export import after_what_was_begun
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 INDEX, STATE = ".metadata", "state.json"
@@ -83,8 +84,8 @@ class TrainerState:
     """Saves and loads the weights and the optimizer that it is given. Made on all ranks at once, and called
     on all of them.
 
-    Life: begin_save -> the Future ends -> begin_save ...: one at a time, since its copy lies in buffers that
-        are used again.
+    Life: begin_save -> `copying` ends, and from then on what is saved may change -> `pending` ends ->
+        begin_save ...: one at a time, since its copy lies in buffers that are used again.
     Invariant: a load that is refused because of what the folder is or holds has changed nothing.
     """
 
@@ -102,7 +103,9 @@ class TrainerState:
         self._ranks = ranks.beside()
         self._group = {"process_group": self._ranks.group, "no_dist": self._ranks.group is None}
         self._host: dict[str, Tensor] = {}
+        self.copying: Future[None] | None = None
         self.pending: Future[None] | None = None
+        self._copier = ThreadPoolExecutor(1, "copy state")
         self._writer = ThreadPoolExecutor(1, "state")
         # DCP warns whenever it runs without a process group. Not on the writing thread: filters are global.
         warnings.filterwarnings(
@@ -112,8 +115,8 @@ class TrainerState:
     def begin_save(
         self, progress: Progress, path: Path, content_of: Callable[[Tensor], Tensor]
     ) -> Future[None]:
-        """Copy everything to host memory, and have it written to `path`, which is new, while training goes
-        on. The Future raises Refused if it could not be written.
+        """Have everything copied to host memory beside the next forward and backward pass, then written to
+        `path`, which is new, while training goes on. The Future raises Refused if it could not be written.
 
         `content_of` finds the values of a local tensor that are not in it (offload.py).
         """
@@ -125,7 +128,7 @@ class TrainerState:
             if (state := self._optimizer.state.get(master))
         }
         live = self._live(stepped, self._own_rng())
-        self._copy(live, content_of)
+        self.copying = self._copier.submit(self._copy, live, content_of, after_what_was_begun(self._device))
         manifest = SavedState(
             model_path=self._model_path,
             lora=self._lora,
@@ -135,7 +138,7 @@ class TrainerState:
             has_cuda_rng=self._device.type == "cuda",
             progress=progress,
         )
-        self.pending = self._writer.submit(self._write, path, live, manifest)
+        self.pending = self._writer.submit(self._write, path, live, manifest, self.copying)
         return self.pending
 
     def load(self, path: Path) -> Progress:
@@ -164,8 +167,11 @@ class TrainerState:
             torch.cuda.set_rng_state(live[f"rng.cuda.{self._ranks.rank}"], self._device)
         return manifest.progress
 
-    def _write(self, path: Path, live: dict[str, Tensor], manifest: SavedState) -> None:
+    def _write(
+        self, path: Path, live: dict[str, Tensor], manifest: SavedState, copying: Future[None]
+    ) -> None:
         """On the writing thread: the copies, laid out over the ranks as `live` is, which is not read."""
+        copying.result()
         with _errors(path):
             writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
             dcp_save(live, storage_writer=writer, planner=_HostPlanner(self._host), **self._group)
@@ -196,17 +202,24 @@ class TrainerState:
         return live | {f"rng.{kind}.{self._ranks.rank}": state for kind, state in rng.items()}
 
     @torch.no_grad()
-    def _copy(self, live: dict[str, Tensor], content_of: Callable[[Tensor], Tensor]) -> None:
-        """Copy this rank's shards into the host buffers, which are made the first time."""
+    def _copy(
+        self,
+        live: dict[str, Tensor],
+        content_of: Callable[[Tensor], Tensor],
+        reading: AbstractContextManager[Any],
+    ) -> None:
+        """On the copying thread: this rank's shards into the host buffers, which are made the first time."""
         is_cuda = self._device.type == "cuda"
-        for name, tensor in live.items():
-            local = local_of(tensor)
-            buffer = self._host.get(name)
-            if buffer is None or buffer.shape != local.shape:
-                buffer = self._host[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=is_cuda)
-            buffer.copy_(content_of(local), non_blocking=is_cuda)
-        if is_cuda:
-            torch.cuda.synchronize(self._device)
+        with reading:
+            for name, tensor in live.items():
+                local = local_of(tensor)
+                buffer = self._host.get(name)
+                if buffer is None or buffer.shape != local.shape:
+                    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=is_cuda)
+                    self._host[name] = buffer
+                buffer.copy_(content_of(local), non_blocking=is_cuda)
+            if is_cuda:
+                torch.cuda.current_stream(self._device).synchronize()
 
     def _shapes(self) -> dict[str, list[int]]:
         return {name: list(master.shape) for name, master in self._masters.named.items()}

@@ -13,16 +13,17 @@ tensor that is one step old at a learning rate of 1e-6, say, it cannot show: dig
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from asyncrl.errors import ConfigError
-from asyncrl.messages.base import TrainerPart
+from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
@@ -69,10 +70,10 @@ class TrainStep(Learner):
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         self._offload = Offload(ranks, self.device, spec.failed_dir.parent / "offload", self._tensors_of)
-        self.offload, self.onload = self._offload.offload, self._offload.onload
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype)
         end = TrainerEnd(self.device, self.dtype, spec.chunk_bytes, ranks.is_first, spec.is_file_wanted)
         self.transport = make_transport(spec.transport, end)
+        self._exporting: Future[ExportResponse] | None = None
 
     @property
     def offloaded(self) -> list[TrainerPart]:
@@ -84,15 +85,40 @@ class TrainStep(Learner):
         self._offload.need("train", "weights", "optimizer")
         return super().train(header, arrays)
 
-    def export(self, path: Path) -> ExportResponse:
-        """Bring the current weights, in the engine's dtype, to where engines take them from. Raises OSError,
-        or Refused if they give NaN.
+    def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
+        """Begin to bring the current weights, in the engine's dtype, to where engines take them from. Any
+        thread may call what this returns, which waits for the end, and raises OSError, or Refused if the
+        weights give NaN. Meanwhile training goes on, up to the next change of a weight.
         """
         self._offload.need("export", "weights")
         canary = self._canary()
         adapters = None if self._adapters is None else self._adapters.export_tensors
-        answer = self.transport.export(Exported(self.policy_version, self._lazy_weights, adapters), path)
-        return answer.model_copy(update={"canary": _checked(canary)})
+        exported = Exported(self.policy_version, self._lazy_weights, adapters)
+        exporting = self._exporting = self.transport.begin(exported, path)
+        return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
+
+    def export(self, path: Path) -> ExportResponse:
+        """begin_export, and wait. Raises OSError or Refused."""
+        return self.begin_export(path)()
+
+    def before_change(self) -> None:
+        """Wait for an export and a copy of the state, which read weights and optimizer; if one fails, its
+        caller is told.
+        """
+        reading: list[Future[Any]] = [
+            one for one in (self._exporting, self._state.copying) if one is not None
+        ]
+        wait(reading)
+
+    def offload(self, parts: Iterable[TrainerPart]) -> Moved:
+        """Move these parts off the device. Raises Refused, with all where it was."""
+        self.before_change()
+        return self._offload.offload(parts)
+
+    def onload(self, parts: Iterable[TrainerPart]) -> Moved:
+        """Move these parts back. Raises Refused, with all where it was."""
+        self.before_change()
+        return self._offload.onload(parts)
 
     def save(self, path: Path, *, merged: bool = True) -> None:
         """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a
@@ -115,8 +141,8 @@ class TrainStep(Learner):
             adapters.save(path, gathered, self.spec.model_path)
 
     def begin_save_state(self, path: Path) -> Future[None]:
-        """Copy all that is needed to go on, wherever it lies; it is written to the new folder `path` beside
-        training. Raises Refused.
+        """Have all that is needed to go on copied, wherever it lies, and written to the new folder `path`
+        beside training.
         """
         progress = Progress.model_validate(self, from_attributes=True)
         return self._state.begin_save(progress, path, self._offload.content_of)
@@ -131,6 +157,7 @@ class TrainStep(Learner):
     def load_state(self, path: Path) -> None:
         """Go on from a saved folder of a checkpoint that was found whole. Raises Refused."""
         self._offload.need("load a state", "weights", "optimizer")
+        self.before_change()
         self._chunks.forget()
         vars(self).update(self._state.load(path))  # the fields of Progress
         self._schedule_ahead = self.policy_version * self.spec.steps_per_batch - self.num_optimizer_steps

@@ -143,8 +143,15 @@ class TrainerClient:
             await self._changed.wait()
         return self.policy_version
 
+    async def begin_export(self) -> int:
+        """Have the newest weights read, to be written into staging beside the next step; returns their
+        version. export() waits for it.
+        """
+        with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
+            return (await self._post("/begin_export", b"", TrainerHealth)).policy_version
+
     async def export(self) -> ExportResponse:
-        """Have the newest weights written into staging."""
+        """Have the newest weights written into staging, or wait for what was begun."""
         with waiting(f"the export of policy_version {self.policy_version}", on=self._caller.name):
             return await self._post("/export", b"", ExportResponse)
 

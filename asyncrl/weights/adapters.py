@@ -10,6 +10,7 @@ turns there is nothing to add adapters to: an engine that sleeps has given its w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from asyncrl.messages.calls import ExportResponse
 from asyncrl.serving import Refused
 from asyncrl.weights.export import export_weights
 from asyncrl.weights.tensor_files import SCALE, SUFFIXES, adapted_modules
-from asyncrl.weights.transport import Exported, Transport, only_gathered
+from asyncrl.weights.transport import Exported, Transport, done, only_gathered
 
 
 class AdapterTransport(Transport):
@@ -27,13 +28,13 @@ class AdapterTransport(Transport):
 
     sends_chunks = False
 
-    def export(self, exported: Exported, path: Path) -> ExportResponse:
-        """Written by rank 0."""
+    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+        """Written by rank 0, at once: they are small."""
         assert exported.adapters is not None, "the config has it so"
         tensors = exported.adapters()
         if not self.end.is_first:
-            return only_gathered(exported.version)
-        return export_weights(tensors, path, exported.version).model_copy(update={"kind": "lora"})
+            return done(only_gathered(exported.version))
+        return done(export_weights(tensors, path, exported.version).model_copy(update={"kind": "lora"}))
 
 
 def linear_parameters(model: nn.Module) -> set[str]:

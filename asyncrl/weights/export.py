@@ -1,23 +1,27 @@
 """The trainer's weights as they leave it: named, gathered, in the engines' dtype, whole or chunk by chunk.
 
-Sharded weights are gathered one tensor at a time; the ranks that write nothing go through the same pass
-(gather_along). A chunk is as many tensors, in the order of an export, as fit into chunk_bytes, or one that
-does not. All chunks go through one place. A request for the next one means that the one before is loaded: it
-is overwritten. Any chunk may be asked for at any time: a trainer that was started again goes on where the
-lost one was. Each tensor is gathered, written and forgotten: beside the place, which holds one chunk, that
-is the memory it takes.
+Sharded weights are gathered one tensor at a time, on rank 0 alone; the ranks that write nothing send it
+their shards in the same pass (gather_along). A chunk is as many tensors, in the order of an export, as fit
+into chunk_bytes, or one that does not. All chunks go through one place. A request for the next one means that
+the one before is loaded: it is overwritten. Any chunk may be asked for at any time: a trainer that was
+started again goes on where the lost one was. Each tensor is gathered, written and forgotten: beside the
+place, which holds one chunk, that is the memory it takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import queue
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -51,6 +55,11 @@ class LazyWeights(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.like)
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether each lies whole in this process, and none is computed."""
+        return not self._computed and not any(isinstance(one, DTensor) for one in self.like.values())
+
     def only(self, names: list[str]) -> LazyWeights:
         """These."""
         return LazyWeights({name: self.like[name] for name in names}, self._computed)
@@ -72,13 +81,32 @@ def whole_tensors(
     """Each tensor on `device`, contiguous, a floating point one as `dtype`. Copies only what is not so
     already.
 
-    A sharded tensor is gathered on all ranks, each of which must go through all of them.
+    A sharded tensor is gathered on rank 0; all ranks must go through all of them, and the others get nothing.
     """
     for name, tensor in weights.items():
         target = _export_dtype(tensor, dtype)
-        if isinstance(tensor, DTensor):
-            tensor = cast(DTensor, tensor.to(target)).full_tensor()
-        yield name, tensor.detach().to(device=device, dtype=target).contiguous()
+        whole = _gathered(cast(DTensor, tensor.to(target))) if isinstance(tensor, DTensor) else tensor
+        if whole is not None:
+            yield name, whole.detach().to(device=device, dtype=target).contiguous()
+
+
+def _gathered(tensor: DTensor) -> Tensor | None:
+    """The whole tensor on rank 0 of its mesh, None on the others."""
+    local, group, (placement, *others) = tensor.to_local(), tensor.device_mesh.get_group(0), tensor.placements
+    is_first = tensor.device_mesh.get_rank() == 0
+    if others or not placement.is_shard(0):
+        whole = tensor.full_tensor()
+        return whole if is_first else None
+    size = tensor.device_mesh.size()
+    num_rows = -(-len(tensor) // size)  # of each shard but the last ones, which are filled up
+    padded = local
+    if len(local) < num_rows:
+        padded = local.new_zeros(num_rows, *local.shape[1:])
+        padded[: len(local)] = local
+    filled = local.new_empty(size * num_rows, *local.shape[1:]) if is_first else None
+    parts = None if filled is None else list(filled.view(size, num_rows, *local.shape[1:]).unbind())
+    dist.gather(padded.contiguous(), parts, group=group, group_dst=0)
+    return None if filled is None else filled[: len(tensor)]
 
 
 @contextmanager
@@ -100,13 +128,14 @@ def in_export_dtype(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[s
 
 
 def gather_along(weights: Mapping[str, Tensor], dtype: torch.dtype | None) -> None:
-    """Go with the rank that writes these weights through its gathering, and keep nothing."""
-    for _ in whole_tensors(weights, dtype, "meta"):
-        pass
+    """Go with the rank that writes these weights through its gathering, without a copy of one."""
+    for tensor in weights.values():
+        if isinstance(tensor, DTensor):
+            _gathered(cast(DTensor, tensor.to(_export_dtype(tensor, dtype))))
 
 
 def digest_of(weights: Mapping[str, Tensor]) -> str:
-    """asyncrl.messages.digest.weights_digest, gathered where sharded."""
+    """asyncrl.messages.digest.weights_digest; of sharded weights on rank 0 alone."""
     return joint_digest(digest_of_tensor(name, tensor) for name, tensor in whole_tensors(weights))
 
 
@@ -115,14 +144,71 @@ def export_weights(
 ) -> ExportResponse:
     """Write a safetensors file, complete or not at all. Raises OSError, a full shared memory for one."""
     weights = weights if isinstance(weights, LazyWeights) else LazyWeights(weights)
+    with gathered(weights, dtype) as tensors:
+        return _write_export(weights, tensors, path, version, dtype)
+
+
+def begin_export(
+    writer: ThreadPoolExecutor, weights: LazyWeights, path: Path, version: int, dtype: torch.dtype
+) -> Future[ExportResponse]:
+    """export_weights, on the one thread of `writer`. Weights that lie here whole may not change before the
+    Future ends, which saves a copy. Sharded or computed ones are gathered here, each one while those before
+    are written, and may change when this returns.
+    """
+    if weights.are_plain:
+        reading = after_what_was_begun(next((one.device for one in weights.like.values()), None))
+
+        def read_and_write() -> ExportResponse:
+            with reading:
+                return export_weights(weights, path, version, dtype)
+
+        return writer.submit(read_and_write)
+    handed: queue.Queue[tuple[str, Tensor] | None] = queue.Queue(maxsize=1)
+
+    def write() -> ExportResponse:
+        tensors: Iterator[Any] = iter(handed.get, None)
+        try:
+            return _write_export(weights, tensors, path, version, dtype)
+        finally:
+            for _ in tensors:  # after an error too: the other ranks gather along
+                pass
+
+    writing = writer.submit(write)
+    try:
+        for pair in whole_tensors(weights, dtype):
+            handed.put(pair)
+    finally:
+        handed.put(None)
+    return writing
+
+
+def _write_export(
+    weights: LazyWeights,
+    tensors: Iterator[tuple[str, Tensor]],
+    path: Path,
+    version: int,
+    dtype: torch.dtype | None,
+) -> ExportResponse:
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        with gathered(weights, dtype) as tensors, unfinished.open("wb") as file:
+        with unfinished.open("wb") as file:
             digests = write_tensors(file, entries_of(weights, dtype), tensors)
+        assert len(digests) == len(weights), f"{len(digests)} of {len(weights)} tensors were gathered"
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
     return manifest_of(weights, dtype, version, digests, str(path))
+
+
+def after_what_was_begun(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """A context for another thread, in which tensors of a CUDA device are read as they are now, beside what
+    this thread begins later.
+    """
+    if device is None or device.type != "cuda":
+        return contextlib.nullcontext()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 def manifest_of(

@@ -34,7 +34,7 @@ from asyncrl.messages.base import ChunkMemory, MemoryHandle, PlacedTensor
 from asyncrl.messages.calls import LoadChunkRequest
 from asyncrl.serving import Refused
 from asyncrl.weights.export import Entries
-from asyncrl.weights.tensor_files import DTYPES, RESEND, digest_of_tensor, read_or_refuse
+from asyncrl.weights.tensor_files import DTYPES, RESEND, begin_digest, finish_digests, read_or_refuse
 
 ALIGNMENT = 256
 """Each tensor begins on a multiple of so many bytes, as torch's allocators have it."""
@@ -229,13 +229,13 @@ def copy_placed(
     placed: Iterable[PlacedTensor], data: Tensor, tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
     """Copy the tensors, which come in this order, to their places; returns their digests."""
-    digests = {}
+    begun = {}
     for name, view in views(placed, data).items():
         found, tensor = next(tensors)
         assert found == name, f"{found} came where {name} was to come"
         view.copy_(tensor)
-        digests[name] = digest_of_tensor(name, tensor)
-    return digests
+        begun[name] = begin_digest(tensor)
+    return finish_digests(begun)
 
 
 def views(placed: Iterable[PlacedTensor], data: Tensor) -> dict[str, Tensor]:

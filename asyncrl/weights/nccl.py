@@ -19,6 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from asyncrl.weights.export import (
     manifest_of,
 )
 from asyncrl.weights.ipc import copy_placed, lay_out, views
-from asyncrl.weights.transport import Exported, TrainerEnd, Transport, only_gathered
+from asyncrl.weights.transport import Exported, TrainerEnd, Transport, done, only_gathered
 
 SENDER = 0
 _LOOK_S = 0.0005
@@ -65,12 +66,16 @@ class BroadcastTransport(Transport):
         self._group: WeightGroup | None = None
         self._in_use = threading.Lock()
 
+    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+        """The copy is made when this returns."""
+        return done(self.export(exported, path))
+
     def export(self, exported: Exported, path: Path) -> ExportResponse:
         """Copy the weights over what was held, gathering what is sharded; where evaluation wants a file,
         write it too. Raises OSError, or RuntimeError if there is no memory for the copy.
         """
         end, version = self.end, exported.version
-        written = super().export(exported, path).path if end.is_file_wanted else ""
+        written = self._begin_file(exported, path).result().path if end.is_file_wanted else ""
         weights = exported.merged()
         if not end.is_first:
             gather_along(weights, end.dtype)

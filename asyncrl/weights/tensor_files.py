@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.messages.digest import WORD_MIXERS, digest_of_sum, joint_digest, tensor_digest
+from asyncrl.messages.digest import BLOCK_BYTES, NUM_SUMS, block_keys, digest_of_sums, joint_digest
 from asyncrl.serving import Refused
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ DTYPES = {
 """Names of the format: (torch's name, bytes of an element)."""
 _FILE_NAMES = {name: code for code, (name, _) in DTYPES.items()}
 _ITEM_BYTES = dict(DTYPES.values())
-_PIECE_WORDS = 2**20
-"""Words that a device mixes at once: what the temporaries of a checksum take."""
+_PIECE_BLOCKS = 512
+"""Blocks that are hashed at once: on a CPU they stay in its cache, on a device they are 4 MiB of floats."""
 SCALE = "scale"
 """In a file of adapters: the scalar float32 tensor alpha / rank. An engine needs it, and the digest covers
 it.
@@ -130,46 +130,71 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def digest_of_tensor(name: str, tensor: Tensor) -> bytes:
     """tensor_digest of a torch tensor, computed where it lies."""
+    return digests_of({name: tensor})[name]
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """digest_of_tensor of each; a device is waited for once."""
+    return finish_digests({name: begin_digest(tensor) for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class BegunDigest:
+    """A tensor's block_sums, on their way: int32 [blocks, 8] on its device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sums: Tensor
+
+
+def begin_digest(tensor: Tensor) -> BegunDigest:
+    """The sums of a tensor, whose content has to stay until they are done."""
     tensor = tensor.detach().contiguous()
-    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-    if tensor.device.type == "cpu":
-        return tensor_digest(name, dtype, shape, host_bytes(tensor))
-    return digest_of_sum(name, dtype, shape, device_word_sum(tensor))
+    return BegunDigest(dtype_name(tensor.dtype), tuple(tensor.shape), torch_block_sums(tensor))
+
+
+def finish_digests(begun: Mapping[str, BegunDigest]) -> dict[str, bytes]:
+    """Each tensor's digest."""
+    return {
+        name: digest_of_sums(
+            name, one.dtype, one.shape, one.sums.cpu().numpy().astype("<i4", copy=False).data
+        )
+        for name, one in begun.items()
+    }
 
 
 def digest_and_size(tensors: Mapping[str, Tensor]) -> tuple[dict[str, bytes], int]:
     """The digest of each tensor, and the bytes of all."""
-    digests = {name: digest_of_tensor(name, tensor) for name, tensor in tensors.items()}
-    return digests, sum(tensor.nbytes for tensor in tensors.values())
+    return digests_of(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """weights_digest of torch tensors."""
-    return joint_digest(digest_and_size(tensors)[0].values())
+    return joint_digest(digests_of(tensors).values())
 
 
-def device_word_sum(tensor: Tensor) -> bytes:
-    """word_sum of a contiguous tensor's bytes, by torch: nothing but the sum leaves the device."""
+def torch_block_sums(tensor: Tensor) -> Tensor:
+    """block_sums of a contiguous tensor's bytes, int32 [blocks, 8] where the tensor lies."""
     import torch
 
-    flat, per_word = tensor.reshape(-1), 8 // tensor.element_size()
-    num_words = flat.numel() // per_word
-    if flat.storage_offset() % per_word:
-        flat = flat.clone()
-    words, rest = flat[: num_words * per_word].view(torch.int64), flat[num_words * per_word :]
-    first, *mixers = (mixer - 2**64 for mixer in WORD_MIXERS)  # as int64 has them
-    positions = torch.arange(min(num_words, _PIECE_WORDS), dtype=torch.int64, device=tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, num_words, _PIECE_WORDS):
-        piece = words[start : start + _PIECE_WORDS]
-        mixed = (positions[: len(piece)] + start) * first
-        mixed.bitwise_xor_(piece)
-        for shift, mixer in zip((30, 27), mixers, strict=True):
-            high = (mixed >> shift).bitwise_and_(2 ** (64 - shift) - 1)  # int64 shifts its sign along
-            mixed.bitwise_xor_(high).mul_(mixer)
-        total += mixed.sum()
-    odd = rest.view(torch.uint8).cpu().numpy().tobytes() if rest.numel() else b""
-    return int(total.item()).to_bytes(8, "little", signed=True) + odd
+    flat, keys = tensor.reshape(-1).view(torch.int8), torch.from_numpy(block_keys()).to(tensor.device)
+    num_whole = len(flat) // BLOCK_BYTES
+    blocks = flat[: num_whole * BLOCK_BYTES].view(num_whole, BLOCK_BYTES)
+    last = flat[num_whole * BLOCK_BYTES :]
+    sums = torch.empty(num_whole + bool(len(last)), NUM_SUMS, dtype=torch.int32, device=tensor.device)
+    # In integers where the processor multiplies them. How many blocks are in a product changes no sum.
+    is_integer = tensor.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    product = torch._int_mm if is_integer else _product_of_floats
+    for start in range(0, num_whole, _PIECE_BLOCKS):
+        end = min(start + _PIECE_BLOCKS, num_whole)
+        product(blocks[start:end], keys, out=sums[start:end])
+    if len(last):
+        product(torch.nn.functional.pad(last, (0, BLOCK_BYTES - len(last)))[None], keys, out=sums[num_whole:])
+    return sums
+
+
+def _product_of_floats(blocks: Tensor, keys: Tensor, *, out: Tensor) -> None:
+    out.copy_(blocks.float() @ keys.float())
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

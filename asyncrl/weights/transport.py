@@ -13,6 +13,7 @@ asyncrl/engines/vllm_weights.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, TransportName
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.weights.export import LazyWeights, export_weights, gather_along
+from asyncrl.weights.export import LazyWeights, begin_export, gather_along
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,15 @@ def only_gathered(version: int) -> ExportResponse:
     return ExportResponse(version=version, path="", digest="", num_tensors=0, num_bytes=0)
 
 
+def done(answer: ExportResponse) -> Future[ExportResponse]:
+    """Of an export that is whole already."""
+    future: Future[ExportResponse] = Future()
+    future.set_result(answer)
+    return future
+
+
 class Transport:
-    """The trainer's end of one way: this one writes a file. Made on every rank; export() is called on all of
+    """The trainer's end of one way: this one writes a file. Made on every rank; begin() is called on all of
     them at once.
     """
 
@@ -63,16 +71,21 @@ class Transport:
 
     def __init__(self, end: TrainerEnd) -> None:
         self.end = end
+        self._writer = ThreadPoolExecutor(1, "export")
 
-    def export(self, exported: Exported, path: Path) -> ExportResponse:
-        """Bring the weights to where engines take them from; rank 0 says what they are, while the other ranks
-        gather along. Raises OSError.
+    def begin(self, exported: Exported, path: Path) -> Future[ExportResponse]:
+        """Bring the weights to where engines take them from, beside the next forward and backward pass: until
+        the Future ends no weight may change. Rank 0 says what they are, while the other ranks gather along.
+        This and the Future raise OSError.
         """
+        return self._begin_file(exported, path)
+
+    def _begin_file(self, exported: Exported, path: Path) -> Future[ExportResponse]:
         weights = exported.merged()
         if self.end.is_first:
-            return export_weights(weights, path, exported.version, self.end.dtype)
+            return begin_export(self._writer, weights, path, exported.version, self.end.dtype)
         gather_along(weights, self.end.dtype)
-        return only_gathered(exported.version)
+        return done(only_gathered(exported.version))
 
     def send(self, request: BroadcastRequest) -> BroadcastResponse:
         """Send the copy that is held: transport nccl. Raises Refused."""

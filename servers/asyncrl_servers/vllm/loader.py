@@ -1,10 +1,4 @@
-"""Loads weights into the model of one vLLM worker, whole or chunk by chunk, and refuses incomplete ones. It
-uses vLLM's layerwise reload.
-
-Plain `model.load_weights` is wrong after the start: layers have their weights packed for the kernels by then
-(on CPU every linear layer is, and its parameter is empty). vLLM's layerwise reload gives the layers their
-first form back, buffers what is loaded, and packs a layer as soon as it is complete.
-"""
+"""Loads weights into the model of one vLLM worker, whole or chunk by chunk, and refuses incomplete ones."""
 
 from __future__ import annotations
 
@@ -13,44 +7,43 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.platforms import current_platform
 
 from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
 from asyncrl.serving import Refused
 from asyncrl.weights.export import cut
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.tensor_files import digest_and_size, read_or_refuse
-from asyncrl_servers.weight_state import PUSH_AGAIN, Arrived, ChunkedPush, Staged, check_arrived, the_staged
+from asyncrl_servers.vllm.reload import Reload, Twin, can_have_twin
+from asyncrl_servers.weight_state import PUSH_AGAIN, ChunkedPush, Staged, check_arrived, the_staged
 
 
 class Loader:
     """The weights of one worker. It sees files and vLLM's model; routes and other workers do not concern it.
 
-    Life: idle -> staging -> staged -> load -> idle;  or  idle -> open (one chunk after the other) -> finished
-        -> idle. A load that fails after it has begun leaves the weights `broken`, until one succeeds: it
-        replaces them all.
-    Waits: nowhere but for a digest that is asked to be loaded while it is still computed.
+    Life: idle -> staging (hashed; and loaded into a twin of the model, if it can have one) -> staged -> load
+        -> idle;  or  idle -> open (one chunk after the other) -> finished -> idle. A load into the serving
+        model that fails after it has begun leaves the weights `broken`, until one succeeds: it replaces them
+        all. What is loaded into a twin and refused has changed nothing.
+    Waits: nowhere but for what is asked to be loaded while it is still staged.
     Invariant: a load answers without error only if every parameter of the model got its elements from it.
         Staged tensors lie in the file that was mapped: replacing the file changes nothing here.
     """
+
+    reload_class, can_have_twin = Reload, staticmethod(can_have_twin)
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self._memory = TrainerMemory(worker.device)
         self._push = ChunkedPush()
-        self._hashing = ThreadPoolExecutor(1, "hash weights")
-        self._arrived: Future[Arrived] = Future()
-        """Of what is staged, computed while the worker goes on generating."""
+        self._staging = ThreadPoolExecutor(1, "stage weights")
+        self._is_ready: Future[None] = Future()
+        """Of what is staged, while the worker goes on generating."""
+        self._twin: Twin | None = None
         self.staged: Staged | None = None
         self.broken: str | None = None
         self.open_version: int | None = None
-        self._owners: set[str] = set()
+        self._reload: Reload | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -58,30 +51,42 @@ class Loader:
         model: nn.Module = self.worker.model_runner.get_model()
         return model
 
-    def stage(self, **fields: Any) -> dict[str, Any]:
-        """Begin to stage the file of a PrepareRequest, or say how far it is. Raises Refused; then nothing is
-        staged.
+    def stage(self, *, chunk_bytes: int, **fields: Any) -> dict[str, Any]:
+        """Begin to stage the file of a PrepareRequest, or say how far it is; `chunk_bytes` are loaded at
+        once. Raises Refused; then nothing is staged.
         """
         request = PrepareRequest(**fields)
         if self.staged is None or self.staged.request != request:
-            self.staged = None
+            self._forget()
             tensors = {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
-            self._arrived = self._hashing.submit(digest_and_size, tensors)
-            self.staged = Staged(request, tensors)
-        if not self._arrived.done():
-            return {"state": "hashing"}
-        return {"state": "staged", "digest": self._check_staged(self.staged)}
+            if self.open_version is None and self.can_have_twin(self.model):
+                self._twin = Twin(self.model)
+            staged = Staged(request, tensors)
+            self._is_ready = self._staging.submit(self._make_ready, staged, self._twin, chunk_bytes)
+            self.staged, self._chunk_bytes = staged, chunk_bytes
+        if not self._is_ready.done():
+            return {"state": "staging"}
+        self._check_ready()
+        return {"state": "staged", "digest": request.digest}
 
-    def load(self, version: int, digest: str, chunk_bytes: int) -> dict[str, Any]:
-        """Load what is staged under this digest: one reload, one load call a chunk. Raises Refused."""
+    def load(self, version: int, digest: str) -> dict[str, Any]:
+        """Serve what is staged under this digest: by exchanging weights with the twin, or by one reload, one
+        load call a chunk. Raises Refused.
+        """
         staged = the_staged(self.staged, version, digest)
-        self._check_staged(staged)
-        self.begin(version)
-        for chunk in self._chunks(staged, chunk_bytes):
-            self.add(chunk)
-        self.finish()
-        self.staged = None  # its mapping holds the file's memory
-        return {"num_tensors": len(staged.tensors), "num_bytes": staged.request.num_bytes}
+        self._check_ready()
+        if self._twin is not None:
+            if self.open_version is not None:
+                self._abandon("given up")
+            self._twin.swap_in()
+            self.broken = None
+        else:
+            self.begin(version)
+            for chunk in self._chunks(staged, self._chunk_bytes):
+                self.add(chunk)
+            self.finish()
+        self._forget()  # the mapping holds the file's memory, the twin the weights that served
+        return {"num_tensors": staged.request.num_tensors, "num_bytes": staged.request.num_bytes}
 
     def load_chunk(self, **fields: Any) -> dict[str, Any]:
         """Load the chunk of a LoadChunkRequest, from a file or from memory that the trainer shares; chunk 0
@@ -118,7 +123,7 @@ class Loader:
         """Drop the staged file. An open update cannot be undone: a part of its weights is already
         replaced.
         """
-        self.staged = None
+        self._forget()
         if self.open_version is not None:
             self._abandon("dropped")
 
@@ -126,88 +131,58 @@ class Loader:
         """Open an update of the model; one that was open is given up, as this one replaces all weights."""
         if self.open_version is not None:
             self._abandon("given up")
-        self.open_version = version
-        # A tied parameter is listed once, for its first layer. Layers without parameters have buffers that
-        # they compute themselves.
-        self._owners = {name.rpartition(".")[0] for name, _ in self.model.named_parameters()}
-        with self._changing():
-            initialize_layerwise_reload(self.model)
+        self.open_version, self._reload = version, self.reload_class(self.worker, self.model)
+        with self._changing() as reload:
+            reload.begin()
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors into the update that is open."""
-        with self._changing():
-            self.model.load_weights(iter(tensors))  # type: ignore[operator]  # every model of vLLM has it
+        with self._changing() as reload:
+            reload.add(tensors)
 
     def finish(self) -> None:
         """Close the update. Raises Refused if a parameter got nothing, or too little."""
         assert self.open_version is not None, f"no update is open ({self.broken})"
-        with self._changing():
-            if missing := self._incomplete():
-                what = f"version {self.open_version} lacks {len(missing)} parameters: {missing[:5]}"
-                rule = "the weights of this server are of no version until a load succeeds"
-                raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")
-            self._finalize()
+        with self._changing() as reload:
+            rule = "the weights of this server are of no version until a load succeeds"
+            _check_complete(reload, self.open_version, rule)
+            reload.finish()
         self.open_version = self.broken = None
 
-    def _check_staged(self, staged: Staged) -> str:
-        """The digest of what is staged. Raises Refused if it is not what was announced; then nothing is."""
+    def _make_ready(self, staged: Staged, twin: Twin | None, chunk_bytes: int) -> None:
+        """On a thread: hash what is staged and load it into the twin. Raises Refused."""
+        check_arrived(staged.request.path, digest_and_size(staged.tensors), staged.request)
+        if twin is None:
+            return
+        reload = self.reload_class(self.worker, twin.model)
+        reload.begin()
+        for chunk in self._chunks(staged, chunk_bytes):
+            reload.add(chunk)
+        _check_complete(reload, staged.request.version, "weights are loaded whole; those that serve stay")
+        reload.finish()
+
+    def _check_ready(self) -> None:
+        """Raises Refused if what is staged is not what was announced, or not whole; then nothing is."""
         try:
-            return check_arrived(staged.request.path, self._arrived.result(), staged.request)
+            self._is_ready.result()
         except Exception:
-            self.staged = None
+            self._forget()
             raise
+
+    def _forget(self) -> None:
+        self.staged = self._twin = None
 
     def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Tensor]]]:
         """The tensors in order, in chunks of at most `chunk_bytes`, or of one tensor where that is larger."""
         for names in cut({name: tensor.nbytes for name, tensor in staged.tensors.items()}, chunk_bytes):
             yield [(name, staged.tensors[name]) for name in names]
 
-    def _incomplete(self) -> list[str]:
-        """Names of the layers of an open update that have not got all their elements."""
-        missing = []
-        for name, layer in self.model.named_modules():
-            info = get_layerwise_info(layer)
-            if name not in self._owners or not info.can_load() or is_deferred_attention_layer(layer):
-                continue  # nothing to load, or complete (then it is packed already)
-            # A vocabulary is padded with rows that no file has.
-            is_padded = hasattr(layer, "num_embeddings_padded")
-            if info.load_numel == 0 or not is_padded:
-                missing.append(f"{name} ({info.load_numel} of {info.load_numel_total} elements)")
-        return missing
-
-    def _finalize(self) -> None:
-        finalize_layerwise_reload(self.model, self.worker.model_runner.model_config)
-        self._repack_tied()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-
-    def _repack_tied(self) -> None:
-        """Pack the output layer anew where it shares its weight with the embedding: it loads nothing itself,
-        so its packed copy is old.
-        """
-        if not current_platform.is_cpu():
-            return
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        for layer in self.model.modules():
-            weight = getattr(layer, "weight", None)
-            is_matrix = isinstance(weight, Tensor) and weight.numel() > 0 and weight.dim() == 2
-            if hasattr(layer, "cpu_linear") and is_matrix:
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-
     @contextlib.contextmanager
-    def _loading(self) -> Iterator[None]:
-        """The context that vLLM's own worker loads in."""
-        worker = self.worker
-        with torch.no_grad(), set_current_vllm_config(worker.vllm_config), torch.device(worker.device):
-            yield
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        """The same; a failure within gives the update up."""
+    def _changing(self) -> Iterator[Reload]:
+        """The update that is open; a failure within gives it up."""
+        assert self._reload is not None, "begin() comes first"
         try:
-            with self._loading():
-                yield
+            yield self._reload
         except Exception as error:
             self._abandon(f"{type(error).__name__}: {error}")
             raise
@@ -216,7 +191,14 @@ class Loader:
         """Close an update that cannot be completed. The layers get tensors again, else the next request would
         end the engine.
         """
+        assert self._reload is not None
         self.broken = f"version {self.open_version} came in part ({why})"
         self.open_version = None
-        with self._loading():
-            self._finalize()
+        self._reload.finish()
+
+
+def _check_complete(reload: Reload, version: int, rule: str) -> None:
+    """Raises Refused if a parameter got nothing, or too little."""
+    if missing := reload.incomplete():
+        what = f"version {version} lacks {len(missing)} parameters: {missing[:5]}"
+        raise Refused(409, what, rule=rule, way_out="load a whole set again, or restart it.")
