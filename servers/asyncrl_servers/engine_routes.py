@@ -105,7 +105,7 @@ class ServedLink(Generic[Of]):
         acts[frame.kind]([self._runs[number] for number in frame.numbers if number in self._runs])
 
     def _submit(self, asked: Sequence[frames.Asked]) -> None:
-        runs, num_free = list[Of](), MAX_QUEUED - self._engine.health().num_queued
+        runs, num_free = list[Of](), MAX_QUEUED - self._engine.num_queued
         for one in asked:
             try:
                 if one.number in self._runs:
@@ -190,7 +190,7 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
         return _json(engine.health())
 
     async def generate(request: web.Request) -> web.Response:
-        check_queue(MAX_QUEUED - engine.health().num_queued)
+        check_queue(MAX_QUEUED - engine.num_queued)
         return _json(await OneAnswer(engine, (await _read(request, GenerateBody)).request()).answer())
 
     def post(body: type[Body], act: Callable[[Body], Awaitable[BaseModel]]) -> Any:
