@@ -9,11 +9,14 @@ be told first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
@@ -196,19 +199,24 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 class OpenWait:
     """A task that waits, from __enter__ to __exit__. Cheap: its words are worked out when asked."""
 
-    __slots__ = ("_code", "_waits", "_who", "on", "since_s", "task", "what")
+    __slots__ = ("_code", "_declared", "_table", "on", "outer", "since_s", "task", "what", "who")
+    outer: OpenWait | None
+    """The wait of the same task around it."""
 
     def __init__(self, what: str | Callable[[], str], on: str, who: str, code: CodeType) -> None:
-        self.what, self.on, self._who, self._code = what, on, who, code
+        self.what, self.on, self._declared, self._code = what, on, who, code
 
     def __enter__(self) -> None:
         loop = asyncio.get_running_loop()
         self.task, self.since_s = asyncio.current_task(loop), loop.time()
-        self._waits = _OPEN.setdefault(loop, {})
-        self._waits[self] = None
+        self.who = self._declared or self._named()
+        if (table := _OPEN.get(loop)) is None:
+            table = _OPEN[loop] = OpenWaits()
+        self._table = table
+        table.add(self)
 
     def __exit__(self, *_: object) -> None:
-        del self._waits[self]
+        self._table.remove(self)
 
     def __str__(self) -> str:
         return self.what if isinstance(self.what, str) else self.what()
@@ -219,13 +227,72 @@ class OpenWait:
         return self._code.co_qualname.replace(".<locals>", "")
 
     @property
-    def who(self) -> str:
-        """As declared; else the task's name, or the class in whose method it waits."""
+    def kind(self) -> tuple[object, ...]:
+        """The same for waits that are told as one."""
+        return self.who, self._code, self.what, self.on
+
+    def _named(self) -> str:
+        """The task's name, or the class in whose method it waits; rollouts have one name together."""
         name = self.task.get_name() if self.task is not None else "Task-0"
-        return self._who or (self.where.partition(".")[0] if name.startswith("Task-") else name)
+        if name.startswith("rollout "):
+            return "rollouts"
+        return self.where.partition(".")[0] if name.startswith("Task-") else name
 
 
-_OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[OpenWait, None]]()
+class OpenWaits:
+    """The open waits of one loop, the innermost of each task, by kind. What it costs to add, remove and tell
+    them does not grow with the number of tasks.
+    """
+
+    MAX_ASKED = 32
+    """Waits of a kind that are asked since when they are open: the oldest are the first, but for those whose
+    inner wait has ended.
+    """
+
+    def __init__(self) -> None:
+        self.innermost: dict[asyncio.Task[Any] | None, OpenWait] = {}
+        self._by_kind: dict[tuple[object, ...], dict[OpenWait, None]] = {}
+
+    def add(self, wait: OpenWait) -> None:
+        """It has begun."""
+        wait.outer = self.innermost.get(wait.task)
+        if wait.outer is not None:
+            self._hide(wait.outer)
+        self.innermost[wait.task] = wait
+        self._by_kind.setdefault(wait.kind, {})[wait] = None
+
+    def remove(self, wait: OpenWait) -> None:
+        """It has ended."""
+        inner = self.innermost[wait.task]
+        if inner is not wait:  # blocks in generators may end in another order
+            while inner.outer is not wait:
+                assert inner.outer is not None, f"{wait} was not open"
+                inner = inner.outer
+            inner.outer = wait.outer
+            return
+        self._hide(wait)
+        if wait.outer is None:
+            del self.innermost[wait.task]
+        else:
+            self.innermost[wait.task] = wait.outer
+            self._by_kind.setdefault(wait.outer.kind, {})[wait.outer] = None
+
+    def told(self) -> list[tuple[OpenWait, int]]:
+        """As open_waits() says."""
+        found = [
+            (min(islice(waits, self.MAX_ASKED), key=lambda wait: wait.since_s), len(waits))
+            for waits in self._by_kind.values()
+        ]
+        return sorted(found, key=lambda one: one[0].since_s)
+
+    def _hide(self, wait: OpenWait) -> None:
+        alike = self._by_kind[wait.kind]
+        del alike[wait]
+        if not alike:
+            del self._by_kind[wait.kind]
+
+
+_OPEN = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, OpenWaits]()
 
 
 def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWait:
@@ -236,10 +303,44 @@ def waiting(what: str | Callable[[], str], *, on: str, who: str = "") -> OpenWai
     return OpenWait(what, on, who, sys._getframe(1).f_code)
 
 
-def open_waits() -> list[OpenWait]:
-    """The waits of the running loop, the innermost of each task, oldest first."""
-    innermost = {wait.task or wait: wait for wait in _OPEN.get(asyncio.get_running_loop(), ())}
-    return sorted(innermost.values(), key=lambda wait: wait.since_s)
+def open_waits() -> list[tuple[OpenWait, int]]:
+    """What the tasks of the running loop wait for, the innermost wait of each: one of the oldest of those
+    that wait alike, and how many they are; oldest first.
+    """
+    table = _OPEN.get(asyncio.get_running_loop())
+    return [] if table is None else table.told()
+
+
+def waits_of_tasks() -> dict[str, OpenWait]:
+    """By the names of the tasks. It looks at all of them: not for what is asked again and again."""
+    table = _OPEN.get(asyncio.get_running_loop())
+    innermost = {} if table is None else table.innermost
+    return {task.get_name(): wait for task, wait in innermost.items() if task is not None}
+
+
+class Computation(functools.partial[T]):
+    """A call that waits for nothing, so that a virtual clock may run it in place of a thread."""
+
+
+async def computed(func: Callable[..., T], *args: Any) -> T:
+    """What `func` returns, computed in a thread: for work that grows with a batch. It must not be changed
+    meanwhile, and `func` must wait for nothing.
+    """
+    return await asyncio.get_running_loop().run_in_executor(None, Computation(func, *args))
+
+
+_TURNS = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
+
+
+@contextlib.asynccontextmanager
+async def loop_turn() -> AsyncIterator[None]:
+    """A block of work in a turn of the event loop that no other such block shares, for one that wakes many
+    tasks; they have run when it is over.
+    """
+    lock = _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+    async with lock:
+        yield
+        await asyncio.sleep(0)
 
 
 def await_chain(awaitable: Any) -> Iterator[FrameType]:
@@ -252,9 +353,14 @@ def await_chain(awaitable: Any) -> Iterator[FrameType]:
 
 
 def task_stacks() -> str:
-    """Tasks that are not done: names, then function (file:line) down to where they wait, a line a place."""
+    """Tasks that are not done: names, then function (file:line) down to where they wait, a line a place; of
+    rollouts some, where there are many.
+    """
     tasks_at: dict[str, list[str]] = {}
-    for task in sorted(asyncio.all_tasks(), key=asyncio.Task.get_name):
+    rollouts, others = list[asyncio.Task[Any]](), list[asyncio.Task[Any]]()
+    for task in asyncio.all_tasks():
+        (rollouts if task.get_name().startswith("rollout ") else others).append(task)
+    for task in sorted(others + rollouts[:_MAX_ROLLOUTS], key=asyncio.Task.get_name):
         frames = await_chain(task.get_coro())
         places = [
             (frame.f_code, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}") for frame in frames
@@ -265,9 +371,12 @@ def task_stacks() -> str:
     for place, names in tasks_at.items():
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         lines.append(f"task {', '.join(names[:_MAX_NAMES])}{more}: {place}")
+    if len(rollouts) > _MAX_ROLLOUTS:
+        lines.append(f"{len(rollouts) - _MAX_ROLLOUTS} more rollouts were not looked at")
     return "\n".join(lines)
 
 
+_MAX_ROLLOUTS = 1000
 _MAX_NAMES = 4
 
 

@@ -131,6 +131,7 @@ class House:
         monkeypatch.setattr(job, "open_parts", self.open_parts)
         monkeypatch.setattr(job.Job, "_make_watchdog", lambda *_: watchdog)
         monkeypatch.setattr(job, "heartbeat", ignore)
+        monkeypatch.setattr(job, "batch_metrics", ignore)  # of batches that have no groups
 
     async def open_parts(self, *_: Any, **__: Any) -> Any:
         return self.rooms

@@ -145,13 +145,15 @@ def test_a_total_goes_on_from_where_it_was_and_over_a_source_that_begins_anew() 
 
 def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> None:
     answer = TrainResponse(policy_version=step + 1, **{"metrics": {}, **more})
-    reporter.step(rooms, make_batch(step, 2 * step, 2 * step + 1), answer, step_s=1.0)
+    reporter.step(rooms, make_batch(step, 2 * step, 2 * step + 1), answer, {}, step_s=1.0)
 
 
 class CountingReporter(Reporter):
     """One whose rooms are the numbers that they have counted."""
 
-    def _metrics(self, rooms: Any, batch: Any, answer: TrainResponse, step_s: float) -> dict[str, float]:
+    def _metrics(
+        self, rooms: Any, batch: Any, answer: TrainResponse, _: Any, step_s: float
+    ) -> dict[str, float]:
         found = {"step": batch.version, "time_s": step_s, "reward/mean": 0.5, **answer.metrics}
         return found | self._totals.add(rooms or {})
 

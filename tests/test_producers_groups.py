@@ -77,6 +77,22 @@ def slow(name: str, latency_s: float, default_s: float) -> FakeEngine:
 
 
 @virtual
+async def test_a_version_that_admits_many_groups_starts_one_in_a_turn_of_the_loop() -> None:
+    num_groups, turn, started = 50, 0, list[int]()
+
+    class Noting(FakeSource):
+        def next_nowait(self) -> Prompt:
+            started.append(turn)
+            return super().next_nowait()
+
+    async with House(num_tickets=num_groups, capacity=10 * num_groups, source=Noting()):
+        while turn < 10 * num_groups:
+            turn += 1
+            await asyncio.sleep(0)
+    assert len(started) == len(set(started)) == num_groups
+
+
+@virtual
 async def test_a_free_slot_goes_to_a_rollout_that_waits_for_one_and_then_to_a_new_group() -> None:
     async with House(capacity=5) as house:
         await all_blocked()

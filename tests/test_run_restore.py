@@ -5,7 +5,7 @@ generated.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,9 @@ class Life:
         assert self.steps == [], "before the first step is told again"
         self.restored += 1
 
-    def step(self, rooms: object, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
+    def step(
+        self, rooms: object, batch: Batch, report: TrainResponse, found: Mapping[str, float], *, step_s: float
+    ) -> None:
         self.steps.append((batch, report))
 
     def returns_nowait(self, version: int, prompt: Prompt) -> None:

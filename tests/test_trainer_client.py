@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -65,6 +66,19 @@ def test_groups_are_packed_one_after_the_other_with_a_version_and_an_engine_a_to
 def test_spans_that_do_not_cover_the_sampled_tokens_exactly_are_refused(spans: list[Any]) -> None:
     with pytest.raises(TrainerError, match="do not cover its 3 sampled tokens"):
         sampled_by(make_trajectory(spans=tuple(VersionSpan(*span) for span in spans)))
+
+
+def test_a_batch_is_packed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+
+    def packed(batch: Batch) -> Any:
+        threads.append(threading.get_ident())
+        return pack_groups(batch)
+
+    monkeypatch.setattr("asyncrl.trainer.trainer_client.pack_groups", packed)
+    asyncio.run(TrainerClient(FakeTrainerServer(train_s=0.0)).train(make_types_batch(0)))
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 def test_all_that_wait_for_a_version_wake_when_a_step_brings_it() -> None:

@@ -2,13 +2,16 @@
 
 import asyncio
 import socket
+import sys
 import time
+from collections.abc import Callable
 
 import pytest
 from rollout_cases import virtual
 
+from asyncrl.observe.watchdog import waits_now
 from asyncrl.testing.virtual_time import stand_still
-from asyncrl.waits import Alarm, LoopClock, TimeLimit, open_waits, task_stacks, waiting
+from asyncrl.waits import Alarm, LoopClock, TimeLimit, loop_turn, open_waits, task_stacks, waiting
 
 
 async def until_over(timeout_s: float | None) -> float:
@@ -126,10 +129,81 @@ async def test_a_wait_is_open_as_long_as_its_block_and_the_innermost_of_a_task_i
     seen = [("train loop", "the turn", "both", 0.0)], [("turns", "memory at 8 s", "engine-0", 5.0)]
     for seconds, expected in zip((1.0, 7.0), seen, strict=True):
         await asyncio.sleep(seconds)
-        assert [(wait.who, str(wait), wait.on, wait.since_s) for wait in open_waits()] == expected
+        assert [(wait.who, str(wait), wait.on, wait.since_s) for wait, _ in open_waits()] == expected
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert open_waits() == []
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """Calls of functions, C's too, that this work makes."""
+    num_calls = 0
+
+    def count(_: object, event: str, __: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+@virtual
+async def test_what_a_loop_waits_for_is_told_with_as_many_calls_however_many_tasks_wait() -> None:
+    async def wait(on: str) -> None:
+        with waiting(lambda: "never", on=on) if on == "alone" else waiting("completions", on=on):
+            await asyncio.Event().wait()
+
+    tasks, num_calls = [asyncio.create_task(wait("alone"), name="alone")], []
+    for num in (100, 3_000):
+        await asyncio.sleep(1.0)
+        tasks += [asyncio.create_task(wait("engine-0"), name=f"rollout r{index}") for index in range(num)]
+        await asyncio.sleep(0)
+        assert [(one.who, one.on, one.since_s, alike) for one, alike in open_waits()] == [
+            ("alone", "alone", 0.0, 1),
+            ("rollouts", "engine-0", 1.0, len(tasks) - 1),
+        ]
+        num_calls.append(calls_of(waits_now))
+    assert num_calls[0] == num_calls[1]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert open_waits() == []
+
+
+@virtual
+async def test_a_wait_that_ends_before_the_one_inside_it_leaves_that_one_open() -> None:
+    waits = [waiting(name, on="x") for name in ("outer", "middle", "inner")]
+    for wait in waits:
+        wait.__enter__()
+    for closed, told in zip((1, 2, 0), ("inner", "outer", None), strict=True):
+        waits[closed].__exit__(None, None, None)
+        assert [str(wait) for wait, _ in open_waits()] == ([] if told is None else [told])
+
+
+@virtual
+async def test_no_two_blocks_of_much_work_share_a_turn_of_the_loop() -> None:
+    turns, num_turns = list[int](), 0
+
+    async def count() -> None:
+        nonlocal num_turns
+        while len(turns) < 12:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        for _ in range(4):
+            async with loop_turn():
+                turns.append(num_turns)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(count())
+        for _ in range(3):
+            tasks.create_task(work())
+    assert len(turns) == len(set(turns)) == 12
 
 
 @virtual

@@ -12,12 +12,15 @@ from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.messages import frames
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.waits import loop_turn
 
 OnChunk = Callable[[GenerateChunk], None]
 OnInterrupted = Callable[[GenerateResponse], bool]
 PATH = "/link"
 FRAME_REQUESTS = 256
 """Most requests in a frame: between two frames the event loop does other things."""
+TURN_ROWS = 32
+"""Most rows of all links that are taken in one turn of the event loop."""
 
 
 @dataclass(eq=False, slots=True)
@@ -120,6 +123,7 @@ class Link:
                     batch = asked[first : first + FRAME_REQUESTS]
                     rows = [frames.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
                     await socket.send(frames.submit_frame(rows))
+                    await asyncio.sleep(0)
                 for kind, numbers in (("resume", self._resumed), ("abort", self._aborted)):
                     if numbers:
                         frame = frames.numbers_frame(kind, numbers)
@@ -135,8 +139,11 @@ class Link:
             try:
                 frame = frames.read_frame(data)
                 if frame.kind == "sampled":
-                    for row in frames.read_sampled(frame):
-                        self._take(row)
+                    rows = iter(frames.read_sampled(frame))
+                    while turn := [*itertools.islice(rows, TURN_ROWS)]:
+                        async with loop_turn():
+                            for row in turn:
+                                self._take(row)
                 else:
                     self._refused(frame)
             except (ValueError, LookupError) as error:

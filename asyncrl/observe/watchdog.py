@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError
-from asyncrl.waits import OpenWait, open_waits, task_stacks, thread_stacks
+from asyncrl.waits import open_waits, task_stacks, thread_stacks, waits_of_tasks
 
 log = logging.getLogger("asyncrl.watchdog")
 
@@ -34,13 +34,16 @@ class Wait:
 
 def waits_now() -> tuple[Wait, ...]:
     """What the tasks of the running loop wait for, oldest first; those that wait alike are one line."""
-    now_s, alike = asyncio.get_running_loop().time(), dict[tuple[str, str, str, str], list[OpenWait]]()
-    for wait in open_waits():
-        who = "rollouts" if wait.who.startswith("rollout ") else wait.who
-        alike.setdefault((who, wait.where, str(wait), wait.on), []).append(wait)
+    now_s = asyncio.get_running_loop().time()
     return tuple(
-        Wait(f"{len(found)} {who}" if found[1:] else who, where, what, on, round(now_s - found[0].since_s, 1))
-        for (who, where, what, on), found in alike.items()
+        Wait(
+            f"{num} {wait.who}" if num > 1 else wait.who,
+            wait.where,
+            str(wait),
+            wait.on,
+            round(now_s - wait.since_s, 1),
+        )
+        for wait, num in open_waits()
     )
 
 
@@ -180,7 +183,7 @@ class Watchdog:
             return
         seconds = self._clock.quiet_s(asyncio.get_running_loop().time())
         reported, policy = self._report(), self._settings.on_stuck
-        places = {wait.task.get_name(): f"{wait.where} on {wait.on}" for wait in open_waits() if wait.task}
+        places = {name: f"{wait.where} on {wait.on}" for name, wait in waits_of_tasks().items()}
         oldest = [
             (name, round(age_s, 1), places.get(f"rollout {name}", "?")) for name, age_s in reported.oldest
         ]

@@ -187,6 +187,7 @@ class Producers:
             prompt = self._source.next_nowait()
             self._journal.admitted_nowait(ticket, prompt)  # no token is sampled before
             self._start(UnfinishedGroup(ticket, prompt))
+            await asyncio.sleep(0)  # a version that is served may admit thousands
 
     def resume_nowait(self, unfinished: UnfinishedGroup) -> None:
         """Go on with a group that ran when the run was killed; its admission and its journal are as they

@@ -24,18 +24,20 @@ from asyncrl.errors import EngineLost
 from asyncrl.files import RunLock, write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.messages.records import Batch, UnfinishedGroup
+from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle_dtype
 from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts, run_id
 from asyncrl.run.check import RUN_COPY
-from asyncrl.run.life import Life, logging_to, make_run_dir, run_again
+from asyncrl.run.life import Life, logging_to, make_run_dir, rare_collections, run_again
 from asyncrl.run.report import Reporter, processes, reported
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.run.supervise import heartbeat
 from asyncrl.trainer.model_folder import MODEL_PIN
 from asyncrl.user_code import end_what_is_left
+from asyncrl.waits import computed
 
 STATUS_PERIOD_S = 1.0
 GUARDS = ("watch ", "heartbeat ", "status", "watchdog", "checkpoint ")
@@ -114,6 +116,7 @@ class Job(Life):
             self.warn(text)
         parts = await open_parts(self, self._placement, self._point, self.reporter.evaluated)
         self.servers = parts.servers
+        self.stack.enter_context(rare_collections())
         self.closes("producers", parts.producers.aclose)
         self._start_guards(parts)
         unfinished = await self._catch_up(parts)
@@ -195,6 +198,7 @@ class Job(Life):
         self.tell("training")
         for group in unfinished:
             parts.producers.resume_nowait(group)
+            await asyncio.sleep(0)  # there may be thousands
         self.spawn(parts.producers.run(), name="producers")
 
     async def _train_loop(self, parts: Parts) -> None:
@@ -213,7 +217,8 @@ class Job(Life):
             report = await parts.trainer.train(batch)
             parts.journal.trained_nowait(batch.version, report.metrics)
             await parts.turns.to_engines(report.policy_version)
-            self.reporter.step(parts, batch, report, step_s=clock() - started_s)
+            step_s, found = clock() - started_s, await computed(batch_metrics, batch)
+            self.reporter.step(parts, batch, report, found, step_s=step_s)
             await parts.checkpointer.after_step(report.policy_version)
 
     async def _next_batch(self, parts: Parts) -> Batch | None:

@@ -20,7 +20,7 @@ from asyncrl.messages.calls import EngineHealth, TrainerHealth, TrainResponse
 from asyncrl.messages.records import Batch
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
-from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, batch_metrics, gauge_of
+from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
@@ -171,10 +171,14 @@ class Reporter(Voice):
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
         self.tell("training")
 
-    def step(self, parts: Parts, batch: Batch, report: TrainResponse, *, step_s: float) -> None:
-        """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console."""
+    def step(
+        self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float], *, step_s: float
+    ) -> None:
+        """One optimizer step is done: its metrics go to metrics.jsonl, TensorBoard and the console. `found`:
+        batch_metrics of the batch.
+        """
         self._totals.starts_from(self._before.get(batch.version, self._journaled))
-        metrics = self._metrics(parts, batch, report, step_s) | self._new_evaluation
+        metrics = self._metrics(parts, batch, report, found, step_s) | self._new_evaluation
         self._new_evaluation, self._last = {}, metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
@@ -293,12 +297,14 @@ class Reporter(Voice):
         """time_s continues from the last step: it never decreases in a resumed run, and leaves set-up out."""
         self._trained_since_s = time.monotonic() - self._last.get("time_s", 0.0)
 
-    def _metrics(self, parts: Parts, batch: Batch, report: TrainResponse, step_s: float) -> dict[str, float]:
+    def _metrics(
+        self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float], step_s: float
+    ) -> dict[str, float]:
         metrics: dict[str, float] = {
             "step": batch.version,
             "policy_version": report.policy_version,
             "time_s": time.monotonic() - self._trained_since_s,
-            **batch_metrics(batch),
+            **found,
             **report.metrics,
             "perf/step_s": step_s,
         }

@@ -29,6 +29,7 @@ from asyncrl.files import settle_folder
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
+from asyncrl.observe.metrics import batch_metrics
 from asyncrl.run.life import run_again
 from asyncrl.run.supervise_trainer import load_batches
 from asyncrl.trainer.model_folder import MODEL_PIN
@@ -249,7 +250,8 @@ async def restore(
     def trained_again(batch: Batch, report: TrainResponse) -> None:
         restored()
         journal.trained_nowait(batch.version, report.metrics)
-        reporter.step(parts, batch, report, step_s=report.metrics.get("perf/train_s", 0.0))
+        step_s = report.metrics.get("perf/train_s", 0.0)
+        reporter.step(parts, batch, report, batch_metrics(batch), step_s=step_s)
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     missed = functools.partial(load_batches, state, point.version, state.next_version)

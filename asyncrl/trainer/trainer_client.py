@@ -34,7 +34,7 @@ from asyncrl.messages.calls import (
     pack_batch,
 )
 from asyncrl.messages.records import Batch, Trajectory
-from asyncrl.waits import waiting
+from asyncrl.waits import computed, waiting
 
 Answer = TypeVar("Answer", bound=BaseModel)
 
@@ -128,7 +128,8 @@ class TrainerClient:
         return report
 
     async def _train(self, batch: Batch) -> TrainResponse:
-        answer = await self._post("/train", pack_batch(*pack_groups(batch)), TrainResponse)
+        body = await computed(lambda: pack_batch(*pack_groups(batch)))
+        answer = await self._post("/train", body, TrainResponse)
         assert answer.policy_version == batch.version + 1, answer
         return answer
 

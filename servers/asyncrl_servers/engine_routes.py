@@ -107,7 +107,7 @@ class ServedLink(Generic[Of]):
         acts[frame.kind]([self._runs[number] for number in frame.numbers if number in self._runs])
 
     def _submit(self, asked: Sequence[frames.Asked]) -> None:
-        runs, num_free = list[Of](), MAX_QUEUED - self._engine.health().num_queued
+        runs, num_free = list[Of](), MAX_QUEUED - self._engine.num_queued
         for one in asked:
             try:
                 if one.number in self._runs:
@@ -192,7 +192,7 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
         return engine.health()
 
     async def generate(body: GenerateBody) -> GenerateResponse:
-        check_queue(MAX_QUEUED - engine.health().num_queued)
+        check_queue(MAX_QUEUED - engine.num_queued)
         return await OneAnswer(engine, body.request()).answer()
 
     # The first two block a worker thread, not the event loop.

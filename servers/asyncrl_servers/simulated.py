@@ -122,6 +122,11 @@ class SimulatedEngine:
         self._committed: asyncio.Future[CommitResponse]
         self._tokens_generated, self._busy_s = 0, 0.0
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._queued)
+
     def health(self) -> EngineHealth:
         """Counts of this moment."""
         self._advance()
@@ -133,7 +138,7 @@ class SimulatedEngine:
             slots=self.spec.slots,
             max_length=self.spec.max_length,
             num_running=len(self._running) + len(self._interrupted),
-            num_queued=len(self._queued),
+            num_queued=self.num_queued,
             tokens_generated=self._tokens_generated + num_sampled,
             device="none",
             decode_s=self._busy_s,

@@ -85,6 +85,11 @@ class Engine:
         self._inbox.put(self._stop)
         self._thread.join()
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._queued)
+
     def health(self) -> EngineHealth:
         """Counts of this moment."""
         return EngineHealth(
@@ -94,7 +99,7 @@ class Engine:
             slots=self.spec.slots,
             max_length=self.spec.max_length,
             num_running=len(self._rows) + len(self._interrupted),
-            num_queued=len(self._queued),
+            num_queued=self.num_queued,
             tokens_generated=self._tokens_generated,
             tokens_prefilled=self._tokens_prefilled,
             device=str(self.runner.loaded.device),
