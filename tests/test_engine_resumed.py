@@ -24,7 +24,7 @@ from asyncrl.messages.calls import (
     WakeRequest,
 )
 from asyncrl.testing.asked_engine import Reply, ask
-from asyncrl_servers.embedded import decode_loop
+from asyncrl_servers.embedded import admission
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 
@@ -61,7 +61,7 @@ class Weights:
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_loop, "MIN_SHARED", 10**9)
+        patch.setattr(admission, "MIN_SHARED", 10**9)
         return Weights(tmp_path_factory.mktemp("resumed"))
 
 
@@ -106,7 +106,7 @@ def test_what_is_interrupted_keeps_its_slot_and_goes_on_with_the_bits_of_a_fresh
     engine = weights.engine()
     requests = [make_request(f"r{seed}", (1, 2, seed), max_tokens=40 + seed, seed=seed) for seed in range(6)]
     replies = ask(engine, requests, ends=False)
-    for _ in range(9):
+    for _ in range(10):
         engine.turn()
     for what in between.split(", "):
         if what == "commit":
@@ -180,7 +180,7 @@ def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, An
     rng = random.Random(3)
     texts = [[rng.randrange(50) for _ in range(80)] for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_loop, "MIN_SHARED", 4)
+        patch.setattr(admission, "MIN_SHARED", 4)
         engine, asked = weights.engine(keeps_turns=keeps), list[tuple[GenerateRequest, Reply]]()
         for what, how in events:
             if what == "ask":

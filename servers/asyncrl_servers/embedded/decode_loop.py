@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
 from asyncrl.serving import Refused
+from asyncrl_servers.embedded.admission import Admission, Prefill, admit
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import NO_INTS, Ints, Runner, moves_after_removal
@@ -26,19 +27,8 @@ from asyncrl_servers.engine_app import Listener, check_request
 
 Answer = TypeVar("Answer")
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)
-MIN_SHARED = 32
-"""Tokens from which copying a start that is in the cache is cheaper than computing it again."""
 STREAM_S = 0.005
 """Least seconds between two updates of a stream: about a decode step of a usual model."""
-
-
-class Prefill(NamedTuple):
-    """The tokens `ids` [T] for slot `row`, the first `num_shared` of them copied from slot `source`."""
-
-    row: int
-    ids: Ints
-    source: int
-    num_shared: int
 
 
 class Engine:
@@ -234,43 +224,11 @@ class Engine:
             )
         self._sample(logits)
 
-    def _admit(self) -> tuple[list[list[Prefill]], list[tuple[int, int]]]:
-        """Move queued sequences into free slots. Returns what has to be read for them, wave after wave, and
-        (source, row) of those whose tokens all stand in a slot then.
-
-        Tokens that stand in a slot, read by the weights that serve, are copied from there: the prompt of a
-        group, the turns before this one.
-        """
-        rows, known, waves, copies = (
-            self._rows,
-            dict[bytes, int](),
-            [list[Prefill]()],
-            list[tuple[int, int]](),
-        )
-        if not self._may_admit:
-            return waves, copies
-        for row, one in enumerate(rows.sequences):
-            if one.next_logits_V is not None:
-                known[one.token_ids.tobytes()] = row
-        wave_of = dict.fromkeys(known.values(), -1)
-        num_free = self.spec.slots - len(rows) - len(self._interrupted)
+    def _admit(self) -> Admission:
+        """Move queued sequences into free slots."""
+        num_free = self.spec.slots - len(self._rows) - len(self._interrupted) if self._may_admit else 0
         taken = [self._queued.popitem(last=False)[0] for _ in range(min(num_free, len(self._queued)))]
-        for sequence in sorted(taken, key=lambda one: len(one.token_ids)):  # equal lengths are read together
-            ids = sequence.token_ids
-            sequence.marks.append((len(ids), self.weights.version))
-            source, num_shared = rows.common_prefix(ids, list(wave_of))
-            row, key = rows.add(sequence), ids.tobytes()
-            if key in known:
-                copies.append((known[key], row))
-                continue
-            if num_shared < MIN_SHARED:
-                source, num_shared = -1, 0
-            rows.use_kept(sequence, source, num_shared)
-            known[key], wave_of[row] = row, wave_of.get(source, -1) + 1
-            if wave_of[row] == len(waves):
-                waves.append([])
-            waves[wave_of[row]].append(Prefill(row, ids, source, num_shared))
-        return waves, copies
+        return admit(self._rows, taken, self.weights.version)
 
     def _prefill(self, last_ids: Ints, lengths: Ints, wave: list[Prefill]) -> Tensor:
         """Read what a wave needs, beside a step of the slots 0..n-1, whose logits [n, V] it returns."""
