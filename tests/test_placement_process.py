@@ -318,6 +318,7 @@ def test_a_process_that_the_kernel_does_not_let_die_is_named_and_left(
     async def story() -> None:
         child = make_child(module, tmp_path)
         await child.start()
+        os.killpg(child.pid, signal.SIGSTOP)  # nor does it see that its standard input ends
         with monkeypatch.context() as patch:
             patch.setattr("asyncrl.placement.processes._signal_group", lambda *_: None)
             patch.setattr("asyncrl.placement.processes.KILL_TIMEOUT_S", 0.01)

@@ -38,6 +38,10 @@ logger = logging.getLogger("asyncrl.placement.fork_server")
 
 KEY_ENV = "ASYNCRL_VLLM_KEY"
 """Environment variable with the key of vLLM servers that the run did not start."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""Where the user's environment lacks it: threads that ask torch for no number of their own (those that hash
+or copy weights beside a step) would each make a team as large as the machine, which spins while it waits.
+"""
 NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV)
 """Keys that the run itself may be given: an environment in /proc is open to every process of this user."""
 PRELOADED = (
@@ -195,6 +199,7 @@ def _start_by_exec(requests: socket.socket, modules: Sequence[str]) -> int:
     """`python -m` of this module, in an environment where loading a library starts no thread."""
     inherited = {name: value for name, value in os.environ.items() if name not in NEVER_INHERITED}
     inherited |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    inherited = ONE_THREAD | inherited
     command = [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM]
     actions = [(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)]
     return os.posix_spawn(sys.executable, command, inherited, file_actions=actions)

@@ -270,7 +270,7 @@ async def start_process(
     The first three of `files` become its standard streams; it inherits the others. `env`: variables that it
     has beside ours.
     """
-    environ = {**os.environ, **(env or {})}
+    environ = {**({} if python else fork_server.ONE_THREAD), **os.environ, **(env or {})}
     environ = {name: value for name, value in environ.items() if name not in fork_server.NEVER_INHERITED}
     server = fork_server.current
     if python is None and server is not None and server.has(module):
