@@ -124,9 +124,9 @@ class History:
         parent = planned.parent
         if parent is not None:
             prompt_ids, sampled = self.engine.sampled[parent.name]
-            assert planned.prompt_ids[: planned.num_reused] == prompt_ids + sampled.token_ids
+            assert tuple(planned.prompt_ids.tolist())[: planned.num_reused] == prompt_ids + sampled.token_ids
         if planned.how != "realigned":
-            text = self.renderer.decode(planned.prompt_ids, skip_special_tokens=False)
+            text = self.renderer.decode(tuple(planned.prompt_ids.tolist()), skip_special_tokens=False)
             assert text == self.renderer.render(messages) + prefill
 
     def _answer(self, planned: Planned, messages: list[Message], call: Call, index: int) -> None:
@@ -138,7 +138,7 @@ class History:
         completion_id = f"chatcmpl-{planned.number}/{index}"
         content = call.prefill + text
         self.capture.record(planned, completion, assistant(content), completion_id, choice=index)
-        self.engine.sampled[completion_id] = (planned.prompt_ids, completion)
+        self.engine.sampled[completion_id] = (tuple(planned.prompt_ids.tolist()), completion)
         sent_back = {
             "same": assistant(content),
             "nones": {"tool_calls": None, "content": content, "role": "assistant", "refusal": None},
@@ -244,10 +244,13 @@ def play(tree: Tree, habit: Habit, order: Random) -> Rollout:
             asked.append((messages, then, plan(capture, messages)))
             continue
         messages, then, planned = asked.pop(order.randrange(len(asked)))
-        completion, name = sample(planned.prompt_ids, order.randrange(2)), f"chatcmpl-{planned.number}"
+        completion, name = (
+            sample(tuple(planned.prompt_ids.tolist()), order.randrange(2)),
+            f"chatcmpl-{planned.number}",
+        )
         text = renderer.decode(completion.token_ids)
         capture.record(planned, completion, assistant(text), name)
-        rewards[name] = digest((*planned.prompt_ids, *completion.token_ids))[0] / 256
+        rewards[name] = digest((*tuple(planned.prompt_ids.tolist()), *completion.token_ids))[0] / 256
         for new, is_anew, after in then:
             begin = [user(text)] if is_anew else [*messages, assistant(text)]
             ready.append(([*begin, user(new)], after))

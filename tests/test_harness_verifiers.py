@@ -81,7 +81,7 @@ def play(
 
 
 def text_of(request: SamplingRequest) -> str:
-    return ScriptedEngine().tokenizer.decode(request.prompt_ids, skip_special_tokens=False)
+    return ScriptedEngine().tokenizer.decode(list(map(int, request.prompt_ids)), skip_special_tokens=False)
 
 
 def last_turn(prompt: str) -> tuple[str, str]:

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
@@ -290,7 +292,9 @@ class SegmentJoin:
         request = self.request
         return GenerateRequest(
             request_id=request.request_id,
-            prompt_ids=[*request.prompt_ids, *self.token_ids] if self.token_ids else request.prompt_ids,
+            prompt_ids=np.concatenate([request.prompt_ids, self.token_ids], dtype=np.int32, casting="unsafe")
+            if self.token_ids
+            else request.prompt_ids,
             num_resumed=len(self.token_ids),
             max_tokens=self.num_left,
             temperature=request.temperature,

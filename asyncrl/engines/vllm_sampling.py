@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess
@@ -32,7 +34,7 @@ def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFac
     temperature that is too low. An id far outside of the vocabulary would end its engine.
     """
     num_prompt, num_new, limit = len(request.prompt_ids), request.max_tokens, facts.max_length
-    unknown = [token for token in request.prompt_ids if not 0 <= token < process.vocab_size]
+    unknown = [token for token in ids_of(request) if not 0 <= token < process.vocab_size]
     if num_prompt + num_new > limit:
         what = f"{num_prompt} prompt tokens + {num_new} new ones = {num_prompt + num_new}"
         what, rule = f"{what}, a slot holds {limit}", "prompt and completion share a slot"
@@ -48,6 +50,12 @@ def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFac
         return
     what = f"{process.name} refused request {request.request_id}: {what}"
     raise RequestRefused(what, rule=rule, way_out=way_out)
+
+
+def ids_of(request: GenerateRequest) -> list[int]:
+    """Its prompt as JSON has it."""
+    found: list[int] = np.asarray(request.prompt_ids).tolist()
+    return found
 
 
 async def sample(
@@ -94,7 +102,7 @@ def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict
         "stop_token_ids": [*facts.end_ids, *special],
         "detokenize": bool(request.stop),
     }
-    return vllm_request(list(request.prompt_ids), segment.wire_id, segment.label, model, **sampling)
+    return vllm_request(ids_of(request), segment.wire_id, segment.label, model, **sampling)
 
 
 class SampledSegment:
@@ -246,4 +254,4 @@ def joint_watch(request: GenerateRequest, decode: Decode | None) -> JointWatch |
     """A watch, where the segment has a joint that a stop string can lie over, and its text can be read."""
     if decode is None or not request.num_resumed or not any(request.stop):
         return None
-    return JointWatch(request.stop, decode, list(request.prompt_ids[-request.num_resumed :]))
+    return JointWatch(request.stop, decode, ids_of(request)[-request.num_resumed :])

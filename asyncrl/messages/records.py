@@ -6,7 +6,7 @@ counts from its first sampled token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NewType
 
@@ -88,7 +88,7 @@ class SamplingRequest:
     """
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Sequence[int] | npt.NDArray[np.int32]
     max_tokens: int
     temperature: float
     top_p: float = 1.0

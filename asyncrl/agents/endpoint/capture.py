@@ -86,10 +86,10 @@ class Planned:
         return self.num_reused + len(self.added)
 
     @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """All of them, made anew each time it is asked for."""
+    def prompt_ids(self) -> npt.NDArray[np.int32]:
+        """All of them, int32 [num_prompt], made anew each time it is asked for."""
         before = [] if self.parent is None else [self.parent.all_ids()]
-        return tuple(np.concatenate([*before, self.added]).tolist())
+        return np.concatenate([*before, self.added])
 
 
 class Capture:
