@@ -28,7 +28,6 @@ SHORT_S, RETRY_S = 60.0, 0.5
 """For how long, and how often, a call retries to open a connection after such an error."""
 Body = BaseModel | bytes | None
 Answer = TypeVar("Answer", bound=BaseModel)
-Part = TypeVar("Part", bound=BaseModel)
 Begun = TypeVar("Begun")
 
 

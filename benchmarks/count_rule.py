@@ -34,9 +34,6 @@ class CountRule(StalenessRule):
     def _note_last_use(self, group_id: GroupId, last_use: int | None) -> None:
         """No group is ever too old."""
 
-    def sampled_nowait(self, group_id: GroupId) -> None:
-        """Changes nothing."""
-
     def fail_nowait(self, group_id: GroupId) -> None:
         """It has ended: nothing is remembered of it."""
         del self._running[group_id]

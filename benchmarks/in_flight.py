@@ -161,6 +161,9 @@ class Trainer(TrainerClient):
     async def wait_up(self) -> None:
         pass
 
+    async def begin_export(self) -> int:
+        return self.policy_version
+
 
 class CountingServer(EngineServer):
     """Counts the interruptions that were handled."""

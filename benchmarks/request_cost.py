@@ -96,7 +96,7 @@ def request(index: int, tokens: int, prompts: dict[int, tuple[int, ...]]) -> Sam
 
 async def requests_ms(num: int, tokens: int, seconds: float, folder: Path) -> tuple[float, int]:
     """(ms of CPU a request, how many)."""
-    async with simulated(num, tokens, folder) as (server, process):
+    async with simulated(num, folder) as (server, process):
         pool, prompts, count = EnginePool([server], slots=num), dict[int, tuple[int, ...]](), 0
         asked = [request(index, tokens, prompts) for index in range(num)]
         await pool.generate(asked[0])  # opens the link
@@ -123,7 +123,7 @@ async def interruptions_ms(num: int, tokens: int, seconds: float, folder: Path) 
         nonlocal written
         written += len(encode_partial(GroupId(0), 0, partial))
 
-    async with simulated(num, 2**20, folder) as (server, process):
+    async with simulated(num, folder) as (server, process):
         pool, prompts = EnginePool([server], slots=num), dict[int, tuple[int, ...]]()
         # What each has sampled grows with the interruptions, and with it what is written: as in a run, few.
         running = [

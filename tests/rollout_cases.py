@@ -66,6 +66,8 @@ class FakeSink:
     def sampled_nowait(self, group_id: GroupId) -> None:
         """Changes nothing here."""
 
+    samples_again_nowait = sampled_nowait
+
     def finish_nowait(self, group: Group) -> Finished:
         """Kept in `finished`."""
         self.finished.append(group)

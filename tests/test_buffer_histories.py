@@ -70,8 +70,11 @@ class BufferHistory(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def sample(self, data: st.DataObject) -> None:
-        """A group waits for its rewards alone; a rollout tried again may sample later all the same."""
+        """A group waits for its rewards alone, or one of its rollouts is tried again."""
         group_id = data.draw(st.sampled_from(sorted(self.running)))
+        if self.sampled.pop(group_id, None) is not None and data.draw(st.booleans()):
+            self.buffer.samples_again_nowait(group_id)
+            return
         self.buffer.sampled_nowait(group_id)
         self.sampled[group_id] = len(self.batches)
 

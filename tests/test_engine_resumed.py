@@ -209,3 +209,20 @@ def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, An
         turn_until(engine, *(reply for _, reply in asked))
         for request, reply in asked:
             weights.check(request, reply.result())
+
+
+def test_a_turn_over_a_cache_of_two_versions_is_not_kept(weights: Weights) -> None:
+    """keep_kv goes on over the old keys and values; what comes after it reads all anew."""
+    engine, first = (
+        weights.engine(keeps_turns=True),
+        make_request(prompt_ids=tuple(range(1, 41)), max_tokens=12),
+    )
+    (reply,) = ask(engine, [first])
+    for _ in range(5):
+        engine.turn()
+    commit(engine, weights, "keep_kv")
+    turn_until(engine, reply)
+    following = replace(first, prompt_ids=[*first.prompt_ids, *reply.result().token_ids, 7], max_tokens=8)
+    (after,) = ask(engine, [following])
+    turn_until(engine, after)
+    weights.check(following, after.result())

@@ -213,6 +213,12 @@ async def test_a_server_that_aborts_for_ever_is_an_error_but_publishes_may_inter
     fake.mangle = lambda row: frames.Sampled(row.number, row.token_ids[:0], row.logprobs[:0], [], "abort")
     with pytest.raises(EngineError, match="engine-0: aborted request r0 32 times .* without a token"):
         await pool.generate(make_request(max_tokens=2))
+    fake.mangle = lambda row: row
+    held = asyncio.ensure_future(pool.generate(make_request("held", max_tokens=2)))
+    while not held.done():
+        await asyncio.sleep(DECODE_S / 4)
+        fake._interrupt()
+    assert "aborted request held 32 times" in str(held.exception()), "interrupted for no commit, and resumed"
 
 
 @virtual

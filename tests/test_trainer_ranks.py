@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, RoomError
-from asyncrl.http import CallLost, CallRefused
+from asyncrl.http import CallRefused
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.calls import (
     BatchArrays,
@@ -172,7 +172,7 @@ def test_a_refusal_leaves_all_ranks_ready_one_that_hangs_is_an_error_and_all_end
         group.save(tmp_path / "saved")
         ready = TrainerHealth(policy_version=1, device="cpu", is_busy=False)
         assert [group.health(rank) for rank in range(2)] == [ready] * 2
-        with pytest.raises(CallLost, match="status 404"):
+        with pytest.raises(CallRefused, match="answered 404"):
             group.ask(lambda caller: caller.post("/export", b"", ExportResponse, timeout_s=TIMEOUT_S), rank=1)
         group.processes[1].send_signal(signal.SIGSTOP)
         with pytest.raises(CallRefused, match="Timed out"):

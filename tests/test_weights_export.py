@@ -325,7 +325,8 @@ def test_numpy_torch_and_a_device_that_knows_floats_alone_compute_the_same_sums_
     view = whole.view(dtype)[start:]
     found = [digest.block_sums(tensor_files.host_bytes(view)), torch_block_sums(view).numpy().tobytes()]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch, "_int_mm", tensor_files._product_of_floats)
+        floats = tensor_files._product_of_floats
+        patched.setattr(torch, "_int_mm", lambda blocks, keys, out: floats(blocks, keys.float(), out=out))
         found.append(torch_block_sums(view).numpy().tobytes())
     assert found == [sums_of(data[start * dtype.itemsize :])] * 3
 

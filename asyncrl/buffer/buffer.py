@@ -115,6 +115,10 @@ class Buffer:
         """A running group samples no more, and waits for its rewards alone."""
         self.rule.sampled_nowait(group_id)
 
+    def samples_again_nowait(self, group_id: GroupId) -> None:
+        """A rollout of a running group is tried again."""
+        self.rule.samples_again_nowait(group_id)
+
     def finish_nowait(self, group: Group) -> Finished:
         """The group has all its rollouts: it is ready, or buffer.filter replaces it.
 

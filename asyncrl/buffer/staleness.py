@@ -180,6 +180,10 @@ class StalenessRule:
         newest_deadline = self.next_batch + self.max_staleness
         self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], newest_deadline))
 
+    def samples_again_nowait(self, group_id: GroupId) -> None:
+        """A rollout of a running group is tried again: newer tokens will come."""
+        self._note_last_use(group_id, self.overdue.last_use(self._running[group_id], None))
+
     def finish_nowait(self, group_id: GroupId, *, oldest: int, newest: int) -> bool:
         """A running group is ready; `oldest` and `newest` are the versions of its tokens.
 

@@ -238,11 +238,11 @@ def write_manifest(folder: Path, version: int) -> None:
     sync_tree(folder)
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with ThreadPoolExecutor(thread_name_prefix="sha256") as hashing:  # a rank writes a file
-        entries = [
-            FileEntry(size=path.stat().st_size, sha256=digest)
-            for path, digest in zip(paths, hashing.map(sha256_of, paths), strict=True)
-        ]
-    files = {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, entries, strict=True)}
+        read = list(hashing.map(_size_and_digest, paths))
+    files = {
+        path.relative_to(folder).as_posix(): FileEntry(size=size, sha256=digest)
+        for path, (size, digest) in zip(paths, read, strict=True)
+    }
     path = folder / MANIFEST
     path.write_text(Manifest(version=version, files=files).model_dump_json(indent=1) + "\n", encoding="utf-8")
     sync(path)
@@ -269,8 +269,10 @@ def read_whole(folder: Path, version: int) -> Whole:
             try:
                 read = reading[name].result()
             except OSError as error:
+                hashing.shutdown(wait=False, cancel_futures=True)
                 raise _unreadable(folder, name, error) from error
             if read != (written := (entry.size, entry.sha256)):
+                hashing.shutdown(wait=False, cancel_futures=True)
                 (size, digest), (had, was) = read, written
                 raise _damaged(folder, f"{name} has {size} bytes of sha256 {digest}, and had {had} of {was}")
     if manifest.version != version:

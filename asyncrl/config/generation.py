@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from asyncrl.config.fields import FrozenConfig, Port
 from asyncrl.config.model_task import TaskConfig
-from asyncrl.messages.base import Interrupt, LatencyModel
+from asyncrl.messages.base import LatencyModel
 
 OnOverdue = Literal["wait", "mask", "drop"]
 EngineKind = Literal["embedded", "vllm", "simulated"]
@@ -39,8 +39,6 @@ class EngineFacts:
     """In turns it can free its memory there."""
     keeps_turns: bool = False
     """Beside a KV cache for what runs it has one of the same size for the turns of agents that have ended."""
-    interrupt: Interrupt = "abort"
-    """What weight_sync.interrupt=auto is: the cheapest that keeps every segment (docs/engines.md)."""
     cpu_kv_block: int = 1
     """On the CPU its KV cache has whole blocks of so many tokens."""
 

@@ -71,7 +71,12 @@ class RunConfig(FrozenConfig):
     def interrupt(self) -> Interrupt:
         """What a swap of weights does to running requests."""
         asked = self.weight_sync.interrupt
-        return self.rollout.facts.interrupt if asked == "auto" else asked
+        return "abort" if asked == "auto" else asked
+
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether its engines keep the turns of agents that have ended."""
+        return self.rollout.facts.keeps_turns and self.generator.is_harness
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

@@ -203,10 +203,11 @@ class EngineServer:
                 raise refused(self.name, request, refusal) from refusal
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
-        found = [] if self._link is None else self._link.find(request_ids)
+        if self._link is None:
+            return []
+        link, found = self._link, self._link.find(request_ids)
         for opened in found:
-            assert self._link is not None
-            self._link.abort_nowait(opened)
+            link.abort_nowait(opened)
         if found:
             await asyncio.wait([opened.done for opened in found], timeout=timeout_s)
         return [opened.request.request_id for opened in found]

@@ -165,21 +165,20 @@ class Link:
     def _passed(self, opened: OpenRequest, row: frames.Sampled) -> GenerateResponse | None:
         """The answer, if this ends it."""
         token_ids, logprobs, newest = row.token_ids.tolist(), row.logprobs.tolist(), self._newest()
-        if row.then == "more":
-            assert opened.on_chunk is not None, "it is not streamed"
-            for start, end, version in row.spans:
-                ids, values = token_ids[start:end], logprobs[start:end]
-                chunk = GenerateChunk(token_ids=ids, logprobs=values, version=version)
-                opened.check.chunk(chunk, newest=newest)
-                opened.on_chunk(chunk)
-            return None
         answer = GenerateResponse(
             request_id=opened.request.request_id,
             token_ids=token_ids,
             logprobs=logprobs,
             version_spans=frames.spans_from(row.spans),
-            finish_reason="abort" if row.then == "interrupted" else row.then,
+            finish_reason="abort" if row.then in ("more", "interrupted") else row.then,
         )
+        if row.then == "more":
+            assert opened.on_chunk is not None, "it is not streamed"
+            opened.check.chunk(answer, newest=newest)
+            for start, end, version in row.spans:
+                ids, values = token_ids[start:end], logprobs[start:end]
+                opened.on_chunk(GenerateChunk(token_ids=ids, logprobs=values, version=version))
+            return None
         opened.check.end(answer, newest=newest)
         if row.then == "interrupted":
             if opened.on_interrupted is not None and opened.on_interrupted(answer):

@@ -139,24 +139,17 @@ class EnginePool:
 
     async def _sample_on(self, index: int, join: SegmentJoin, on_tokens: OnTokens | None) -> None:
         """Segments from one server until the request is finished, or has to move."""
-        server = self.servers[index]
-        num_empty, commits_seen = 0, server.num_commits
+        empty = EmptySegments(self.servers[index], join.request.request_id)
         while not join.is_finished:
             num_before = len(join.token_ids)
-            await self._segment(index, join, on_tokens)
+            await self._segment(index, join, on_tokens, empty)
             if self._router.has_to_move(index):
                 return
-            if len(join.token_ids) > num_before or server.num_commits != commits_seen:
-                num_empty, commits_seen = 0, server.num_commits
-            elif (num_empty := num_empty + 1) >= MAX_EMPTY_SEGMENTS:
-                what = f"aborted request {join.request.request_id} {num_empty} times in a row without a token"
-                rule = (
-                    f"only a publish may interrupt a request {MAX_EMPTY_SEGMENTS} times before its next token"
-                )
-                way_out = f"read {server.name}'s log; nobody else may abort its requests."
-                raise EngineError(server.name, what, rule=rule, way_out=way_out)
+            empty.count(len(join.token_ids) - num_before)
 
-    async def _segment(self, index: int, join: SegmentJoin, on_tokens: OnTokens | None) -> None:
+    async def _segment(
+        self, index: int, join: SegmentJoin, on_tokens: OnTokens | None, empty: EmptySegments
+    ) -> None:
         """What this server samples, appended to `join` as it comes; a token is in `join` before on_tokens
         gets it.
         """
@@ -169,6 +162,7 @@ class EnginePool:
         def on_interrupted(part: GenerateResponse) -> bool:
             if self._router.has_to_move(index):
                 return False
+            empty.count(len(part.token_ids))
             join.add(part, index)
             tell(part.token_ids)
             return True
@@ -199,6 +193,27 @@ class EnginePool:
         if after is None or not 0 <= after.engine < len(self.servers):
             return -1
         return after.engine if self.servers[after.engine].policy_version == after.version else -1
+
+
+class EmptySegments:
+    """Segments of a request without a token, in a row and for no publish."""
+
+    def __init__(self, server: EngineClient, request_id: str) -> None:
+        self._server, self._request_id = server, request_id
+        self._num_empty, self._commits_seen = 0, server.num_commits
+
+    def count(self, num_tokens: int) -> None:
+        """One more segment. Raises EngineError at MAX_EMPTY_SEGMENTS of them."""
+        server = self._server
+        if num_tokens or server.num_commits != self._commits_seen:
+            self._num_empty, self._commits_seen = 0, server.num_commits
+            return
+        self._num_empty += 1
+        if self._num_empty >= MAX_EMPTY_SEGMENTS:
+            what = f"aborted request {self._request_id} {self._num_empty} times in a row without a token"
+            rule = f"only a publish may interrupt a request {MAX_EMPTY_SEGMENTS} times before its next token"
+            way_out = f"read {server.name}'s log; nobody else may abort its requests."
+            raise EngineError(server.name, what, rule=rule, way_out=way_out)
 
 
 class Router:

@@ -27,7 +27,7 @@ class SegmentCheck:
         self._name, self._request = name, request
         self._num_told, self._version = 0, oldest
 
-    def chunk(self, chunk: GenerateChunk, *, newest: int) -> None:
+    def chunk(self, chunk: GenerateChunk | GenerateResponse, *, newest: int) -> None:
         """Some tokens before the end."""
         self._pass(chunk, newest)
         if self._num_told == self._request.max_tokens:

@@ -60,7 +60,7 @@ class GenerateChunk(Message):
 
 
 class GenerateResponse(Message):
-    """`finish_reason` abort: the partial answer of a request that a publish or an /abort interrupted.
+    """`finish_reason` abort: the partial answer of a request that a publish, a sleep or an abort ended early.
 
     `logprobs`: float32 values in nats, of the distribution that was sampled from (temperature and top_p
     applied; temperature 0 is greedy, with the logprobs of temperature 1). Spans cover every token once, in
@@ -144,7 +144,7 @@ class CommitResponse(Message):
 
 
 class SleepRequest(Message):
-    """Free the memory of these parts. Aborts what runs; requests that come now wait until all parts are
+    """Free the memory of these parts. Interrupts what runs; requests that come now wait until all parts are
     awake. Idempotent.
     """
 
@@ -286,8 +286,8 @@ class SaveRequest(Message):
 
 
 class StateRequest(Message):
-    """Save what is needed to go on into the new folder `path` (/begin_save_state answers once the copy is
-    made, /wait_save_state once it is written), or go on from there (/load_state). Of a folder to load, the
+    """Save what is needed to go on into the new folder `path` (/begin_save_state answers once training may go
+    on, /wait_save_state once it is written), or go on from there (/load_state). Of a folder to load, the
     client has compared every file with the checkpoint's manifest.
     """
 

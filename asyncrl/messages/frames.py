@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from asyncrl.messages.base import ErrorBody
-from asyncrl.messages.calls import GenerateRequest, Span
+from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int32]
@@ -177,6 +177,7 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
     """The rows of a sampled frame. Raises ValueError or LookupError."""
     arrays, first, first_span = frame.arrays, 0, 0
     _check_ends(arrays["ends"], len(arrays["token_ids"]))
+    _check_ends(arrays["ends"], len(arrays["logprobs"]))
     _check_ends(arrays["span_ends"], len(arrays["spans"]))
     columns = [frame.numbers, *(arrays[name].tolist() for name in ("ends", "span_ends", "then"))]
     for number, end, span_end, then in zip(*columns, strict=True):
@@ -184,6 +185,24 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
         spans = arrays["spans"][first_span:span_end].tolist()
         yield Sampled(number, ids, logprobs, spans, SAMPLED[then])
         first, first_span = end, span_end
+
+
+def joined(request_id: str, rows: Sequence[Sampled]) -> GenerateResponse:
+    """The whole answer of a request from its rows; neighbouring spans of one version are one."""
+    ids, logprobs, spans = list[int](), list[float](), list[tuple[int, int, int]]()
+    for row in rows:
+        for start, end, version in row.spans:
+            joint = spans.pop() if spans and spans[-1][2] == version else (start + len(ids), 0, version)
+            spans.append((joint[0], end + len(ids), version))
+        ids += row.token_ids.tolist()
+        logprobs += row.logprobs.tolist()
+    return GenerateResponse(
+        request_id=request_id,
+        token_ids=ids,
+        logprobs=logprobs,
+        version_spans=spans_from(spans),
+        finish_reason=cast(Any, rows[-1].then),
+    )
 
 
 def spans_of(marks: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int, int]]:

@@ -167,8 +167,9 @@ def _engine(
     weights = shape.num_parameters * item
     each = -(-length // block) * block if devices[0] == "cpu" else length
     # vLLM reads a file where it lies, and on the CPU loads it beside the weights that serve.
-    is_twice = mode == "apart" and (facts.stages_weights or (devices[0] == "cpu" and not sync.sends_adapters))
-    num_kept = slots if facts.keeps_turns and config.generator.is_harness else 0
+    loads_files = not (sync.sends_adapters or sync.is_transfer)
+    is_twice = mode == "apart" and (facts.stages_weights or (devices[0] == "cpu" and loads_files))
+    num_kept = slots if config.keeps_turns else 0
     kv = (slots + num_kept) * each * shape.kv_per_token * item
     memory = Memory(weights=weights, copies=weights if is_twice else 0, kv=kv)
     note = _part(f"{config.rollout.engine}: weights, KV cache of {slots} x {length} tokens", len(devices))

@@ -124,7 +124,7 @@ class _Run:
         prelude, entered = "".join(self.pieces), _values(self.context.vars)
         if (
             before is None
-            or (before.loop, before.start, before.prelude) != (loop, messages.start, prelude)
+            or (before.loop, before.start, before.prelude) != (loop, messages._start, prelude)
             or not _same(entered, before.entered)
         ):
             return self._turns(loop, messages, 0, entered, prelude)
@@ -147,11 +147,11 @@ class _Run:
                     for name, value in self.context.vars.items()
                     if isinstance(value, Namespace)
                 }
-                place = (loop, messages.start, index, self.num_chars)
+                place = (loop, messages._start, index, self.num_chars)
                 self.checkpoint = Checkpoint(*place, prelude, entered, kept)
-            if messages.start + index >= len(self.messages):
+            if messages._start + index >= len(self.messages):
                 return
-            yield self.messages[messages.start + index], _Turn(self, messages.start, index)
+            yield self.messages[messages._start + index], _Turn(self, messages._start, index)
             index += 1
 
 
@@ -176,22 +176,22 @@ class _Messages(_Unknown):
     """The chat from message `start` on, in place of a list."""
 
     def __init__(self, run: _Run, start: int) -> None:
-        self.start, self._run = start, run
+        self._start, self._run = start, run
 
     def _all(self) -> list[Any]:
         self._run.reads_end = True
-        return list(self._run.messages[self.start :])
+        return list(self._run.messages[self._start :])
 
     def __len__(self) -> int:
         self._run.reads_end = True
-        return max(0, len(self._run.messages) - self.start)
+        return max(0, len(self._run.messages) - self._start)
 
     def __bool__(self) -> bool:
-        return len(self._run.messages) > self.start or len(self) > 0
+        return len(self._run.messages) > self._start or len(self) > 0
 
     def __iter__(self) -> Iterator[Any]:
         """To be left early changes nothing: only its end may move."""
-        yield from self._run.messages[self.start :]
+        yield from self._run.messages[self._start :]
         self._run.reads_end = True
 
     def __reversed__(self) -> Iterator[Any]:
@@ -204,10 +204,10 @@ class _Messages(_Unknown):
         if isinstance(key, slice):
             first = 0 if key.start is None else key.start
             if type(first) is int and first >= 0 and key.stop is None and key.step in (None, 1):
-                return _Messages(self._run, self.start + first)
+                return _Messages(self._run, self._start + first)
             return self._all()[key]
-        if type(key) is int and 0 <= key < len(self._run.messages) - self.start:
-            return self._run.messages[self.start + key]
+        if type(key) is int and 0 <= key < len(self._run.messages) - self._start:
+            return self._run.messages[self._start + key]
         return self._all()[key]
 
 
@@ -347,15 +347,19 @@ def _attributes(namespace: Namespace) -> dict[str, Any]:
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """As they are now. A macro is its name: it is the same code, and what it reads is in the variables."""
+    """As they are now. A macro is its code: what it reads is in the variables. A namespace is also the first
+    of its names: what is set by one of them is read by the others.
+    """
     values: dict[str, Any] = {}
+    first_names: dict[int, str] = {}
     for name, value in variables.items():
         if isinstance(value, Namespace):
-            values[name] = (Namespace, _plain_values(_attributes(value)))
+            first = first_names.setdefault(id(value), name)
+            values[name] = (Namespace, first, _plain_values(_attributes(value)))
         elif isinstance(value, _Messages):
-            values[name] = (_Messages, value.start)
+            values[name] = (_Messages, value._start)
         elif isinstance(value, Macro):
-            values[name] = (Macro, value.name)
+            values[name] = (Macro, value._func.__code__)
         else:
             values[name] = _plain(value)
     return values
@@ -387,5 +391,7 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     if isinstance(one, dict):
-        return list(one) == list(other) and all(map(_same, one.values(), other.values()))
+        return _same(list(one), list(other)) and all(map(_same, one.values(), other.values()))
+    if isinstance(one, float):
+        return repr(one) == repr(other)  # -0.0 is not 0.0 in a text
     return isinstance(one, Undefined) or bool(one == other)

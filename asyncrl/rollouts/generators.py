@@ -42,6 +42,7 @@ class EncodedPrompts:
         known, ids = self._known.get(prompt.prompt_id, (None, ()))
         if known is not prompt:
             ids = self.tokenizer.encode_chat(prompt.messages)
+            self._known.pop(prompt.prompt_id, None)
             self._known[prompt.prompt_id] = prompt, ids
             if len(self._known) > self.MAX_PROMPTS:
                 del self._known[next(iter(self._known))]

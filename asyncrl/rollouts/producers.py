@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import Counter
@@ -42,7 +43,7 @@ class RunningGroup:
         self.group_size = group_size
         self.tasks: list[asyncio.Task[Any]] = []
         self.sampled: set[int] = set()
-        """Sample indices of rollouts that have sampled all their tokens; one that is tried again stays."""
+        """Sample indices of rollouts that have sampled all their tokens."""
         self._rollouts: dict[int, Rollout] = dict(before.rollouts)
         self._failures = {
             index: FailedRollout(index, attempts, RolloutFailure(why))
@@ -58,7 +59,9 @@ class RunningGroup:
     def add(self, outcome: Rollout | FailedRollout) -> None:
         """One rollout has ended."""
         if isinstance(outcome, FailedRollout):
-            self._failures[outcome.sample_index] = outcome
+            # Its words alone, as after a resume: its traceback holds the attempt, and so this group.
+            words = RolloutFailure(str(outcome.failure))
+            self._failures[outcome.sample_index] = replace(outcome, failure=words)
         else:
             self._rollouts[outcome[0].sample_index] = outcome
 
@@ -235,8 +238,17 @@ class Producers:
             group.tasks.append(task)
         return group
 
-    def _give_back(self, name: str, _: object) -> None:
+    def _give_back(self, name: str, task: asyncio.Task[None]) -> None:
         self._slots.give_back_nowait(name)
+        if task.cancelled():
+            # A task keeps its CancelledError, whose frames hold the task: asked once, it lets go of it.
+            with contextlib.suppress(asyncio.CancelledError):
+                task.result()
+
+    def _samples_again(self, group: RunningGroup, index: int) -> None:
+        group.sampled.discard(index)
+        if self._groups.get(group.ticket.group_id) is group:
+            self._sink.samples_again_nowait(group.ticket.group_id)
 
     def _sampled(self, group: RunningGroup, index: int) -> None:
         """The last rollout of a group that samples tells the buffer that only rewards are waited for."""
@@ -256,6 +268,7 @@ class Producers:
             journal=self._journal,
             resumed=group.partials.get(index),
             sampled=functools.partial(self._sampled, group, index),
+            again=functools.partial(self._samples_again, group, index),
         )
         if self._groups.get(group_id) is not group:
             return  # handed back while the outcome was on its way

@@ -216,9 +216,10 @@ class RolloutRunner:
         resumed: tuple[int, PartialCompletion] | None = None,
         name: str = "",
         sampled: Callable[[], None] = lambda: None,
+        again: Callable[[], None] = lambda: None,
     ) -> Rollout | FailedRollout:
         """One rollout, retries included. Each attempt holds one of `slots` until it has sampled, and then
-        calls `sampled`.
+        calls `sampled`; before another attempt, `again`.
 
         `journal` gets its segments. `resumed`: the attempt that a killed run was in, counted from 0, and what
         it had sampled; the budget begins in full. `name`: a rollout_id for one that is in no group.
@@ -255,6 +256,7 @@ class RolloutRunner:
                     return FailedRollout(sample_index, number + 1, outcome)
                 number, partial = number + 1, None
                 self.num_retried += 1
+                again()
         finally:
             self.started_s.pop(rollout_id, None)
 

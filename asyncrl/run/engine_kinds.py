@@ -73,7 +73,7 @@ class Embedded:
             "threads": engine_threads(self.config),
             "deterministic": self.rollout.deterministic,
             "has_adapters": self.config.weight_sync.facts.sends_adapters,
-            "keeps_turns": self.config.generator.is_harness,
+            **({"keeps_turns": True} if self.config.keeps_turns else {}),
         }
 
     def process(self, run_dir: Path) -> Body:
@@ -122,9 +122,7 @@ class Vllm(Embedded):
         args, lora = dict(self.rollout.vllm), self.config.trainer.lora
         if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
-        common = super().spec(model_path, name, device)
-        del common["keeps_turns"]
-        return common | {
+        return super().spec(model_path, name, device) | {
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
             "transport": self.config.weight_sync.transport,
             "lora_rank": 1 if lora is None else lora.rank,

@@ -30,7 +30,7 @@ from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
 from asyncrl.placement.devices import Placement, child_environ, chunk_device, find_cuda_devices
 from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, trainer_threads
+from asyncrl.placement.plan import EVAL_ENGINE, trainer_threads
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
@@ -220,11 +220,11 @@ class Launcher:
 
     def trainers(self, staging_dir: Path) -> list[Server]:
         """The ranks of the trainer, of which the first takes requests."""
-        servers, module, threads = [], "asyncrl.trainer.rank_process", trainer_threads(self.config)
+        servers, module = list[Server](), "asyncrl.trainer.rank_process"
         for rank in range(self.config.trainer.world_size):
             name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
-            child = self._child(name, module, spec, self.placement.trainer, port, threads)
+            child = self._child(name, module, spec, self.placement.trainer, port)
             servers.append(Server(child, Caller(name, "", self.secret), TrainerHealth))
         return servers
 
@@ -288,8 +288,8 @@ class Launcher:
         kind, is_shared = engine_kind(self.config), self.placement.mode == "colocated"
         takes_turns = is_shared and name != EVAL_ENGINE
         spec = json.dumps(kind.spec(self.model_path, name, devices[0], takes_turns=takes_turns))
-        module, threads = f"asyncrl_servers.{self.config.rollout.engine}", engine_threads(self.config)
-        child = self._child(name, module, spec, devices, port, threads, **kind.process(self.run_dir))
+        module = f"asyncrl_servers.{self.config.rollout.engine}"
+        child = self._child(name, module, spec, devices, port, **kind.process(self.run_dir))
         return self._engine_server(child, self.secret)
 
     def _engine_server(self, child: ChildProcess | ForeignProcess, key: str) -> Server:
@@ -309,10 +309,9 @@ class Launcher:
         spec: str,
         devices: Sequence[str],
         port: int | None,
-        threads: int,
         env: Mapping[str, str] | None = None,
         **more: Any,
     ) -> ChildProcess:
         """The environment in which a process sees these devices and no others."""
-        env = {"OMP_NUM_THREADS": str(threads), **child_environ(devices, find_cuda_devices()), **(env or {})}
+        env = {**child_environ(devices, find_cuda_devices()), **(env or {})}
         return ChildProcess(name, module, spec, self.run_dir, self.secret, port, env, **more)

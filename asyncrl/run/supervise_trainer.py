@@ -250,8 +250,9 @@ class Checkpointer:
 
     Life: after_step() -> begun (the copy is made beside the next step) -> written, checked, renamed,
         journaled -> idle.
-    Waits: the train loop sleeps in after_step for the copy; the rest is a task of its own, which sleeps until
-        the state is written, then while a trainer that was started again goes back to an older one.
+    Waits: the train loop sleeps in after_step until the copy is begun; the rest is a task of its own, which
+        sleeps until the state is written, then while a trainer that was started again goes back to an older
+        one.
     Invariant: one at a time: one that is due while another is being written is left out, with a warning. A
         failed write is a warning each time; older checkpoints and the run are not affected.
     """
@@ -308,8 +309,10 @@ class Checkpointer:
             # Only now: had the trainer died meanwhile, it would have to go back first.
             async with self._checkpoints.in_use:
                 with waiting("the files of a checkpoint to be whole", on="disk"):
-                    state = controller.model_dump()
-                    folder = await asyncio.to_thread(self._checkpoints.finish, pending, version, state)
+                    finish = self._checkpoints.finish
+                    folder = await asyncio.to_thread(
+                        lambda: finish(pending, version, controller.model_dump())
+                    )
                 self.num_made += 1
                 self._parts.journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._job.config.journal.keep == "checkpoint":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse
-from asyncrl.messages.frames import Asked, Sampled, spans_from
+from asyncrl.messages.frames import Asked, Sampled, joined
 
 
 class Reply(Future[GenerateResponse]):
@@ -29,7 +29,7 @@ class Reply(Future[GenerateResponse]):
         if rows[-1].then == "interrupted" and self._ends:
             self.abort()
         elif rows[-1].then not in ("more", "interrupted"):
-            self.set_result(self._joined())
+            self.set_result(joined(self.run.request.request_id, self.rows))
 
     def resume(self) -> None:
         """Go on."""
@@ -38,22 +38,6 @@ class Reply(Future[GenerateResponse]):
     def abort(self) -> None:
         """End with what it has."""
         self._engine.abort([self.run])
-
-    def _joined(self) -> GenerateResponse:
-        ids, logprobs, spans = list[int](), list[float](), list[tuple[int, int, int]]()
-        for row in self.rows:
-            for start, end, version in row.spans:
-                joint = spans.pop() if spans and spans[-1][2] == version else (start + len(ids), 0, version)
-                spans.append((joint[0], end + len(ids), version))
-            ids += row.token_ids.tolist()
-            logprobs += row.logprobs.tolist()
-        return GenerateResponse(
-            request_id=self.run.request.request_id,
-            token_ids=ids,
-            logprobs=logprobs,
-            version_spans=spans_from(spans),
-            finish_reason=cast(Any, self.rows[-1].then),
-        )
 
 
 def ask(engine: Any, requests: Sequence[GenerateRequest], **how: bool) -> list[Reply]:

@@ -171,7 +171,7 @@ class TrainerState:
         self, path: Path, live: dict[str, Tensor], manifest: SavedState, copying: Future[None]
     ) -> None:
         """On the writing thread: the copies, laid out over the ranks as `live` is, which is not read."""
-        copying.result()
+        self._ranks.agree(lambda: _copied(copying))  # else the others would wait for this rank in DCP
         with _errors(path):
             writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
             dcp_save(live, storage_writer=writer, planner=_HostPlanner(self._host), **self._group)
@@ -289,6 +289,15 @@ def _errors(path: Path) -> Iterator[None]:
         what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
         way_out = "check the disk; a folder of another version of torch may not be readable."
         raise Refused(507, what, way_out=way_out) from error
+
+
+def _copied(copying: Future[None]) -> None:
+    """Wait for the copy of this rank. Raises Refused."""
+    try:
+        copying.result()
+    except (OSError, MemoryError, RuntimeError) as error:
+        what = f"cannot copy the state to host memory: {type(error).__name__}: {str(error)[:300]}"
+        raise Refused(507, what, way_out="free host memory; the next checkpoint tries again.") from error
 
 
 def _trained(lora: dict[str, Any] | None) -> str:

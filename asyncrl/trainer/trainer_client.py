@@ -184,8 +184,8 @@ class TrainerClient:
             await self._post("/save", SaveRequest(path=str(path), merged=merged), TrainerHealth)
 
     async def begin_save_state(self, path: Path) -> int:
-        """Have the state copied and written to the new folder `path`; returns the version that it is of.
-        Raises CheckpointError if it cannot be written: training is not touched by that.
+        """Have a copy of the state begun, to be written to the new folder `path`; returns the version that it
+        is of. Raises CheckpointError if it cannot be written: training is not touched by that.
         """
         with waiting(f"the copy of the state of policy_version {self.policy_version}", on=self._caller.name):
             saved = await self._post_state("/begin_save_state", StateRequest(path=str(path)))

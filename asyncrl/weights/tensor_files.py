@@ -184,7 +184,7 @@ def torch_block_sums(tensor: Tensor) -> Tensor:
     sums = torch.empty(num_whole + bool(len(last)), NUM_SUMS, dtype=torch.int32, device=tensor.device)
     # In integers where the processor multiplies them. How many blocks are in a product changes no sum.
     is_integer = tensor.device.type == "cpu" and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    product = torch._int_mm if is_integer else _product_of_floats
+    product, keys = (torch._int_mm, keys) if is_integer else (_product_of_floats, keys.float())
     for start in range(0, num_whole, _PIECE_BLOCKS):
         end = min(start + _PIECE_BLOCKS, num_whole)
         product(blocks[start:end], keys, out=sums[start:end])
@@ -194,7 +194,7 @@ def torch_block_sums(tensor: Tensor) -> Tensor:
 
 
 def _product_of_floats(blocks: Tensor, keys: Tensor, *, out: Tensor) -> None:
-    out.copy_(blocks.float() @ keys.float())
+    out.copy_(blocks.float() @ keys)
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

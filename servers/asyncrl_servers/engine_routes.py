@@ -102,7 +102,7 @@ class ServedLink(Generic[Of]):
             self._submit(frames.read_submit(frame))
             return
         acts = {"resume": self._engine.resume, "abort": self._engine.abort}
-        if frame.kind not in acts or "numbers" not in frame.arrays:
+        if frame.kind not in acts:
             raise ValueError(f"a frame of kind {frame.kind} came, with {sorted(frame.arrays)}")
         acts[frame.kind]([self._runs[number] for number in frame.numbers if number in self._runs])
 
@@ -151,21 +151,7 @@ class OneAnswer:
         if rows[-1].then == "interrupted":
             self._engine.resume([self._run])
         elif not self._done.done():
-            self._done.set_result(self._joined())
-
-    def _joined(self) -> GenerateResponse:
-        ids, logprobs, spans = list[int](), list[float](), list[tuple[int, int, int]]()
-        for row in self._rows:
-            spans += [(start + len(ids), end + len(ids), version) for start, end, version in row.spans]
-            ids += row.token_ids.tolist()
-            logprobs += row.logprobs.tolist()
-        return GenerateResponse(
-            request_id=self._run.request.request_id,
-            token_ids=ids,
-            logprobs=logprobs,
-            version_spans=frames.spans_from(spans),
-            finish_reason=self._rows[-1].then,
-        )
+            self._done.set_result(frames.joined(self._run.request.request_id, self._rows))
 
 
 def check_queue(num_free: int) -> None:

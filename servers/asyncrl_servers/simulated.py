@@ -188,7 +188,7 @@ class SimulatedEngine:
         return committed
 
     def sleep(self, request: SleepRequest) -> asyncio.Future[Moved]:
-        """Abort what runs and put these parts to sleep; what is queued stays."""
+        """Interrupt what runs and put these parts to sleep; what is queued stays."""
         self._update()
         self._end([(run, "interrupted") for run in self._running])
         if self.weights.swapping is not None:

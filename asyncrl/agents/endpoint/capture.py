@@ -60,11 +60,6 @@ class Draft:
     rendered: Rendered | None
     tools_json: bytes
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether its history was not rendered again."""
-        return self.rendered is not None and self.rendered.num_before > 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
@@ -236,13 +231,12 @@ class Capture:
             if found is not None:
                 return found
             break
-        rendered = self._rendered(chat)
-        whole = self._rendered_anew(chat) if rendered.num_before else rendered
-        return chat.draft(whole.text + chat.prefill, None, PromptText.of(whole, chat.prefill), rendered)
+        whole = self._rendered_anew(chat)
+        return chat.draft(whole.text + chat.prefill, None, PromptText.of(whole, chat.prefill), whole)
 
     def _rendered_anew(self, chat: _Chat) -> Rendered:
         """All of its text, for what begins or is compared earlier than what the last chat has in store."""
-        return Rendered(self._renderer.render(chat.messages, tools=chat.tools))
+        return self._renderer.render_on(chat.messages, tools=chat.tools)
 
     def _rendered(self, chat: _Chat) -> Rendered:
         return self._renderer.render_on(chat.messages, tools=chat.tools, after=chat.rendered_before)
@@ -267,12 +261,13 @@ class Capture:
             rendered = self._rendered(chat)
         if asked is not None:
             assert rendered is not None, "it was rendered just now"
-            whole = rendered if rendered.num_before <= asked.num_chars else self._rendered_anew(chat)
+            if rendered.num_before > asked.num_chars:
+                rendered = self._rendered_anew(chat)
             sampled = renderer.decode(sampled_ids, skip_special_tokens=False)
-            text, end = whole.text + chat.prefill, asked.num_chars - whole.num_before
-            if text.startswith(sampled, end) and asked.begins(whole, chat.prefill):
+            text, end = rendered.text + chat.prefill, asked.num_chars - rendered.num_before
+            if text.startswith(sampled, end) and asked.begins(rendered, chat.prefill):
                 rest = text[end + len(sampled) :]
-                return chat.draft(rest, parent, PromptText.of(whole, chat.prefill), rendered)
+                return chat.draft(rest, parent, PromptText.of(rendered, chat.prefill), rendered)
         stand_in = {"role": "assistant", "content": SENTINEL}
         shown = [*chat.messages[:at], stand_in, *chat.messages[at + 1 :]]
         is_new = chat.before is not None and at >= len(chat.before.messages)

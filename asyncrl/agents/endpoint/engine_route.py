@@ -104,8 +104,10 @@ class EngineRoute:
         From its return on the choices of a new call count as sampling, until sample() has ended.
         """
         digest, num_new = sent.digest, len(sent.body) - (sent.before.num_bytes if sent.before else 0)
-        read_now = partial(self._read, sent)
-        read = await _beside(self._rendering, read_now) if num_new >= LONG_BODY else read_now()
+        read = self._read_on(sent) if num_new < LONG_BODY else None
+        if read is None:
+            read_now = partial(self._read, sent)
+            read = await _beside(self._rendering, read_now) if len(sent.body) >= LONG_BODY else read_now()
         async with session.beginning:
             call = session.find_call(digest, is_retry=sent.is_retry)
             if call is not None:
@@ -124,21 +126,27 @@ class EngineRoute:
 
     def _read(self, sent: Sent) -> ReadCall:
         """What is new in the body, or all of it. Raises ApiError."""
-        form, body, known = sent.form, sent.body, sent.before
-        if known is not None:
-            shorter = known.shorter(body)
-            with contextlib.suppress(ApiError):  # which names places in the whole body, below
-                asked, place = form.read(self._reader, shorter), Place.in_body(shorter)
-                num_messages = len(known.draft.messages) + len(asked.messages)
-                if isinstance(asked, ChatRequest) and place and num_messages <= self.rules.max_prompt_tokens:
-                    asked.messages = [*cast("list[ChatMessage]", known.draft.messages), *asked.messages]
-                    more = len(body) - len(shorter)
-                    is_long = len(shorter) >= LONG_BODY or (
-                        len(body) >= LONG_BODY and not known.draft.goes_on
-                    )
-                    return ReadCall(asked, known.draft, Place(place.start, place.end + more), is_long)
-        asked, is_long = form.read(self._reader, body), len(body) >= LONG_BODY
-        return ReadCall(asked, None, Place.in_body(body) if isinstance(asked, ChatRequest) else None, is_long)
+        found = self._read_on(sent)
+        if found is not None:
+            return found
+        asked = sent.form.read(self._reader, sent.body)
+        place = Place.in_body(sent.body) if isinstance(asked, ChatRequest) else None
+        return ReadCall(asked, None, place, len(sent.body) >= LONG_BODY)
+
+    def _read_on(self, sent: Sent) -> ReadCall | None:
+        """What is new in the body; None if that cannot be read by itself."""
+        body, known = sent.body, sent.before
+        if known is None:
+            return None
+        shorter = known.shorter(body)
+        with contextlib.suppress(ApiError):  # which names places in the whole body: _read() says it
+            asked, place = sent.form.read(self._reader, shorter), Place.in_body(shorter)
+            num_messages = len(known.draft.messages) + len(asked.messages)
+            if isinstance(asked, ChatRequest) and place and num_messages <= self.rules.max_prompt_tokens:
+                asked.messages = [*cast("list[ChatMessage]", known.draft.messages), *asked.messages]
+                place = Place(place.start, place.end + len(body) - len(shorter))
+                return ReadCall(asked, known.draft, place, len(body) >= LONG_BODY)
+        return None
 
     async def _new_call(
         self, session: GatewaySession, sent: Sent, read: ReadCall

@@ -19,11 +19,13 @@ from asyncrl.agents.endpoint.capture import Draft
 from asyncrl.messages.work import new_hash
 
 MAX_CHATS = 16
-"""Chats of a session that its next calls may go on from: as many as gateway.max_concurrent_calls allows."""
+"""Chats of a session that its next calls may go on from: as many as the default of
+gateway.max_concurrent_calls.
+"""
 
-_MESSAGES = re.compile(rb'"messages"\s*:\s*\[')
-"""In a JSON text: within a string its first quote would be escaped, and so would the second one."""
-_COMMA = re.compile(rb"\s*,")
+_MESSAGES = re.compile(rb'"messages"[ \t\r\n]*:[ \t\r\n]*\[')
+"""In a JSON text, where it may also be the end of a longer key: in_body() asks what was found."""
+_COMMA = re.compile(rb"[ \t\r\n]*,")
 _SPACE = b" \t\r\n"
 _DECODER = json.JSONDecoder()
 
@@ -43,7 +45,7 @@ class Place:
             return None
         start = found.end()
         try:
-            if from_json(body[:start] + b"]}")["messages"] != []:
+            if from_json(body[:start] + b"]}").get("messages") != []:
                 return None
             # one character a byte, so that the decoder counts bytes
             _, length = _DECODER.raw_decode(body[start - 1 :].decode("latin-1"))

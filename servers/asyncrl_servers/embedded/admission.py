@@ -38,20 +38,17 @@ def admit(rows: Rows, taken: list[Sequence], version: int) -> Admission:
     waves, copies = [list[Prefill]()], list[tuple[int, int]]()
     if not taken:
         return Admission(waves, copies)
-    known = {
-        one.token_ids.tobytes(): row
-        for row, one in enumerate(rows.sequences)
-        if one.next_logits_V is not None
-    }
+    known = {one.admitted_ids: row for row, one in enumerate(rows.sequences) if one.next_logits_V is not None}
     wave_of = dict.fromkeys(known.values(), -1)
     for sequence in sorted(taken, key=lambda one: len(one.token_ids)):  # equal lengths are read together
         ids = sequence.token_ids
         sequence.marks.append((len(ids), version))
-        source, num_shared = rows.common_prefix(ids, list(wave_of))
         row, key = rows.add(sequence), ids.tobytes()
+        sequence.admitted_ids = key
         if key in known:
             copies.append((known[key], row))
             continue
+        source, num_shared = rows.common_prefix(ids, list(wave_of))
         if num_shared < MIN_SHARED:
             source, num_shared = -1, 0
         rows.use_kept(sequence, source, num_shared)

@@ -258,7 +258,7 @@ class Engine:
         is_over = is_stop | (rows.lengths[: len(rows)] >= rows.limits[: len(rows)])
         for row in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed one move
             self._tell(row, "stop" if is_stop[row] else "length")
-            if (kept := rows.keep(row)) >= 0:
+            if not rows.sequences[row].is_mixed and (kept := rows.keep(row)) >= 0:
                 self.runner.cache.copy_slot(row, kept, int(rows.lengths[kept]) - 1)
             self._remove(row)
 
@@ -279,7 +279,7 @@ class Engine:
         for row, sequence in enumerate(rows.sequences):
             self._tell(row, "interrupted")
             sequence.token_ids = rows.token_ids[row, : rows.lengths[row]].copy()
-            sequence.next_logits_V, sequence.kept_row = None, -1
+            sequence.next_logits_V, sequence.kept_row, sequence.is_mixed = None, -1, False
             self._interrupted[sequence] = None
         num_interrupted = len(rows)
         rows.sequences.clear()
@@ -298,7 +298,7 @@ class Engine:
                 self._tell(row, "abort")
                 self._remove(row)
         for waiting in (self._queued, self._interrupted):
-            for sequence in [one for one in waiting if one in wanted]:
+            for sequence in [one for one in wanted if one in waiting]:
                 del waiting[sequence]
                 empty = Sampled(sequence.number, NO_IDS, NO_LOGPROBS, [], "abort")
                 self._told.setdefault(sequence.listener, []).append(empty)
@@ -369,6 +369,7 @@ class Engine:
         for row, sequence in enumerate(rows.sequences):
             sequence.marks.append((int(rows.lengths[row]), request.version))
             sequence.next_logits_V = None
+            sequence.is_mixed = request.interrupt != "keep"  # which reads all of it again, below
         if request.interrupt == "keep" and rows:
             # Recompute the KV cache; the newest token of each is not in it.
             kept = [rows.token_ids[row, : rows.lengths[row] - 1] for row in range(len(rows))]

@@ -134,12 +134,12 @@ class Runner:
         """
         groups: list[list[Part]] = []
         for part in parts:
-            slot, _, start, end = part
-            last = groups[-1][-1] if groups else None
-            is_next = last is not None and slot == last[0] + 1 and self._padded(part) == self._padded(last)
-            floats = self._padded(part) * padded_length(end) * self.loaded.shape.kv_heads
-            if is_next and (len(groups[-1]) + 1) * floats <= SCORE_FLOATS:
-                groups[-1].append(part)
+            group, tokens = groups[-1] if groups else [], self._padded(part)
+            is_next = bool(group) and part[0] == group[-1][0] + 1 and tokens == self._padded(group[-1])
+            length = padded_length(max(end for *_, end in (*group, part)))
+            floats = (len(group) + 1) * tokens * length * self.loaded.shape.kv_heads
+            if is_next and floats <= SCORE_FLOATS:
+                group.append(part)
             else:
                 groups.append([part])
         device = self.loaded.device

@@ -68,6 +68,10 @@ class Sequence(Run):
         """(position of the first token, policy_version) of each version it ran under."""
         self.next_logits_V: Tensor | None = None
         """After the tokens that it was admitted with, by the weights that serve; None after an update."""
+        self.admitted_ids = b""
+        """These tokens, as bytes."""
+        self.is_mixed = False
+        """Whether a part of its KV cache is of weights that serve no more."""
         self.kept_row = -1
         """The row of Rows that keeps the turns before it."""
 

@@ -155,11 +155,14 @@ class Loader:
         if twin is None:
             return
         reload = self.reload_class(self.worker, twin.model)
-        reload.begin()
-        for chunk in self._chunks(staged, chunk_bytes):
-            reload.add(chunk)
-        _check_complete(reload, staged.request.version, "weights are loaded whole; those that serve stay")
-        reload.finish()
+        try:
+            reload.begin()
+            for chunk in self._chunks(staged, chunk_bytes):
+                reload.add(chunk)
+            _check_complete(reload, staged.request.version, "weights are loaded whole; those that serve stay")
+            reload.finish()
+        finally:
+            twin.end_loading()
 
     def _check_ready(self) -> None:
         """Raises Refused if what is staged is not what was announced, or not whole; then nothing is."""

@@ -20,7 +20,11 @@ from vllm.model_executor.layers.attention import Attention, is_deferred_attentio
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
+    _get_original_loader,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
 from vllm.platforms import current_platform
@@ -113,6 +117,15 @@ class Twin:
             for name, value in vars(twin).items():
                 if before.get(name, self) is not value:
                     setattr(layer, name, value)
+
+    def end_loading(self) -> None:
+        """Have vLLM forget how it was loaded: what it records of a layer refers to the layer after a reload,
+        so that no twin, and no weights that served once, would ever be freed.
+        """
+        for twin, _ in self._layers.values():
+            info = LAYERWISE_INFO.pop(twin)
+            info.restore_metadata = {}, {}
+            info.reset()
 
     def _copied(self, layer: nn.Module) -> nn.Module:
         if layer in self._layers:
