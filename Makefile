@@ -46,7 +46,7 @@ check: setup
 	$(BIN)/python scripts/metrics_reference.py --check
 
 bench: setup
-	for name in engine publish buffer async_vs_sync trainer journal checkpoint long_run gateway offload colocation break_even startup; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in request_cost engine publish buffer async_vs_sync on_overdue trainer balance agents in_flight run_efficiency journal checkpoint long_run gateway offload colocation break_even startup; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 
 fuzz: setup
 	$(BIN)/python scripts/fuzz.py

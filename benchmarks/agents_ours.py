@@ -15,6 +15,7 @@ from dataclasses import asdict
 from itertools import count
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 from asyncrl.agents.endpoint.gateway import Gateway, collect_less
@@ -57,12 +58,12 @@ class ScriptedEngine:
         ids = self._answers[turn % len(self._answers)]
         last = self._last.pop(name, None)
         if last is not None:
-            prompt = request.prompt_ids
+            prompt = tuple(np.asarray(request.prompt_ids).tolist())
             kept = len(last) if prompt[: len(last)] == last else 0
             self.num_prefilled += len(prompt) - kept
             self.num_new += len(prompt) - len(last)
         if turn % PROBE == PROBE // 2:
-            self._last[name] = (*request.prompt_ids, *ids)
+            self._last[name] = (*np.asarray(request.prompt_ids).tolist(), *ids)
         return Completion(ids, (-1.0,) * len(ids), (VersionSpan(0, len(ids), 0, 0),), "stop")
 
 

@@ -59,9 +59,7 @@ class Cost:
 
 
 @contextlib.asynccontextmanager
-async def simulated(
-    slots: int, tokens: int, folder: Path
-) -> AsyncIterator[tuple[EngineServer, psutil.Process]]:
+async def simulated(slots: int, folder: Path) -> AsyncIterator[tuple[EngineServer, psutil.Process]]:
     """A server whose answers end at max_tokens alone, one token a STEP_S."""
     secret = secrets.token_hex(16)
     spec = {"name": "engine-0", "slots": slots, "max_length": 2**24, "vocab_size": 32_000}
