@@ -7,10 +7,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 from aiohttp import WSMsgType, web
-from pydantic import BaseModel
 
 from asyncrl.messages import frames
 from asyncrl.messages.base import SECRET_ENV, Message, Moved
@@ -32,7 +31,6 @@ from asyncrl_servers.engine_app import MAX_QUEUED, Answer, AnyFuture, Of, Served
 
 FRAME_ROWS = 256
 """Most rows in a frame: its reader does other things between two of them."""
-Body = TypeVar("Body", bound=BaseModel)
 
 
 class GenerateBody(Message):

@@ -106,7 +106,7 @@ class EngineRoute:
         digest, num_new = sent.digest, len(sent.body) - (sent.before.num_bytes if sent.before else 0)
         read = self._read_on(sent) if num_new < LONG_BODY else None
         if read is None:
-            read_now = partial(self._read, sent)
+            read_now = partial(self._read_whole if num_new < LONG_BODY else self._read, sent)
             read = await _beside(self._rendering, read_now) if len(sent.body) >= LONG_BODY else read_now()
         async with session.beginning:
             call = session.find_call(digest, is_retry=sent.is_retry)
@@ -126,9 +126,9 @@ class EngineRoute:
 
     def _read(self, sent: Sent) -> ReadCall:
         """What is new in the body, or all of it. Raises ApiError."""
-        found = self._read_on(sent)
-        if found is not None:
-            return found
+        return self._read_on(sent) or self._read_whole(sent)
+
+    def _read_whole(self, sent: Sent) -> ReadCall:
         asked = sent.form.read(self._reader, sent.body)
         place = Place.in_body(sent.body) if isinstance(asked, ChatRequest) else None
         return ReadCall(asked, None, place, len(sent.body) >= LONG_BODY)
