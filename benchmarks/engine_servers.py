@@ -34,10 +34,10 @@ def has_vllm() -> bool:
 
 @asynccontextmanager
 async def engine_server(
-    kind: str, model: Path, folder: Path, *, slots: int, max_length: int
+    kind: str, model: Path, folder: Path, *, slots: int, max_length: int, keeps_turns: bool = False
 ) -> AsyncIterator[tuple[EngineClient, Caller]]:
     """A running server of `kind` (embedded, vllm) on the CPU in float32, its client, and the caller below
-    that. No end token.
+    that. No end token. keeps_turns: the embedded one keeps what has ended in its cache; vLLM always does.
     """
     secret = secrets.token_hex(16)
     spec = {
@@ -59,6 +59,7 @@ async def engine_server(
             env={"PYTHONPATH": str(import_folder(folder / "imports"))},
         )
     else:
+        spec |= {"keeps_turns": keeps_turns}
         child = ChildProcess(
             "engine-0", "asyncrl_servers.embedded", json.dumps(spec), run_dir=folder, secret=secret
         )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.engines.pool import Router, SegmentJoin
+from asyncrl.engines.pool import Router, Seat, SegmentJoin
 from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.errors import EngineError
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
@@ -118,16 +118,16 @@ def test_requests_of_a_group_go_to_one_server_while_it_is_up_and_has_a_free_slot
             elif key == "+":
                 router.up.add(0)
             else:
-                taken.append(requests.enter_context(router.take(key.strip())))
+                taken.append(requests.enter_context(router.take(key.strip())).index)
     assert taken == expected
 
 
 def test_a_later_turn_says_itself_where_the_one_before_was() -> None:
     router = Router(3, slots=2)
     with ExitStack() as requests:
-        taken = [requests.enter_context(router.take(key, near=2)) for key in ("a", "b", "c")]
+        taken = [requests.enter_context(router.take(key, near=2)).index for key in ("a", "b", "c")]
         router.up.discard(1)
-        taken.append(requests.enter_context(router.take("d", near=1)))
+        taken.append(requests.enter_context(router.take("d", near=1)).index)
     assert taken == [2, 2, 0, 0], "where the turn before was, until that server is full or down"
 
 
@@ -139,15 +139,15 @@ def test_a_request_queues_only_when_no_server_has_a_free_slot(
     steps: list[tuple[str, int]], num_servers: int, slots: int, random: Random
 ) -> None:
     router = Router(num_servers, slots)
-    open_requests: list[tuple[ExitStack, str, int]] = []
+    open_requests: list[tuple[ExitStack, Seat]] = []
 
     def take(key: str) -> None:
         had_room = min(router.load[index] for index in router.up) < slots
         stack = ExitStack()
-        index = stack.enter_context(router.take(key))
-        assert index in router.up
-        assert router.load[index] <= slots or not had_room
-        open_requests.append((stack, key, index))
+        seat = stack.enter_context(router.take(key))
+        assert seat.index in router.up
+        assert router.load[seat.index] <= slots or not had_room
+        open_requests.append((stack, seat))
         assert sum(router.load) == len(open_requests)
 
     for what, number in steps:
@@ -160,16 +160,21 @@ def test_a_request_queues_only_when_no_server_has_a_free_slot(
         elif what == "up":
             router.up.add(number % num_servers)
         router.up = router.up or {0}
-    # A publish interrupts every segment, in any order.
-    for entry in random.sample(open_requests, len(open_requests)):
-        if router.has_to_move(entry[2]):
-            open_requests.remove(entry)
-            entry[0].close()
-            take(entry[1])
+    # A publish interrupts every segment, in any order; those that move are routed again when all have been
+    # asked, as their segments end later.
+    num_free = sum(max(0, slots - router.load[index]) for index in router.up)
+    num_on_down = sum(router.load[index] for index in range(num_servers) if index not in router.up)
+    moved = [entry for entry in random.sample(open_requests, len(open_requests)) if router.moves(entry[1])]
+    assert sum(router.load) == len(open_requests)
+    assert len(moved) <= num_free + num_on_down, "one free slot moves one request"
+    for entry in moved:
+        open_requests.remove(entry)
+        entry[0].close()
+        take(entry[1].route_key)
     loads = [router.load[index] for index in router.up]
     assert max(loads) <= slots or min(loads) >= slots, "nothing queues beside a free slot"
-    assert not any(router.has_to_move(index) for _, _, index in open_requests), "and nothing moves twice"
-    for stack, _, _ in open_requests:
+    assert not any(router.moves(seat) for _, seat in open_requests), "and nothing moves twice"
+    for stack, _ in open_requests:
         stack.close()
     assert not any(router.load)
     assert not router._keys

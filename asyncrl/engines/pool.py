@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,9 +126,9 @@ class EnginePool:
             while not self._router.up:
                 with waiting("an engine that is up", on="supervisor"):
                     await self._changed.wait()
-            with self._router.take(request.route_key, self._near(request)) as index:
+            with self._router.take(request.route_key, self._near(request)) as seat:
                 try:
-                    await self._sample_on(index, join, on_tokens)
+                    await self._sample_on(seat, join, on_tokens)
                 except EngineLost as lost:
                     join.cut()
                     if self._on_lost is None:
@@ -137,22 +137,24 @@ class EnginePool:
         self._interrupted += join.num_interruptions
         return join.completion()
 
-    async def _sample_on(self, index: int, join: SegmentJoin, on_tokens: OnTokens | None) -> None:
+    async def _sample_on(self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None) -> None:
         """Segments from one server until the request is finished, or has to move."""
+        index = seat.index
         empty = EmptySegments(self.servers[index], join.request.request_id)
         while not join.is_finished:
             num_before = len(join.token_ids)
-            await self._segment(index, join, on_tokens, empty)
-            if self._router.has_to_move(index):
+            await self._segment(seat, join, on_tokens, empty)
+            if seat.index != index or self._router.moves(seat):
                 return
             empty.count(len(join.token_ids) - num_before)
 
     async def _segment(
-        self, index: int, join: SegmentJoin, on_tokens: OnTokens | None, empty: EmptySegments
+        self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None, empty: EmptySegments
     ) -> None:
         """What this server samples, appended to `join` as it comes; a token is in `join` before on_tokens
         gets it.
         """
+        index = seat.index
         server, request = self.servers[index], join.next_request()
 
         def on_chunk(chunk: GenerateChunk) -> None:
@@ -160,7 +162,7 @@ class EnginePool:
             tell(chunk.token_ids)
 
         def on_interrupted(part: GenerateResponse) -> bool:
-            if self._router.has_to_move(index):
+            if self._router.moves(seat):
                 return False
             empty.count(len(part.token_ids))
             join.add(part, index)
@@ -216,6 +218,14 @@ class EmptySegments:
             raise EngineError(server.name, what, rule=rule, way_out=way_out)
 
 
+@dataclass(slots=True)
+class Seat:
+    """The server that a request is charged to."""
+
+    index: int
+    route_key: str
+
+
 class Router:
     """Least loaded server first; but where the request's prefix is cached, as long as that server has a free
     slot. Pure: knows counts and keys.
@@ -225,7 +235,7 @@ class Router:
         says where the last one was. A server that is not `up` is given nothing.
     Invariant: a request is given to a server without a free slot only when no server that is up has one; and
         once one has, a request of a server with more than its slots that is interrupted moves there
-        (has_to_move). It moves for nothing less, so that no request goes to and fro.
+        (moves), and has the slot from then on. It moves for nothing less, so that no request goes to and fro.
     """
 
     def __init__(self, num_servers: int, slots: int) -> None:
@@ -236,31 +246,44 @@ class Router:
         """By route key: the server of its last request, and its requests in flight."""
 
     @contextlib.contextmanager
-    def take(self, route_key: str, near: int = -1) -> Iterator[int]:
-        """Number of the server for one request, charged until the block ends. The key "" is no key; a server
-        must be up.
+    def take(self, route_key: str, near: int = -1) -> Iterator[Seat]:
+        """The server for one request, charged until the block ends. The key "" is no key; a server must be
+        up.
         """
         index, num_taken = self._keys.get(route_key, (near, 0))
         if index not in self.up or self.load[index] >= self.slots:
-            index = min(sorted(self.up), key=lambda other: self.load[other])
+            index = self._least_loaded()
+        seat = Seat(index, route_key)
         self.load[index] += 1
         if route_key:
             self._keys[route_key] = index, num_taken + 1
         try:
-            yield index
+            yield seat
         finally:
-            self.load[index] -= 1
+            self.load[seat.index] -= 1
             if route_key:
                 last, num_taken = self._keys.pop(route_key)
                 if num_taken > 1:
                     self._keys[route_key] = last, num_taken - 1
 
-    def has_to_move(self, index: int) -> bool:
-        """Whether an interrupted request of this server, whose cache is lost anyway, should be routed
-        again.
+    def moves(self, seat: Seat) -> bool:
+        """Whether an interrupted request, whose cache is lost anyway, is to be routed again. Its charge goes
+        at once to where it will go, so that one free slot moves one request.
         """
+        index = seat.index
         is_full = self.load[index] > self.slots
-        return index not in self.up or (is_full and any(self.load[other] < self.slots for other in self.up))
+        if index in self.up and not (is_full and any(self.load[other] < self.slots for other in self.up)):
+            return False
+        if self.up:
+            self.load[index] -= 1
+            seat.index = self._least_loaded()
+            self.load[seat.index] += 1
+            if seat.route_key:
+                self._keys[seat.route_key] = seat.index, self._keys[seat.route_key][1]
+        return True
+
+    def _least_loaded(self) -> int:
+        return min(sorted(self.up), key=lambda other: self.load[other])
 
 
 class SegmentJoin:

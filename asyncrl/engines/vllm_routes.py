@@ -25,6 +25,8 @@ _COUNTS = {
     "num_queued": ("num_requests_waiting",),
     "tokens_generated": ("generation_tokens_total",),
     "decode_s": ("request_prefill_time_seconds_sum", "inter_token_latency_seconds_sum"),
+    "tokens_prompted": ("prompt_tokens_total",),
+    "tokens_cached": ("prompt_tokens_cached_total",),
 }
 
 
@@ -187,8 +189,8 @@ class Routes(Lifeline):
         await self.tell("/update_weight_version", {"new_version": label})
 
     async def counts(self, *, timeout_s: float | None) -> dict[str, float]:
-        """From its metrics: num_running, num_queued, tokens_generated, and decode_s, which adds up over
-        requests.
+        """From its metrics: num_running, num_queued, tokens_generated; tokens_prompted, of which
+        tokens_cached were not computed; and decode_s, which adds up over requests.
         """
         text = (await self.get("/metrics", Said, timeout_s)).text
         return {ours: sum(_metric(text, theirs) for theirs in names) for ours, names in _COUNTS.items()}

@@ -138,6 +138,7 @@ class VllmServer:
             tokens_generated=int(counts["tokens_generated"]),
             device=self.facts.device,
             decode_s=counts["decode_s"],
+            tokens_prefilled=int(counts["tokens_prompted"] - counts["tokens_cached"]),
             asleep=sorted(process.asleep),
         )
 
