@@ -361,3 +361,18 @@ def test_an_agent_that_keeps_its_history_is_read_from_where_it_ended(folder: Pat
             )
             chat = [*chat, assistant("no"), user(f"Grüße {number}")]
         assert side.num_on == 5, style
+
+
+def test_a_session_keeps_no_text_that_its_next_call_renders_anew(folder: Path) -> None:
+    renderer = renderer_for("qwen2_5", folder)
+    side, chat = Side(Whole(renderer.model_path), is_whole=False), [user("Go on. " * 1000)]
+    for number in range(4):
+        planned = side.ask(as_body(chat, None, "openai"))
+        assert not isinstance(planned, str)
+        side.capture.record(
+            planned, completion(side.tokenizer.encode(f"no{END}")), assistant("no"), f"chatcmpl-{number}"
+        )
+        chat = [*chat, assistant("no"), user("more")]
+    assert side.num_on == 3
+    kept = [one.draft for one in side.sent._chats]
+    assert sum(len(draft.text) + len(draft.rendered.text) for draft in kept if draft.rendered) == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal
 
@@ -59,6 +59,13 @@ class Draft:
     messages: Messages
     rendered: Rendered | None
     tools_json: bytes
+
+    def to_go_on_from(self) -> Draft:
+        """The same, for a later chat alone: without the texts that it would not read."""
+        rendered = self.rendered
+        if rendered is not None and rendered.state is None:
+            rendered = Rendered("")
+        return replace(self, text="", rendered=rendered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
