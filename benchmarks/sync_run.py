@@ -24,7 +24,6 @@ from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareReques
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.placement.devices import find_cuda_devices, place
-from asyncrl.placement.plan import engine_threads
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
@@ -57,7 +56,6 @@ class SyncRun:
         self.engine: Engine = build_engine(
             EmbeddedSpec.model_validate(engine_kind(config).spec(model_path, "engine-0"))
         )
-        self.engine.threads = engine_threads(config)
         self.engine.start()
         self.tokenizer = HFChatTokenizer(model_path, chat_template=config.model.chat_template)
         self.task = build_task(config.task, config.seed)

@@ -27,7 +27,7 @@ from asyncrl.messages.calls import (
     WakeRequest,
 )
 from asyncrl.serving import Refused, add_route, make_app, secret_of, serve
-from asyncrl_servers.engine_app import MAX_QUEUED, Answer, AnyFuture, Of, ServedEngine
+from asyncrl_servers.served_engine import MAX_QUEUED, Answer, AnyFuture, Of, ServedEngine
 
 FRAME_ROWS = 256
 """Most rows in a frame: its reader does other things between two of them."""

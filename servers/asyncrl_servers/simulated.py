@@ -30,8 +30,8 @@ from asyncrl.messages.digest import joint_digest, tensor_digest
 from asyncrl.messages.frames import Asked, Sampled, spans_of
 from asyncrl.serving import Refused, die_with_parent
 from asyncrl.weights.tensor_files import read_or_refuse
-from asyncrl_servers.engine_app import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
 from asyncrl_servers.engine_routes import serve_engine
+from asyncrl_servers.served_engine import EngineSpec, Listener, Run, check_request, read_spec, uniform_draws
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
 Answer = TypeVar("Answer")

@@ -23,7 +23,7 @@ from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import NO_INTS, Ints, Runner, moves_after_removal
 from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, sample
-from asyncrl_servers.engine_app import Listener, check_request
+from asyncrl_servers.served_engine import Listener, check_request
 
 Answer = TypeVar("Answer")
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int32), np.zeros(0, np.float32)

@@ -23,7 +23,7 @@ from asyncrl_servers.embedded.kv_attention import (
     UnsupportedAttentionError,
     in_force,
 )
-from asyncrl_servers.engine_app import EngineSpec
+from asyncrl_servers.served_engine import EngineSpec
 
 
 class EmbeddedSpec(EngineSpec):

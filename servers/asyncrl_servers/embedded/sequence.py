@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.frames import Asked, Sampled, spans_of
-from asyncrl_servers.engine_app import Listener, Run, uniform_draws
+from asyncrl_servers.served_engine import Listener, Run, uniform_draws
 
 _SLACK = 8
 """Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special

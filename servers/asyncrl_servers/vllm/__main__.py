@@ -23,7 +23,7 @@ import psutil
 
 from asyncrl.messages.base import SECRET_ENV
 from asyncrl.serving import Refused, die_with_parent, fail, secret_of
-from asyncrl_servers.engine_app import read_spec
+from asyncrl_servers.served_engine import read_spec
 from asyncrl_servers.vllm.arguments import VllmSpec, check_start, set_environment
 
 ORPHANED = 3

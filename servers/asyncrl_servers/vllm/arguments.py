@@ -21,7 +21,7 @@ from pydantic import Field
 
 from asyncrl.messages.base import TransportName
 from asyncrl.serving import Refused
-from asyncrl_servers.engine_app import EngineSpec
+from asyncrl_servers.served_engine import EngineSpec
 
 WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 
