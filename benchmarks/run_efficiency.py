@@ -123,7 +123,8 @@ class Processes:
         found = dict[str, float]()
         try:
             for process in (self.root, *self.root.children(recursive=True)):
-                found[_name(process, self.root)] = sum(process.cpu_times()[:2])
+                name = _name(process, self.root)
+                found[name] = found.get(name, 0.0) + sum(process.cpu_times()[:2])
         except psutil.NoSuchProcess:  # the run is ending
             return
         # read last: so a sample that a busy machine held up does not pass for one of an earlier step
@@ -146,7 +147,11 @@ def _name(process: psutil.Process, root: psutil.Process) -> str:
 def run_once(case: Case, num_steps: int, run_dir: Path) -> Processes:
     """A real run, to its end."""
     command = [sys.executable, "-m", "asyncrl.cli", "run", str(CONFIG), *COMMON, *case.overrides]
-    command += [f"trainer.num_steps={num_steps}", "--run-dir", str(run_dir)]
+    return watched([*command, f"trainer.num_steps={num_steps}", "--run-dir", str(run_dir)], run_dir)
+
+
+def watched(command: list[str], run_dir: Path) -> Processes:
+    """A run by this command in `run_dir`, and the CPU seconds of its processes."""
     is_over = threading.Event()
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as child:
         processes = Processes(psutil.Process(child.pid), run_dir / "metrics.jsonl")
