@@ -2,41 +2,85 @@
 
 from __future__ import annotations
 
+import csv
 import math
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from end_to_end_runs import HERE, LEVELS, WINDOW, Measured
+import numpy.typing as npt
+from end_to_end_runs import LEVELS, WINDOW, Curve, Measured
 
-sys.path.append(str(HERE.parent / "scripts"))
+from asyncrl.observe.verdict import running_mean
 
-import learning_curves as house
-
+FloatArray = npt.NDArray[np.float64]
 COLOURS = {"asyncrl": "#2166ac", "trl": "#d95f02", "plain": "#222222", "on-policy": "#1b9e77"}
+NUM_PLACES = 400
+"""Points of the axis of seconds."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """Seeds of one system at common places of one axis: mean, smallest and largest; float64, one entry a
+    place.
+    """
+
+    places: FloatArray
+    mean: FloatArray
+    low: FloatArray
+    high: FloatArray
+
+    @classmethod
+    def of(cls, places: FloatArray, rewards: Sequence[FloatArray]) -> Band:
+        """One array of rewards a seed."""
+        stacked = np.array(rewards)
+        return cls(places, stacked.mean(axis=0), stacked.min(axis=0), stacked.max(axis=0))
+
+
+def band_over_steps(curves: Sequence[Curve], window: int) -> Band:
+    """Mean and extent over seeds at each step that all of them have."""
+    num = min(len(curve.rewards) for curve in curves)
+    rewards = [np.array(running_mean(curve.rewards, window=window)[:num]) for curve in curves]
+    return Band.of(np.arange(num, dtype=np.float64), rewards)
+
+
+def band_over_time(curves: Sequence[Curve], window: int) -> Band:
+    """The same on a common grid of seconds, between two steps by straight lines. It ends where the first of
+    the seeds does, so that no mean is one over fewer seeds.
+    """
+    first = max(curve.times_s[0] for curve in curves)
+    places = np.linspace(first, min(curve.times_s[-1] for curve in curves), NUM_PLACES)
+    rewards = [
+        np.interp(places, curve.times_s, running_mean(curve.rewards, window=window)) for curve in curves
+    ]
+    return Band.of(places, rewards)
 
 
 def write_results(found: Mapping[str, Measured], titles: Mapping[str, str], out: Path) -> None:
     """Picture, figures of every step, and the page around them."""
-    runs = {
-        name: {
-            seed: house.Curve(
-                np.arange(len(curve.times_s), dtype=np.float64),
-                np.array(curve.times_s),
-                np.array(curve.rewards),
-            )
-            for seed, curve in one.curves.items()
-        }
-        for name, one in found.items()
-    }
     labels = {name: f"{titles[name]}, learning rate {one.rate}" for name, one in found.items()}
+    runs = {name: [*one.curves.values()] for name, one in found.items()}
     draw(runs, labels, out / "end_to_end.png")
-    house.write_csv(runs, out / "end_to_end.csv")
+    write_csv(runs, out / "end_to_end.csv")
     (out / "end_to_end.md").write_text(page(found, titles), encoding="utf-8")
 
 
-def draw(runs: dict[str, dict[int, house.Curve]], labels: Mapping[str, str], path: Path) -> None:
+def write_csv(runs: Mapping[str, Sequence[Curve]], path: Path) -> None:
+    """One row a system and step: rewards not smoothed, seconds the mean over seeds."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            ["system", "num_seeds", "step", "time_s_mean", "reward_mean", "reward_min", "reward_max"]
+        )
+        for name, curves in runs.items():
+            band = band_over_steps(curves, window=1)
+            times_s = np.mean([curve.times_s[: len(band.places)] for curve in curves], axis=0)
+            for step, *values in zip(band.places, times_s, band.mean, band.low, band.high, strict=True):
+                writer.writerow([name, len(curves), int(step), *(f"{value:.5g}" for value in values)])
+
+
+def draw(runs: Mapping[str, Sequence[Curve]], labels: Mapping[str, str], path: Path) -> None:
     """One figure, two panels: lines are means over the seeds, bands reach from the lowest to the highest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -44,9 +88,8 @@ def draw(runs: dict[str, dict[int, house.Curve]], labels: Mapping[str, str], pat
     figure = Figure(figsize=(12, 4.8), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    for name, by_seed in runs.items():
-        curves = list(by_seed.values())
-        bands = house.band_over_steps(curves, WINDOW), house.band_over_time(curves, WINDOW)
+    for name, curves in runs.items():
+        bands = band_over_steps(curves, WINDOW), band_over_time(curves, WINDOW)
         # the plain loop is dashed and on top: max_staleness 0 lies exactly under it in the first panel
         style = {"linestyle": (0, (4, 3)), "zorder": 5} if name == "plain" else {"zorder": 3}
         for panel, band in zip(panels, bands, strict=True):

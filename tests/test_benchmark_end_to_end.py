@@ -2,12 +2,14 @@
 keeps.
 """
 
+import csv
 import math
 import sys
 from pathlib import Path
 
 import end_to_end
 import pytest
+from end_to_end_plot import band_over_time, draw, write_csv
 from end_to_end_runs import LEVELS, WINDOW, Curve, Measured, Work, best_rate
 from end_to_end_shape import ShapeTask
 
@@ -77,3 +79,17 @@ def test_rewards_of_the_shape_differ_so_that_every_group_trains():
     assert len({task.prompt(index) for index in range(4)}) == 4
     scores = [task.score(None, text) for text in ("", "\U00020000", "\U00020001", "\U00020000\U00020001")]
     assert scores == [0.0, 1.0, 0.0, 0.5]
+
+
+def test_the_picture_and_its_figures_end_where_the_first_seed_ends(tmp_path: Path):
+    runs = {
+        "trl": [curve([0.1] * 3)],
+        "asyncrl": [curve([0.0, 0.2, 0.4], step_s=1.0), curve([0.2, 0.6, 0.8, 0.9])],
+    }
+    draw(runs, {"trl": "TRL", "asyncrl": "asyncrl"}, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    write_csv(runs, tmp_path / "one.csv")
+    rows = [*csv.DictReader((tmp_path / "one.csv").read_text().splitlines())]
+    assert [row["system"] for row in rows] == ["trl"] * 3 + ["asyncrl"] * 3
+    assert [*rows[4].values()] == ["asyncrl", "2", "1", "3", "0.4", "0.2", "0.6"]
+    assert band_over_time(runs["asyncrl"], window=1).places[[0, -1]].tolist() == [2.0, 3.0]

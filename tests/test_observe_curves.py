@@ -1,4 +1,4 @@
-"""The scripts behind learning_curves.png and objectives.md in docs/results/, on numbers that are known."""
+"""The script behind objectives.md in docs/results/, on numbers that are known."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 from pathlib import Path
 
-import learning_curves
 import objective_curves as script
 import pytest
 from objective_report import Pair, Run, Setting, comparisons, difference, settings_table
@@ -18,42 +17,13 @@ from asyncrl.config import load_config
 LABELS = {"a": "A", "b": "B"}
 
 
-def write_steps(folder: Path, rewards: list[float], *, step_s: float = 1.0) -> None:
+def write_steps(folder: Path, rewards: list[float]) -> None:
     folder.mkdir(parents=True)
     lines = [
-        {"step": n, "time_s": n * step_s, "reward/mean": reward, "policy/ess": 0.9, "rollout/filtered": 8 * n}
+        {"step": n, "time_s": n, "reward/mean": reward, "policy/ess": 0.9, "rollout/filtered": 8 * n}
         for n, reward in enumerate(rewards, start=1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-# ---- learning curves
-
-
-def test_a_picture_and_a_table_are_written_without_half_a_last_line(tmp_path: Path) -> None:
-    runs, out = tmp_path / "runs", tmp_path / "out"
-    write_steps(runs / "max_staleness_4-seed0", [0.0, 0.2, 0.4])
-    write_steps(runs / "max_staleness_4-seed1", [0.2, 0.6, 0.8, 0.9], step_s=2.0)
-    write_steps(runs / "sync_reference-seed7", [0.1, 0.1, 0.1])
-    (runs / "notes-seed").mkdir()
-    half = runs / "sync_reference-seed7" / "metrics.jsonl"
-    half.write_text(half.read_text() + '{"step": 4, "ti')
-    assert learning_curves.main([str(runs), "--out", str(out)]) == 0
-    assert (out / "learning_curves.png").read_bytes().startswith(b"\x89PNG")
-    rows = list(csv.DictReader((out / "learning_curves.csv").read_text().splitlines()))
-    assert [row["variant"] for row in rows] == ["sync_reference"] * 3 + ["max_staleness_4"] * 3
-    assert list(rows[4].values()) == ["max_staleness_4", "2", "2", "3", "0.4", "0.2", "0.6"]
-
-
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="name run directories like"):
-        learning_curves.read_runs(tmp_path)
-    (tmp_path / "bad").write_text('{bad\n{"step": 3}\n')
-    with pytest.raises(SystemExit, match="line 1 is no JSON"):
-        learning_curves.read_curve(tmp_path / "bad")
-
-
-# ---- objectives
 
 
 def seeds(*rewards: float) -> dict[int, Run]:

@@ -8,6 +8,7 @@ from asyncrl.observe.run_numbers import Steps, TimeShares
 from asyncrl.observe.verdict import judge
 
 ZERO, TWO = "buffer.max_staleness=0", "buffer.max_staleness=2"
+WAIT = "buffer.on_overdue=wait"
 FILTER = "buffer.filter=equal_rewards"
 
 
@@ -39,12 +40,12 @@ MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
         (GENERATION, ["buffer.look_ahead=1"], "generation", "buffer.look_ahead=1"),
         (f"{PUBLISHING} weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),
         (PUBLISHING, ["weight_sync.interrupt=wait"], "publishing", "weight_sync.interrupt=wait drains"),
-        (STRAGGLERS, [TWO], "stragglers", "or raise buffer.max_staleness (now 2) to 4"),
-        (STRAGGLERS, [TWO], "stragglers", "on_overdue=wait cost 10.0 s (50.0%)"),
+        (STRAGGLERS, [TWO, WAIT], "stragglers", "or raise buffer.max_staleness (now 2) to 4"),
+        (STRAGGLERS, [TWO, WAIT], "stragglers", "on_overdue=wait cost 10.0 s (50.0%)"),
         ("train_s=0.4 handover_s=0.5", [ZERO], "turns", "50% of the time went into handovers"),
         ("train_s=0.82 wait_generation_s=0.18", [], "balanced", "none stands out"),
         ("train_s=0.3 wait_generation_s=0.1", [], "other", "60% of the time went into neither"),
-        (MASKED, ["buffer.on_overdue=mask"], "training", "10.0% of the tokens were masked, 3 groups"),
+        (MASKED, [], "training", "10.0% of the tokens were masked, 3 groups generated again. A larger"),
         (MASKED, ["buffer.on_overdue=drop"], "training", "on_overdue=drop: 3 groups generated again."),
         ("train_s=1 rollout/given_up=5", [], "training", "5 prompts given up (rollout.max_hand_backs=3)"),
         ("train_s=1 rollout/filtered=20", [FILTER], "training", "replaced 20 groups (20.0% of those that"),

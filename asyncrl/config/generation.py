@@ -159,8 +159,8 @@ class BufferConfig(FrozenConfig):
     look_ahead: Literal["auto"] | NonNegativeInt = "auto"
     """Batches beyond the current one that may be started, at most max_staleness (auto = the smallest that
     keeps the trainer busy)."""
-    on_overdue: OnOverdue = "wait"
-    """When a straggler's deadline is in danger: wait for it, train on and mask its old tokens, or drop and
+    on_overdue: OnOverdue = "mask"
+    """When a straggler's deadline is in danger: train on it and mask its old tokens, wait for it, or drop and
     regenerate it.
     """
     filter: Literal["none", "equal_rewards"] = "none"

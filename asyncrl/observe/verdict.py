@@ -20,9 +20,9 @@ from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, durati
 
 NUM_NAMED = 5
 """Number of batches with a skipped step that are named."""
-FILTERED_SHARE, HOPELESS_SHARE = 0.03, 0.5
+FILTERED_SHARE, HOPELESS_SHARE, MASKED_SHARE = 0.03, 0.5, 0.05
 """Shares of filtered groups: from the first on it is said what the filter cost, from the second on to change
-the prompts."""
+the prompts. And of masked tokens, from which on a larger bound is named."""
 BUSY_WAIT_SHARE, BALANCED_WAIT_SHARE = 0.10, 0.25
 """Below the first share of waiting training set the pace, below the second neither side waited much."""
 _BAR = 30
@@ -139,7 +139,11 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         yield f"on_overdue={choice} cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
     elif not policy.waits and (again or masked > 0):
         gradient = f"{masked:.1%} of the tokens were masked, " if policy.masks else ""
-        yield f"on_overdue={choice}: {gradient}{several(again, 'group')} generated again."
+        bound = config.buffer.max_staleness
+        advice = (
+            f" A larger buffer.max_staleness (now {bound}) masks fewer." if masked >= MASKED_SHARE else ""
+        )
+        yield f"on_overdue={choice}: {gradient}{several(again, 'group')} generated again.{advice}"
     filtered = steps.newest("rollout/filtered")
     share = filtered / (filtered + len(steps) * config.trainer.num_groups)
     if share >= FILTERED_SHARE:
