@@ -13,13 +13,13 @@ change.
     python benchmarks/publish.py [--seconds 60] [--interrupt abort] [--engine embedded|vllm]
 
 `pause, server` is the time in which no token could be decoded, as the engine reports it (vLLM: as its client
-does, from the pause to the resume): that is the pause of the issue. Two rows measured from outside bound it.
-`file, no digest` is what an export copies, into a new file in shared memory: each tensor is hashed while it is
-written, so the digest takes no time as long as it is the faster of the two. `commit, round trip` also holds the rest of the decode step in hand. `wait, client` is the longest time
+does, from the pause to the resume); two rows measured from outside bound it.
+`commit, round trip` also holds the rest of the decode step in hand. `wait, client` is the longest time
 between two answers of a stream of one-token requests around the commit; it also holds the prefill of all
 interrupted sequences under the new weights (abort and keep), which is computing, not a copy: --interrupt
 keep_kv does without. `wait, client, usual` is the same without a commit. No canary is sent along: it is two
-requests of 160 tokens after the resume.
+requests of 160 tokens after the resume. `file, no digest` is what an export copies, into a new file in shared
+memory: a tensor is hashed while it is written, which takes no time as long as `digest` is the smaller one.
 
 Last line: `ratio: X` = pause, server over memory copy, medians of the same run, of the embedded engine where
 it took part.
