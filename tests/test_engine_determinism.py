@@ -10,10 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_in_process import answered, drawn, make_qwen3, make_request, publish, running_engine, stage_file
+from engine_in_process import (
+    QWEN3,
+    answered,
+    drawn,
+    make_qwen3,
+    make_request,
+    make_spec,
+    publish,
+    running_engine,
+    stage_file,
+)
 
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse
 from asyncrl.testing.asked_engine import ask
+from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 
 ODD = {"vocab_size": 53, "hidden_size": 60, "intermediate_size": 101}
@@ -118,3 +129,48 @@ def test_a_prompt_longer_than_one_prefill_call_gives_the_bits_of_decoding_it(tmp
         rest = answered(engine, prompt_ids=(*prompt, *first.token_ids), max_tokens=25, num_resumed=15)
     assert first.token_ids + rest.token_ids == beside.token_ids
     assert first.logprobs + rest.logprobs == beside.logprobs
+
+
+def grown(rng: random.Random, vocab_size: int, count: int) -> list[list[int]]:
+    """Prompts of which most begin as an earlier one does, some with all of it."""
+    prompts = [[rng.randrange(vocab_size) for _ in range(400)]]
+    for _ in range(count - 1):
+        before = rng.choice(prompts)
+        cut = rng.choice([1, 7, 33, 300, len(before), len(before), len(before)])
+        tail = [rng.randrange(vocab_size) for _ in range(rng.choice([0, 1, 40, 270]))]
+        prompts.append([*before[:cut], *tail])
+    return prompts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_starts_that_are_read_once_for_many_give_the_bits_of_each_alone(tmp_path: Path, seed: int) -> None:
+    """Read at once, beside some that run already, in calls that are cut where they are too large."""
+    rng = random.Random(seed)
+    folder = make_qwen3(tmp_path / "model", num_hidden_layers=2)
+    prompts = grown(rng, QWEN3["vocab_size"], 16)
+    requests = [
+        GenerateRequest(f"r{index}", prompt, rng.choice([1, 2, 30]), seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
+    engine = build_engine(make_spec(folder, slots=12, max_length=1200))
+    first = ask(engine, requests[:10])
+    for _ in range(3):
+        engine.turn()
+    futures = [*first, *ask(engine, requests[10:])]
+    while not all(future.done() for future in futures):
+        engine.turn()
+    assert engine.health().tokens_prefilled < sum(map(len, prompts)), "starts were shared"
+    alone = build_engine(make_spec(folder, slots=1, max_length=1200))
+    for request, future in zip(requests, futures, strict=True):
+        (expected,) = ask(alone, [request])
+        while not expected.done():
+            alone.turn()
+        assert drawn(future.result(timeout=0)) == drawn(expected.result(timeout=0)), request.request_id
+
+
+def test_a_start_of_eight_is_computed_once(tmp_path: Path) -> None:
+    engine = build_engine(make_spec(make_qwen3(tmp_path / "model", num_hidden_layers=1), slots=8))
+    start = list(range(20))
+    ask(engine, [GenerateRequest(f"r{tail}", [*start, tail, *start[:4]], 5) for tail in range(20, 28)])
+    engine.turn()
+    assert engine.health().tokens_prefilled == 20 + 8 * 5

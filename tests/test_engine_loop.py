@@ -33,9 +33,9 @@ def test_a_prompt_in_a_slot_is_not_prefilled_again(folder: Path, other_folder: P
     engine, prefilled = build_engine(make_spec(folder, slots=3)), list[int]()
     step = engine.runner.step
 
-    def watched(last_ids: Any, lengths: Any, jobs: Any) -> Any:
+    def watched(last_ids: Any, lengths: Any, jobs: Any, shares: Any) -> Any:
         prefilled.extend([len(jobs)] * bool(jobs))
-        return step(last_ids, lengths, jobs)
+        return step(last_ids, lengths, jobs, shares)
 
     engine.runner.step = watched  # type: ignore[method-assign]
     lengths = [5, 60, 20, 30, 30, 30, 30, 30]

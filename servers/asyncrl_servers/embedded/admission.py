@@ -7,53 +7,54 @@ from typing import NamedTuple
 from asyncrl_servers.embedded.runner import Ints
 from asyncrl_servers.embedded.sequence import Rows, Sequence
 
-MIN_SHARED = 32
+MIN_COPIED = 32
 """Tokens from which copying a start that is in the cache is cheaper than computing it again."""
+MIN_SHARED = 2
+"""Tokens from which two sequences that are read at once share their start: its keys are written twice."""
 
 
-class Prefill(NamedTuple):
-    """The tokens `ids` [T] for slot `row`, the first `num_shared` of them copied from slot `source`."""
+class Read(NamedTuple):
+    """The tokens `ids` [T] for slot `row`. Of the first `num_shared` those before `num_copied` stand in slot
+    `source`; the others are computed for `source` in the same step. All of them: it has its next logits, too.
+    """
 
     row: int
     ids: Ints
     source: int
+    num_copied: int
     num_shared: int
 
 
-class Admission(NamedTuple):
-    """What has to be read, wave after wave, and (source, row) of slots whose tokens all stand in another one
-    then.
+def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Read]:
+    """Give each of these a row, under the serving `version`; a source comes before those that use it.
+
+    Tokens that another slot gets, read by the weights that serve, are not computed again: the prompt of a
+    group, the turns before this one.
     """
-
-    waves: list[list[Prefill]]
-    copies: list[tuple[int, int]]
-
-
-def admit(rows: Rows, taken: list[Sequence], version: int) -> Admission:
-    """Give each of these a row, under the serving `version`.
-
-    Tokens that stand in a slot, read by the weights that serve, are copied from there: the prompt of a group,
-    the turns before this one. A source that is itself read now belongs to an earlier wave.
-    """
-    waves, copies = [list[Prefill]()], list[tuple[int, int]]()
     if not taken:
-        return Admission(waves, copies)
+        return []
     known = {one.admitted_ids: row for row, one in enumerate(rows.sequences) if one.next_logits_V is not None}
-    wave_of = dict.fromkeys(known.values(), -1)
+    standing, reads = [*known.values(), *rows.kept], dict[int, Read]()
     for sequence in sorted(taken, key=lambda one: len(one.token_ids)):  # equal lengths are read together
         ids = sequence.token_ids
         sequence.marks.append((len(ids), version))
         row, key = rows.add(sequence), ids.tobytes()
         sequence.admitted_ids = key
         if key in known:
-            copies.append((known[key], row))
-            continue
-        source, num_shared = rows.common_prefix(ids, list(wave_of))
-        if num_shared < MIN_SHARED:
-            source, num_shared = -1, 0
-        rows.use_kept(sequence, source, num_shared)
-        known[key], wave_of[row] = row, wave_of.get(source, -1) + 1
-        if wave_of[row] == len(waves):
-            waves.append([])
-        waves[wave_of[row]].append(Prefill(row, ids, source, num_shared))
-    return Admission(waves, copies)
+            source, num_shared = known[key], len(ids)
+        else:
+            source, num_shared = _longest_start(rows, ids, standing, list(reads))
+            rows.use_kept(sequence, source, num_shared)
+            known[key] = row
+        num_copied = min(num_shared, reads[source].num_copied) if source in reads else num_shared
+        reads[row] = Read(row, ids, source, num_copied, num_shared)
+    return list(reads.values())
+
+
+def _longest_start(rows: Rows, ids: Ints, standing: list[int], read_now: list[int]) -> tuple[int, int]:
+    """(row, length) of the longest start of `ids` that one of these has, or (-1, 0)."""
+    source, num_copied = rows.common_prefix(ids, standing)
+    if num_copied < MIN_COPIED:
+        source, num_copied = -1, 0
+    beside, num_shared = rows.common_prefix(ids, read_now)
+    return (beside, num_shared) if num_shared >= max(MIN_SHARED, num_copied + 1) else (source, num_copied)

@@ -15,7 +15,7 @@ from asyncrl.weights.adapters import linear_parameters
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import Runner
+from asyncrl_servers.embedded.runner import NO_INTS, Runner
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Largest difference between our logits and the model's own attention, relative to the largest logit."""
@@ -101,6 +101,10 @@ def check_determinism(runner: Runner, name: str) -> None:
         runner.cache.copy_slot(0, job[0], total - 1)
         last = np.array([ids[-1]]), np.array([total])
         joined = runner.step(*last, [job]) if slots > 1 else runner.prefill([job])
+        if slots > 1:  # the start of slot 1 is computed for slot 0, in the same call
+            half = total // 2
+            shared = runner.step(NO_INTS, NO_INTS, [(0, ids, 0), (1, ids, half)], [(0, 1, half)])
+            joined = torch.cat([joined, shared])
         found = [*beside, resumed, *joined]
         if not all(map(torch.equal, [*alone, *[alone[-1]] * (1 + len(joined))], found)):
             fail(

@@ -8,7 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
 from asyncrl.serving import Refused
-from asyncrl_servers.embedded.admission import Admission, Prefill, admit
+from asyncrl_servers.embedded.admission import Read, admit
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import NO_INTS, Ints, Runner, moves_after_removal
+from asyncrl_servers.embedded.runner import Runner, moves_after_removal
 from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, sample
 from asyncrl_servers.served_engine import Listener, check_request
 
@@ -208,38 +208,35 @@ class Engine:
         """A token for each sequence that runs, and for those that are admitted now, in one call of the
         model.
         """
-        rows, first = self._rows, len(self._rows)
-        waves, copies = self._admit()
-        new = rows.sequences[first:]
-        last_ids, lengths = rows.last_ids(first), rows.lengths[:first].copy()
-        logits = self._prefill(last_ids, lengths, waves[0])
-        for wave in waves[1:]:
-            self._prefill(NO_INTS, NO_INTS, wave)
-        for source, row in copies:
-            self.runner.cache.copy_slot(source, row, len(rows.sequences[row].token_ids))
-            rows.sequences[row].next_logits_V = rows.sequences[source].next_logits_V
-        if new:
-            logits = torch.stack(
-                [*logits[:first], *(one.next_logits_V for one in new if one.next_logits_V is not None)]
-            )
+        rows, num_running = self._rows, len(self._rows)
+        reads = self._admit()
+        last_ids, lengths = rows.last_ids(num_running), rows.lengths[:num_running].copy()
+        for one in reads:
+            if one.num_copied:
+                self.runner.cache.copy_slot(one.source, one.row, one.num_copied)
+            self._tokens_prefilled += len(one.ids) - one.num_shared
+        shares = [(one.source, one.row, one.num_shared) for one in reads if one.num_copied < one.num_shared]
+        jobs = [(one.row, one.ids, one.num_shared) for one in reads if one.num_shared < len(one.ids)]
+        logits = self.runner.step(last_ids, lengths, jobs, shares)
+        if reads:
+            logits = torch.cat([logits[:num_running], self._next_logits(reads, logits[num_running:])])
         self._sample(logits)
 
-    def _admit(self) -> Admission:
+    def _next_logits(self, reads: list[Read], computed: Tensor) -> Tensor:
+        """[reads, V]: those that were `computed`, one for each that is not whole in another slot."""
+        sequences, of_jobs = self._rows.sequences, iter(computed.clone())
+        for one in reads:
+            is_whole = one.num_shared == len(one.ids)
+            sequences[one.row].next_logits_V = (
+                sequences[one.source].next_logits_V if is_whole else next(of_jobs)
+            )
+        return torch.stack([cast(Tensor, sequences[one.row].next_logits_V) for one in reads])
+
+    def _admit(self) -> list[Read]:
         """Move queued sequences into free slots."""
         num_free = self.spec.slots - len(self._rows) - len(self._interrupted) if self._may_admit else 0
         taken = [self._queued.popitem(last=False)[0] for _ in range(min(num_free, len(self._queued)))]
         return admit(self._rows, taken, self.weights.version)
-
-    def _prefill(self, last_ids: Ints, lengths: Ints, wave: list[Prefill]) -> Tensor:
-        """Read what a wave needs, beside a step of the slots 0..n-1, whose logits [n, V] it returns."""
-        for one in wave:
-            if one.num_shared:
-                self.runner.cache.copy_slot(one.source, one.row, one.num_shared)
-            self._tokens_prefilled += len(one.ids) - one.num_shared
-        logits = self.runner.step(last_ids, lengths, [(one.row, one.ids, one.num_shared) for one in wave])
-        for one, logits_V in zip(wave, logits[len(last_ids) :], strict=True):
-            self._rows.sequences[one.row].next_logits_V = logits_V.clone()
-        return logits[: len(last_ids)]
 
     def _sample(self, logits_NV: Tensor) -> None:
         """Draw a token for each row; those that are over make way."""

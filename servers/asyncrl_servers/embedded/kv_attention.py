@@ -112,6 +112,8 @@ class Pass:
     key.
     """
     is_exact: bool
+    source: Tensor | None = None
+    """int64: the row of the call that each of those keys is of; None: the first ones, in order."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """[R, heads, d] queries and [R, kv_heads, d] keys and values in, [R, heads, d] out."""
@@ -119,7 +121,8 @@ class Pass:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         num_filled = len(self.flat_index) // kv_heads
         for cached, new in ((keys, key), (values, value)):
-            cached.view(-1, head_dim).index_copy_(0, self.flat_index, new[:num_filled].reshape(-1, head_dim))
+            new = new[:num_filled] if self.source is None else new.index_select(0, self.source)
+            cached.view(-1, head_dim).index_copy_(0, self.flat_index, new.reshape(-1, head_dim))
         queries = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         parts, row = [], 0
         for stretch in self.stretches:

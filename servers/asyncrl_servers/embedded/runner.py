@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,8 @@ Ids = Sequence[int] | Ints
 NO_INTS = np.zeros(0, np.int64)
 Job = tuple[int, Ids, int]
 """(slot, token ids, how many of them the slot has already)."""
+Share = tuple[int, int, int]
+"""(slot of a job, another slot, how many of the first tokens are the other's, too)."""
 Part = tuple[int, Ids, int, int]
 """(slot, its token ids, start, end): tokens of a job that go through one call."""
 
@@ -82,8 +84,14 @@ class Runner:
         """
         return self.step(last_ids, lengths, ())
 
-    def step(self, last_ids: Ints, lengths: Ints, jobs: Sequence[Job]) -> Tensor:
-        """decode() and prefill() in one call of the model, as far as PREFILL_ROWS allows: [n + jobs, V]."""
+    def step(
+        self, last_ids: Ints, lengths: Ints, jobs: Sequence[Job], shares: Sequence[Share] = ()
+    ) -> Tensor:
+        """decode() and prefill() in one call of the model, as far as PREFILL_ROWS allows: [n + jobs, V].
+
+        What is computed for a slot is written to those that share it, too; the job of one that shares comes
+        after that of the other, and counts the shared tokens among those that its slot has.
+        """
         calls: list[list[Part]] = [[]]
         room = PREFILL_ROWS
         for slot, ids, first in jobs:
@@ -94,11 +102,13 @@ class Runner:
                     room = PREFILL_ROWS
                 calls[-1].append((slot, ids, start, end))
                 room -= end - start
-        logits = [self._step_call(last_ids, lengths, calls[0])]
-        logits += [self._step_call(NO_INTS, NO_INTS, parts) for parts in calls[1:]]
+        logits = [self._step_call(last_ids, lengths, calls[0], shares)]
+        logits += [self._step_call(NO_INTS, NO_INTS, parts, shares) for parts in calls[1:]]
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
-    def _step_call(self, last_ids: Ints, lengths: Ints, parts: Sequence[Part]) -> Tensor:
+    def _step_call(
+        self, last_ids: Ints, lengths: Ints, parts: Sequence[Part], shares: Sequence[Share]
+    ) -> Tensor:
         """Logits [n + K, V] of a step of n slots, and after the K sequences that end in `parts`."""
         device, num_decoded = self.loaded.device, len(last_ids)
         own = torch.from_numpy(lengths - 1).to(device)[:, None, None, None, None]
@@ -119,9 +129,7 @@ class Runner:
             keep[: len(kept)] = kept
         logits = self._call(
             stretches,
-            np.concatenate(
-                [np.arange(num_decoded), *(np.full(end - start, slot) for slot, _, start, end in parts)]
-            ),
+            written(lengths - 1, parts, shares),
             np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)]),
             np.concatenate([last_ids, *(all_ids[start:end] for _, all_ids, start, end in parts)]),
             None if keep is None else torch.from_numpy(keep).to(device),
@@ -175,18 +183,22 @@ class Runner:
         return -(-(needed + self.loaded.spare_rows) // EXACT_ROWS) * EXACT_ROWS
 
     def _call(
-        self, stretches: list[Stretch], slots: Ints, positions: Ints, ids: Ints, keep: Tensor | None
+        self, stretches: list[Stretch], writes: Writes, positions: Ints, ids: Ints, keep: Tensor | None
     ) -> Tensor:
-        """Logits of the rows `keep` (None: all), [rows, V]; row i is token `ids`[i] of slot `slots`[i]."""
+        """Logits of the rows `keep` (None: all), [rows, V]; row i is token `ids`[i] at `positions`[i]."""
         device, rows = self.loaded.device, self._num_rows(len(ids))
         _, _, kv_heads, num_positions, _ = self.cache.keys.shape
-        heads = slots[:, None] * kv_heads + np.arange(kv_heads)
-        packed = np.zeros(2 * rows + heads.size, dtype=np.int64)
+        heads = writes.slots[:, None] * kv_heads + np.arange(kv_heads)
+        num_written = 0 if writes.rows is None else len(writes.rows)
+        packed = np.zeros(2 * rows + num_written + heads.size, dtype=np.int64)
         packed[: len(ids)], packed[rows : rows + len(ids)] = ids, positions
-        packed[2 * rows :] = (heads * num_positions + positions[:, None]).reshape(-1)
+        packed[2 * rows : 2 * rows + num_written] = NO_INTS if writes.rows is None else writes.rows
+        packed[2 * rows + num_written :] = (heads * num_positions + writes.positions[:, None]).reshape(-1)
         on_device = torch.from_numpy(packed).to(device)
-        ids_R, positions_R = on_device[:rows], on_device[rows : 2 * rows]
-        pass_ = Pass(self.cache, stretches, on_device[2 * rows :], self.is_exact)
+        ids_R, positions_R, source, flat_index = on_device.split([rows, rows, num_written, heads.size])
+        pass_ = Pass(
+            self.cache, stretches, flat_index, self.is_exact, None if writes.rows is None else source
+        )
         if self._plain is not None:
             return self._plain.forward(pass_, ids_R, positions_R, keep)
         # [R, 1] is a little faster, but logits_to_keep chooses along the other axis.
@@ -200,6 +212,45 @@ class Runner:
                 **how,
             )
         return cast(Tensor, answer.logits.squeeze(axis))
+
+
+class Writes(NamedTuple):
+    """Where the keys of a call go: those of row `rows`[i] (None: i) to position `positions`[i] of slot
+    `slots`[i].
+    """
+
+    rows: Ints | None
+    slots: Ints
+    positions: Ints
+
+
+def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Writes:
+    """Rows are those of the slots 0..n-1, at the positions `decoded` [n], and then of the parts; what a slot
+    shares of its parts goes to the other slot as well.
+    """
+    if not shares:
+        slots = [np.full(end - start, slot) for slot, _, start, end in parts]
+        positions = [np.arange(start, end) for _, _, start, end in parts]
+        return Writes(
+            None, np.concatenate([np.arange(len(decoded)), *slots]), np.concatenate([decoded, *positions])
+        )
+    of_slot, row = dict[int, tuple[int, Ints]](), len(decoded)
+    """First position that is written, and the rows from there on."""
+    for slot, _, start, end in parts:
+        first, rows = of_slot.get(slot, (start, NO_INTS))
+        of_slot[slot] = first, np.concatenate([rows, np.arange(row, row + end - start)])
+        row += end - start
+    for source, slot, length in shares:
+        first, rows = of_slot.get(source, (length, NO_INTS))
+        if first < length:
+            own = of_slot[slot][1] if slot in of_slot else NO_INTS
+            of_slot[slot] = first, np.concatenate([rows[: length - first], own])
+    sizes = [len(rows) for _, rows in of_slot.values()]
+    return Writes(
+        np.concatenate([np.arange(len(decoded)), *(rows for _, rows in of_slot.values())]),
+        np.concatenate([np.arange(len(decoded)), np.repeat(list(of_slot), sizes)]),
+        np.concatenate([decoded, *(np.arange(first, first + len(rows)) for first, rows in of_slot.values())]),
+    )
 
 
 def cut_rows(padded_lengths: Ints, floats_per_position: int) -> list[tuple[int, int, int]]:

@@ -14,6 +14,8 @@ from torch import Tensor
 from asyncrl.messages.frames import Asked, Sampled, spans_of
 from asyncrl_servers.served_engine import Listener, Run, uniform_draws
 
+_HEAD = 64
+"""Tokens that are compared with all candidates at once."""
 _SLACK = 8
 """Tokens looked at beyond the longest stop string's bytes (each token holds a byte or more, but for special
 ones).
@@ -96,6 +98,11 @@ class Rows:
         self._columns = (self.limits, self.seeds, self.temperatures, self.top_ps)
         self._kept = OrderedDict.fromkeys(range(slots, num_rows))
 
+    @property
+    def kept(self) -> list[int]:
+        """The rows that keep what has ended."""
+        return list(self._kept)
+
     def __len__(self) -> int:
         return len(self.sequences)
 
@@ -164,18 +171,26 @@ class Rows:
             then,
         )
 
-    def common_prefix(self, token_ids: npt.NDArray[np.int64], running: list[int]) -> tuple[int, int]:
-        """(row, length) of the longest start of `token_ids` that one of these rows, or a kept one, has in the
-        KV cache, without the last of `token_ids`; (-1, 0).
+    def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
+        """(row, length) of the longest start of `token_ids` that one of these rows has in the KV cache,
+        without the last of `token_ids`; (-1, 0).
         """
-        best_row, best = -1, 0
-        for row in (*running, *self._kept):
-            num = min(len(token_ids), int(self.lengths[row])) - 1
-            if num > best and self.token_ids[row, best] == token_ids[best]:
-                differs = np.flatnonzero(self.token_ids[row, :num] != token_ids[:num])
-                num = int(differs[0]) if len(differs) else num
-                best_row, best = (row, num) if num > best else (best_row, best)
-        return best_row, best
+        if not among:
+            return -1, 0
+        rows = np.array(among)
+        most = np.minimum(self.lengths[rows], len(token_ids)) - 1
+        head = min(len(token_ids), _HEAD)
+        differs = self.token_ids[rows, :head] != token_ids[:head]
+        nums = np.minimum(np.where(differs.any(1), differs.argmax(1), head), most)
+        best = int(nums.argmax())
+        best_row, longest = int(rows[best]), int(nums[best])
+        if longest == head < len(token_ids):
+            for row, num in zip(rows[nums == head].tolist(), most[nums == head].tolist(), strict=True):
+                if num > longest and self.token_ids[row, longest] == token_ids[longest]:
+                    differs = np.flatnonzero(self.token_ids[row, :num] != token_ids[:num])
+                    num = int(differs[0]) if len(differs) else num
+                    best_row, longest = (row, num) if num > longest else (best_row, longest)
+        return (best_row, longest) if longest > 0 else (-1, 0)
 
     def use_kept(self, sequence: Sequence, row: int, length: int) -> None:
         """The sequence begins with `length` tokens of `row`; if these are all that a kept row has, it will
