@@ -139,10 +139,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         yield f"on_overdue={choice} cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
     elif not policy.waits and (again or masked > 0):
         gradient = f"{masked:.1%} of the tokens were masked, " if policy.masks else ""
-        bound = config.buffer.max_staleness
-        advice = (
-            f" A larger buffer.max_staleness (now {bound}) masks fewer." if masked >= MASKED_SHARE else ""
-        )
+        advice = ""
+        if policy.masks and masked >= MASKED_SHARE:
+            advice = f" A larger buffer.max_staleness (now {config.buffer.max_staleness}) masks fewer."
         yield f"on_overdue={choice}: {gradient}{several(again, 'group')} generated again.{advice}"
     filtered = steps.newest("rollout/filtered")
     share = filtered / (filtered + len(steps) * config.trainer.num_groups)

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import AttentionInterface
 
 NAME = "asyncrl_slots"
@@ -114,6 +113,10 @@ class Pass:
     is_exact: bool
     source: Tensor | None = None
     """int64: the row of the call that each of those keys is of; None: the first ones, in order."""
+    _biases: dict[int, Tensor] = field(default_factory=dict)
+    """By stretch, what its scores are added to, the same in every layer: [slots * kv_heads, rows, length] of
+    0 and -inf.
+    """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """[R, heads, d] queries and [R, kv_heads, d] keys and values in, [R, heads, d] out."""
@@ -125,39 +128,42 @@ class Pass:
             cached.view(-1, head_dim).index_copy_(0, self.flat_index, new.reshape(-1, head_dim))
         queries = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         parts, row = [], 0
-        for stretch in self.stretches:
+        for number, stretch in enumerate(self.stretches):
             slots = slice(stretch.start, stretch.end)
             if stretch.gather is None or stretch.kept is None:
                 end = row + (stretch.end - stretch.start) * stretch.tokens
-                part = self._mix(stretch, queries[row:end], keys[slots], values[slots])
+                part = self._mix(number, queries[row:end], keys[slots], values[slots])
                 parts.append(part.reshape(end - row, heads, head_dim))
             else:
                 end = row + len(stretch.kept)
                 asked = queries.index_select(0, stretch.gather)
-                part = self._mix(stretch, asked, keys[slots], values[slots])
+                part = self._mix(number, asked, keys[slots], values[slots])
                 parts.append(part.reshape(-1, heads, head_dim).index_select(0, stretch.kept))
             row = end
         if num_rows > row:
             parts.append(query.new_zeros(num_rows - row, heads, head_dim))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _mix(self, stretch: Stretch, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[G slots * T tokens, kv_heads, heads a kv_head, d] queries in, [G, T, kv_heads, .., d] out."""
-        num_slots, (_, kv_heads, repeat, head_dim) = stretch.end - stretch.start, queries.shape
-        tokens, length = stretch.tokens, stretch.length
+    def _mix(self, number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Of one stretch: [G slots * T tokens, kv_heads, heads a kv_head, d] queries in, [G, T, kv_heads, ..,
+        d] out.
+        """
+        stretch, (_, kv_heads, repeat, head_dim) = self.stretches[number], queries.shape
+        num_slots, tokens, length = stretch.end - stretch.start, stretch.tokens, stretch.length
         grouped = queries.view(num_slots, tokens, kv_heads, repeat, head_dim).permute(0, 2, 3, 1, 4)
-        padded = max(repeat, MIN_ROWS) if self.is_exact and tokens == 1 else repeat
-        if padded > repeat:
-            grouped = functional.pad(grouped, (0, 0, 0, 0, 0, padded - repeat))
-        shape = (num_slots, kv_heads, padded, tokens)
-        scores = torch.matmul(
-            grouped.reshape(num_slots, kv_heads, -1, head_dim), keys[:, :, :length].transpose(2, 3)
-        )
-        scores = scores.view(*shape, length).masked_fill_(stretch.invalid, float("-inf"))
+        if self.is_exact and tokens == 1 and repeat < MIN_ROWS:
+            grouped = torch.cat([grouped] * -(-MIN_ROWS // repeat), dim=2)
+        num_rows = grouped.shape[2] * tokens
+        flat = grouped.reshape(num_slots * kv_heads, num_rows, head_dim)
+        if number not in self._biases:
+            zeros = torch.zeros_like(stretch.invalid, dtype=flat.dtype)
+            bias = zeros.masked_fill_(stretch.invalid, -torch.inf)
+            shape = (num_slots, kv_heads, grouped.shape[2], tokens, length)
+            self._biases[number] = bias.expand(shape).reshape(-1, num_rows, length)
+        scores = torch.baddbmm(self._biases[number], flat, keys.flatten(0, 1)[:, :length].transpose(1, 2))
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
-        weights = weights.view(num_slots, kv_heads, -1, length)
-        mixed = mix_values(weights, values[:, :, :length], self.is_exact).view(*shape, head_dim)
-        return mixed[:, :, :repeat].permute(0, 3, 1, 2, 4)
+        mixed = mix_values(weights, values.flatten(0, 1)[:, :length], self.is_exact)
+        return mixed.view(num_slots, kv_heads, -1, tokens, head_dim)[:, :, :repeat].permute(0, 3, 1, 2, 4)
 
 
 def mix_values(probabilities: Tensor, values: Tensor, is_exact: bool) -> Tensor:

@@ -195,10 +195,10 @@ class Runner:
         packed[2 * rows : 2 * rows + num_written] = NO_INTS if writes.rows is None else writes.rows
         packed[2 * rows + num_written :] = (heads * num_positions + writes.positions[:, None]).reshape(-1)
         on_device = torch.from_numpy(packed).to(device)
-        ids_R, positions_R, source, flat_index = on_device.split([rows, rows, num_written, heads.size])
-        pass_ = Pass(
-            self.cache, stretches, flat_index, self.is_exact, None if writes.rows is None else source
-        )
+        ids_R, positions_R = on_device[:rows], on_device[rows : 2 * rows]
+        source = None if writes.rows is None else on_device[2 * rows : 2 * rows + num_written]
+        flat_index = on_device[2 * rows + num_written :]
+        pass_ = Pass(self.cache, stretches, flat_index, self.is_exact, source)
         if self._plain is not None:
             return self._plain.forward(pass_, ids_R, positions_R, keep)
         # [R, 1] is a little faster, but logits_to_keep chooses along the other axis.
