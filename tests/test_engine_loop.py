@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from engine_in_process import answered, drawn, make_qwen3, make_request, make_spec, running_engine, stage_file
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_model import make_tiny_model
 
 from asyncrl.messages.calls import CommitRequest
@@ -16,6 +19,7 @@ from asyncrl.messages.frames import Asked
 from asyncrl.testing.asked_engine import ask
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
+from asyncrl_servers.embedded.runner import moves_after_removal
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +163,12 @@ def test_all_that_runs_is_told_to_its_listener_at_once(folder: Path, monkeypatch
         tokens = [token for row in own for token in row.token_ids.tolist()]
         logprobs = [logprob for row in own for logprob in row.logprobs.tolist()]
         assert (tokens, logprobs) == drawn(answer.result(timeout=0))
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=70), st.integers(0, 69))
+def test_moves_close_a_gap_and_keep_every_other_row(lengths: list[int], number: int) -> None:
+    row, rows = number % len(lengths), list(range(len(lengths)))
+    for source, target in moves_after_removal(row, np.array(lengths)):
+        assert source > target >= row
+        rows[target] = rows[source]
+    assert sorted(rows[:-1]) == [one for one in range(len(lengths)) if one != row]

@@ -275,18 +275,22 @@ def cut_rows(padded_lengths: Ints, floats_per_position: int) -> list[tuple[int, 
     return stretches
 
 
-def moves_after_removal(row: int, lengths: Ids) -> list[tuple[int, int]]:
+def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
     """Moves (source, target), in order, that close the gap at `row` among rows [n]: only rows above it move.
 
-    Each chunk hands its longest row to the one before, so that like lengths stand together.
+    Each chunk gets the longest row of those behind it, so that like lengths stand together: from the last of
+    the chunks behind it whose longest are as long as the next one's, which saves the moves between them.
     """
     moves, gap, last = [], row, len(lengths) - 1
-    while gap != last:
-        end = (gap // CHUNK + 1) * CHUNK
-        following = range(end, min(end + CHUNK, last + 1))
-        source = max(following, key=lambda index: lengths[index]) if following else last
-        moves.append((source, gap))
-        gap = source
+    starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
+    longest = np.maximum.reduceat(-(-lengths // LENGTH_STEP), starts).tolist() if len(starts) else []
+    for number, start in enumerate(starts.tolist()):
+        if longest[number] not in longest[number + 1 : number + 2]:
+            source = start + int(lengths[start : min(start + CHUNK, last + 1)].argmax())
+            moves.append((source, gap))
+            gap = source
+    if gap != last:
+        moves.append((last, gap))
     return moves
 
 
