@@ -29,6 +29,8 @@ EXACT_ROWS = 16
 """Exact calls have a multiple of this many rows: the size from which a row of a float32 product keeps its
 bits.
 """
+QUERY_STEP = 16
+"""The tokens of a sequence are filled up to a multiple of this many queries, so that several go together."""
 SCORE_FLOATS = 2**21
 """Most scores, a query head of each KV head, of a stretch of several slots."""
 CHUNK = 8
@@ -175,7 +177,7 @@ class Runner:
         their own.
         """
         _, _, start, end = part
-        return padded_length(end - start) if end - start > 1 else 1
+        return -(-(end - start) // QUERY_STEP) * QUERY_STEP if end - start > 1 else 1
 
     def _num_rows(self, needed: int) -> int:
         if not self.is_exact:
