@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.messages import frames
-from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.waits import loop_turn
 
@@ -144,8 +143,10 @@ class Link:
                         async with loop_turn():
                             for row in turn:
                                 self._take(row)
-                else:
+                elif frame.kind == "refused":
                     self._refused(frame)
+                else:
+                    raise ValueError(f"a frame of kind {frame.kind} came, with {sorted(frame.arrays)}")
             except (ValueError, LookupError) as error:
                 raise CallGarbled(self._caller.name, PATH, str(error)) from error
 
@@ -198,7 +199,7 @@ class Link:
             opened.done.set_exception(answer)
 
     def _refused(self, frame: frames.Frame) -> None:
+        status, body = frames.read_refused(frame)
         for number in frame.numbers:
             if (opened := self._open.get(number)) is not None:
-                body = ErrorBody.model_validate(frame.header["body"])
-                self._answer(opened, CallRefused(self._caller.name, PATH, frame.header["status"], body))
+                self._answer(opened, CallRefused(self._caller.name, PATH, status, body))

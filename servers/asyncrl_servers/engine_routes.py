@@ -5,6 +5,8 @@ controller's requests come (asyncrl/messages/frames.py).
 from __future__ import annotations
 
 import asyncio
+import struct
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic
@@ -54,46 +56,65 @@ class ServedLink(Generic[Of]):
     """The server's end of one link.
 
     Life: opened -> frames come and go -> closed by the client or with its process: what is open is aborted.
-    Waits: the reader sleeps until a frame comes, the writer until there is one to send.
+    Waits: the reader sleeps until a frame comes. Frames that go are not waited for: they are written when the
+        event loop is woken, once for all that was told until then.
     Invariant: frames leave in the order in which their tokens were sampled.
     """
 
-    def __init__(self, engine: ServedEngine[Of], link: web.WebSocketResponse) -> None:
-        self._engine, self._link = engine, link
+    def __init__(
+        self, engine: ServedEngine[Of], link: web.WebSocketResponse, transport: asyncio.Transport
+    ) -> None:
+        self._engine, self._link, self._transport = engine, link, transport
         self._loop = asyncio.get_running_loop()
         self._runs: dict[int, Of] = {}
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._told: deque[frames.Sampled] = deque()
+        self._is_woken = False
 
     def sampled(self, rows: Sequence[frames.Sampled]) -> None:
-        """Send these; from any thread."""
-        with suppress(RuntimeError):  # the loop is closed: the server ends
-            self._loop.call_soon_threadsafe(self._send, rows)
+        """Send these; from any one thread at a time."""
+        self._told.extend(rows)
+        if not self._is_woken:  # _send clears it before it looks
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop is closed: the server ends
+                self._loop.call_soon_threadsafe(self._send)
 
     async def serve(self) -> None:
         """Until the client leaves. Raises ValueError for what is no frame."""
-        writer = asyncio.ensure_future(self._write())
         try:
             async for message in self._link:
                 if message.type is not WSMsgType.BINARY:
                     raise ValueError(f"a {message.type.name} message came, where frames are bytes")
                 self._take(frames.read_frame(message.data))
         finally:
-            writer.cancel()
             self._engine.abort(list(self._runs.values()))
             self._runs.clear()
 
-    async def _write(self) -> None:
-        with suppress(ConnectionError):  # the reader sees it too
-            while True:
-                await self._link.send_bytes(await self._outbox.get())
-
-    def _send(self, rows: Sequence[frames.Sampled]) -> None:
-        known = [row for row in rows if row.number in self._runs]
-        for row in known:
-            if row.then not in ("more", "interrupted"):
-                del self._runs[row.number]
+    def _send(self) -> None:
+        """What was told."""
+        self._is_woken = False
+        known = list[frames.Sampled]()
+        while self._told:
+            row = self._told.popleft()
+            if row.number in self._runs:
+                known.append(row)
+                if row.then not in ("more", "interrupted"):
+                    del self._runs[row.number]
         for first in range(0, len(known), FRAME_ROWS):
-            self._outbox.put_nowait(frames.sampled_frame(known[first : first + FRAME_ROWS]))
+            self._write(frames.sampled_frame(known[first : first + FRAME_ROWS]))
+
+    def _write(self, frame: bytes) -> None:
+        """As a message of the WebSocket (RFC 6455, section 5.2), which a server sends as it is. Without
+        aiohttp's writer, which takes a task and a turn of the loop.
+        """
+        size, kind = len(frame), 0x80 | WSMsgType.BINARY
+        if size < 126:
+            head = struct.pack("!BB", kind, size)
+        elif size < 2**16:
+            head = struct.pack("!BBH", kind, 126, size)
+        else:
+            head = struct.pack("!BBQ", kind, 127, size)
+        if not self._transport.is_closing():  # the reader sees it
+            self._transport.write(head + frame)
 
     def _take(self, frame: frames.Frame) -> None:
         if frame.kind == "submit":
@@ -113,7 +134,7 @@ class ServedLink(Generic[Of]):
                 check_queue(num_free - len(runs))
                 run = self._engine.run(one, self)
             except Refused as refusal:
-                self._outbox.put_nowait(frames.refused_frame(one.number, refusal.status, refusal.body))
+                self._write(frames.refused_frame(one.number, refusal.status, refusal.body))
             else:
                 self._runs[one.number] = run
                 runs.append(run)
@@ -167,7 +188,8 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
         opened = web.WebSocketResponse(max_msg_size=0, compress=False)
         await opened.prepare(request)
         try:
-            await ServedLink(engine, opened).serve()
+            assert request.transport is not None, "it is open"
+            await ServedLink(engine, opened, request.transport).serve()
         except ValueError as error:
             await opened.close(code=1002, message=str(error)[:120].encode())
         return opened
