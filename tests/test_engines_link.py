@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
@@ -26,6 +26,7 @@ from asyncrl.messages.calls import GenerateRequest
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked
 from asyncrl_servers import engine_routes
+from asyncrl_servers.served_engine import Run
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 SECRET = "a secret for tests"
@@ -223,3 +224,53 @@ async def test_a_link_that_breaks_ends_all_that_is_open_as_lost_and_the_next_req
     assert [type(one) for one in results] == [EngineLost] * 4
     fake.restart()
     assert len((await server.generate_segment(GenerateRequest("r", [1], 3))).token_ids) == 3
+
+
+class TellingEngine:
+    """Holds requests, and samples nothing by itself."""
+
+    num_queued = 0
+
+    def __init__(self) -> None:
+        self.submitted = asyncio.Future[Run]()
+
+    def run(self, asked: frames.Asked, listener: Any) -> Run:
+        return Run(asked, listener)
+
+    def submit(self, runs: Sequence[Run]) -> None:
+        self.submitted.set_result(runs[0])
+
+    def abort(self, runs: Sequence[Run]) -> None: ...
+
+
+def test_what_a_client_does_not_read_yet_comes_whole_and_in_order_from_a_thread_that_does_not_wait() -> None:
+    num_rows, size = 60, 2**16  # more than two sockets hold
+
+    async def story() -> list[frames.Sampled]:
+        engine: Any = TellingEngine()
+        read = list[frames.Sampled]()
+        ids, logprobs = np.arange(size, dtype=np.int32), np.zeros(size, np.float32)
+
+        def tell(listener: Any, first: int) -> None:
+            for at in range(first, first + num_rows):
+                listener.sampled([frames.Sampled(7, ids + at, logprobs, [(0, size, at)], "more")])
+
+        app = engine_routes.engine_routes(engine, SECRET)
+        async with (
+            TestServer(app) as server,
+            aclosing(Caller("engine-0", str(server.make_url("")), SECRET)) as caller,
+        ):
+            socket = await caller.connect("/link")
+            await socket.send(frames.submit_frame([ONE]))
+            listener = (await engine.submitted).listener
+            for first in (0, num_rows):  # the second time the link has caught up
+                await asyncio.to_thread(tell, listener, first)
+                assert listener._is_behind, "or this shows nothing"
+                while len(read) < first + num_rows:
+                    read += frames.read_sampled(frames.read_frame(await socket.receive()))
+            await socket.close()
+        return read
+
+    rows = asyncio.run(story())
+    assert [list(row.spans[0]) for row in rows] == [[0, size, at] for at in range(2 * num_rows)]
+    assert all(row.token_ids[0] == at and len(row.token_ids) == size for at, row in enumerate(rows))
