@@ -119,10 +119,11 @@ class Link:
                 self._has_news.clear()
                 asked, self._asked = self._asked, []
                 for first in range(0, len(asked), FRAME_REQUESTS):
+                    if first:
+                        await asyncio.sleep(0)
                     batch = asked[first : first + FRAME_REQUESTS]
                     rows = [frames.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
                     await socket.send(frames.submit_frame(rows))
-                    await asyncio.sleep(0)
                 for kind, numbers in (("resume", self._resumed), ("abort", self._aborted)):
                     if numbers:
                         frame = frames.numbers_frame(kind, numbers)
