@@ -226,6 +226,21 @@ async def test_a_link_that_breaks_ends_all_that_is_open_as_lost_and_the_next_req
     assert len((await server.generate_segment(GenerateRequest("r", [1], 3))).token_ids) == 3
 
 
+@virtual
+async def test_a_server_that_is_given_up_ends_what_is_open_and_takes_nothing_until_it_is_renewed() -> None:
+    server = EngineServer(FakeEngineServer(slots=2, decode_s=0.01))
+    request = GenerateRequest("r", [1], 99)
+    task = asyncio.create_task(server.generate_segment(request))
+    await all_blocked()
+    server.cut_nowait()
+    for ending in (task, server.generate_segment(request)):
+        with pytest.raises(EngineLost, match="was given up") as caught:
+            await ending
+        assert caught.value.is_told
+    server.renew_nowait()
+    assert len((await server.generate_segment(request)).token_ids) == 99
+
+
 class TellingEngine:
     """Holds requests, and samples nothing by itself."""
 

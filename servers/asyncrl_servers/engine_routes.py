@@ -200,8 +200,8 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
         opened = web.WebSocketResponse(max_msg_size=0, compress=False)
         await opened.prepare(request)
         try:
-            assert request.transport is not None, "it is open"
-            await ServedLink(engine, opened, request.transport).serve()
+            if request.transport is not None:  # the client is still here
+                await ServedLink(engine, opened, request.transport).serve()
         except ValueError as error:
             await opened.close(code=1002, message=str(error)[:120].encode())
         return opened
