@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
@@ -17,7 +17,6 @@ from engine_contract import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_cases import virtual
-from safetensors.numpy import save
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import EngineLost
@@ -27,6 +26,7 @@ from asyncrl.messages.calls import GenerateRequest
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked
 from asyncrl_servers import engine_routes
+from asyncrl_servers.served_engine import Run
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 
 SECRET = "a secret for tests"
@@ -89,16 +89,14 @@ def test_what_is_sampled_arrives_as_it_was(given_rows: list[Any]) -> None:
 ONE = frames.Asked(7, GenerateRequest("r", [1, 2, 3], 5), is_streamed=False)
 ROW = frames.Sampled(7, np.array([1, 2], np.int32), np.zeros(2, np.float32), [(0, 2, 0)], "length")
 GOOD = [frames.submit_frame([ONE, ONE]), frames.sampled_frame([ROW]), frames.numbers_frame("abort", [7])]
-ARRAYS = st.builds(
-    lambda dtype, shape: np.ones(shape, dtype),
-    st.sampled_from(["int64", "float64", "int32", "uint64", "uint8", "bool"]),
-    st.lists(st.integers(0, 3), max_size=3),
-)
+TEXTS = st.sampled_from([5, [5], {"0": [5]}, "ab", [["r", "r"], {"0": [5]}], [["r"], {}], [[5, 5], {}]])
 
 
 @st.composite
 def hostile(draw: Any) -> bytes:
-    """Any bytes, bytes of a frame changed, or arrays of a frame replaced or left out."""
+    """Any bytes, bytes of a frame changed, or arrays of a frame replaced: by longer and shorter ones, and by
+    numbers that are too large.
+    """
     if draw(st.booleans()):
         return bytes(draw(st.binary(max_size=60)))
     good = draw(st.sampled_from(GOOD))
@@ -107,13 +105,12 @@ def hostile(draw: Any) -> bytes:
         changed[at] = draw(st.integers(0, 255))
         return bytes(changed[: draw(st.integers(at, len(good)))])
     frame = frames.read_frame(good)
-    arrays = dict(frame.arrays) | draw(st.dictionaries(st.sampled_from(sorted(frame.arrays)), ARRAYS))
-    arrays.pop(draw(st.sampled_from(["", *arrays])), None)
-    header = frame.header | {"kind": draw(st.sampled_from([frame.kind, "other", 5, ["submit"]]))}
-    header |= draw(
-        st.dictionaries(st.sampled_from(["ids", "stop"]), st.sampled_from([5, [5], {"0": [5]}, "ab"]))
-    )
-    return save({"header": np.frombuffer(json.dumps(header).encode(), np.uint8), **arrays})
+    arrays = {name: array.tolist() for name, array in frame.arrays.items()}
+    lists = st.lists(st.sampled_from([0, 1, 5, 255]), max_size=7)
+    arrays |= draw(st.dictionaries(st.sampled_from(sorted(arrays)), lists, max_size=2))
+    text = draw(TEXTS) if draw(st.booleans()) else frame.text
+    arrays["text"] = np.frombuffer(json.dumps(text).encode(), np.uint8)
+    return frames.write_frame(frame.kind, arrays)
 
 
 @asynccontextmanager
@@ -227,3 +224,68 @@ async def test_a_link_that_breaks_ends_all_that_is_open_as_lost_and_the_next_req
     assert [type(one) for one in results] == [EngineLost] * 4
     fake.restart()
     assert len((await server.generate_segment(GenerateRequest("r", [1], 3))).token_ids) == 3
+
+
+@virtual
+async def test_a_server_that_is_given_up_ends_what_is_open_and_takes_nothing_until_it_is_renewed() -> None:
+    server = EngineServer(FakeEngineServer(slots=2, decode_s=0.01))
+    request = GenerateRequest("r", [1], 99)
+    task = asyncio.create_task(server.generate_segment(request))
+    await all_blocked()
+    server.cut_nowait()
+    for ending in (task, server.generate_segment(request)):
+        with pytest.raises(EngineLost, match="was given up") as caught:
+            await ending
+        assert caught.value.is_told
+    server.renew_nowait()
+    assert len((await server.generate_segment(request)).token_ids) == 99
+
+
+class TellingEngine:
+    """Holds requests, and samples nothing by itself."""
+
+    num_queued = 0
+
+    def __init__(self) -> None:
+        self.submitted = asyncio.Future[Run]()
+
+    def run(self, asked: frames.Asked, listener: Any) -> Run:
+        return Run(asked, listener)
+
+    def submit(self, runs: Sequence[Run]) -> None:
+        self.submitted.set_result(runs[0])
+
+    def abort(self, runs: Sequence[Run]) -> None: ...
+
+
+def test_what_a_client_does_not_read_yet_comes_whole_and_in_order_from_a_thread_that_does_not_wait() -> None:
+    num_rows, size = 60, 2**16  # more than two sockets hold
+
+    async def story() -> list[frames.Sampled]:
+        engine: Any = TellingEngine()
+        read = list[frames.Sampled]()
+        ids, logprobs = np.arange(size, dtype=np.int32), np.zeros(size, np.float32)
+
+        def tell(listener: Any, first: int) -> None:
+            for at in range(first, first + num_rows):
+                listener.sampled([frames.Sampled(7, ids + at, logprobs, [(0, size, at)], "more")])
+
+        app = engine_routes.engine_routes(engine, SECRET)
+        async with (
+            TestServer(app) as server,
+            aclosing(Caller("engine-0", str(server.make_url("")), SECRET)) as caller,
+        ):
+            socket = await caller.connect("/link")
+            await socket.send(frames.submit_frame([ONE]))
+            listener = (await engine.submitted).listener
+            for first in (0, num_rows):  # the second time the link has caught up
+                await asyncio.to_thread(tell, listener, first)
+                assert listener._is_behind, "or this shows nothing"
+                while len(read) < first + num_rows:
+                    read += frames.read_sampled(frames.read_frame(await socket.receive()))
+            await socket.close()
+        return read
+
+    rows = asyncio.run(story())
+    assert [list(row.spans[0]) for row in rows] == [[0, size, at] for at in range(2 * num_rows)]
+    assert all(row.token_ids[0] == at and len(row.token_ids) == size for at, row in enumerate(rows))

@@ -265,7 +265,7 @@ async def test_what_queues_at_a_server_goes_to_one_that_comes_back_and_what_runs
 
 
 BROKEN = frames.refused_frame(0, 500, ErrorBody(error="no memory", way_out="lower it."))
-NO_NUMBER = frames.numbers_frame("sampled", [0])
+NO_TOKENS = frames.write_frame("sampled", {name: [0] for name in frames.LAYOUTS["sampled"]})
 
 
 @virtual
@@ -274,7 +274,7 @@ async def test_a_bad_answer_is_an_error_and_no_loss() -> None:
     for frame, says in (
         (BROKEN, r"no memory.\n  Way out: lower it."),
         (b"<html>", "with what is no answer: not a frame of 6 bytes"),
-        (NO_NUMBER, "with what is no answer: 'ends'"),
+        (NO_TOKENS, r"with what is no answer: parts of \[0\]... are 0 of 1"),
     ):
         fake._submit = lambda run, told=frame: run.link.tell(told)  # type: ignore[method-assign, misc]
         with pytest.raises(EngineError, match=says) as caught:

@@ -99,8 +99,7 @@ class Lifeline:
         limit = asyncio.timeout(None)
         try:
             async with limit:
-                if self.is_cut:
-                    raise self.lost(self._why_cut, rule=self._rule)
+                self.check_whole()
                 self._limits.add(limit)
                 try:
                     yield
@@ -112,6 +111,11 @@ class Lifeline:
             raise self.lost(self._why_cut, rule=self._rule) from None
         except (CallLost, CallRefused) as failure:
             raise await self.error_of(failure) from failure
+
+    def check_whole(self) -> None:
+        """Raise EngineLost if it is cut."""
+        if self.is_cut:
+            raise self.lost(self._why_cut, rule=self._rule)
 
     def cut_nowait(self) -> None:
         """Give the process up. Idempotent."""
@@ -191,16 +195,18 @@ class EngineServer:
         on_chunk: OnChunk | None = None,
         on_interrupted: OnInterrupted | None = None,
     ) -> GenerateResponse:
-        check = SegmentCheck(self.name, request, oldest=self.policy_version)
-        async with self._line.calls():
-            if self._link is None or self._link.is_broken:
-                self._link = Link(self._caller, lambda: self._offered_version)
-            try:
-                return await self._link.sample(OpenRequest(request, check, on_chunk, on_interrupted))
-            except CallRefused as refusal:
-                if refusal.status not in (400, 422):
-                    raise
-                raise refused(self.name, request, refusal) from refusal
+        check, line = SegmentCheck(self.name, request, oldest=self.policy_version), self._line
+        # Not in a block of calls(), which sets a limit up for each: a cut closes the link.
+        line.check_whole()
+        if self._link is None or self._link.is_broken:
+            self._link = Link(self._caller, lambda: self._offered_version)
+        try:
+            return await self._link.sample(OpenRequest(request, check, on_chunk, on_interrupted))
+        except (CallLost, CallRefused) as failure:
+            if isinstance(failure, CallRefused) and failure.status in (400, 422):
+                raise refused(self.name, request, failure) from failure
+            line.check_whole()
+            raise await line.error_of(failure) from failure
 
     async def abort(self, request_ids: list[str] | None, *, timeout_s: float | None = 10.0) -> list[str]:
         if self._link is None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.http import Caller, CallGarbled, CallLost, CallRefused, FrameSocket
 from asyncrl.messages import frames
-from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
 from asyncrl.waits import loop_turn
 
@@ -120,10 +119,11 @@ class Link:
                 self._has_news.clear()
                 asked, self._asked = self._asked, []
                 for first in range(0, len(asked), FRAME_REQUESTS):
+                    if first:
+                        await asyncio.sleep(0)
                     batch = asked[first : first + FRAME_REQUESTS]
                     rows = [frames.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
                     await socket.send(frames.submit_frame(rows))
-                    await asyncio.sleep(0)
                 for kind, numbers in (("resume", self._resumed), ("abort", self._aborted)):
                     if numbers:
                         frame = frames.numbers_frame(kind, numbers)
@@ -144,8 +144,10 @@ class Link:
                         async with loop_turn():
                             for row in turn:
                                 self._take(row)
-                else:
+                elif frame.kind == "refused":
                     self._refused(frame)
+                else:
+                    raise ValueError(f"a frame of kind {frame.kind} came, with {sorted(frame.arrays)}")
             except (ValueError, LookupError) as error:
                 raise CallGarbled(self._caller.name, PATH, str(error)) from error
 
@@ -198,7 +200,7 @@ class Link:
             opened.done.set_exception(answer)
 
     def _refused(self, frame: frames.Frame) -> None:
+        status, body = frames.read_refused(frame)
         for number in frame.numbers:
             if (opened := self._open.get(number)) is not None:
-                body = ErrorBody.model_validate(frame.header["body"])
-                self._answer(opened, CallRefused(self._caller.name, PATH, frame.header["status"], body))
+                self._answer(opened, CallRefused(self._caller.name, PATH, status, body))

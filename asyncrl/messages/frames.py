@@ -1,8 +1,9 @@
 """What goes over the link between a controller and an engine server of ours: many requests, segments and
 results at once, their tokens and logprobs as arrays.
 
-A frame is one safetensors blob, whose first array has the header as JSON: `kind`, and what is too rare for an
-array of its own. Requests have numbers, which the client gives, unique on its link.
+A frame is its kind and the number of items of each of its arrays, as uint64, and after them these arrays, in
+the order and with the dtypes of LAYOUTS, little-endian, without gaps: its length is given by its head.
+Requests have numbers, which the client gives, unique on its link.
 
     client to server   submit, resume, abort
     server to client   sampled, refused
@@ -11,41 +12,43 @@ array of its own. Requests have numbers, which the client gives, unique on its l
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, starmap
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
-from safetensors.numpy import load as load_safetensors
-from safetensors.numpy import save as save_safetensors
 
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int32]
-_COLUMNS = {
-    "max_tokens": np.int64,
-    "num_resumed": np.int64,
-    "temperature": np.float64,
-    "top_p": np.float64,
-    "seed": np.uint64,
-}
+_NUMBERS, _TEXT = {"numbers": "<i8"}, {"text": "u1"}
+_COLUMNS = {"max_tokens": "<i8", "num_resumed": "<i8", "temperature": "<f8", "top_p": "<f8", "seed": "<u8"}
 """Fields of a GenerateRequest that are an array each."""
-_DTYPES = _COLUMNS | {
-    "numbers": np.int64,
-    "prompts": np.int64,
-    "prompt_ends": np.int64,
-    "prompt": np.int64,
-    "is_streamed": np.bool_,
-    "ends": np.int64,
-    "token_ids": np.int32,
-    "logprobs": np.float32,
-    "span_ends": np.int64,
-    "spans": np.int32,
-    "then": np.uint8,
+_PROMPTS = {"prompts": "<i8", "prompt_sizes": "<u4", "prompt": "<u4", "is_streamed": "u1"}
+_TOKENS = {
+    "token_ids": "<i4",
+    "logprobs": "<f4",
+    "spans": "<i4",
+    "sizes": "<u4",
+    "span_sizes": "<u4",
+    "then": "u1",
 }
+LAYOUTS = {
+    "submit": _NUMBERS | _COLUMNS | _PROMPTS | _TEXT,
+    "resume": _NUMBERS,
+    "abort": _NUMBERS,
+    "sampled": _NUMBERS | _TOKENS,
+    "refused": _NUMBERS | _TEXT,
+}
+"""The arrays of each kind, the widest first; `text` is JSON of what is too rare for an array."""
+_DTYPES = {kind: {name: np.dtype(code) for name, code in of.items()} for kind, of in LAYOUTS.items()}
+_HEADS = {kind: struct.Struct(f"<{1 + len(of)}Q") for kind, of in LAYOUTS.items()}
+_KINDS = list(LAYOUTS)
 SAMPLED = ("more", "stop", "length", "interrupted", "abort")
 """What sampled tokens are followed by: more of them (the answer is streamed), the end, an interruption by a
 weight update (the request holds its slot until it is resumed or aborted), or nothing, for it was aborted.
@@ -74,11 +77,11 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame that came: its kind, the rest of its header, and its arrays."""
+    """A frame that came: its kind, its arrays, [items] each, over the bytes that came, and what was JSON."""
 
     kind: str
-    header: dict[str, Any]
     arrays: Arrays
+    text: Any
 
     @property
     def numbers(self) -> list[int]:
@@ -90,69 +93,73 @@ class Frame:
 def read_frame(data: bytes) -> Frame:
     """Raises ValueError if it is no frame."""
     try:
-        arrays = load_safetensors(data)
-        header = json.loads(arrays.pop("header").tobytes())
-        for name, array in arrays.items():
-            if array.dtype != _DTYPES[name] or array.ndim != 1 + (name == "spans"):
-                raise TypeError(f"{name} is {array.dtype} {list(array.shape)}")
-        if "numbers" not in arrays or not isinstance(header["kind"], str):
-            raise TypeError(f"kind {header['kind']} with {sorted(arrays)}")
-        return Frame(header.pop("kind"), header, arrays)
+        kind = _KINDS[int.from_bytes(data[:8], "little")]
+        head, dtypes = _HEADS[kind], _DTYPES[kind]
+        counts = head.unpack_from(data)[1:]
+        ends = [*accumulate(map(_num_bytes, counts, dtypes.values()), initial=head.size)]
+        if ends[-1] != len(data):
+            raise TypeError(f"{kind} with arrays of {counts} items, which are {ends[-1]} bytes")
+        places = zip(dtypes.items(), counts, ends, strict=False)
+        arrays = {name: np.frombuffer(data, dtype, count, at) for (name, dtype), count, at in places}
+        text = arrays.pop("text", None)
+        return Frame(kind, arrays, None if text is None else json.loads(text.tobytes()))
     except Exception as error:
         raise ValueError(f"not a frame of {len(data)} bytes: {type(error).__name__}: {error}") from error
 
 
 def numbers_frame(kind: str, numbers: Sequence[int]) -> bytes:
     """A frame that says one thing of some requests: resume, abort."""
-    return _frame({"kind": kind}, {"numbers": np.array(numbers, np.int64)})
+    return write_frame(kind, {"numbers": numbers})
 
 
 def refused_frame(number: int, status: int, body: ErrorBody) -> bytes:
     """A request that is not served."""
-    header = {"kind": "refused", "status": status, "body": body.model_dump()}
-    return _frame(header, {"numbers": np.array([number], np.int64)})
+    return write_frame("refused", {"numbers": [number], "text": _json([status, body.model_dump()])})
+
+
+def read_refused(frame: Frame) -> tuple[int, ErrorBody]:
+    """(status, why) of a refused frame. Raises ValueError."""
+    try:
+        status, body = frame.text
+        return int(status), ErrorBody.model_validate(body)
+    except TypeError as error:
+        raise ValueError(f"not a refused frame: TypeError: {error}") from error
 
 
 def submit_frame(asked: Sequence[Asked]) -> bytes:
     """Requests; those that have their prompt in common, as the same object, carry it once."""
     requests = [one.request for one in asked]
-    prompts = {id(one.prompt_ids): np.asarray(one.prompt_ids, np.int64) for one in requests}
-    place = {key: index for index, key in enumerate(prompts)}
-    header = {
-        "kind": "submit",
-        "ids": [one.request_id for one in requests],
-        "stop": {str(index): one.stop for index, one in enumerate(requests) if one.stop},
+    prompts = {id(one.prompt_ids): one.prompt_ids for one in requests}
+    place = dict(zip(prompts, range(len(prompts)), strict=True))
+    stops = {index: one.stop for index, one in enumerate(requests) if one.stop}
+    arrays: dict[str, Any] = {
+        "numbers": [one.number for one in asked],
+        "prompts": np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts.values()]),
+        "prompt_sizes": [len(prompt) for prompt in prompts.values()],
+        "prompt": [place[id(one.prompt_ids)] for one in requests],
+        "is_streamed": [one.is_streamed for one in asked],
+        "text": _json([[one.request_id for one in requests], stops]),
     }
-    arrays = {
-        "numbers": np.array([one.number for one in asked], np.int64),
-        "prompts": np.concatenate(list(prompts.values())),
-        "prompt_ends": np.cumsum([len(prompt) for prompt in prompts.values()]),
-        "prompt": np.array([place[id(one.prompt_ids)] for one in requests], np.int64),
-        "is_streamed": np.array([one.is_streamed for one in asked], np.bool_),
-    }
-    for name, dtype in _COLUMNS.items():
-        arrays[name] = np.array([getattr(one, name) for one in requests], dtype)
-    return _frame(header, arrays)
+    arrays |= {name: [getattr(one, name) for one in requests] for name in _COLUMNS}
+    return write_frame("submit", arrays)
 
 
 def read_submit(frame: Frame) -> list[Asked]:
     """The requests of a submit frame; those with one prompt share its array. Raises ValueError."""
     try:
-        arrays, stops = frame.arrays, frame.header["stop"]
-        if not all(
-            isinstance(text, str) for texts in (frame.header["ids"], *stops.values()) for text in texts
-        ):
+        arrays, (ids, stops) = frame.arrays, frame.text
+        if not all(isinstance(text, str) for texts in (ids, *stops.values()) for text in texts):
             raise TypeError("an id or a stop string is no text")
-        _check_ends(arrays["prompt_ends"], len(arrays["prompts"]))
-        prompts = np.split(arrays["prompts"], arrays["prompt_ends"][:-1])
+        prompts = _parts(arrays["prompts"], arrays["prompt_sizes"].tolist())
         columns = [arrays[name].tolist() for name in ("prompt", "is_streamed", *_COLUMNS)]
         found = []
-        for index, row in enumerate(zip(frame.numbers, frame.header["ids"], *columns, strict=True)):
-            number, request_id, prompt, is_streamed, *values = row
-            stop = tuple(stops.get(str(index), ()))
-            fields = dict(zip(_COLUMNS, values, strict=True))
-            request = GenerateRequest(request_id, prompts[prompt], stop=stop, **fields)
-            found.append(Asked(number, request, is_streamed))
+        for index, row in enumerate(zip(frame.numbers, ids, *columns, strict=True)):
+            number, request_id, prompt, is_streamed, max_tokens, num_resumed, temperature, top_p, seed = row
+            stop = tuple(stops.get(str(index), ())) if stops else ()
+            request = GenerateRequest(
+                request_id, prompts[prompt], max_tokens, num_resumed, temperature, top_p, stop, seed
+            )
+            found.append(Asked(number, request, bool(is_streamed)))
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a submit frame: {type(error).__name__}: {error}") from error
     return found
@@ -160,31 +167,31 @@ def read_submit(frame: Frame) -> list[Asked]:
 
 def sampled_frame(rows: Sequence[Sampled]) -> bytes:
     """Tokens of many requests."""
-    spans = [span for row in rows for span in row.spans]
+    numbers, token_ids, logprobs, spans, thens = zip(*rows, strict=True)
     arrays = {
-        "numbers": np.array([row.number for row in rows], np.int64),
-        "ends": np.cumsum([len(row.token_ids) for row in rows]),
-        "token_ids": np.concatenate([row.token_ids for row in rows], dtype=np.int32),
-        "logprobs": np.concatenate([row.logprobs for row in rows], dtype=np.float32),
-        "span_ends": np.cumsum([len(row.spans) for row in rows]),
-        "spans": np.array(spans, np.int32).reshape(len(spans), 3),
-        "then": np.array([SAMPLED.index(row.then) for row in rows], np.uint8),
+        "numbers": numbers,
+        "token_ids": np.concatenate(token_ids, dtype=np.int32),
+        "logprobs": np.concatenate(logprobs, dtype=np.float32),
+        "spans": [value for of_row in spans for span in of_row for value in span],
+        "sizes": [*map(len, token_ids)],
+        "span_sizes": [*map(len, spans)],
+        "then": [*map(SAMPLED.index, thens)],
     }
-    return _frame({"kind": "sampled"}, arrays)
+    return write_frame("sampled", arrays)
 
 
 def read_sampled(frame: Frame) -> Iterable[Sampled]:
     """The rows of a sampled frame. Raises ValueError or LookupError."""
-    arrays, first, first_span = frame.arrays, 0, 0
-    _check_ends(arrays["ends"], len(arrays["token_ids"]))
-    _check_ends(arrays["ends"], len(arrays["logprobs"]))
-    _check_ends(arrays["span_ends"], len(arrays["spans"]))
-    columns = [frame.numbers, *(arrays[name].tolist() for name in ("ends", "span_ends", "then"))]
-    for number, end, span_end, then in zip(*columns, strict=True):
-        ids, logprobs = arrays["token_ids"][first:end], arrays["logprobs"][first:end]
-        spans = arrays["spans"][first_span:span_end].tolist()
-        yield Sampled(number, ids, logprobs, spans, SAMPLED[then])
-        first, first_span = end, span_end
+    arrays = frame.arrays
+    sizes, span_sizes, thens = (arrays[name].tolist() for name in ("sizes", "span_sizes", "then"))
+    columns = (
+        frame.numbers,
+        _parts(arrays["token_ids"], sizes),
+        _parts(arrays["logprobs"], sizes),
+        _parts(arrays["spans"].reshape(-1, 3).tolist(), span_sizes),
+        [SAMPLED[then] for then in thens],
+    )
+    return starmap(Sampled, zip(*columns, strict=True))
 
 
 def joined(request_id: str, rows: Sequence[Sampled]) -> GenerateResponse:
@@ -222,12 +229,24 @@ def spans_from(rows: Iterable[tuple[int, int, int]]) -> list[Span]:
     return [Span(start=start, end=end, version=version) for start, end, version in rows]
 
 
-def _check_ends(ends: npt.NDArray[Any], total: int) -> None:
-    if (np.diff(ends, prepend=0, append=total) < 0).any() or ends[-1:].sum() != total:
-        raise ValueError(f"parts end at {ends[:6].tolist()}... of {total}")
+def write_frame(kind: str, arrays: Mapping[str, Any]) -> bytes:
+    """Of arrays, or what makes them, each [items]."""
+    parts = [np.asarray(arrays[name], dtype) for name, dtype in _DTYPES[kind].items()]
+    head = _HEADS[kind].pack(_KINDS.index(kind), *map(len, parts))
+    return b"".join((head, *(part.tobytes() for part in parts)))
 
 
-def _frame(header: dict[str, Any], arrays: Arrays) -> bytes:
-    blob = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    frame: bytes = save_safetensors({"header": blob, **arrays})
-    return frame
+def _num_bytes(count: int, dtype: np.dtype[Any]) -> int:
+    return count * dtype.itemsize
+
+
+def _parts(items: Any, sizes: Sequence[int]) -> list[Any]:
+    """`items`, cut into parts of these sizes. Raises ValueError."""
+    ends = [*accumulate(sizes, initial=0)]
+    if ends[-1] != len(items):
+        raise ValueError(f"parts of {sizes[:6]}... are {ends[-1]} of {len(items)}")
+    return [items[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def _json(content: Any) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(json.dumps(content).encode(), np.uint8)

@@ -5,6 +5,9 @@ controller's requests come (asyncrl/messages/frames.py).
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Generic
@@ -54,46 +57,65 @@ class ServedLink(Generic[Of]):
     """The server's end of one link.
 
     Life: opened -> frames come and go -> closed by the client or with its process: what is open is aborted.
-    Waits: the reader sleeps until a frame comes, the writer until there is one to send.
-    Invariant: frames leave in the order in which their tokens were sampled.
+    Waits: the reader sleeps until a frame comes. Frames that go are sent by the thread that has sampled them,
+        which does not wait: only what the socket does not take at once is left to the event loop. To wake the
+        loop for each turn of the decode loop costs both threads more than the frame does.
+    Invariant: frames leave whole, in the order in which their tokens were sampled.
     """
 
-    def __init__(self, engine: ServedEngine[Of], link: web.WebSocketResponse) -> None:
-        self._engine, self._link = engine, link
+    def __init__(
+        self, engine: ServedEngine[Of], link: web.WebSocketResponse, transport: asyncio.Transport
+    ) -> None:
+        self._engine, self._link, self._transport = engine, link, transport
         self._loop = asyncio.get_running_loop()
         self._runs: dict[int, Of] = {}
-        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._sending = threading.Lock()
+        self._socket: socket.socket = transport.get_extra_info("socket").dup()
+        self._unsent: list[bytes] = []
+        """What comes next; while the transport has something to write it does not go past it."""
+        self._is_behind = False
 
     def sampled(self, rows: Sequence[frames.Sampled]) -> None:
-        """Send these; from any thread."""
-        with suppress(RuntimeError):  # the loop is closed: the server ends
-            self._loop.call_soon_threadsafe(self._send, rows)
+        """Send these; from any one thread."""
+        known = [row for row in rows if row.number in self._runs]
+        for row in known:
+            if row.then not in ("more", "interrupted"):
+                self._runs.pop(row.number, None)  # serve() may have emptied it by now
+        for first in range(0, len(known), FRAME_ROWS):
+            self._send(frames.sampled_frame(known[first : first + FRAME_ROWS]))
 
     async def serve(self) -> None:
         """Until the client leaves. Raises ValueError for what is no frame."""
-        writer = asyncio.ensure_future(self._write())
         try:
             async for message in self._link:
                 if message.type is not WSMsgType.BINARY:
                     raise ValueError(f"a {message.type.name} message came, where frames are bytes")
                 self._take(frames.read_frame(message.data))
         finally:
-            writer.cancel()
             self._engine.abort(list(self._runs.values()))
             self._runs.clear()
+            with self._sending:
+                self._socket.close()
 
-    async def _write(self) -> None:
-        with suppress(ConnectionError):  # the reader sees it too
-            while True:
-                await self._link.send_bytes(await self._outbox.get())
+    def _send(self, frame: bytes) -> None:
+        """From any thread."""
+        message = _message(frame)
+        with self._sending, suppress(OSError, RuntimeError):  # the reader sees it; the loop is closed
+            if not self._is_behind:
+                num_sent = 0
+                with suppress(BlockingIOError):
+                    num_sent = self._socket.send(message)
+                message = message[num_sent:]
+                self._is_behind = bool(message)
+            if message:
+                self._unsent.append(message)
+                self._loop.call_soon_threadsafe(self._catch_up)
 
-    def _send(self, rows: Sequence[frames.Sampled]) -> None:
-        known = [row for row in rows if row.number in self._runs]
-        for row in known:
-            if row.then not in ("more", "interrupted"):
-                del self._runs[row.number]
-        for first in range(0, len(known), FRAME_ROWS):
-            self._outbox.put_nowait(frames.sampled_frame(known[first : first + FRAME_ROWS]))
+    def _catch_up(self) -> None:
+        with self._sending:
+            self._transport.writelines(self._unsent)
+            self._unsent.clear()
+            self._is_behind = self._transport.get_write_buffer_size() > 0
 
     def _take(self, frame: frames.Frame) -> None:
         if frame.kind == "submit":
@@ -102,7 +124,8 @@ class ServedLink(Generic[Of]):
         acts = {"resume": self._engine.resume, "abort": self._engine.abort}
         if frame.kind not in acts:
             raise ValueError(f"a frame of kind {frame.kind} came, with {sorted(frame.arrays)}")
-        acts[frame.kind]([self._runs[number] for number in frame.numbers if number in self._runs])
+        found = [self._runs.get(number) for number in frame.numbers]
+        acts[frame.kind]([run for run in found if run is not None])
 
     def _submit(self, asked: Sequence[frames.Asked]) -> None:
         runs, num_free = list[Of](), MAX_QUEUED - self._engine.num_queued
@@ -113,11 +136,21 @@ class ServedLink(Generic[Of]):
                 check_queue(num_free - len(runs))
                 run = self._engine.run(one, self)
             except Refused as refusal:
-                self._outbox.put_nowait(frames.refused_frame(one.number, refusal.status, refusal.body))
+                self._send(frames.refused_frame(one.number, refusal.status, refusal.body))
             else:
                 self._runs[one.number] = run
                 runs.append(run)
         self._engine.submit(runs)
+
+
+def _message(data: bytes) -> bytes:
+    """A binary message of a WebSocket, as a server sends it: whole and not masked (RFC 6455, section 5.2)."""
+    size, kind = len(data), 0x80 | WSMsgType.BINARY
+    if size < 126:
+        return struct.pack("!BB", kind, size) + data
+    if size < 2**16:
+        return struct.pack("!BBH", kind, 126, size) + data
+    return struct.pack("!BBQ", kind, 127, size) + data
 
 
 class OneAnswer:
@@ -167,7 +200,8 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
         opened = web.WebSocketResponse(max_msg_size=0, compress=False)
         await opened.prepare(request)
         try:
-            await ServedLink(engine, opened).serve()
+            if request.transport is not None:  # the client is still here
+                await ServedLink(engine, opened, request.transport).serve()
         except ValueError as error:
             await opened.close(code=1002, message=str(error)[:120].encode())
         return opened

@@ -102,11 +102,11 @@ def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray
         way_out = "shorten the prompt, or raise rollout.max_prompt_tokens or rollout.max_tokens."
         raise Refused(400, what, rule=rule, way_out=way_out)
     ids = np.asarray(request.prompt_ids, np.int64)
-    unknown = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(unknown):
+    is_unknown = ids.view(np.uint64) >= vocab_size  # those below 0 too
+    if is_unknown.any():
         rule = f"the model knows ids 0..{vocab_size - 1}"
         way_out = "encode the prompt with the model's own tokenizer."
-        raise Refused(400, f"{name} has token id {unknown[0]}", rule=rule, way_out=way_out)
+        raise Refused(400, f"{name} has token id {ids[is_unknown][0]}", rule=rule, way_out=way_out)
     if not 0 <= request.num_resumed <= num_prompt:
         rule = "resumed ids are the last ones of the prompt"
         raise Refused(400, f"{name} has num_resumed={request.num_resumed} of {num_prompt} ids", rule=rule)

@@ -47,6 +47,8 @@ class SimulatedSpec(LatencyModel, EngineSpec):
 
     def completion_length(self, seed: int) -> int:
         """Tokens until the end, lognormal with mean mean_tokens; from the seed alone."""
+        if self.sigma == 0.0:
+            return max(1, round(self.mean_tokens))
         first, second = uniform_draws(np.full(2, seed, dtype=np.uint64), np.array([-1, -2])).tolist()
         normal = math.sqrt(-2.0 * math.log(1.0 - first)) * math.cos(2.0 * math.pi * second)
         scale = math.exp(self.sigma * normal - self.sigma * self.sigma / 2)
@@ -304,31 +306,38 @@ class SimulatedEngine:
 
     def _tell(self, rows: Sequence[tuple[SimulatedRun, int, str]]) -> None:
         """What was sampled, up to so many tokens of each."""
+        rows = [(run, end, then) for run, end, then in rows if end > run.num_told or then != "more"]
+        if not rows:
+            return
+        sizes = [end - run.num_told for run, end, _ in rows]
+        ends = np.cumsum(sizes)
+        # Position of the first token of each, less its place among all that are drawn here.
+        shifts = [len(run.request.prompt_ids) + run.num_told for run, _, _ in rows] - (ends - sizes)
+        positions = np.arange(ends[-1]) + np.repeat(shifts, sizes)
+        draws = uniform_draws(
+            np.repeat(np.array([run.request.seed for run, _, _ in rows], np.uint64), sizes), positions
+        )
+        token_ids = (draws * self.spec.vocab_size).astype(np.int32)
+        logprobs = np.full(len(token_ids), -math.log(self.spec.vocab_size), np.float32)
         told: dict[Listener, list[Sampled]] = {}
-        for run, num_tokens, then in rows:
-            if num_tokens > run.num_told or then != "more":
-                told.setdefault(run.listener, []).append(self._sampled(run, num_tokens, then))
-                self._tokens_generated += num_tokens - run.num_told
-                run.num_told = num_tokens
+        for (run, end, then), size, last in zip(rows, sizes, ends.tolist(), strict=True):
+            here, spans = slice(last - size, last), spans_of(self._marks(run), run.num_told, end)
+            told.setdefault(run.listener, []).append(
+                Sampled(run.number, token_ids[here], logprobs[here], spans, then)
+            )
+            run.num_told = end
+        self._tokens_generated += len(token_ids)
         for listener, sampled in told.items():
             listener.sampled(sampled)
 
-    def _sampled(self, run: SimulatedRun, end: int, then: str) -> Sampled:
-        """The tokens up to `end` that were not told yet."""
-        start, vocab_size = run.num_told, self.spec.vocab_size
-        positions = np.arange(start, end) + len(run.request.prompt_ids)
-        draws = uniform_draws(np.full(end - start, run.request.seed, np.uint64), positions)
-        # Token k since the admission is sampled when the clock reaches run.start + k + 1; it belongs to the
-        # last version in force before that.
+    def _marks(self, run: SimulatedRun) -> list[tuple[int, int]]:
+        """(First token, policy_version) of each version since the admission.
+
+        Token k since then is sampled when the clock reaches run.start + k + 1; it belongs to the last version
+        in force before that.
+        """
         since = self._changes[max(0, bisect_left(self._changes, (run.start, -1)) - 1) :]
-        marks = [(run.first + max(0, int(steps - run.start + 1e-9)), version) for steps, version in since]
-        return Sampled(
-            run.number,
-            (draws * vocab_size).astype(np.int32),
-            np.full(end - start, -math.log(vocab_size), np.float32),
-            spans_of(marks, start, end),
-            then,
-        )
+        return [(run.first + max(0, int(steps - run.start + 1e-9)), version) for steps, version in since]
 
 
 def _arrived(path: str) -> Arrived:

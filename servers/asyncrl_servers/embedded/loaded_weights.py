@@ -9,15 +9,23 @@ for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
+from asyncrl.messages.digest import BLOCK_BYTES, digest_of_sums, joint_digest
 from asyncrl.serving import Refused
 from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
-from asyncrl.weights.tensor_files import digest_and_size, digest_tensors, read_or_refuse
+from asyncrl.weights.tensor_files import (
+    digest_and_size,
+    digest_tensors,
+    dtype_name,
+    read_or_refuse,
+    torch_block_sums,
+)
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
 
@@ -48,10 +56,11 @@ class Weights(WeightState):
 
     def read(self, request: PrepareRequest) -> dict[str, Tensor]:
         """Weights, or all parameters with adapters merged over the weights of the start."""
-        tensors = self._copies(request.path)
+        tensors, memory = self._copies(request.path)
         if request.kind == "weights":
             self._check_parameters(tensors, request.path)
-        check_arrived(request.path, digest_and_size(tensors), request)
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        check_arrived(request.path, (_digests(tensors, memory), num_bytes), request)
         if request.kind == "weights":
             return tensors
         if self._base is None:
@@ -120,16 +129,28 @@ class Weights(WeightState):
         for name, parameter in self._parameters.items():
             parameter.data = tensors[name]
 
-    def _copies(self, path: str) -> dict[str, Tensor]:
-        """Of what is in a file, which may be replaced by the next export while these weights serve."""
-        files = read_or_refuse(path).items()
-        return {name: raw.as_torch().to(self._loaded.device, copy=True) for name, raw in files}
+    def _copies(self, path: str) -> tuple[dict[str, Tensor], Tensor]:
+        """Of what is in a file, which may be replaced by the next export while these weights serve; and the
+        memory in which they lie, uint8: one after the other, each at the start of a block of the digest, and
+        zeros after it to the next one.
+        """
+        files = read_or_refuse(path)
+        sizes = [_num_blocks(len(raw.data)) * BLOCK_BYTES for raw in files.values()]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self._loaded.device)
+        tensors = {}
+        for (name, raw), size, end in zip(files.items(), sizes, accumulate(sizes), strict=True):
+            piece, found = memory[end - size : end], raw.as_torch()
+            if len(raw.data) < size:
+                piece[len(raw.data) :].zero_()
+                piece = piece[: len(raw.data)]
+            tensors[name] = piece.view(found.dtype).view(found.shape).copy_(found)
+        return tensors, memory
 
     def _read_source(self) -> dict[str, Tensor]:
         """What served, read again. Raises Refused (400, 409)."""
         if self.source:
-            tensors = self._copies(self.source)
-            self.check_restored(digest_tensors(tensors), self.source)
+            tensors, memory = self._copies(self.source)
+            self.check_restored(joint_digest(_digests(tensors, memory).values()), self.source)
             return tensors
         folder = self._loaded.folder
         try:
@@ -154,3 +175,19 @@ class Weights(WeightState):
                 rule="trainer and engine hold the same model in the same dtype, tied weights once",
                 way_out="set model.path and model.dtype to the same for both.",
             )
+
+
+def _num_blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES)
+
+
+def _digests(tensors: Mapping[str, Tensor], memory: Tensor) -> dict[str, bytes]:
+    """digests_of tensors that lie in `memory` as _copies() laid them: the sums of all in one pass, where one
+    for each costs as much as the copy for a small model.
+    """
+    sums, end, found = torch_block_sums(memory).cpu().numpy().astype("<i4", copy=False), 0, {}
+    for name, tensor in tensors.items():
+        start, end = end, end + _num_blocks(tensor.nbytes)
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        found[name] = digest_of_sums(name, dtype, shape, sums[start:end].data)
+    return found
