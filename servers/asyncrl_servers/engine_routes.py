@@ -197,7 +197,8 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
     app = make_app(secret)
 
     async def link(request: web.Request) -> web.WebSocketResponse:
-        opened = web.WebSocketResponse(max_msg_size=0, compress=False)
+        # no pong may get into the middle of a frame: a client that pings is told that frames are bytes
+        opened = web.WebSocketResponse(max_msg_size=0, compress=False, autoping=False)
         await opened.prepare(request)
         try:
             if request.transport is not None:  # the client is still here
