@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 GATHER_S = 0.01
-"""Seconds for which decisions that no caller waits for are gathered, to be one commit: far less than sampling
-again what a kill takes of them.
+"""Seconds for which decisions that no caller waits for are gathered: one commit, and one change of threads,
+for all of them.
 """
 
 
@@ -74,8 +74,8 @@ class Journal:
         self.num_commits, self.longest_commit_s, self.busy_s = 0, 0.0, 0.0
         self._failed: Future[JournalError] = Future()
         self._is_closed = False
-        self._gathered: list[_Job | None] = []
-        self._queue: SimpleQueue[list[_Job | None]] = SimpleQueue()
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._is_awaited = threading.Event()
         # a daemon: a run that crashes must not hang on it
         self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
         self._thread.start()
@@ -138,8 +138,8 @@ class Journal:
         """Write what waits and close; idempotent. Raises JournalError if something was never written."""
         if not self._is_closed:
             self._is_closed = True
-            self._gathered.append(None)
-            self._hand_over()
+            self._queue.put(None)
+            self._is_awaited.set()
         await asyncio.to_thread(self._thread.join)
         if self._failed.done():
             raise self._failed.result()
@@ -149,17 +149,9 @@ class Journal:
             raise self._failed.result()
         if self._is_closed:
             raise JournalError(f"{self.path} is closed")
-        self._gathered.append(_Job(decide, answer))
+        self._queue.put(_Job(decide, answer))
         if answer is not None:
-            self._hand_over()
-        elif len(self._gathered) == 1:
-            asyncio.get_running_loop().call_later(GATHER_S, self._hand_over)
-
-    def _hand_over(self) -> None:
-        """To the thread, in order."""
-        if self._gathered:
-            self._queue.put(self._gathered)
-            self._gathered = []
+            self._is_awaited.set()
 
     async def _durable(self, decide: Callable[[sqlite3.Connection], T], what: str) -> T:
         """What the decision returns, once it is on the disk. Raises JournalError if it is refused."""
@@ -170,13 +162,13 @@ class Journal:
 
     def _write_all(self) -> None:
         """The thread: takes all that waits, applies it in order, commits once, answers; until the None."""
-        is_open = True
-        while is_open:
-            found = self._queue.get()
-            while not self._queue.empty():
-                found += self._queue.get()
-            jobs = [job for job in found if job is not None]
-            is_open = len(jobs) == len(found)
+        job = self._queue.get()
+        while job is not None:
+            self._is_awaited.wait(GATHER_S)
+            self._is_awaited.clear()  # what is awaited lies in the queue by now
+            jobs = [job]
+            while not self._queue.empty() and (job := self._queue.get()) is not None:
+                jobs.append(job)
             for (_, answer), outcome in zip(jobs, self._write(jobs), strict=True):
                 if answer is None or not answer.set_running_or_notify_cancel():
                     continue
@@ -184,12 +176,14 @@ class Journal:
                     answer.set_exception(outcome)
                 else:
                     answer.set_result(outcome)
+            if job is not None:
+                job = self._queue.get()
         self._connection.close()
 
     def _write(self, jobs: list[_Job]) -> list[Any]:
         """What each decision returned, or the error that refused it: one for all if nothing was written."""
-        if self._failed.done() or not jobs:
-            return [self._failed.result() for _ in jobs]
+        if self._failed.done():
+            return [self._failed.result()] * len(jobs)
         started_s = time.monotonic()
         try:
             self._connection.execute("BEGIN IMMEDIATE")

@@ -154,8 +154,8 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
             f"those that finished; {tokens}) because all their rewards were the same.{advice}"
         )
     if given_up := steps.newest("rollout/given_up"):
-        bound = f"rollout.max_hand_backs={config.rollout.max_hand_backs}"
-        yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
+        limit = f"rollout.max_hand_backs={config.rollout.max_hand_backs}"
+        yield f"{several(given_up, 'prompt')} given up ({limit}); logs/controller.log names them."
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
     if batches := [f"{step:.0f}" for step, num_skipped in both if num_skipped > 0]:
         named = ", ".join([*batches[:NUM_NAMED], *(["..."] if len(batches) > NUM_NAMED else [])])
