@@ -25,7 +25,7 @@ Args = ParamSpec("Args")
 T = TypeVar("T")
 
 
-GATHER_S = 0.01
+GATHER_S = 0.02
 """Seconds for which decisions that no caller waits for are gathered: one commit, and one change of threads,
 for all of them.
 """

@@ -24,7 +24,7 @@ from asyncrl.messages.records import PartialCompletion, Rollout, Trajectory, Ver
 FORMAT = 1
 _LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time
 _SHORT = 1024
-"""Bytes, up to which it is not worth packing: it is most of the time, for some 200 bytes."""
+"""Bytes, up to which a blob is stored as it is: to set zlib up is half of the encoding, and saves 100."""
 _json = json.JSONEncoder(separators=(",", ":")).encode
 _LENGTH = struct.Struct("<I")
 
