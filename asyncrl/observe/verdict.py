@@ -139,10 +139,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
         yield f"on_overdue={choice} cost {waited_s:.1f} s ({share:.1%}) and threw nothing away."
     elif not policy.waits and (again or masked > 0):
         gradient = f"{masked:.1%} of the tokens were masked, " if policy.masks else ""
-        bound = config.buffer.max_staleness
-        advice = (
-            f" A larger buffer.max_staleness (now {bound}) masks fewer." if masked >= MASKED_SHARE else ""
-        )
+        advice = ""
+        if policy.masks and masked >= MASKED_SHARE:
+            advice = f" A larger buffer.max_staleness (now {config.buffer.max_staleness}) masks fewer."
         yield f"on_overdue={choice}: {gradient}{several(again, 'group')} generated again.{advice}"
     filtered = steps.newest("rollout/filtered")
     share = filtered / (filtered + len(steps) * config.trainer.num_groups)
@@ -154,8 +153,8 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
             f"those that finished; {tokens}) because all their rewards were the same.{advice}"
         )
     if given_up := steps.newest("rollout/given_up"):
-        limit = f"rollout.max_hand_backs={config.rollout.max_hand_backs}"
-        yield f"{several(given_up, 'prompt')} given up ({limit}); logs/controller.log names them."
+        bound = f"rollout.max_hand_backs={config.rollout.max_hand_backs}"
+        yield f"{several(given_up, 'prompt')} given up ({bound}); logs/controller.log names them."
     both = zip(steps.column("step"), steps.column("trainer/skipped_steps"), strict=True)
     if batches := [f"{step:.0f}" for step, num_skipped in both if num_skipped > 0]:
         named = ", ".join([*batches[:NUM_NAMED], *(["..."] if len(batches) > NUM_NAMED else [])])
