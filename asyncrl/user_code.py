@@ -16,9 +16,12 @@ import logging
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure
@@ -215,26 +218,45 @@ def abandon(task: asyncio.Task[Any]) -> None:
 
 
 class DaemonThreads(ThreadPoolExecutor):
-    """What asyncio.to_thread runs in: a daemon thread for each call.
+    """What asyncio.to_thread runs in: daemon threads, one for each call at a time, and as many as there are
+    calls. One whose call is over is used again: to start one, the loop has to wait until it runs.
 
     In asyncio's own few threads a user's calls that hang (a request without a timeout) would hold up ours,
     then the end of the loop, which joins them without a limit, and the end of the process.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._without_call: deque[SimpleQueue[Callable[[], None]]] = deque()
+
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Start it at once."""
         future: Future[Result] = Future()
+        inbox = self._without_call.pop() if self._without_call else self._new_thread()
+        inbox.put(partial(self._call, inbox, future, partial(fn, *args, **kwargs)))
+        return future
+
+    def _new_thread(self) -> SimpleQueue[Callable[[], None]]:
+        inbox = SimpleQueue[Callable[[], None]]()
 
         def body() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # it is the caller's
-                future.set_exception(error)
+            while True:
+                inbox.get()()
 
         threading.Thread(target=body, name="to_thread", daemon=True).start()
-        return future
+        return inbox
+
+    def _call(self, inbox: SimpleQueue[Callable[[], None]], future: Future[Any], fn: partial[Any]) -> None:
+        is_wanted = future.set_running_or_notify_cancel()
+        try:
+            result = fn() if is_wanted else None
+        except BaseException as error:  # it is the caller's
+            self._without_call.append(inbox)  # first: who is told may have the next call
+            future.set_exception(error)
+        else:
+            self._without_call.append(inbox)
+            if is_wanted:
+                future.set_result(result)
 
 
 async def end_what_is_left(main: Awaitable[Result]) -> Result:

@@ -51,9 +51,9 @@ class LoopClock:
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> LoopClock:
         """The clock of this loop."""
-        if loop not in _CLOCKS:
-            _CLOCKS[loop] = cls(loop)
-        return _CLOCKS[loop]
+        if (clock := _CLOCKS.get(loop)) is None:
+            clock = _CLOCKS[loop] = cls(loop)
+        return clock
 
     def time(self) -> float:
         """Seconds. The next tick stops it, until the loop gets to that."""
@@ -138,11 +138,14 @@ class TimeLimit:
         self._delay_s, self._or_raise = timeout_s, or_raise
         self._alarm: Alarm | None = None
         self._left_s: float | None = None
-        self._inner = asyncio.timeout(None)
+        self._task: asyncio.Task[Any] | None = None
+        self._num_cancelled = 0
+        """Times that the task was asked to be cancelled before the block."""
+        self._is_over = False
 
     def expired(self) -> bool:
         """Whether the time is over."""
-        return self._inner.expired()
+        return self._is_over
 
     @property
     def left_s(self) -> float | None:
@@ -150,14 +153,17 @@ class TimeLimit:
         return self._left_s if self._alarm is None else self._alarm.left_s
 
     def restart(self, left_s: float | None) -> None:
-        """Over once the loop has run for this long from now on (None: never); only inside the block."""
-        self._inner.reschedule(None)
+        """Over once the loop has run for this long from now on (None: never); only inside the block, and
+        before it is over.
+        """
         self._stop()
         self._left_s = None
         self._start(left_s)
 
     async def __aenter__(self) -> TimeLimit:
-        await self._inner.__aenter__()
+        self._task = asyncio.current_task()
+        assert self._task is not None, "a limit is one of a task"
+        self._num_cancelled = self._task.cancelling()
         self._start(self._delay_s)
         return self
 
@@ -165,17 +171,23 @@ class TimeLimit:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop()
-        try:
-            await self._inner.__aexit__(kind, error, traceback)  # suppresses nothing
-        except TimeoutError:
-            if self._or_raise is None:
-                raise
-            raise self._or_raise() from None
+        if not self._is_over or self._task is None:
+            return
+        # cancelled by others too, or not at all: then it is no matter of ours (as in asyncio.timeout)
+        if self._task.uncancel() > self._num_cancelled or kind is not asyncio.CancelledError:
+            return
+        if self._or_raise is None:
+            raise TimeoutError from error
+        raise self._or_raise() from None
 
     def _start(self, delay_s: float | None) -> None:
         if delay_s is not None:
-            now = asyncio.get_running_loop().time
-            self._alarm = Alarm(delay_s, lambda: self._inner.reschedule(now()))
+            self._alarm = Alarm(delay_s, self._end)
+
+    def _end(self) -> None:
+        assert self._task is not None
+        self._is_over = True
+        self._task.cancel()
 
     def _stop(self) -> None:
         if self._alarm is not None:
@@ -199,9 +211,11 @@ async def uncut(work: Coroutine[Any, Any, T]) -> tuple[T, asyncio.CancelledError
 class OpenWait:
     """A task that waits, from __enter__ to __exit__. Cheap: its words are worked out when asked."""
 
-    __slots__ = ("_code", "_declared", "_table", "on", "outer", "since_s", "task", "what", "who")
+    __slots__ = ("_code", "_declared", "_table", "kind", "on", "outer", "since_s", "task", "what", "who")
     outer: OpenWait | None
     """The wait of the same task around it."""
+    kind: tuple[object, ...]
+    """The same for waits that are told as one."""
 
     def __init__(self, what: str | Callable[[], str], on: str, who: str, code: CodeType) -> None:
         self.what, self.on, self._declared, self._code = what, on, who, code
@@ -210,6 +224,7 @@ class OpenWait:
         loop = asyncio.get_running_loop()
         self.task, self.since_s = asyncio.current_task(loop), loop.time()
         self.who = self._declared or self._named()
+        self.kind = self.who, self._code, self.what, self.on
         if (table := _OPEN.get(loop)) is None:
             table = _OPEN[loop] = OpenWaits()
         self._table = table
@@ -225,11 +240,6 @@ class OpenWait:
     def where(self) -> str:
         """The function that declared it."""
         return self._code.co_qualname.replace(".<locals>", "")
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The same for waits that are told as one."""
-        return self.who, self._code, self.what, self.on
 
     def _named(self) -> str:
         """The task's name, or the class in whose method it waits; rollouts have one name together."""

@@ -67,7 +67,8 @@ def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_p
         may_go.set()
         assert await taking == "taken"
         await journal.flush()
-        assert journal.num_commits - num_commits <= 3, "one commit takes all that waits"
+        # the slow one, all that waited, what was gathered meanwhile, the flush
+        assert journal.num_commits - num_commits <= 4, "one commit takes all that waits"
         await journal.aclose()
         with pytest.raises(JournalError, match="is closed"):
             admit(journal, 2)

@@ -64,8 +64,10 @@ def test_groups_are_packed_one_after_the_other_with_a_version_and_an_engine_a_to
 
 @pytest.mark.parametrize("spans", [[(2, 4, 3)], [(1, 5, 3)], [(2, 5, 3), (4, 5, 4)], [(2, 6, 3)]])
 def test_spans_that_do_not_cover_the_sampled_tokens_exactly_are_refused(spans: list[Any]) -> None:
+    whole, wrong = make_trajectory(), make_trajectory(spans=tuple(VersionSpan(*span) for span in spans))
+    masks = [whole.loss_mask, wrong.loss_mask, whole.loss_mask]
     with pytest.raises(TrainerError, match="do not cover its 3 sampled tokens"):
-        sampled_by(make_trajectory(spans=tuple(VersionSpan(*span) for span in spans)))
+        sampled_by([whole, wrong, whole], np.concatenate(masks))
 
 
 def test_a_batch_is_packed_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

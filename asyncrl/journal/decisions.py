@@ -66,9 +66,11 @@ def segment(
     partial: PartialCompletion,
 ) -> None:
     """The whole of an unfinished completion, in place of what was there."""
-    if _state(connection, group_id) != "running" or _has_ended(connection, group_id, sample_index):
+    state, has_ended, before = _rollout(connection, group_id, sample_index)
+    if state != "running" or has_ended:
         return
-    _lose(connection, "group_id = ? AND sample_index = ? AND attempt < ?", group_id, sample_index, attempt)
+    if before is not None and before < attempt:
+        _lose(connection, "group_id = ? AND sample_index = ?", group_id, sample_index)
     blob = encode_partial(group_id, sample_index, partial)
     connection.execute(
         "INSERT OR REPLACE INTO segments (group_id, sample_index, attempt, turn, num_tokens, blob)"
@@ -79,12 +81,13 @@ def segment(
 
 def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout: Rollout) -> None:
     """The rollout's tokens, all its branches; its segments go."""
-    if _state(connection, group_id) != "running":
-        return
     sample_index = rollout[0].sample_index
+    state, has_ended, attempt = _rollout(connection, group_id, sample_index)
+    if state != "running":
+        return
     places = [(branch.sample_index, branch.branch) for branch in rollout]
     assert places == [(sample_index, number) for number in range(len(rollout))], f"branches {places}"
-    _refuse_ended(connection, group_id, sample_index)
+    _refuse_ended(has_ended, group_id, sample_index)
     connection.executemany(
         "INSERT INTO trajectories VALUES (?, ?, ?, ?)",
         [(group_id, sample_index, branch.branch, encode_trajectory(group_id, branch)) for branch in rollout],
@@ -96,18 +99,20 @@ def rollout_finished(connection: sqlite3.Connection, group_id: GroupId, rollout:
         " WHERE group_id = ?4",
         (sum(branch.num_sampled for branch in rollout), float(rollout[0].reward), oldest, group_id),
     )
-    connection.execute(
-        "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", (group_id, sample_index)
-    )
+    if attempt is not None:
+        connection.execute(
+            "DELETE FROM segments WHERE group_id = ? AND sample_index = ?", (group_id, sample_index)
+        )
 
 
 def rollout_failed(
     connection: sqlite3.Connection, group_id: GroupId, sample_index: int, num_attempts: int, why: str
 ) -> None:
     """Why the rollout has no trajectory; its segments go."""
-    if _state(connection, group_id) != "running":
+    state, has_ended, _ = _rollout(connection, group_id, sample_index)
+    if state != "running":
         return
-    _refuse_ended(connection, group_id, sample_index)
+    _refuse_ended(has_ended, group_id, sample_index)
     connection.execute(
         "INSERT INTO failures VALUES (?, ?, ?, ?)", (group_id, sample_index, num_attempts, text(why))
     )
@@ -153,8 +158,10 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken"
     newest = connection.execute("SELECT max(version) FROM batches").fetchone()[0]
     if newest is not None and version != newest + 1:
         raise _not_this_batch(version, f"the newest batch is {newest}")
+    among = "SELECT group_id, state FROM groups WHERE group_id IN (SELECT value FROM json_each(?))"
+    states = dict(connection.execute(among, (this[2],)))
     for group_id in group_ids:
-        if (state := _state(connection, group_id)) != "ready":
+        if (state := states.get(group_id, "unknown")) != "ready":
             raise _not_this_batch(version, f"group {group_id} is {state}")
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
@@ -235,12 +242,12 @@ def compact_some(connection: sqlite3.Connection, before_version: int) -> int:
 
 def _lose(connection: sqlite3.Connection, where: str, group_id: GroupId, *rest: int) -> None:
     """Delete segments that nothing will come of, and count their tokens."""
-    connection.execute(
-        "UPDATE groups SET lost_tokens = lost_tokens + (SELECT coalesce(sum(num_tokens), 0) FROM segments"
-        f" WHERE {where}) WHERE group_id = ?",
-        (group_id, *rest, group_id),
-    )
-    connection.execute(f"DELETE FROM segments WHERE {where}", (group_id, *rest))
+    query = f"SELECT sum(num_tokens) FROM segments WHERE {where}"
+    (num_tokens,) = connection.execute(query, (group_id, *rest)).fetchone()
+    if num_tokens is not None:
+        more = "UPDATE groups SET lost_tokens = lost_tokens + ? WHERE group_id = ?"
+        connection.execute(more, (num_tokens, group_id))
+        connection.execute(f"DELETE FROM segments WHERE {where}", (group_id, *rest))
 
 
 def _not_this_batch(version: int, found: str) -> JournalError:
@@ -254,19 +261,33 @@ def _not_this_batch(version: int, found: str) -> JournalError:
 def _state(connection: sqlite3.Connection, group_id: GroupId) -> str:
     row = connection.execute("SELECT state FROM groups WHERE group_id = ?", (group_id,)).fetchone()
     if row is None:
-        raise JournalError(f"group {group_id} was never admitted")
+        raise _never_admitted(group_id)
     return str(row[0])
 
 
-def _has_ended(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> bool:
-    return any(
-        connection.execute(
-            f"SELECT 1 FROM {table} WHERE group_id = ? AND sample_index = ?", (group_id, sample_index)
-        ).fetchone()
-        for table in ("trajectories", "failures")
-    )
+def _rollout(
+    connection: sqlite3.Connection, group_id: GroupId, sample_index: int
+) -> tuple[str, bool, int | None]:
+    """The state of its group, whether it has ended, and the attempt that its segment is of; one statement, as
+    each one hands the interpreter to the event loop and has to get it back.
+    """
+    row = connection.execute(_ROLLOUT, (group_id, sample_index)).fetchone()
+    if row is None:
+        raise _never_admitted(group_id)
+    return row[0], bool(row[1]), row[2]
 
 
-def _refuse_ended(connection: sqlite3.Connection, group_id: GroupId, sample_index: int) -> None:
-    if _has_ended(connection, group_id, sample_index):
+_OF_IT = "WHERE group_id = ?1 AND sample_index = ?2"
+_ROLLOUT = (
+    f"SELECT state, EXISTS (SELECT 1 FROM trajectories {_OF_IT}) OR EXISTS (SELECT 1 FROM failures {_OF_IT}),"
+    f" (SELECT attempt FROM segments {_OF_IT}) FROM groups WHERE group_id = ?1"
+)
+
+
+def _never_admitted(group_id: GroupId) -> JournalError:
+    return JournalError(f"group {group_id} was never admitted")
+
+
+def _refuse_ended(has_ended: bool, group_id: GroupId, sample_index: int) -> None:
+    if has_ended:
         raise JournalError(f"rollout g{group_id}/r{sample_index} has ended already")

@@ -25,6 +25,12 @@ Args = ParamSpec("Args")
 T = TypeVar("T")
 
 
+GATHER_S = 0.02
+"""Seconds for which decisions that no caller waits for are gathered: one commit, and one change of threads,
+for all of them.
+"""
+
+
 class _Job(NamedTuple):
     """A decision that waits. `answer` None: no caller waits for it, so its refusal ends the writing."""
 
@@ -44,8 +50,8 @@ def _later(
 
 
 class Journal:
-    """A run's life in journal.sqlite. All `_nowait` methods queue their decision and return at once; the
-    awaited ones return when it is durable.
+    """A run's life in journal.sqlite. All `_nowait` methods queue their decision, which is written GATHER_S
+    later at the latest, and return at once; the awaited ones return when it is durable.
 
     Group:      admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or failed,
                 filtered, handed back. A ready one may still be handed back. The prompt of one that failed or
@@ -69,6 +75,7 @@ class Journal:
         self._failed: Future[JournalError] = Future()
         self._is_closed = False
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._is_awaited = threading.Event()
         # a daemon: a run that crashes must not hang on it
         self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
         self._thread.start()
@@ -132,6 +139,7 @@ class Journal:
         if not self._is_closed:
             self._is_closed = True
             self._queue.put(None)
+            self._is_awaited.set()
         await asyncio.to_thread(self._thread.join)
         if self._failed.done():
             raise self._failed.result()
@@ -142,6 +150,8 @@ class Journal:
         if self._is_closed:
             raise JournalError(f"{self.path} is closed")
         self._queue.put(_Job(decide, answer))
+        if answer is not None:
+            self._is_awaited.set()
 
     async def _durable(self, decide: Callable[[sqlite3.Connection], T], what: str) -> T:
         """What the decision returns, once it is on the disk. Raises JournalError if it is refused."""
@@ -154,6 +164,8 @@ class Journal:
         """The thread: takes all that waits, applies it in order, commits once, answers; until the None."""
         job = self._queue.get()
         while job is not None:
+            self._is_awaited.wait(GATHER_S)
+            self._is_awaited.clear()  # what is awaited lies in the queue by now
             jobs = [job]
             while not self._queue.empty() and (job := self._queue.get()) is not None:
                 jobs.append(job)

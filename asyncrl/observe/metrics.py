@@ -232,7 +232,7 @@ def _kept(trajectory: Trajectory, batch: Batch) -> tuple[int, int | None]:
     """
     num, versions = 0, []
     for span in trajectory.version_spans:
-        num_in_loss = int(trajectory.loss_mask[span.start : span.end].sum())
+        num_in_loss = int(np.count_nonzero(trajectory.loss_mask[span.start : span.end]))
         if num_in_loss and not (batch.mask_older and span.version < batch.min_version):
             num += num_in_loss
             versions.append(span.version)

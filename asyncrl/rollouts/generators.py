@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from asyncrl.messages.records import (
     Rollout,
     SamplingRequest,
     Trajectory,
+    VersionSpan,
     Work,
 )
 from asyncrl.messages.work import SessionHost, WorkQueue
@@ -100,14 +101,17 @@ def make_trajectory(
     trajectory.
     """
     num_prompt, num_sampled = len(prompt_ids), len(completion.token_ids)
-    logprobs = (0.0,) * num_prompt + completion.behaviour_logprobs
+    logprobs = np.zeros(num_prompt + num_sampled, np.float32)
+    logprobs[num_prompt:] = completion.behaviour_logprobs
+    loss_mask = np.zeros(num_prompt + num_sampled, np.bool_)
+    loss_mask[num_prompt:] = True
     return Trajectory(
         sample_index=sample_index,
         token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),
-        loss_mask=np.repeat([False, True], [num_prompt, num_sampled]),
-        behaviour_logprobs=np.array(logprobs, dtype=np.float32),
+        loss_mask=loss_mask,
+        behaviour_logprobs=logprobs,
         version_spans=tuple(
-            replace(span, start=span.start + num_prompt, end=span.end + num_prompt)
+            VersionSpan(span.start + num_prompt, span.end + num_prompt, span.version, span.engine)
             for span in completion.version_spans
         ),
         reward=reward,

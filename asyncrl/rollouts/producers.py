@@ -53,8 +53,8 @@ class RunningGroup:
     @property
     def to_run(self) -> list[int]:
         """Sample indices of the rollouts that have not ended. None: the group is complete."""
-        ended = self._rollouts.keys() | self._failures.keys()
-        return [index for index in range(self.group_size) if index not in ended]
+        rollouts, failures = self._rollouts, self._failures
+        return [index for index in range(self.group_size) if index not in rollouts and index not in failures]
 
     def add(self, outcome: Rollout | FailedRollout) -> None:
         """One rollout has ended."""

@@ -82,7 +82,9 @@ class Slots:
         return f"a free sequence in the engines ({self.num_held} of {self.capacity} sample)"
 
     def give_back_nowait(self, name: str) -> None:
-        """Hold no place and wait for none; the place goes to the next one."""
+        """Hold no place and wait for none; the place goes to the next one. Idempotent."""
+        if name not in self._held and name not in self._waiting:
+            return
         self._waiting.pop(name, None)
         self._held.discard(name)
         while self.num_held < self.capacity and self._queue:

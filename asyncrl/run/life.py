@@ -14,6 +14,7 @@ import shlex
 import signal
 import stat
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -92,7 +93,7 @@ class Life(ABC):
         self.stop, self.can_stop = asyncio.Event(), False
         self._signal: int | None = None
         self._group: asyncio.TaskGroup | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = weakref.WeakSet[asyncio.Task[None]]()  # the group holds those that run
         self._broken: Future[None] = Future()
 
     @abstractmethod
@@ -149,7 +150,6 @@ class Life(ABC):
         assert self._group is not None, "tasks are started while run() is under way"
         task = self._group.create_task(coro, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         return task
 
     def end_tasks(self, *, all_but: tuple[str, ...] = ()) -> None:

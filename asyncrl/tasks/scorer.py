@@ -70,8 +70,15 @@ class TaskScorer:
         if not self._has_score:
             raise no_reward(prompt)
         try:
+            self._calls.check()
+            if self._pool is None:
+                answer = call(self._score, prompt, completion)
+                if isinstance(answer, float):  # without a wait
+                    return answer
             with waiting("their rewards", on="the reward function"):
-                return await self._reward(prompt, completion)
+                if self._pool is not None:
+                    answer = await self._pool.run(prompt, completion)
+                return answer if isinstance(answer, float) else await self._awaited(answer)
         except UserCodeFailed as failure:
             what = f"the reward of prompt {prompt.prompt_id} {failure}"
             way_out = f"correct the reward function; the completion began {completion[:80]!r}."
@@ -82,14 +89,7 @@ class TaskScorer:
         if isinstance(self._pool, ProcessPool):
             await self._pool.aclose()
 
-    async def _reward(self, prompt: Prompt, completion: str) -> float:
-        self._calls.check()
-        if self._pool is None:
-            answer = call(self._score, prompt, completion)
-        else:
-            answer = await self._pool.run(prompt, completion)
-        if isinstance(answer, float):
-            return answer
+    async def _awaited(self, answer: Awaitable[Any]) -> float:
         async with _within(self._timeout_s):
             return await self._calls.run(call_async(answer))
 

@@ -280,34 +280,44 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
                     credits=list(trajectory.credits),
                 )
             )
-    versions, engines = zip(*map(sampled_by, trajectories), strict=True)
+    loss_mask = np.concatenate([one.loss_mask for one in trajectories])
+    versions, engines = sampled_by(trajectories, loss_mask)
     arrays = BatchArrays(
         token_ids=np.concatenate([one.token_ids for one in trajectories]),
-        loss_mask=np.concatenate([one.loss_mask for one in trajectories]),
+        loss_mask=loss_mask,
         behaviour_logprobs=np.concatenate([one.behaviour_logprobs for one in trajectories]),
-        versions=np.concatenate(versions),
-        engines=np.concatenate(engines),
+        versions=versions,
+        engines=engines,
     )
     bound = {"version": batch.version, "min_version": batch.min_version, "mask_older": batch.mask_older}
     return BatchHeader(**bound, trajectories=headers), arrays
 
 
-def sampled_by(trajectory: Trajectory) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
-    """Of each token, -1 where it was not sampled: the version it was sampled under, int32 [T], and the number
-    of the engine server, int16 [T], -1 if it is not known. Raises TrainerError.
+def sampled_by(
+    trajectories: Sequence[Trajectory], loss_mask: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]:
+    """Of all tokens of these, one after the other, -1 where one was not sampled: the version it was sampled
+    under, int32 [T], and the number of the engine server, int16 [T], -1 if it is not known. `loss_mask` bool
+    [T]. Raises TrainerError.
     """
-    versions = np.full(len(trajectory.token_ids), -1, np.int32)
-    engines = np.full(len(trajectory.token_ids), -1, np.int16)
-    for span in trajectory.version_spans:
-        versions[span.start : span.end] = span.version
-        engines[span.start : span.end] = span.engine
-    is_whole = np.array_equal(versions >= 0, trajectory.loss_mask)
-    if not is_whole or trajectory.num_sampled != trajectory.loss_mask.sum():  # half a record
-        what = f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover its "
-        raise TrainerError(
-            "trainer",
-            f"{what}{trajectory.loss_mask.sum()} sampled tokens",
-            rule="version_spans cover exactly the tokens of loss_mask, each once",
-            way_out="please report it: the generator or the engine client is wrong.",
-        )
+    versions = np.full(len(loss_mask), -1, np.int32)
+    engines = np.full(len(loss_mask), -1, np.int16)
+    ends = np.cumsum([len(one.token_ids) for one in trajectories])[:-1]
+    parts = list(zip(trajectories, np.split(versions, ends), np.split(engines, ends), strict=True))
+    for trajectory, its_versions, its_engines in parts:
+        for span in trajectory.version_spans:
+            its_versions[span.start : span.end] = span.version
+            its_engines[span.start : span.end] = span.engine
+    is_whole = np.array_equal(versions >= 0, loss_mask)
+    for trajectory, its_versions, _ in parts:
+        num_masked = np.count_nonzero(trajectory.loss_mask)
+        is_its = is_whole or np.array_equal(its_versions >= 0, trajectory.loss_mask)
+        if not is_its or trajectory.num_sampled != num_masked:  # half a record
+            what = f"sample {trajectory.sample_index}: version_spans {trajectory.version_spans} do not cover "
+            raise TrainerError(
+                "trainer",
+                f"{what}its {num_masked} sampled tokens",
+                rule="version_spans cover exactly the tokens of loss_mask, each once",
+                way_out="please report it: the generator or the engine client is wrong.",
+            )
     return versions, engines
