@@ -13,11 +13,13 @@ ATTENTION; a model's layers reach it with the keyword `packed_layout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,7 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.trainer.model.tree import KernelPass, Layout
+from asyncrl.trainer.model.tree import Layout, Piece
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -105,12 +107,32 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, s
 
 
 Places = slice | Tensor
+TILE_SIZES = (32, 64)
+"""Tokens of short paths that a CPU attends to at once, with a mask: a path goes into the smallest that holds
+it. A kernel call of its own costs more than the pairs that are masked.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Short paths, side by side in B rows of Q queries with K keys, their own and all that they have left.
+
+    Places of all rows one after the other; there is any place where there is no token. `real_queries` are the
+    indices of the others, `no_queries` of these. `mask` [B, 1, Q, K] is added to the scores.
+    """
+
+    num_rows: int
+    query_R: Tensor
+    key_R: Tensor
+    real_queries: Tensor
+    no_queries: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True)
 class KernelCall:
     """One call of a flash kernel: the tokens `queries` attend to the tokens `keys`, sequence by sequence of
-    these lengths.
+    these lengths; in tiles of short paths to all that they see.
     """
 
     queries: Places
@@ -118,22 +140,106 @@ class KernelCall:
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
     is_causal: bool
+    tiles: Tiles | None = None
 
 
-@lru_cache(maxsize=256)
-def _calls(part: KernelPass, device: torch.device, *, is_one: bool) -> tuple[KernelCall, ...]:
-    """Made once for all layers: a call for each piece, on views, or one for all of them, on tokens that are
-    gathered first.
+@lru_cache(maxsize=16)
+def _calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
+    """Made once for all layers. On CUDA one for each pass, on tokens that are gathered first; on a CPU those
+    of the tiles, then one for each piece of what is left, on views.
     """
-    queries = [slice(piece.query, piece.query + piece.num_queries) for piece in part.pieces]
-    keys = [slice(piece.key, piece.key + piece.num_keys) for piece in part.pieces]
-    sizes = [(piece.num_queries, piece.num_keys) for piece in part.pieces]
-    if is_one:
-        query_lengths, key_lengths = zip(*sizes, strict=True)
-        places = _gathered(queries, device), _gathered(keys, device)
-        return (KernelCall(*places, query_lengths, key_lengths, part.is_causal),)
-    made = zip(queries, keys, sizes, strict=True)
-    return tuple(KernelCall(own, seen, (one,), (other,), part.is_causal) for own, seen, (one, other) in made)
+    if device.type != "cpu":
+        return _calls_by_pass(layout, device)
+    paths, *later = layout.passes
+    calls, is_short_N = [], np.zeros(layout.num_tokens, np.bool_)
+    for smallest, size in zip((0, *TILE_SIZES), TILE_SIZES, strict=False):
+        short = [piece for piece in paths.pieces if smallest < piece.num_queries <= size]
+        if len(short) > 1:
+            calls.append(_tiled_call(short, [piece for part in later for piece in part.pieces], size))
+            for piece in short:
+                is_short_N[piece.query : piece.query + piece.num_queries] = True
+    for part in layout.passes:
+        for piece in part.pieces:
+            calls += [_call([one], device, is_causal=part.is_causal) for one in _without(piece, is_short_N)]
+    return tuple(calls)
+
+
+def _calls_by_pass(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
+    return tuple(_call(list(part.pieces), device, is_causal=part.is_causal) for part in layout.passes)
+
+
+def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]:
+    """What is left of a piece without the queries of short paths."""
+    is_long = ~is_short_N[piece.query : piece.query + piece.num_queries]
+    if not is_long.any():
+        return
+    edges = np.flatnonzero(np.diff(is_long, prepend=False, append=False)).tolist()
+    for start, end in zip(edges[::2], edges[1::2], strict=True):
+        yield replace(piece, query=piece.query + start, num_queries=end - start)
+
+
+def _tiled_call(paths: list[Piece], later: Sequence[Piece], size: int) -> KernelCall:
+    """The paths in rows of `size` queries at most, each before the stretches that they have left."""
+    number = dict[tuple[int, int], int]()  # of a stretch that is left; after those of the paths themselves
+    sees = np.eye(len(paths), len(paths) + len(later), dtype=np.bool_)
+    stretches, num_queries = list[list[tuple[int, int, int]]](), list[int]()
+    for row in _rows_of(paths, size):
+        own, left = list[tuple[int, int, int]](), dict[tuple[int, int, int], None]()
+        for index in row:
+            path = paths[index]
+            own.append((path.query, path.num_queries, index))
+            for one in later:
+                if 0 <= path.query - one.query < one.num_queries:
+                    place = one.key, one.num_keys
+                    seen = number.setdefault(place, len(paths) + len(number))
+                    left[*place, seen], sees[index, seen] = None, True
+        stretches.append([*own, *left])
+        num_queries.append(sum(length for _, length, _ in own))
+    num_keys = np.array([sum(length for _, length, _ in row) for row in stretches])
+    starts, lengths, owners = np.array([one for row in stretches for one in row]).T
+    key_BK, owner_BK = np.zeros((2, len(stretches), num_keys.max()), np.int64)
+    index_K = np.arange(key_BK.shape[1])
+    is_key_BK, is_own_BK = (index_K < np.array(numbers)[:, None] for numbers in (num_keys, num_queries))
+    key_BK[is_key_BK] = np.arange(lengths.sum()) + np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
+    owner_BK[is_key_BK] = np.repeat(owners, lengths)
+    width = max(num_queries)
+    index_QK = index_K[:width, None] >= index_K
+    seen_BQK = sees[np.minimum(owner_BK[:, :width], len(paths) - 1)[:, :, None], owner_BK[:, None]]
+    seen_BQK &= is_key_BK[:, None] & (index_QK | ~is_own_BK[:, None])
+    seen_BQK[~is_own_BK[:, :width], 0] = True  # no query: one key, for of none there is no softmax
+    query_R, is_query_R = (torch.from_numpy(one[:, :width].flatten()) for one in (key_BK, is_own_BK))
+    tiles = Tiles(
+        num_rows=len(stretches),
+        query_R=query_R,
+        key_R=torch.from_numpy(key_BK.flatten()),
+        real_queries=is_query_R.nonzero()[:, 0],
+        no_queries=is_query_R.logical_not().nonzero()[:, 0],
+        mask=torch.where(torch.from_numpy(seen_BQK)[:, None], 0.0, -torch.inf),
+    )
+    return KernelCall(query_R[is_query_R], tiles.key_R, (), (), is_causal=True, tiles=tiles)
+
+
+def _rows_of(paths: list[Piece], size: int) -> list[list[int]]:
+    """Their indices, the longest first into the first row that has room (first-fit decreasing)."""
+    rows, rooms = list[list[int]](), list[int]()
+    for index in sorted(range(len(paths)), key=lambda index: -paths[index].num_queries):
+        length = paths[index].num_queries
+        place = next((place for place, room in enumerate(rooms) if room >= length), len(rows))
+        if place == len(rows):
+            rows.append([])
+            rooms.append(size)
+        rows[place].append(index)
+        rooms[place] -= length
+    return rows
+
+
+def _call(pieces: list[Piece], device: torch.device, *, is_causal: bool) -> KernelCall:
+    queries = [slice(piece.query, piece.query + piece.num_queries) for piece in pieces]
+    keys = [slice(piece.key, piece.key + piece.num_keys) for piece in pieces]
+    query_lengths, key_lengths = zip(*((one.num_queries, one.num_keys) for one in pieces), strict=True)
+    return KernelCall(
+        _gathered(queries, device), _gathered(keys, device), query_lengths, key_lengths, is_causal
+    )
 
 
 def _gathered(places: list[slice], device: torch.device) -> Places:
@@ -149,18 +255,24 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         run = _forward_cuda if query.is_cuda else _forward_cpu
+        # A token's heads lie side by side, whatever came in: so tokens are gathered and put back fast.
+        query, key, value = (_by_token(tensor) for tensor in (query, key, value))
         output = torch.empty_like(query)
-        logsum = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logsum = query.new_empty((1, query.shape[2], query.shape[1]), dtype=wide).transpose(1, 2)
         for call in _calls_of(layout, query.device):
-            own, keys = call.queries, call.keys
-            found, found_logsum = run((query[:, :, own], key[:, :, keys], value[:, :, keys]), call, scale)
+            own = call.queries
+            found, found_logsum = run((query, key, value), call, scale)
             if not call.is_causal:  # of tokens that the calls before have been at
-                before, before_logsum = output[:, :, own], logsum[:, :, own]
+                before, before_logsum = _at(output, own), _at(logsum, own)
                 weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
-                found = torch.lerp(before.to(weight.dtype), found.to(weight.dtype), weight)
+                found = torch.lerp(before.to(wide), found.to(wide), weight).to(output.dtype)
                 found_logsum = torch.logaddexp(before_logsum, found_logsum)
-            output[:, :, own] = found
-            logsum[:, :, own] = found_logsum
+            for total, more in ((output, found), (logsum, found_logsum)):
+                if isinstance(own, slice):
+                    total[:, :, own] = more
+                else:
+                    total.index_copy_(2, own, more)
         ctx.save_for_backward(query, key, value, output, logsum)
         ctx.layout, ctx.scale = layout, scale
         return output
@@ -172,43 +284,77 @@ class _Packed(torch.autograd.Function):
         # What many sequences share gets many gradients: they are added up in float32.
         is_sum = len(ctx.layout.passes) > 1
         wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
-        totals = [torch.empty_like(tensor, dtype=wide) for tensor in (query, key, value)]
+        totals = [torch.zeros_like(tensor, dtype=wide) for tensor in (query, key, value)]
+        tensors = (_by_token(grads[0]), query, key, value, output)
         for call in _calls_of(ctx.layout, query.device):
-            own, keys = call.queries, call.keys
-            places = (own, own, keys, keys, own)
-            pairs = zip((grads[0], query, key, value, output), places, strict=True)
-            tensors = tuple(tensor[:, :, place] for tensor, place in pairs)
-            found = run(tensors, logsum[:, :, own], call, ctx.scale)
-            for total, more, place in zip(totals, found, (own, keys, keys), strict=True):
-                if call.is_causal:
-                    total[:, :, place] = more
-                elif isinstance(place, slice):
+            found = run(tensors, logsum, call, ctx.scale)
+            for total, more, place in zip(totals, found, (call.queries, call.keys, call.keys), strict=True):
+                if isinstance(place, slice):
                     total[:, :, place] += more
                 else:
-                    total.index_add_(2, place, more.to(wide))
+                    total.transpose(1, 2)[0].index_add_(0, place, more.transpose(1, 2)[0].to(wide))
         return *(total.to(query.dtype) for total in totals), None, None
 
 
-def _calls_of(layout: Layout, device: torch.device) -> Iterator[KernelCall]:
-    for part in layout.passes:
-        yield from _calls(part, device, is_one=device.type != "cpu")
+def _by_token(tensor: Tensor) -> Tensor:
+    """[1, H, N, D] as it is, in the memory order of [1, N, H, D]."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _at(tensor: Tensor, places: Places, num_rows: int = 1) -> Tensor:
+    """Of [1, H, N, ...] those tokens, [rows, H, T, ...]."""
+    if isinstance(places, slice):
+        return tensor[:, :, places]
+    return _by_row(tensor[0].transpose(0, 1).index_select(0, places), num_rows)
+
+
+def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
+    """[rows * T, H, ...] as [rows, H, T, ...]."""
+    return tokens.view(num_rows, -1, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [1, H, Q, D] and log-sum-exp [1, H, Q] of query, key, value."""
-    return _flash(*tensors, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+    """Output [1, H, Q, D] and log-sum-exp [1, H, Q] of query, key, value: of the tokens of this call."""
+    query, key, value = tensors
+    tiles = call.tiles
+    if tiles is None:
+        query, key, value = _at(query, call.queries), _at(key, call.keys), _at(value, call.keys)
+        return _flash(query, key, value, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+    query = _at(query, tiles.query_R, tiles.num_rows)
+    key, value = (_at(tensor, tiles.key_R, tiles.num_rows) for tensor in (key, value))
+    found = _flash(query, key, value, 0.0, False, attn_mask=tiles.mask.to(query.dtype), scale=scale)
+    output, logsum = (
+        rows.transpose(1, 2).flatten(0, 1).index_select(0, tiles.real_queries).transpose(0, 1)[None]
+        for rows in found
+    )
+    return output, logsum
 
 
 def _backward_cpu(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value; tensors are the output's gradient, query, key, value, output."""
-    return _flash_backward(*tensors, logsum, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+    tiles = call.tiles
+    if tiles is None:
+        own, keys = call.queries, call.keys
+        places = zip(tensors, (own, own, keys, keys, own), strict=True)
+        chosen = [_at(tensor, place) for tensor, place in places]
+        return _flash_backward(*chosen, _at(logsum, own), 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+    own, keys = tiles.query_R, tiles.key_R
+    places = zip(tensors, (own, own, keys, keys, own), strict=True)
+    chosen = [_at(tensor, place, tiles.num_rows) for tensor, place in places]
+    # Probabilities are exp(score - logsum): 0 for a query that is not there, and so are all its gradients.
+    logsum_R = logsum[0].t().index_select(0, own).index_fill_(0, tiles.no_queries, torch.inf)
+    seen = {"attn_mask": tiles.mask.to(chosen[1].dtype), "scale": scale}
+    found = _flash_backward(*chosen, _by_row(logsum_R, tiles.num_rows), 0.0, False, **seen)
+    query, key, value = (rows.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for rows in found)
+    return query.index_select(2, tiles.real_queries), key, value
 
 
 def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
     """As _forward_cpu, all sequences in one launch."""
-    rows = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors)
+    places = zip(tensors, (call.queries, call.keys, call.keys), strict=True)
+    rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
     output, logsum, *_ = _varlen(*rows, *_lengths(call, tensors[0].device), False, scale=scale)
     return output.transpose(0, 1)[None], logsum[None]
 
@@ -217,9 +363,11 @@ def _backward_cuda(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
     """As _backward_cpu, all sequences in one launch."""
-    rows, device = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors), logsum.device
+    own, keys, device = call.queries, call.keys, logsum.device
+    places = zip(tensors, (own, own, keys, keys, own), strict=True)
+    rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
-    logsum, lengths = logsum[0].contiguous(), _lengths(call, device)
+    logsum, lengths = _at(logsum, own)[0].contiguous(), _lengths(call, device)
     gradients = _varlen_backward(*rows, logsum, *lengths, *no_dropout, scale=scale)
     return tuple(gradient.transpose(0, 1)[None] for gradient in gradients)
 
