@@ -6,6 +6,9 @@ In the backward pass each part's flash kernel is given the merged output and the
 probabilities and the row sums of grad * output are then those of the whole, so that the parts' gradients add
 up to the exact one.
 
+On a CPU a kernel call costs more than the tokens of a short path: many lie side by side in tiles, which one
+masked call attends to, with all the keys that they see.
+
 The kernels are flash attention on the CPU and, for bfloat16 and float16, on CUDA; elsewhere plain SDPA runs
 sequence by sequence. Grouped-query heads (K < H) are never expanded. Registered with transformers as
 ATTENTION; a model's layers reach it with the keyword `packed_layout`.
@@ -13,7 +16,7 @@ ATTENTION; a model's layers reach it with the keyword `packed_layout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -27,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.trainer.model.tree import Layout, Piece
+from asyncrl.trainer.model.tree import KernelPass, Layout, Piece
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -151,13 +154,14 @@ def _calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
     if device.type != "cpu":
         return _calls_by_pass(layout, device)
     paths, *later = layout.passes
+    left = {path: _left_by(path, later) for path in paths.pieces}
     calls, is_short_N = [], np.zeros(layout.num_tokens, np.bool_)
     for smallest, size in zip((0, *TILE_SIZES), TILE_SIZES, strict=False):
-        short = [piece for piece in paths.pieces if smallest < piece.num_queries <= size]
+        short = [path for path in left if smallest < path.num_queries <= size >= _num_keys(left[path])]
         if len(short) > 1:
-            calls.append(_tiled_call(short, [piece for part in later for piece in part.pieces], size))
-            for piece in short:
-                is_short_N[piece.query : piece.query + piece.num_queries] = True
+            calls.append(_tiled_call(short, [left[path] for path in short], size))
+            for path in short:
+                is_short_N[path.query : path.query + path.num_queries] = True
     for part in layout.passes:
         for piece in part.pieces:
             calls += [_call([one], device, is_causal=part.is_causal) for one in _without(piece, is_short_N)]
@@ -178,22 +182,31 @@ def _without(piece: Piece, is_short_N: npt.NDArray[np.bool_]) -> Iterator[Piece]
         yield replace(piece, query=piece.query + start, num_queries=end - start)
 
 
-def _tiled_call(paths: list[Piece], later: Sequence[Piece], size: int) -> KernelCall:
-    """The paths in rows of `size` queries at most, each before the stretches that they have left."""
-    number = dict[tuple[int, int], int]()  # of a stretch that is left; after those of the paths themselves
-    sees = np.eye(len(paths), len(paths) + len(later), dtype=np.bool_)
+Stretch = tuple[int, int]
+"""(start, length) of some places."""
+
+
+def _left_by(path: Piece, later: Sequence[KernelPass]) -> list[Stretch]:
+    """What it has left: the keys of the pieces that its queries are part of."""
+    pieces = [piece for part in later for piece in part.pieces]
+    return [(one.key, one.num_keys) for one in pieces if 0 <= path.query - one.query < one.num_queries]
+
+
+def _num_keys(stretches: Iterable[Stretch]) -> int:
+    return sum(length for _, length in stretches)
+
+
+def _tiled_call(paths: list[Piece], left: list[list[Stretch]], size: int) -> KernelCall:
+    """The paths in rows of `size` queries at most, before the stretches that they have left."""
+    number = {one: len(paths) + index for index, one in enumerate(dict.fromkeys(sum(left, [])))}
+    sees = np.eye(len(paths), len(paths) + len(number), dtype=np.bool_)
     stretches, num_queries = list[list[tuple[int, int, int]]](), list[int]()
-    for row in _rows_of(paths, size):
-        own, left = list[tuple[int, int, int]](), dict[tuple[int, int, int], None]()
+    for row in _rows_of(paths, left, size):
+        own = [(paths[index].query, paths[index].num_queries, index) for index in row]
         for index in row:
-            path = paths[index]
-            own.append((path.query, path.num_queries, index))
-            for one in later:
-                if 0 <= path.query - one.query < one.num_queries:
-                    place = one.key, one.num_keys
-                    seen = number.setdefault(place, len(paths) + len(number))
-                    left[*place, seen], sees[index, seen] = None, True
-        stretches.append([*own, *left])
+            sees[index, [number[one] for one in left[index]]] = True
+        others = [(*one, number[one]) for one in dict.fromkeys(one for index in row for one in left[index])]
+        stretches.append([*own, *others])
         num_queries.append(sum(length for _, length, _ in own))
     num_keys = np.array([sum(length for _, length, _ in row) for row in stretches])
     starts, lengths, owners = np.array([one for row in stretches for one in row]).T
@@ -219,17 +232,24 @@ def _tiled_call(paths: list[Piece], later: Sequence[Piece], size: int) -> Kernel
     return KernelCall(query_R[is_query_R], tiles.key_R, (), (), is_causal=True, tiles=tiles)
 
 
-def _rows_of(paths: list[Piece], size: int) -> list[list[int]]:
-    """Their indices, the longest first into the first row that has room (first-fit decreasing)."""
-    rows, rooms = list[list[int]](), list[int]()
+def _rows_of(paths: list[Piece], left: list[list[Stretch]], size: int) -> list[list[int]]:
+    """Their indices, the longest first into the first row that has room (first-fit decreasing): for `size`
+    queries, and twice as many keys that they have left.
+    """
+    rows, rooms, lefts = list[list[int]](), list[int](), list[set[Stretch]]()
     for index in sorted(range(len(paths)), key=lambda index: -paths[index].num_queries):
-        length = paths[index].num_queries
-        place = next((place for place, room in enumerate(rooms) if room >= length), len(rows))
-        if place == len(rows):
+        length, own = paths[index].num_queries, set(left[index])
+        for row, room in enumerate(rooms):
+            if room >= length and _num_keys(lefts[row] | own) <= 2 * size:
+                break
+        else:
+            row = len(rows)
             rows.append([])
             rooms.append(size)
-        rows[place].append(index)
-        rooms[place] -= length
+            lefts.append(set())
+        rows[row].append(index)
+        rooms[row] -= length
+        lefts[row] |= own
     return rows
 
 

@@ -1,6 +1,5 @@
 """Parts of a model's layers in fewer passes over memory on a CPU, where transformers computes them operation
-by operation: RMS norms and rotary embeddings. In the forward pass of a small model they cost as much as its
-matrix products, in the backward pass more.
+by operation: RMS norms and rotary embeddings, with their gradients in closed form.
 
 A part is exchanged only if the bytecode of its function is that of Llama, which most architectures copy; then
 it is the same function, and only its rounding in float32 differs. What is not float32 on a CPU goes to the
@@ -61,7 +60,8 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        output: Tensor = x * scale
+        return output.mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
