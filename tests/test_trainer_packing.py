@@ -18,7 +18,7 @@ from trainer_cases import Rows, assert_all_close, batch_of, random_groups, trees
 
 from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.trainer.model import attention as attention_kernels
-from asyncrl.trainer.model import packing, tree
+from asyncrl.trainer.model import kernel_calls, packing, tree
 from asyncrl.trainer.model.attention import packed_attention, plain_attention
 from asyncrl.trainer.model.packing import MicroBatch, pack
 from asyncrl.trainer.model.tree import Layout, places_of
@@ -185,13 +185,19 @@ def results(function: Any, made: list[Tensor], layout: Layout, scale: float = 0.
 
 
 @settings(max_examples=40, deadline=None)
-@given(trees())
-def test_any_tree_gives_the_outputs_and_gradients_of_separate_sequences(groups: Rows) -> None:
+@given(trees(), st.sampled_from([(), (2,), (4, 8), kernel_calls.TILE_SIZES]))
+def test_any_tree_gives_the_outputs_and_gradients_of_separate_sequences(
+    groups: Rows, tile_sizes: tuple[int, ...]
+) -> None:
+    """Whatever is short enough to share the rows of a call."""
     micros = packed(groups)[2]
     assume(micros)
     layout = micros[0].layout
     made = tensors(layout, torch.float64)
-    assert_all_close(results(packed_attention, made, layout), results(row_by_row, made, layout), 1e-9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_calls, "TILE_SIZES", tile_sizes)
+        found = results(packed_attention, made, layout)
+    assert_all_close(found, results(row_by_row, made, layout), 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,6 @@ def test_the_layout_of_the_cuda_kernel_is_right(monkeypatch: pytest.MonkeyPatch)
     tested.
     """
     forward, backward = attention_kernels._flash, attention_kernels._flash_backward
-    calls = attention_kernels._calls
     num_launches = 0
 
     def cut(tensors: Iterable[Tensor], kinds: str, ends: tuple[Tensor, ...], *options: Any) -> Iterator[Any]:
@@ -245,9 +250,7 @@ def test_the_layout_of_the_cuda_kernel_is_right(monkeypatch: pytest.MonkeyPatch)
     expected = results(packed_attention, made, LAYOUT)
     monkeypatch.setattr(attention_kernels, "_varlen", varlen)
     monkeypatch.setattr(attention_kernels, "_varlen_backward", varlen_backward)
-    monkeypatch.setattr(
-        attention_kernels, "_calls", lambda part, device, **_: calls(part, device, is_one=True)
-    )
+    monkeypatch.setattr(attention_kernels, "calls_of", kernel_calls.calls_by_pass)
     monkeypatch.setattr(attention_kernels, "_forward_cpu", attention_kernels._forward_cuda)
     monkeypatch.setattr(attention_kernels, "_backward_cpu", attention_kernels._backward_cuda)
     assert_all_close(results(packed_attention, made, LAYOUT), expected, 1e-9)

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig, Port
 
-CPU_MICRO_BATCH_TOKENS = 2048
+CPU_MICRO_BATCH_TOKENS = 3072
 """Most tokens that the trainer packs into one forward pass on the CPU."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

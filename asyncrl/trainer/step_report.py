@@ -134,7 +134,7 @@ def trained_line(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN, loss
 def loss_spans(has_loss: BoolN, versions: npt.NDArray[np.int32]) -> list[list[int]]:
     """[start, end, version] of each run of neighbours that carry loss and have one version."""
     label = np.where(has_loss, versions, -1)
-    edges = [0, *(np.flatnonzero(np.diff(label)) + 1).tolist(), len(label)]
+    edges = [0, *(np.flatnonzero(label[1:] != label[:-1]) + 1).tolist(), len(label)]
     spans = zip(edges, edges[1:], label[edges[:-1]].tolist(), strict=False)
     return [[start, end, version] for start, end, version in spans if version >= 0]
 

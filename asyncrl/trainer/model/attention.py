@@ -6,6 +6,9 @@ In the backward pass each part's flash kernel is given the merged output and the
 probabilities and the row sums of grad * output are then those of the whole, so that the parts' gradients add
 up to the exact one.
 
+On a CPU a kernel call costs more than the tokens of a short path: many lie side by side in tiles, which one
+masked call attends to, with all the keys that they see.
+
 The kernels are flash attention on the CPU and, for bfloat16 and float16, on CUDA; elsewhere plain SDPA runs
 sequence by sequence. Grouped-query heads (K < H) are never expanded. Registered with transformers as
 ATTENTION; a model's layers reach it with the keyword `packed_layout`.
@@ -13,8 +16,6 @@ ATTENTION; a model's layers reach it with the keyword `packed_layout`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from asyncrl.trainer.model.tree import KernelPass, Layout
+from asyncrl.trainer.model.kernel_calls import KernelCall, Places, calls_of
+from asyncrl.trainer.model.tree import Layout
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -104,63 +106,30 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, s
     return output
 
 
-Places = slice | Tensor
-
-
-@dataclass(frozen=True)
-class KernelCall:
-    """One call of a flash kernel: the tokens `queries` attend to the tokens `keys`, sequence by sequence of
-    these lengths.
-    """
-
-    queries: Places
-    keys: Places
-    query_lengths: tuple[int, ...]
-    key_lengths: tuple[int, ...]
-    is_causal: bool
-
-
-@lru_cache(maxsize=256)
-def _calls(part: KernelPass, device: torch.device, *, is_one: bool) -> tuple[KernelCall, ...]:
-    """Made once for all layers: a call for each piece, on views, or one for all of them, on tokens that are
-    gathered first.
-    """
-    queries = [slice(piece.query, piece.query + piece.num_queries) for piece in part.pieces]
-    keys = [slice(piece.key, piece.key + piece.num_keys) for piece in part.pieces]
-    sizes = [(piece.num_queries, piece.num_keys) for piece in part.pieces]
-    if is_one:
-        query_lengths, key_lengths = zip(*sizes, strict=True)
-        places = _gathered(queries, device), _gathered(keys, device)
-        return (KernelCall(*places, query_lengths, key_lengths, part.is_causal),)
-    made = zip(queries, keys, sizes, strict=True)
-    return tuple(KernelCall(own, seen, (one,), (other,), part.is_causal) for own, seen, (one, other) in made)
-
-
-def _gathered(places: list[slice], device: torch.device) -> Places:
-    """Their places in order: a slice, if they lie side by side."""
-    if all(one.stop == other.start for one, other in zip(places, places[1:], strict=False)):
-        return slice(places[0].start, places[-1].stop)
-    return torch.cat([torch.arange(place.start, place.stop) for place in places]).to(device)
-
-
 class _Packed(torch.autograd.Function):
     """The layout's passes of a flash kernel, merged."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
         run = _forward_cuda if query.is_cuda else _forward_cpu
+        # A token's heads lie side by side, whatever came in: so tokens are gathered and put back fast.
+        query, key, value = (_by_token(tensor) for tensor in (query, key, value))
         output = torch.empty_like(query)
-        logsum = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
-        for call in _calls_of(layout, query.device):
-            own, keys = call.queries, call.keys
-            found, found_logsum = run((query[:, :, own], key[:, :, keys], value[:, :, keys]), call, scale)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        logsum = query.new_empty((1, query.shape[2], query.shape[1]), dtype=wide).transpose(1, 2)
+        for call in calls_of(layout, query.device):
+            own = call.queries
+            found, found_logsum = run((query, key, value), call, scale)
             if not call.is_causal:  # of tokens that the calls before have been at
-                before, before_logsum = output[:, :, own], logsum[:, :, own]
+                before, before_logsum = _at(output, own), _at(logsum, own)
                 weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
-                found = torch.lerp(before.to(weight.dtype), found.to(weight.dtype), weight)
+                found = torch.lerp(before.to(wide), found.to(wide), weight).to(output.dtype)
                 found_logsum = torch.logaddexp(before_logsum, found_logsum)
-            output[:, :, own] = found
-            logsum[:, :, own] = found_logsum
+            for total, more in ((output, found), (logsum, found_logsum)):
+                if isinstance(own, slice):
+                    total[:, :, own] = more
+                else:
+                    total.index_copy_(2, own, more)
         ctx.save_for_backward(query, key, value, output, logsum)
         ctx.layout, ctx.scale = layout, scale
         return output
@@ -172,43 +141,77 @@ class _Packed(torch.autograd.Function):
         # What many sequences share gets many gradients: they are added up in float32.
         is_sum = len(ctx.layout.passes) > 1
         wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
-        totals = [torch.empty_like(tensor, dtype=wide) for tensor in (query, key, value)]
-        for call in _calls_of(ctx.layout, query.device):
-            own, keys = call.queries, call.keys
-            places = (own, own, keys, keys, own)
-            pairs = zip((grads[0], query, key, value, output), places, strict=True)
-            tensors = tuple(tensor[:, :, place] for tensor, place in pairs)
-            found = run(tensors, logsum[:, :, own], call, ctx.scale)
-            for total, more, place in zip(totals, found, (own, keys, keys), strict=True):
-                if call.is_causal:
-                    total[:, :, place] = more
-                elif isinstance(place, slice):
+        totals = [torch.zeros_like(tensor, dtype=wide) for tensor in (query, key, value)]
+        tensors = (_by_token(grads[0]), query, key, value, output)
+        for call in calls_of(ctx.layout, query.device):
+            found = run(tensors, logsum, call, ctx.scale)
+            for total, more, place in zip(totals, found, (call.queries, call.keys, call.keys), strict=True):
+                if isinstance(place, slice):
                     total[:, :, place] += more
                 else:
-                    total.index_add_(2, place, more.to(wide))
+                    total.transpose(1, 2)[0].index_add_(0, place, more.transpose(1, 2)[0].to(wide))
         return *(total.to(query.dtype) for total in totals), None, None
 
 
-def _calls_of(layout: Layout, device: torch.device) -> Iterator[KernelCall]:
-    for part in layout.passes:
-        yield from _calls(part, device, is_one=device.type != "cpu")
+def _by_token(tensor: Tensor) -> Tensor:
+    """[1, H, N, D] as it is, in the memory order of [1, N, H, D]."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _at(tensor: Tensor, places: Places, num_rows: int = 1) -> Tensor:
+    """Of [1, H, N, ...] those tokens, [rows, H, T, ...]."""
+    if isinstance(places, slice):
+        return tensor[:, :, places]
+    return _by_row(tensor[0].transpose(0, 1).index_select(0, places), num_rows)
+
+
+def _by_row(tokens: Tensor, num_rows: int) -> Tensor:
+    """[rows * T, H, ...] as [rows, H, T, ...]."""
+    return tokens.view(num_rows, -1, *tokens.shape[1:]).transpose(1, 2)
 
 
 def _forward_cpu(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
-    """Output [1, H, Q, D] and log-sum-exp [1, H, Q] of query, key, value."""
-    return _flash(*tensors, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+    """Output [1, H, Q, D] and log-sum-exp [1, H, Q] of query, key, value: of the tokens of this call."""
+    query, key, value = tensors
+    tiles = call.tiles
+    if tiles is None:
+        query, key, value = _at(query, call.queries), _at(key, call.keys), _at(value, call.keys)
+        return _flash(query, key, value, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+    query = _at(query, tiles.query_R, tiles.num_rows)
+    key, value = (_at(tensor, tiles.key_R, tiles.num_rows) for tensor in (key, value))
+    found = _flash(query, key, value, 0.0, False, attn_mask=tiles.mask.to(query.dtype), scale=scale)
+    output, logsum = (
+        rows.transpose(1, 2).flatten(0, 1).index_select(0, tiles.real_queries).transpose(0, 1)[None]
+        for rows in found
+    )
+    return output, logsum
 
 
 def _backward_cpu(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value; tensors are the output's gradient, query, key, value, output."""
-    return _flash_backward(*tensors, logsum, 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+    tiles = call.tiles
+    if tiles is None:
+        own, keys = call.queries, call.keys
+        places = zip(tensors, (own, own, keys, keys, own), strict=True)
+        chosen = [_at(tensor, place) for tensor, place in places]
+        return _flash_backward(*chosen, _at(logsum, own), 0.0, call.is_causal, scale=scale)  # type: ignore[no-any-return]
+    own, keys = tiles.query_R, tiles.key_R
+    places = zip(tensors, (own, own, keys, keys, own), strict=True)
+    chosen = [_at(tensor, place, tiles.num_rows) for tensor, place in places]
+    # Probabilities are exp(score - logsum): 0 for a query that is not there, and so are all its gradients.
+    logsum_R = logsum[0].t().index_select(0, own).index_fill_(0, tiles.no_queries, torch.inf)
+    seen = {"attn_mask": tiles.mask.to(chosen[1].dtype), "scale": scale}
+    found = _flash_backward(*chosen, _by_row(logsum_R, tiles.num_rows), 0.0, False, **seen)
+    query, key, value = (rows.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for rows in found)
+    return query.index_select(2, tiles.real_queries), key, value
 
 
 def _forward_cuda(tensors: tuple[Tensor, ...], call: KernelCall, scale: float) -> tuple[Tensor, Tensor]:
     """As _forward_cpu, all sequences in one launch."""
-    rows = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors)
+    places = zip(tensors, (call.queries, call.keys, call.keys), strict=True)
+    rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
     output, logsum, *_ = _varlen(*rows, *_lengths(call, tensors[0].device), False, scale=scale)
     return output.transpose(0, 1)[None], logsum[None]
 
@@ -217,9 +220,11 @@ def _backward_cuda(
     tensors: tuple[Tensor, ...], logsum: Tensor, call: KernelCall, scale: float
 ) -> tuple[Tensor, ...]:
     """As _backward_cpu, all sequences in one launch."""
-    rows, device = (tensor[0].transpose(0, 1).contiguous() for tensor in tensors), logsum.device
+    own, keys, device = call.queries, call.keys, logsum.device
+    places = zip(tensors, (own, own, keys, keys, own), strict=True)
+    rows = (_at(tensor, place)[0].transpose(0, 1).contiguous() for tensor, place in places)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
-    logsum, lengths = logsum[0].contiguous(), _lengths(call, device)
+    logsum, lengths = _at(logsum, own)[0].contiguous(), _lengths(call, device)
     gradients = _varlen_backward(*rows, logsum, *lengths, *no_dropout, scale=scale)
     return tuple(gradient.transpose(0, 1)[None] for gradient in gradients)
 

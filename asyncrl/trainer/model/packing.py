@@ -29,7 +29,7 @@ from asyncrl.trainer.ranks import ALONE, Ranks
 
 BoolN = npt.NDArray[np.bool_]
 MOST_TOKENS = {"cpu": CPU_MICRO_BATCH_TOKENS}
-"""A micro-batch on this kind of device is no larger: it would not be faster, and take more memory."""
+"""A micro-batch on this kind of device is no larger: it would hardly be faster, and take more memory."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError
 from asyncrl.trainer.model.dealing import costs_of
+from asyncrl.trainer.model.fused import fuse
 from asyncrl.trainer.model.packing import MicroBatch, pack_texts
 from asyncrl.trainer.model.tree import places_of
 
@@ -187,6 +188,8 @@ class Policy(nn.Module):
         self.costs = costs_of(model)
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
+        if next(model.parameters()).is_cpu:
+            fuse(model)
         if not self.plan.is_packed:
             name = type(model).__name__
             log.warning("%s is trained sequence by sequence, which is slower: %s", name, self.plan.reason)

@@ -70,7 +70,7 @@ Runs = tuple[tuple[int, int], ...]
 """(start, length) of the stretches in which the tokens of a sequence stand, in its order."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """How attention connects the N tokens, the same for every layer: each path to itself, then pass by pass
     to those that it has left. `rows`: the stretches of each sequence.

@@ -1,0 +1,104 @@
+"""Parts of a model's layers in fewer passes over memory on a CPU, where transformers computes them operation
+by operation: RMS norms and rotary embeddings, with their gradients in closed form.
+
+A part is exchanged only if the bytecode of its function is that of Llama, which most architectures copy; then
+it is the same function, and only its rounding in float32 differs. What is not float32 on a CPU goes to the
+model's own function.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama as llama
+
+ROTARY = "apply_rotary_pos_emb"
+_norm_backward = torch.ops.aten.native_layer_norm_backward
+
+
+def fuse(model: nn.Module) -> None:
+    """Exchange what can be, in place, for the modules of this model alone."""
+    for module in model.modules():
+        forward = type(module).forward
+        if not isinstance(forward, FunctionType):
+            continue
+        if _code(forward) == _code(llama.LlamaRMSNorm.forward):
+            module.forward = MethodType(_norm, module)
+        elif ROTARY in forward.__code__.co_names and not forward.__closure__:
+            names = forward.__globals__
+            if _code(names.get(ROTARY)) == _code(llama.apply_rotary_pos_emb):
+                made = FunctionType(forward.__code__, {**names, ROTARY: _rotary}, None, forward.__defaults__)
+                made.__kwdefaults__ = forward.__kwdefaults__
+                module.forward = MethodType(made, module)
+
+
+def _code(function: Any) -> tuple[Any, ...] | None:
+    """All that it does, its docstring (the first constant) and line numbers left out."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    return code.co_code, code.co_names, code.co_varnames, code.co_consts[1:], function.__defaults__
+
+
+def _norm(self: Any, hidden_states: Tensor) -> Tensor:
+    if hidden_states.is_cpu and hidden_states.dtype == self.weight.dtype == torch.float32:
+        output: Tensor = _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-untyped-call]
+    else:
+        output = type(self).forward(self, hidden_states)
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension. https://arxiv.org/abs/1910.07467."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        output: Tensor = x * scale
+        return output.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        grad, size = grads[0].contiguous(), x.shape[-1]
+        # That of a layer norm whose mean is 0, which takes the mean of weight * grad off, as this norm does
+        # not.
+        nothing, wanted = torch.zeros_like(scale), [True, ctx.needs_input_grad[1], False]
+        grad_x, grad_weight, _ = _norm_backward(grad, x, [size], nothing, scale, weight, None, wanted)
+        grad_x += (grad @ weight).div_(size)[..., None] * scale
+        return grad_x, grad_weight, None
+
+
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    if all(tensor.is_cpu and tensor.dtype == torch.float32 for tensor in (q, k, cos)):
+        turn = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return _Rotary.apply(q, *turn), _Rotary.apply(k, *turn)  # type: ignore[no-untyped-call]
+    return llama.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
+
+
+class _Rotary(torch.autograd.Function):
+    """x * cos + (-x2, x1) * sin, of the halves x1 and x2 of the last dimension; `cos` and `sin` have no
+    gradient. https://arxiv.org/abs/2104.09864.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        output, half = x * cos, x.shape[-1] // 2
+        output[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1.0)
+        output[..., half:].addcmul_(x[..., :half], sin[..., half:])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (cos, sin), grad = ctx.saved_tensors, grads[0]
+        grad_x, half = grad * cos, grad.shape[-1] // 2
+        grad_x[..., :half].addcmul_(grad[..., half:], sin[..., half:])
+        grad_x[..., half:].addcmul_(grad[..., :half], sin[..., :half], value=-1.0)
+        return grad_x, None, None
