@@ -13,7 +13,7 @@ MIN_SHARED = 2
 """Tokens from which two sequences that are read at once share their start: its keys are written twice."""
 
 
-class Read(NamedTuple):
+class Prefill(NamedTuple):
     """The tokens `ids` [T] for slot `row`. Of the first `num_shared` those before `num_copied` stand in slot
     `source`; the others are computed for `source` in the same step. All of them: it has its next logits, too.
     """
@@ -25,7 +25,7 @@ class Read(NamedTuple):
     num_shared: int
 
 
-def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Read]:
+def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Prefill]:
     """Give each of these a row, under the serving `version`; a source comes before those that use it.
 
     Tokens that another slot gets, read by the weights that serve, are not computed again: the prompt of a
@@ -34,7 +34,7 @@ def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Read]:
     if not taken:
         return []
     known = {one.admitted_ids: row for row, one in enumerate(rows.sequences) if one.next_logits_V is not None}
-    standing, reads = [*known.values(), *rows.kept], dict[int, Read]()
+    standing, reads = [*known.values(), *rows.kept], dict[int, Prefill]()
     for sequence in sorted(taken, key=lambda one: len(one.token_ids)):  # equal lengths are read together
         ids = sequence.token_ids
         sequence.marks.append((len(ids), version))
@@ -47,7 +47,7 @@ def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Read]:
             rows.use_kept(sequence, source, num_shared)
             known[key] = row
         num_copied = min(num_shared, reads[source].num_copied) if source in reads else num_shared
-        reads[row] = Read(row, ids, source, num_copied, num_shared)
+        reads[row] = Prefill(row, ids, source, num_copied, num_shared)
     return list(reads.values())
 
 

@@ -18,7 +18,7 @@ from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
 from asyncrl.serving import Refused
-from asyncrl_servers.embedded.admission import Read, admit
+from asyncrl_servers.embedded.admission import Prefill, admit
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner, moves_after_removal
@@ -222,7 +222,7 @@ class Engine:
             logits = torch.cat([logits[:num_running], self._next_logits(reads, logits[num_running:])])
         self._sample(logits)
 
-    def _next_logits(self, reads: list[Read], computed: Tensor) -> Tensor:
+    def _next_logits(self, reads: list[Prefill], computed: Tensor) -> Tensor:
         """[reads, V]: those that were `computed`, one for each that is not whole in another slot."""
         sequences, of_jobs = self._rows.sequences, iter(computed.clone())
         for one in reads:
@@ -232,7 +232,7 @@ class Engine:
             )
         return torch.stack([cast(Tensor, sequences[one.row].next_logits_V) for one in reads])
 
-    def _admit(self) -> list[Read]:
+    def _admit(self) -> list[Prefill]:
         """Move queued sequences into free slots."""
         num_free = self.spec.slots - len(self._rows) - len(self._interrupted) if self._may_admit else 0
         taken = [self._queued.popitem(last=False)[0] for _ in range(min(num_free, len(self._queued)))]
