@@ -12,8 +12,9 @@ each of
     plain       sync_run.py: engine and trainer of asyncrl in one process, one after the other
     on-policy   `asyncrl run` at max_staleness 0, which must give the plain loop's numbers
 
-as a process of its own, one at a time. First TRL and the plain loop choose their threads (1 or 2), and TRL
-its micro-batch and attention, by seconds of a few steps of the untrained model. Then each system runs its
+as a process of its own, one at a time. First TRL and the plain loop choose their threads (1 or 2; the plain
+loop 2 if that saves a tenth), and TRL its micro-batch and attention, by seconds of a few steps of the
+untrained model. Then each system runs its
 first seed at every learning rate, and takes the one that reaches 0.8 soonest (where none does, that with the
 highest final reward) for its other seeds; `on-policy` takes that of `plain`. A level is reached when the
 mean of the last 10 steps is; a seed that never does counts as infinite; figures are medians over the seeds.
@@ -47,6 +48,10 @@ from report import reported
 CONFIGS = HERE.parent / "configs"
 QUICKSTART, SMOLLM2 = CONFIGS / "quickstart.yaml", CONFIGS / "smollm2.yaml"
 PROBE_STEPS, SHAPE_STEPS = 10, 3
+WORTH = 0.9
+"""Of the seconds with one thread, what the plain loop may take with two for two to be chosen: they are those
+of `on-policy`, too, whose processes share the cores.
+"""
 SYSTEMS = {
     "asyncrl": "asyncrl, max_staleness 4",
     "trl": "TRL GRPOTrainer",
@@ -91,8 +96,8 @@ def choose(work: Work, systems: list[str]) -> Chosen:
         for option, values in TRL_SETTINGS.items():
             trl += min(([option, value] for value in values), key=lambda pair: step_s("trl", *trl, *pair))
     if "plain" in systems:
-        pairs = ([f"rollout.threads={number}", f"trainer.threads={number}"] for number in (1, 2))
-        plain = min(pairs, key=lambda pair: step_s("plain", *pair))
+        one, two = ([f"rollout.threads={number}", f"trainer.threads={number}"] for number in (1, 2))
+        plain = two if step_s("plain", *two) < WORTH * step_s("plain", *one) else one
     return Chosen(tuple(trl), tuple(plain))
 
 
