@@ -39,6 +39,8 @@ _FILE_NAMES = {name: code for code, (name, _) in DTYPES.items()}
 _ITEM_BYTES = dict(DTYPES.values())
 _PIECE_BLOCKS = 512
 """Blocks that are hashed at once: on a CPU they stay in its cache, on a device they are 4 MiB of floats."""
+MIN_HASHED_BYTES = 2**22
+"""Bytes that are handed to the hashing thread at once, at least: what costs more than to change threads."""
 SCALE = "scale"
 """In a file of adapters: the scalar float32 tensor alpha / rank. An engine needs it, and the digest covers
 it.
@@ -111,16 +113,31 @@ def write_tensors(
     file: Any, entries: Iterable[tuple[str, str, Iterable[int]]], tensors: Iterator[tuple[str, Tensor]]
 ) -> dict[str, bytes]:
     """Write `tensors`, which are those of `entries` in their order, one after the other, each hashed while it
-    is written; returns their digests. Raises OSError.
+    is written, small ones together; returns their digests. Raises OSError.
     """
-    digests = {}
+    digests = dict[str, bytes]()
     file.write(safetensors_head(entries))
     with ThreadPoolExecutor(1, "digest") as hashing:
-        for name, tensor in tensors:
-            digest = hashing.submit(digest_of_tensor, name, tensor)
-            file.write(host_bytes(tensor))
-            digests[name] = digest.result()
+        for some in _together(tensors):
+            found = hashing.submit(digests_of, some)
+            for tensor in some.values():
+                file.write(host_bytes(tensor))
+            digests |= found.result()
     return digests
+
+
+def _together(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """In their order, so many at once that a thread has enough to do."""
+    some: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in tensors:
+        some[name] = tensor
+        num_bytes += tensor.nbytes
+        if num_bytes >= MIN_HASHED_BYTES:
+            yield some
+            some, num_bytes = {}, 0
+    if some:
+        yield some
 
 
 def dtype_name(dtype: torch.dtype) -> str:
