@@ -118,17 +118,18 @@ class Link:
                 await self._has_news.wait()
                 self._has_news.clear()
                 asked, self._asked = self._asked, []
+                # Taken at once: what is said of a request goes after the request.
+                said = {"resume": self._resumed, "abort": self._aborted}
+                self._resumed, self._aborted = [], []
                 for first in range(0, len(asked), FRAME_REQUESTS):
                     if first:
                         await asyncio.sleep(0)
                     batch = asked[first : first + FRAME_REQUESTS]
                     rows = [frames.Asked(one.number, one.request, one.on_chunk is not None) for one in batch]
                     await socket.send(frames.submit_frame(rows))
-                for kind, numbers in (("resume", self._resumed), ("abort", self._aborted)):
+                for kind, numbers in said.items():
                     if numbers:
-                        frame = frames.numbers_frame(kind, numbers)
-                        numbers.clear()
-                        await socket.send(frame)
+                        await socket.send(frames.numbers_frame(kind, numbers))
         except Exception as error:  # CallLost, or a request that is none
             self._break(error)
             self._running.cancel()

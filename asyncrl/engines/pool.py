@@ -141,10 +141,10 @@ class EnginePool:
         """Segments from one server until the request is finished, or has to move."""
         index = seat.index
         empty = EmptySegments(self.servers[index], join.request.request_id)
-        while not join.is_finished:
+        while True:
             num_before = len(join.token_ids)
             await self._segment(seat, join, on_tokens, empty)
-            if seat.index != index or self._router.moves(seat):
+            if join.is_finished or seat.index != index or self._router.moves(seat):
                 return
             empty.count(len(join.token_ids) - num_before)
 

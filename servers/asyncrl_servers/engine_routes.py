@@ -100,10 +100,10 @@ class ServedLink(Generic[Of]):
     def _send(self, frame: bytes) -> None:
         """From any thread."""
         message = _message(frame)
-        with self._sending, suppress(OSError, RuntimeError):  # the reader sees it; the loop is closed
+        with self._sending, suppress(RuntimeError):  # the loop is closed
             if not self._is_behind:
                 num_sent = 0
-                with suppress(BlockingIOError):
+                with suppress(OSError):  # if it is more than a full buffer, the transport ends the connection
                     num_sent = self._socket.send(message)
                 message = message[num_sent:]
                 self._is_behind = bool(message)
@@ -113,7 +113,8 @@ class ServedLink(Generic[Of]):
 
     def _catch_up(self) -> None:
         with self._sending:
-            self._transport.writelines(self._unsent)
+            # writelines() of some versions of Python does not look whether the connection is lost
+            self._transport.write(b"".join(self._unsent))
             self._unsent.clear()
             self._is_behind = self._transport.get_write_buffer_size() > 0
 

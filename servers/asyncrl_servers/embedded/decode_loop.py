@@ -224,11 +224,11 @@ class Engine:
 
     def _next_logits(self, reads: list[Prefill], computed: Tensor) -> Tensor:
         """[reads, V]: those that were `computed`, one for each that is not whole in another slot."""
-        sequences, of_jobs = self._rows.sequences, iter(computed.clone())
+        sequences, of_jobs = self._rows.sequences, iter(computed)
         for one in reads:
             is_whole = one.num_shared == len(one.ids)
             sequences[one.row].next_logits_V = (
-                sequences[one.source].next_logits_V if is_whole else next(of_jobs)
+                sequences[one.source].next_logits_V if is_whole else next(of_jobs).clone()
             )
         return torch.stack([cast(Tensor, sequences[one.row].next_logits_V) for one in reads])
 

@@ -115,7 +115,7 @@ class Pass:
     """int64: the row of the call that each of those keys is of; None: the first ones, in order."""
     _biases: dict[int, Tensor] = field(default_factory=dict)
     """By stretch, what its scores are added to, the same in every layer: [slots * kv_heads, rows, length] of
-    0 and -inf.
+    0 and -inf; of one slot [1, rows, length].
     """
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
@@ -158,7 +158,7 @@ class Pass:
         if number not in self._biases:
             zeros = torch.zeros_like(stretch.invalid, dtype=flat.dtype)
             bias = zeros.masked_fill_(stretch.invalid, -torch.inf)
-            shape = (num_slots, kv_heads, grouped.shape[2], tokens, length)
+            shape = (num_slots, kv_heads if num_slots > 1 else 1, grouped.shape[2], tokens, length)
             self._biases[number] = bias.expand(shape).reshape(-1, num_rows, length)
         scores = torch.baddbmm(self._biases[number], flat, keys.flatten(0, 1)[:, :length].transpose(1, 2))
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)

@@ -15,14 +15,16 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
-from asyncrl.messages.digest import BLOCK_BYTES, digest_of_sums, joint_digest
+from asyncrl.messages.digest import BLOCK_BYTES, joint_digest
 from asyncrl.serving import Refused
 from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
 from asyncrl.weights.tensor_files import (
+    BegunDigest,
     digest_and_size,
     digest_tensors,
     dtype_name,
+    finish_digests,
     read_or_refuse,
     torch_block_sums,
 )
@@ -185,9 +187,8 @@ def _digests(tensors: Mapping[str, Tensor], memory: Tensor) -> dict[str, bytes]:
     """digests_of tensors that lie in `memory` as _copies() laid them: the sums of all in one pass, where one
     for each costs as much as the copy for a small model.
     """
-    sums, end, found = torch_block_sums(memory).cpu().numpy().astype("<i4", copy=False), 0, {}
+    sums, end, begun = torch_block_sums(memory).cpu(), 0, {}
     for name, tensor in tensors.items():
         start, end = end, end + _num_blocks(tensor.nbytes)
-        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
-        found[name] = digest_of_sums(name, dtype, shape, sums[start:end].data)
-    return found
+        begun[name] = BegunDigest(dtype_name(tensor.dtype), tuple(tensor.shape), sums[start:end])
+    return finish_digests(begun)
