@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure
 from asyncrl.waits import TimeLimit
@@ -217,6 +217,10 @@ def abandon(task: asyncio.Task[Any]) -> None:
     asyncio.tasks._unregister_task(task)
 
 
+Inbox: TypeAlias = "SimpleQueue[Callable[[], None] | None]"
+"""Calls for a thread; None ends it."""
+
+
 class DaemonThreads(ThreadPoolExecutor):
     """What asyncio.to_thread runs in: daemon threads, one for each call at a time, and as many as there are
     calls. One whose call is over is used again: to start one, the loop has to wait until it runs.
@@ -227,7 +231,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
     def __init__(self) -> None:
         super().__init__()
-        self._without_call: deque[SimpleQueue[Callable[[], None]]] = deque()
+        self._without_call: deque[Inbox] = deque()
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Start it at once."""
@@ -236,17 +240,24 @@ class DaemonThreads(ThreadPoolExecutor):
         inbox.put(partial(self._call, inbox, future, partial(fn, *args, **kwargs)))
         return future
 
-    def _new_thread(self) -> SimpleQueue[Callable[[], None]]:
-        inbox = SimpleQueue[Callable[[], None]]()
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the threads that have no call. Those that have one are left to themselves."""
+        super().shutdown(wait=False, cancel_futures=cancel_futures)
+        while self._without_call:
+            self._without_call.pop().put(None)
+
+    def _new_thread(self) -> Inbox:
+        inbox: Inbox = SimpleQueue()
 
         def body() -> None:
-            while True:
-                inbox.get()()
+            while (call := inbox.get()) is not None:
+                call()
+                del call  # it holds what the call returned
 
         threading.Thread(target=body, name="to_thread", daemon=True).start()
         return inbox
 
-    def _call(self, inbox: SimpleQueue[Callable[[], None]], future: Future[Any], fn: partial[Any]) -> None:
+    def _call(self, inbox: Inbox, future: Future[Any], fn: partial[Any]) -> None:
         is_wanted = future.set_running_or_notify_cancel()
         try:
             result = fn() if is_wanted else None

@@ -99,7 +99,7 @@ class Alarm:
         self._clock = LoopClock.of(self._loop)
         self._clock.hold_nowait()
         self._until_s, self._grace_left_s = self._clock.time() + delay_s, delay_s
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(delay_s, self._due)
+        self._timer: asyncio.Handle | None = self._loop.call_later(delay_s, self._due)
 
     @property
     def left_s(self) -> float:
@@ -114,7 +114,7 @@ class Alarm:
             self._clock.release_nowait()
 
     def _due(self) -> None:
-        assert self._timer is not None
+        assert isinstance(self._timer, asyncio.TimerHandle)
         grace_s = min(GRACE_S, self._grace_left_s)
         if self._loop.time() - self._timer.when() > LATE_S and self.left_s < grace_s:
             self._grace_left_s -= grace_s
@@ -122,6 +122,9 @@ class Alarm:
         if self.left_s > ROUNDING_S:
             self._timer = self._loop.call_later(self.left_s, self._due)
             return
+        self._timer = self._loop.call_soon(self._ring)  # after those whose answer came in this very turn
+
+    def _ring(self) -> None:
         self.cancel()
         self._callback()
 
@@ -156,6 +159,8 @@ class TimeLimit:
         """Over once the loop has run for this long from now on (None: never); only inside the block, and
         before it is over.
         """
+        assert self._task is not None, "a limit is restarted inside its block"
+        assert not self._is_over, "and before it is over"
         self._stop()
         self._left_s = None
         self._start(left_s)
@@ -171,10 +176,11 @@ class TimeLimit:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop()
-        if not self._is_over or self._task is None:
+        task, self._task = self._task, None
+        if not self._is_over or task is None:
             return
         # cancelled by others too, or not at all: then it is no matter of ours (as in asyncio.timeout)
-        if self._task.uncancel() > self._num_cancelled or kind is not asyncio.CancelledError:
+        if task.uncancel() > self._num_cancelled or kind is not asyncio.CancelledError:
             return
         if self._or_raise is None:
             raise TimeoutError from error

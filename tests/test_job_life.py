@@ -104,7 +104,7 @@ class House:
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.job = make_job(tmp_path, trainer={"num_steps": 3})
         self.job.reporter._recorder.close()
-        silent: Any = SimpleNamespace(**dict.fromkeys(REPORTED, ignore))
+        silent: Any = SimpleNamespace(**dict.fromkeys(REPORTED, ignore), counted_before_publish=lambda *_: {})
         self.job.reporter, self.job.tell, self.job.warn = silent, print, print  # type: ignore[assignment]
         self.trainer, self.journal = FakeTrainer(), MemoryJournal()
         self.batches = asyncio.Queue[Batch]()
@@ -131,7 +131,7 @@ class House:
         monkeypatch.setattr(job, "open_parts", self.open_parts)
         monkeypatch.setattr(job.Job, "_make_watchdog", lambda *_: watchdog)
         monkeypatch.setattr(job, "heartbeat", ignore)
-        monkeypatch.setattr(job, "batch_metrics", ignore)  # of batches that have no groups
+        monkeypatch.setattr(job, "batch_metrics", lambda _: {})  # of batches that have no groups
 
     async def open_parts(self, *_: Any, **__: Any) -> Any:
         return self.rooms

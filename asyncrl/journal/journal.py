@@ -50,8 +50,8 @@ def _later(
 
 
 class Journal:
-    """A run's life in journal.sqlite. All `_nowait` methods queue their decision, which is written GATHER_S
-    later at the latest, and return at once; the awaited ones return when it is durable.
+    """A run's life in journal.sqlite. All `_nowait` methods queue their decision, which waits GATHER_S for
+    others to be written with it, and return at once; the awaited ones return when it is durable.
 
     Group:      admitted -> segments, rollouts finished or failed -> ready -> taken by one batch; or failed,
                 filtered, handed back. A ready one may still be handed back. The prompt of one that failed or

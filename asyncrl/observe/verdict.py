@@ -22,7 +22,7 @@ NUM_NAMED = 5
 """Number of batches with a skipped step that are named."""
 FILTERED_SHARE, HOPELESS_SHARE, MASKED_SHARE = 0.03, 0.5, 0.05
 """Shares of filtered groups: from the first on it is said what the filter cost, from the second on to change
-the prompts. And of masked tokens, from which on a larger bound is named."""
+the prompts. And of masked tokens, or groups generated again, from which on a larger bound is named."""
 BUSY_WAIT_SHARE, BALANCED_WAIT_SHARE = 0.10, 0.25
 """Below the first share of waiting training set the pace, below the second neither side waited much."""
 _BAR = 30
@@ -140,8 +140,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     elif not policy.waits and (again or masked > 0):
         gradient = f"{masked:.1%} of the tokens were masked, " if policy.masks else ""
         advice = ""
-        if policy.masks and masked >= MASKED_SHARE:
-            advice = f" A larger buffer.max_staleness (now {config.buffer.max_staleness}) masks fewer."
+        share = max(masked, again / (again + len(steps) * config.trainer.num_groups))
+        if policy.masks and share >= MASKED_SHARE:
+            advice = f" A larger buffer.max_staleness (now {config.buffer.max_staleness}) loses fewer."
         yield f"on_overdue={choice}: {gradient}{several(again, 'group')} generated again.{advice}"
     filtered = steps.newest("rollout/filtered")
     share = filtered / (filtered + len(steps) * config.trainer.num_groups)

@@ -216,8 +216,9 @@ class Job(Life):
             await parts.turns.to_trainer()
             report = await parts.trainer.train(batch)
             parts.journal.trained_nowait(batch.version, report.metrics)
+            counted = self.reporter.counted_before_publish(parts, batch)
             await parts.turns.to_engines(report.policy_version)
-            step_s, found = clock() - started_s, await computed(batch_metrics, batch)
+            step_s, found = clock() - started_s, counted | await computed(batch_metrics, batch)
             self.reporter.step(parts, batch, report, found, step_s=step_s)
             await parts.checkpointer.after_step(report.policy_version)
 

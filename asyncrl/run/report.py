@@ -171,6 +171,14 @@ class Reporter(Voice):
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
         self.tell("training")
 
+    def counted_before_publish(self, parts: Parts, batch: Batch) -> dict[str, float]:
+        """What the engines have sampled, before they can sample for the next batch: at max_staleness 0 the
+        same in every run. For step().
+        """
+        self._totals.starts_from(self._before.get(batch.version, self._journaled))
+        name = "tokens/generated"
+        return {name: self._counted({name: parts.engines.gauges()[name]})[name]}
+
     def step(
         self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float], *, step_s: float
     ) -> None:

@@ -29,10 +29,19 @@ def fuse(model: nn.Module) -> None:
             module.forward = MethodType(_norm, module)
         elif ROTARY in forward.__code__.co_names and not forward.__closure__:
             names = forward.__globals__
-            if _code(names.get(ROTARY)) == _code(llama.apply_rotary_pos_emb):
+            if _is_llamas_rotary(names.get(ROTARY)):
                 made = FunctionType(forward.__code__, {**names, ROTARY: _rotary}, None, forward.__defaults__)
                 made.__kwdefaults__ = forward.__kwdefaults__
                 module.forward = MethodType(made, module)
+
+
+def _is_llamas_rotary(function: Any) -> bool:
+    """It and the function that it calls: NanoChat's and Blt's differ in that one alone."""
+    half = getattr(function, "__globals__", {}).get("rotate_half")
+    return all(
+        _code(one) == _code(other)
+        for one, other in ((function, llama.apply_rotary_pos_emb), (half, llama.rotate_half))
+    )
 
 
 def _code(function: Any) -> tuple[Any, ...] | None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from asyncrl.trainer.model.tree import KernelPass, Layout, Piece
+from asyncrl.trainer.model.tree import Layout, Piece
 
 Places = slice | Tensor
 TILE_SIZES = (32, 64)
@@ -60,7 +60,8 @@ def calls_of(layout: Layout, device: torch.device) -> tuple[KernelCall, ...]:
     if device.type != "cpu":
         return calls_by_pass(layout, device)
     paths, *later = layout.passes
-    left = {path: _left_by(path, later) for path in paths.pieces}
+    pieces = [piece for part in later for piece in part.pieces]
+    left = {path: _left_by(path, pieces) for path in paths.pieces}
     calls, is_short_N = [], np.zeros(layout.num_tokens, np.bool_)
     for smallest, size in zip((0, *TILE_SIZES), TILE_SIZES, strict=False):
         short = [path for path in left if smallest < path.num_queries <= size >= _num_keys(left[path])]
@@ -93,9 +94,8 @@ Stretch = tuple[int, int]
 """(start, length) of some places."""
 
 
-def _left_by(path: Piece, later: Sequence[KernelPass]) -> list[Stretch]:
-    """What it has left: the keys of the pieces that its queries are part of."""
-    pieces = [piece for part in later for piece in part.pieces]
+def _left_by(path: Piece, pieces: Sequence[Piece]) -> list[Stretch]:
+    """What it has left: the keys of those of these pieces that its queries are part of."""
     return [(one.key, one.num_keys) for one in pieces if 0 <= path.query - one.query < one.num_queries]
 
 
