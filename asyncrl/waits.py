@@ -130,8 +130,7 @@ class Alarm:
 
 
 class TimeLimit:
-    """In place of asyncio.timeout(timeout_s), for whatever is to be blamed when its time is over: `async with
-    TimeLimit(60.0) as limit`.
+    """In place of asyncio.timeout(timeout_s), for whatever is to be blamed when its time is over.
 
     Raises TimeoutError, and is expired() then, once the loop has run for timeout_s; None is no limit.
     `or_raise` makes the error to raise in place of the TimeoutError.
@@ -142,9 +141,7 @@ class TimeLimit:
         self._alarm: Alarm | None = None
         self._left_s: float | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._num_cancelled = 0
-        """Times that the task was asked to be cancelled before the block."""
-        self._is_over = False
+        self._num_cancelled, self._is_over = 0, False  # so often the task was cancelled before the block
 
     def expired(self) -> bool:
         """Whether the time is over."""
@@ -156,9 +153,7 @@ class TimeLimit:
         return self._left_s if self._alarm is None else self._alarm.left_s
 
     def restart(self, left_s: float | None) -> None:
-        """Over once the loop has run for this long from now on (None: never); only inside the block, and
-        before it is over.
-        """
+        """Over once the loop has run for this long from now on (None: never)."""
         assert self._task is not None, "a limit is restarted inside its block"
         assert not self._is_over, "and before it is over"
         self._stop()
