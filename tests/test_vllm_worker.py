@@ -193,6 +193,7 @@ def test_a_set_that_lacks_a_tensor_leaves_a_server_of_no_version_until_a_whole_o
     assert layer in answer["error"]
     assert "until a load succeeds" in answer["rule"]
     assert "came in part" in house.server.rpc("asyncrl_facts")["broken"]
+    assert len(outputs_of(house.server)) == len(PROMPTS) + 1, "it lives"
     assert "error" in house.push(house.weights["B"] | {"model.layers.2.elsewhere.weight": torch.zeros(2)})
     part = house.write(dict(itertools.islice(house.weights["B"].items(), 5)))
     chunk = {"version": next(house.versions), "index": 0, "is_last": False, **part}
