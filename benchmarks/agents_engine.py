@@ -24,10 +24,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
 from engine_servers import engine_server, has_vllm
+from random_model import random_qwen3
 from report import options, reported
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import SamplingRequest, VersionSpan
@@ -75,9 +74,9 @@ class Agents:
 
 
 def make_model(folder: Path, max_length: int) -> None:
-    """A Qwen3 of random weights without an end token: its KV cache has 256 bytes a token."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    """One layer: the KV cache has 256 bytes a token."""
+    random_qwen3(
+        folder,
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=128,
@@ -86,12 +85,7 @@ def make_model(folder: Path, max_length: int) -> None:
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=max_length,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 async def measure(kind: str, model: Path, folder: Path, arguments: argparse.Namespace) -> float:

@@ -30,7 +30,7 @@ RATIOS, SIGMAS, WAVES = (1.0, 4.0), (0.0, 0.5, 1.0), (1, 8)
 def case_of(waves: int, ratio: float, sigma: float, handover_s: float, num_batches: int) -> Case:
     """Eight devices with just so many slots that a batch is `waves` rollouts a slot."""
     slots = NUM_GROUPS * GROUP_SIZE // NUM_DEVICES // waves
-    return Case(NUM_DEVICES, NUM_GROUPS, GROUP_SIZE, slots, ratio, sigma, handover_s, num_batches=num_batches)
+    return Case(NUM_DEVICES, NUM_GROUPS, GROUP_SIZE, slots, ratio, sigma, handover_s, "wait", num_batches)
 
 
 def cell(split: Split) -> str:

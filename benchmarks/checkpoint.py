@@ -30,9 +30,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import torch
+from random_model import qwen3_69m
 from report import options, reported
-from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import TrainerConfig
@@ -59,21 +58,7 @@ class Repetition:
 
 def make_step(folder: Path) -> TrainStep:
     """A random Qwen3 of 69 M parameters, in a trainer."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=640,
-        intermediate_size=1920,
-        num_hidden_layers=12,
-        num_attention_heads=10,
-        num_key_value_heads=5,
-        head_dim=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    qwen3_69m(folder / "model", max_length=256)
     return TrainStep(
         TrainerSpec(
             model_path=str(folder / "model"),

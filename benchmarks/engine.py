@@ -32,8 +32,9 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import numpy as np
 import torch
 from engine_servers import engine_server, has_vllm
+from random_model import random_qwen3
 from report import options, reported
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.calls import GenerateRequest
@@ -47,9 +48,9 @@ VOCAB, PROMPT_LENGTH, MAX_NEW = 64, 16, 496
 
 
 def make_model(folder: Path) -> None:
-    """A Qwen3 of about 1M parameters with random weights and no end-of-sequence token."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
+    """About 1M parameters."""
+    random_qwen3(
+        folder,
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=384,
@@ -58,12 +59,7 @@ def make_model(folder: Path) -> None:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
     )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
 
 
 def long_tailed_lengths(count: int, mean: float, sigma: float) -> list[int]:

@@ -41,8 +41,8 @@ import torch
 from checkpoint import as_a_child, make_step, timed, train_once
 from engine_servers import engine_server, has_vllm
 from pydantic import BaseModel
+from random_model import qwen3_69m
 from report import options, reported
-from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.engines.engine import EngineClient
@@ -55,7 +55,6 @@ from asyncrl.weights.export import export_weights, named_weights
 from asyncrl.weights.tensor_files import digest_tensors, host_bytes
 
 SLOTS, MAX_LENGTH = 8, 256
-VOCAB_SIZE = 16_384
 MIN_REPETITIONS = 3
 LIMIT_S = 300.0
 LOAD = 3
@@ -107,27 +106,6 @@ class TokenStream:
         while not self.gaps or self.gaps[-1][0] < moment:
             self._answered.clear()
             await self._answered.wait()
-
-
-def make_model(folder: Path) -> torch.nn.Module:
-    """A random Qwen3 of 277 MB in float32."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=640,
-        intermediate_size=1920,
-        num_hidden_layers=12,
-        num_attention_heads=10,
-        num_key_value_heads=5,
-        head_dim=64,
-        max_position_embeddings=MAX_LENGTH,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    return model
 
 
 async def keep_generating(pool: EnginePool, number: int) -> None:
@@ -228,7 +206,7 @@ async def measure(
     kind: str, seconds: float, interrupt: Interrupt, folder: Path, staging: Path
 ) -> tuple[list[Repetition], list[float], int]:
     """Repetitions until the time is over; the usual waits of the stream; bytes of the weights."""
-    first = named_weights(await asyncio.to_thread(make_model, folder / "model"))
+    first = named_weights(await asyncio.to_thread(qwen3_69m, folder / "model", MAX_LENGTH))
     second = {name: tensor * 1.01 for name, tensor in first.items()}
     async with engine_server(kind, folder / "model", folder, slots=SLOTS, max_length=MAX_LENGTH) as (
         server,

@@ -9,6 +9,7 @@ file. The fault is named by the environment (ASYNCRL_TEST_FAULT) or by POST /col
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -36,7 +37,7 @@ class FaultyReload(Reload):
 class FaultyLoader(Loader):
     """skip_chunk, skip_chunk_unseen: the second chunk is not loaded. swap_names: two tensors of one shape
     change places after they were hashed. no_twin, no fault, and skip_chunk: weights are loaded where those
-    lie that serve.
+    lie that serve; what an update that was given up leaves there is no number.
     """
 
     fault = os.environ.get("ASYNCRL_TEST_FAULT", "")
@@ -45,6 +46,13 @@ class FaultyLoader(Loader):
     @staticmethod
     def can_have_twin(model: Any) -> bool:
         return FaultyLoader.fault not in ("no_twin", "skip_chunk") and can_have_twin(model)
+
+    def _abandon(self, why: str) -> None:
+        super()._abandon(why)
+        if self.fault == "no_twin":
+            for name, parameter in self.model.named_parameters():
+                if "layernorm" in name:
+                    parameter.data.fill_(math.nan)
 
     def _chunks(self, staged: Staged, chunk_bytes: int) -> Iterable[list[tuple[str, Any]]]:
         if self.fault == "swap_names":

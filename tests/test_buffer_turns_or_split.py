@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "colocation.md").read_text(encoding="utf-8")
 
 def case(ratio: float = 1.0, sigma: float = 0.0, handover_s: float = 0.0, **values: int) -> Case:
     sizes = {"num_devices": 4, "num_groups": 4, "group_size": 4, "slots": 4} | values
-    return Case(ratio=ratio, sigma=sigma, handover_s=handover_s, **sizes)
+    return Case(ratio=ratio, sigma=sigma, handover_s=handover_s, on_overdue="wait", **sizes)
 
 
 def test_turns_use_all_devices_and_pay_handovers_and_a_split_at_0_waits_for_the_other_half() -> None:

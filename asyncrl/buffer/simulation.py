@@ -305,7 +305,7 @@ class Case:
     ratio: float
     sigma: float
     handover_s: float
-    on_overdue: OnOverdue = "wait"
+    on_overdue: OnOverdue
     num_batches: int = 200
 
     def play(self, max_staleness: int = 0, num_trainer: int | None = None) -> SimulationResult:

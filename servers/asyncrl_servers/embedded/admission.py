@@ -24,6 +24,11 @@ class Prefill(NamedTuple):
     num_copied: int
     num_shared: int
 
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is computed for this slot alone."""
+        return self.num_shared == len(self.ids)
+
 
 def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Prefill]:
     """Give each of these a row, under the serving `version`; a source comes before those that use it.

@@ -216,7 +216,7 @@ class Engine:
                 self.runner.cache.copy_slot(one.source, one.row, one.num_copied)
             self._tokens_prefilled += len(one.ids) - one.num_shared
         shares = [(one.source, one.row, one.num_shared) for one in reads if one.num_copied < one.num_shared]
-        jobs = [(one.row, one.ids, one.num_shared) for one in reads if one.num_shared < len(one.ids)]
+        jobs = [(one.row, one.ids, one.num_shared) for one in reads if not one.is_whole]
         logits = self.runner.step(last_ids, lengths, jobs, shares)
         if reads:
             logits = torch.cat([logits[:num_running], self._next_logits(reads, logits[num_running:])])
@@ -226,9 +226,8 @@ class Engine:
         """[reads, V]: those that were `computed`, one for each that is not whole in another slot."""
         sequences, of_jobs = self._rows.sequences, iter(computed)
         for one in reads:
-            is_whole = one.num_shared == len(one.ids)
             sequences[one.row].next_logits_V = (
-                sequences[one.source].next_logits_V if is_whole else next(of_jobs).clone()
+                sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
             )
         return torch.stack([cast(Tensor, sequences[one.row].next_logits_V) for one in reads])
 

@@ -79,7 +79,7 @@ class Loader:
             if self.open_version is not None:
                 self._abandon("given up")
             self._twin.swap_in()
-            self.broken = None
+            self._now_whole()
         else:
             self.begin(version)
             for chunk in self._chunks(staged, self._chunk_bytes):
@@ -147,7 +147,18 @@ class Loader:
             rule = "the weights of this server are of no version until a load succeeds"
             _check_complete(reload, self.open_version, rule)
             reload.finish()
-        self.open_version = self.broken = None
+        self.open_version = None
+        self._now_whole()
+
+    def _now_whole(self) -> None:
+        """Serve weights of one load. What broken ones left in the KV cache may be NaN, and attention that
+        masks such a position still multiplies it by 0: NaN.
+        """
+        if self.broken is not None:
+            for cache in self.worker.model_runner.kv_caches:
+                for part in [cache] if isinstance(cache, Tensor) else cache:
+                    part.zero_()
+        self.broken = None
 
     def _make_ready(self, staged: Staged, twin: Twin | None, chunk_bytes: int) -> None:
         """On a thread: hash what is staged and load it into the twin. Raises Refused."""
