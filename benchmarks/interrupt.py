@@ -9,14 +9,15 @@ vllm         configs/quickstart-vllm.yaml, where vLLM is installed (`make setup-
 Every run is a real `asyncrl run` from the same seed with new weights after every step; the modes take turns.
 Figures are of the last four fifths of the steps, medians over the rounds.
 
+tokens/s     Sampled tokens that were trained on: modes that learn otherwise have steps of other lengths.
 s/step       Seconds of wall time a step.
-CPU s/step   Of all processes, start-up aside.
+CPU us/token Of all processes.
 pause ms     For how long an engine gave no tokens because of a swap.
 gap          Mean difference in nats of the engines' and the trainer's logprobs of fresh tokens.
 reward       Mean over the last fifth.
 
-Last line: `ratio: X` = the least over the cases of the fastest mode's seconds a step over abort's, which is
-what `auto` takes: 1.00 is that no mode is faster.
+Last line: `ratio: X` = the least over the cases of the tokens/s of abort, which is what `auto` takes, over
+those of the fastest mode: 1.00 is that no mode is faster.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Case:
 
 
 CASES = {
-    "quickstart": Case(CONFIGS / "quickstart.yaml", (), 0.1),
-    "long": Case(CONFIGS / "quickstart.yaml", LONG, 0.6),
+    "quickstart": Case(CONFIGS / "quickstart.yaml", (), 0.08),
+    "long": Case(CONFIGS / "quickstart.yaml", LONG, 0.25),
     "vllm": Case(CONFIGS / "quickstart-vllm.yaml", (), 0.4, 60.0),
 }
 
@@ -65,11 +66,12 @@ def run_once(case: Case, mode: str, num_steps: int, run_dir: Path) -> dict[str, 
     steps = [json.loads(line) for line in text.splitlines()]
     first = num_steps // 5
     part, since_s = steps[first:], steps[first - 1]["time_s"]
-    step_s = (part[-1]["time_s"] - since_s) / len(part)
+    wall_s, num_tokens = part[-1]["time_s"] - since_s, sum(step["tokens/sampled"] for step in part)
     mean = lambda name, of: statistics.fmean(step[name] for step in of if name in step)  # noqa: E731
     return {
-        "s/step": step_s,
-        "CPU s/step": sum(processes.cpu(first, num_steps).values()) * step_s,
+        "tokens/s": num_tokens / wall_s,
+        "s/step": wall_s / len(part),
+        "CPU us/token": 1e6 * sum(processes.cpu(first, num_steps - 1).values()) * wall_s / num_tokens,
         "pause ms": 1e3 * mean("perf/weight_sync_pause_s", part),
         "gap": mean("policy/logprob_gap_mean", part),
         "reward": mean("reward/mean", steps[-max(1, num_steps // 5) :]),
@@ -106,8 +108,8 @@ def main() -> None:
             columns = list(rows["abort"])
             print(f"\n{name}, {num_steps} steps{''.join(f'{column:>13}' for column in columns)}")
             for mode, row in rows.items():
-                print(f"{mode:<20}{''.join(f'{row[column]:>13.4f}' for column in columns)}", flush=True)
-            shares.append(min(row["s/step"] for row in rows.values()) / rows["abort"]["s/step"])
+                print(f"{mode:<20}{''.join(f'{row[column]:>13.4g}' for column in columns)}", flush=True)
+            shares.append(rows["abort"]["tokens/s"] / max(row["tokens/s"] for row in rows.values()))
         print(f"ratio: {min(shares):.2f}")
 
 
