@@ -191,7 +191,7 @@ def print_rows(title: str, case: Case, sides: dict[str, Side], num_parameters: i
         peak, times = side.peak_bytes, f"{side.cpu_s:>7.2f}{side.wall_s:>7.2f}{rate:>8.0f}"
         ratios = side.cpu_s / ours.cpu_s, side.wall_s / ours.wall_s, peak / ours.peak_bytes
         print(
-            f"{title:<33}{name:<19}{times}{peak / 2**20:>6.0f}{side.loss:>11.6f}{side.grad_norm:>10.6f}"
+            f"{title:<36}{name:<19}{times}{peak / 2**20:>6.0f}{side.loss:>11.6f}{side.grad_norm:>10.6f}"
             f"{ratios[0]:>7.2f}{ratios[1]:>6.2f}{ratios[2]:>6.2f}{mfu}"
         )
 
@@ -217,7 +217,7 @@ def run_rows(arguments: argparse.Namespace, folder: Path) -> None:
         f"{'on' if arguments.checkpointing else 'off'}, {arguments.device}"
     )
     print(
-        f"{'batch':<33}{'':<19}{'CPU s':>7}{'wall s':>7}{'tok/s':>8}{'MiB':>6}{'loss':>11}{'grad norm':>10}"
+        f"{'batch':<36}{'':<19}{'CPU s':>7}{'wall s':>7}{'tok/s':>8}{'MiB':>6}{'loss':>11}{'grad norm':>10}"
         f"{'/ ours:':>7}{'wall':>6}{'MiB':>6}"
     )
     ratio = None
