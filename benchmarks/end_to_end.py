@@ -24,7 +24,7 @@ process: imports, model, engines.
 SmolLM2-135M's shape (configs/smollm2.yaml, random weights, float32) is measured in seconds a step alone.
 
 What a run gave is kept in --work as it ends, and taken from there by the next start with the same command and
-code: an interrupted benchmark goes on. To measure anew, remove that folder. All of it takes some 45 minutes
+code: an interrupted benchmark goes on. To measure anew, remove that folder. All of it takes some 20 minutes
 on 2 quiet cores. --plot draws reward against steps and seconds into docs/results/end_to_end.{png,csv,md}.
 
 Last line: `ratio: X` = the least of TRL's over asyncrl's seconds to 0.7, to 0.8, and asyncrl's over TRL's
