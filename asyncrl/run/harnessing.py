@@ -86,6 +86,7 @@ def make_gateway(
         max_length=rollout.max_length,
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=config.gateway.on_sampling_override,
+        constrained=config.gateway.constrained,
     )
     gateway = Gateway(
         engines,

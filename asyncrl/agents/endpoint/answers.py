@@ -192,7 +192,9 @@ class Answer:
             self.finish_reason = "tool_calls"
         if self._has_logprobs:
             pairs = zip(completion.token_ids, completion.behaviour_logprobs, strict=True)
-            self.logprobs = [self._logprob(token, logprob) for token, logprob in pairs]
+            self.logprobs = [self._logprob(token, logprob) | {"top_logprobs": []} for token, logprob in pairs]
+            for entry, top in zip(self.logprobs, completion.top_logprobs, strict=False):
+                entry["top_logprobs"] = [self._logprob(*one) for one in top]
 
     def take_completion(self) -> Completion:
         """What was sampled, to be recorded; it is not kept any longer."""
@@ -203,7 +205,7 @@ class Answer:
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.tokenizer.decode((token,), skip_special_tokens=False)
         as_bytes = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": as_bytes, "top_logprobs": []}
+        return {"token": text, "logprob": logprob, "bytes": as_bytes}
 
 
 # ---- OpenAI's form of errors
@@ -317,7 +319,9 @@ class TextForm(ChatForm):
         tokens = [each["token"] for each in choice.logprobs]
         offsets = [0, *itertools.accumulate(len(token) for token in tokens)][: len(tokens)]
         values = [each["logprob"] for each in choice.logprobs]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        tops = [{one["token"]: one["logprob"] for one in each["top_logprobs"]} for each in choice.logprobs]
+        top = tops if any(tops) else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 class WrittenAnswer:

@@ -43,6 +43,7 @@ class Node:
     asked: PromptText | None
     num_path_ids: int
     path_hash: blake2b
+    is_trained: bool = True
 
     @property
     def num_sampled(self) -> int:
@@ -53,6 +54,11 @@ class Node:
     def sampled_ids(self) -> npt.NDArray[np.int32]:
         """The last N ids."""
         return self.ids[self.num_added :]
+
+    @property
+    def num_trained(self) -> int:
+        """N, or 0."""
+        return self.num_sampled if self.is_trained else 0
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
@@ -85,7 +91,12 @@ def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, rew
     wrong completions.
     """
     nodes = _in_order(list(nodes), outcome)
-    paths = _paths([node for node in nodes if node.num_sampled])
+    paths = _paths([node for node in nodes if node.num_trained])
+    if not paths and (num_sampled := sum(node.num_sampled for node in nodes)):
+        what = f"none of the {num_sampled} tokens that the harness sampled is trained"
+        rule = "a call is trained if it was sampled from the run's own distribution"
+        way_out = "make at least one call without temperature, top_p or response_format of its own."
+        raise RolloutFailure(what, rule=rule, way_out=way_out)
     if not paths:
         what = f"the harness ended with {len(nodes)} completions and not one sampled token"
         raise RolloutFailure(
@@ -139,7 +150,7 @@ def _trajectory(
     end = 0
     for node in path:
         start, end = end + node.num_added, end + len(node.ids)
-        if node in own and start < end:
+        if node in own and node.is_trained and start < end:
             loss_mask[start:end] = True
             logprobs[start:end] = node.logprobs
             for span in node.version_spans:
@@ -168,7 +179,7 @@ def _credited(
     if unknown := sorted(set(rewards).difference(known)):
         raise _wrong_rewards(f"{which} names {_listed(unknown)}; this rollout has {_listed(known)}")
     if by_turn:
-        if missing := [node.name for node in nodes if node.num_sampled and node.name not in by_turn]:
+        if missing := [node.name for node in nodes if node.num_trained and node.name not in by_turn]:
             have = f"{len(rewards)} of {len(nodes)} completions"
             raise _wrong_rewards(f"{which} names {have}; not {_listed(missing)}")
         units = enumerate(nodes)

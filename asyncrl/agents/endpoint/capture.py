@@ -160,9 +160,18 @@ class Capture:
         return self._planned("extended", ids[ends[parent] :], parent, None)
 
     def record(
-        self, planned: Planned, completion: Completion, message: Message, name: str, *, choice: int = 0
+        self,
+        planned: Planned,
+        completion: Completion,
+        message: Message,
+        name: str,
+        *,
+        choice: int = 0,
+        is_trained: bool = True,
     ) -> None:
-        """The harness got this answer: `message` is the assistant message as it got it."""
+        """The harness got this answer: `message` is the assistant message as it got it. Not `is_trained`: it
+        is context alone.
+        """
         assert name not in self._nodes, f"{name} is recorded already"
         sampled = np.array(completion.token_ids, dtype=np.int32)
         path_hash = _hash_on(planned.prompt_hash, sampled)
@@ -179,6 +188,7 @@ class Capture:
             asked=planned.draft.asked if planned.draft else None,
             num_path_ids=planned.num_prompt + len(sampled),
             path_hash=path_hash,
+            is_trained=is_trained,
         )
         self._nodes[name] = node
         self._count_branch(node)

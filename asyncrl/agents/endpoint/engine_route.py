@@ -21,6 +21,7 @@ from asyncrl.agents.endpoint.answers import (
     too_long,
 )
 from asyncrl.agents.endpoint.capture import Draft, GatewayStats, Planned
+from asyncrl.agents.endpoint.grammars import GrammarChecks, asks_strict_alone, grammar_of, thinks
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatMessage, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
@@ -94,6 +95,7 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts, self._reader = GatewayStats(), RequestReader(self.rules)
+        self._checks = GrammarChecks()
         self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
@@ -158,6 +160,7 @@ class EngineRoute:
         if isinstance(asked, ChatRequest) and asked.tools:
             tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
         planned = await self._plan(session, read, prefill)
+        grammar = await self._grammar(asked, planned, prefill)
         if session.is_users and session.opening is None:
             session.opening = asked.messages
         budget, keys = self._budget(planned, asked), _keys(session, planned, asked)
@@ -179,8 +182,12 @@ class EngineRoute:
                 seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
                 route_key=session.route_key,
                 after=spans[-1] if spans else session.last_span,
+                grammar=grammar,
+                top_logprobs=asked.num_top_logprobs,
             )
-        return GatewayCall(sent.form, sent.digest, planned, sampled), planned.draft
+        call = GatewayCall(sent.form, sent.digest, planned, sampled)
+        call.is_trained = grammar is None or self.rules.constrained == "exact"
+        return call, planned.draft
 
     async def sample(self, session: GatewaySession, call: GatewayCall, *, is_streamed: bool) -> None:
         """Sample the call; the result is in its choices, or in its error. Only cancellation, and a mistake of
@@ -234,11 +241,23 @@ class EngineRoute:
         if tool_choice == "auto":
             return ""
         name = None if tool_choice == "required" else tool_choice.removeprefix("function:")
-        prefill = self.tool_format.prefill(name)
+        prefill, has_grammar = self.tool_format.prefill(name), self.tool_format.around("name") is not None
+        if has_grammar and (prefill is None or thinks(self.tool_format, self.tokenizer)):
+            return ""  # the grammar forces it, behind a thought
         if prefill is None:
             why = f"tool format {self.tool_format.name} cannot force it."
             raise invalid(f"tool_choice {tool_choice} is refused: {why}", "tool_choice")
         return prefill
+
+    async def _grammar(self, asked: AnyRequest, planned: Planned, prefill: str) -> str | None:
+        """What the answer may be. Raises ApiError for what cannot be followed."""
+        prompt = planned.draft.text if planned.draft else ""
+        found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
+        if found is None or (self.rules.constrained == "context" and asks_strict_alone(asked)):
+            return None  # a harness whose tools are all strict would have nothing to train
+        has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
+        await self._checks.wait_checked(found, "response_format" if has_format else "tools")
+        return found
 
     async def _plan(self, session: GatewaySession, read: ReadCall, prefill: str) -> Planned:
         capture, asked = session.capture, read.asked

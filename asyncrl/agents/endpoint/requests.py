@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.answers import ApiError, invalid, shown, too_long
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
+from asyncrl.messages.calls import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +38,11 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), _CHANGES),
     "top_k": ((-1, 0), _CHANGES),
     "min_p": ((0,), _CHANGES),
-    "top_logprobs": ((0,), "the engines report the logprob of the sampled token alone"),
     "parallel_tool_calls": ((True,), "the model's tool-call format has no way to forbid a second call"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "best_of": ((1,), "every sampled completion is an answer"),
     "echo": ((False,), "prompts are not echoed"),
-    "response_format": (({"type": "text"},), "the engines have no grammar; ask for it in the prompt"),
+    "response_format": (({"type": "text"},), ""),
     "functions": ((), "it is deprecated; use tools"),
     "function_call": ((), "it is deprecated; use tool_choice"),
     "audio": ((), _TEXT_ONLY),
@@ -51,7 +51,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": ((), "the engines cannot control how much this model writes"),
     "web_search_options": ((), "there is no web search here"),
 }
-"""Parameters, the values of them that mean "off", and why others are refused."""
+"""Parameters, the values of them that mean "off", and why others are refused; '': they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,7 @@ class CallRules:
     """Of prompt and completion together, in the engines."""
     vocab_size: int
     on_sampling_override: Literal["use_config", "refuse"] = "use_config"
+    constrained: Literal["context", "exact"] = "exact"
 
 
 # ---- chat messages and tools, as a call sends them and as a chat template reads them
@@ -159,12 +160,32 @@ class _Described(TypedDict):
     name: Name
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any]]
+    strict: NotRequired[bool | None]
 
 
 class _GivenTool(TypedDict):
     __pydantic_config__ = OPEN  # type: ignore[misc]
     type: Literal["function"]
     function: _Described
+
+
+class _JsonSchema(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    name: Name
+    description: NotRequired[str | None]
+    schema: NotRequired[dict[str, Any]]
+    strict: NotRequired[bool | None]
+
+
+class _JsonObjectFormat(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    type: Literal["json_object"]
+
+
+class _JsonSchemaFormat(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    type: Literal["json_schema"]
+    json_schema: _JsonSchema
 
 
 def _tool_choice(value: Any) -> str:
@@ -209,7 +230,12 @@ class CallRequest(BaseModel):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool = False
     stream_options: dict[str, Any] = {}
-    logprobs: bool | Literal[0] | None = None
+    logprobs: bool | int | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Of each sampled token."""
+        return 0
 
     @property
     def has_logprobs(self) -> bool:
@@ -231,7 +257,15 @@ class ChatRequest(CallRequest):
     tools: Annotated[list[_GivenTool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    response_format: Annotated[_JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")] | None = (
+        None
+    )
     logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.top_logprobs
 
 
 class TextRequest(CallRequest):
@@ -241,7 +275,11 @@ class TextRequest(CallRequest):
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # without it, as OpenAI has it
-    logprobs: Literal[0] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.logprobs or 0
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -268,6 +306,8 @@ class RequestReader:
             why = f"{len(messages)} messages are more than rollout.max_prompt_tokens={most}: each is a token."
             raise too_long(why, "messages")
         asked = self._checked(given, ChatRequest)
+        if asked.top_logprobs and not asked.logprobs:
+            raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
         names = [f"function:{tool['function']['name']}" for tool in asked.tools]
         if asked.tool_choice == "auto" and not names:
             asked.tool_choice = "none"

@@ -69,6 +69,9 @@ class GatewayCall:
         self.num_prompt_tokens = planned.num_prompt
         self.name = f"{form.name}-{planned.number}"
         self.error: ApiError | None = None
+        self.is_trained = True
+        """Sampled from the run's own distribution."""
+        self.grammar = next((one.grammar for one in self.requests), None)
         self.undelivered: Planned | None = planned
         self._clients: list[Callable[[], bool]] = []
         self._news, self._done = asyncio.Event(), asyncio.Event()
@@ -218,8 +221,8 @@ class GatewaySession:
             return
         for choice in call.choices:
             name = call.name if choice.index == 0 else f"{call.name}/{choice.index}"
-            completion = choice.take_completion()
-            self.capture.record(planned, completion, choice.message, name, choice=choice.index)
+            completion, about = choice.take_completion(), {"is_trained": call.is_trained}
+            self.capture.record(planned, completion, choice.message, name, choice=choice.index, **about)
         num_tokens, most = self.capture.num_branch_tokens, self.limits.max_rollout_tokens
         if most is not None and num_tokens > most and not self.is_users:
             what = f"{self.rollout_id}: its branches have {num_tokens} tokens after {self.num_calls} calls"

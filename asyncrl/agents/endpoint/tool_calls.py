@@ -44,6 +44,10 @@ class ToolFormat:
 
     name = "none"
     """As in gateway.tool_format."""
+    thinking: tuple[str, str] = ("<think>", "</think>")
+    """The texts around a thought."""
+    joint: str | None = None
+    """Text between two calls, each written as around() says; None: an answer has one."""
     opens: tuple[str, ...] = ()
     """Markers of calls. Where they are special tokens, AnswerText(keep_special=opens) lets them through."""
 
@@ -65,6 +69,12 @@ class ToolFormat:
     def prefill(self, name: str | None) -> str | None:
         """Text that the answer is begun with, so that it is a call of this tool, or of any. None: this format
         cannot. It ends without a space, which is part of the next token.
+        """
+        return None
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        """What stands before and after the arguments of a call of this tool, a JSON object; it begins with
+        prefill(None) and prefill(name). None: the format is none of which a grammar can be made.
         """
         return None
 
@@ -129,10 +139,13 @@ class HermesFormat(ToolFormat):
 
     name = "hermes"
     opens = (OPEN, CLOSE)
+    joint = "\n"
 
     def __init__(self, *, writes_lists: bool = False) -> None:
         """`writes_lists`: the model was taught `<tool_call>[...]</tool_call>` (SmolLM2)."""
-        self._begin = f"{OPEN}[\n" if writes_lists else f"{OPEN}\n"
+        self._begin, self._end = (
+            (f"{OPEN}[\n", f"\n]{CLOSE}") if writes_lists else (f"{OPEN}\n", f"\n{CLOSE}")
+        )
 
     def parse(self, text: str) -> ParsedAnswer:
         calls: list[ToolCall] = []
@@ -162,6 +175,9 @@ class HermesFormat(ToolFormat):
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the arguments."""
         return self._begin + ('{"name":' if name is None else f'{{"name": {json.dumps(name)}, "arguments":')
+
+    def around(self, name: str) -> tuple[str, str]:
+        return f"{self.prefill(name)} ", f"}}{self._end}"
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -201,6 +217,9 @@ class LlamaFormat(ToolFormat):
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the parameters."""
         return '{"name":' if name is None else f'{{"name": {json.dumps(name)}, "parameters":'
+
+    def around(self, name: str) -> tuple[str, str]:
+        return f"{self.prefill(name)} ", "}"
 
 
 USAGE = "parse(text) -> [(name, arguments), ...] or None"
