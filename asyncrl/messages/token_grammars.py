@@ -62,7 +62,12 @@ class TokenGrammars:
         backend.no_truncation()
         num_ids = max(vocab_size, len(tokenizer))
         self._vocab_size, self._lock = vocab_size, threading.Lock()
-        self._tokens = _llguidance().LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self.eos_id)
+        try:
+            self._tokens = _llguidance().LLTokenizer(backend.to_str(), n_vocab=num_ids, eos_token=self.eos_id)
+        except ValueError as error:
+            raise GrammarError(
+                f"llguidance does not know the kind of the model's tokenizer: {error}"
+            ) from None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
     def begin(self, text: str, token_ids: Sequence[int] = ()) -> TokenMatcher:
@@ -71,7 +76,7 @@ class TokenGrammars:
         """
         with self._lock:
             compiled = self._compiled.pop(text, None)
-        compiled = compiled or self._compile(text)
+        compiled = compiled or compile_grammar(self._tokens, text)
         with self._lock:
             self._compiled[text] = compiled
             while len(self._compiled) > _NUM_KEPT:
@@ -81,12 +86,14 @@ class TokenGrammars:
             matcher.take(token_id)
         return matcher
 
-    def _compile(self, text: str) -> Any:
-        _check_size(text)
-        compiled = _llguidance().LLMatcher(self._tokens, text, log_level=0, limits=_limits())
-        compiled.compute_bitmask()  # finds what nothing satisfies, and what branches too much
-        _raise_for(compiled.get_error())
-        return compiled
+
+def compile_grammar(tokens: Any, text: str) -> Any:
+    """An LLMatcher of llguidance over these tokens. Raises GrammarError."""
+    _check_size(text)
+    compiled = _llguidance().LLMatcher(tokens, text, log_level=0, limits=_limits())
+    compiled.compute_bitmask()  # finds what nothing satisfies, and what branches too much
+    _raise_for(compiled.get_error())
+    return compiled
 
 
 class TokenMatcher:

@@ -42,7 +42,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), _TEXT_ONLY),
     "best_of": ((1,), "every sampled completion is an answer"),
     "echo": ((False,), "prompts are not echoed"),
-    "response_format": (({"type": "text"},), ""),
     "functions": ((), "it is deprecated; use tools"),
     "function_call": ((), "it is deprecated; use tool_choice"),
     "audio": ((), _TEXT_ONLY),
@@ -51,7 +50,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": ((), "the engines cannot control how much this model writes"),
     "web_search_options": ((), "there is no web search here"),
 }
-"""Parameters, the values of them that mean "off", and why others are refused; '': they are not."""
+"""Parameters, the values of them that mean "off", and why others are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +256,10 @@ class ChatRequest(CallRequest):
     tools: Annotated[list[_GivenTool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    response_format: Annotated[_JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")] | None = (
-        None
-    )
+    response_format: Annotated[
+        Annotated[_JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")] | None,
+        BeforeValidator(lambda value: None if value == {"type": "text"} else value),
+    ] = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
 
