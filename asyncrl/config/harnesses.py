@@ -151,7 +151,7 @@ class GatewayConfig(FrozenConfig):
     """A call that asks for another temperature or top_p than training has: give it the configured one (logged
     once), or 400.
     """
-    constrained: Literal["context", "exact"] = "context"
+    constrained: Literal["context", "exact"] = "exact"
     """Training on answers whose form was asked for (response_format, a forced tool_choice). context: they are
     context and carry no loss; strict tools are not enforced. exact: they are trained, and the trainer
     renormalises over the same tokens that the grammar allowed."""

@@ -341,17 +341,20 @@ class TrajectoryHeader(Message):
     reward: float
     branch: int = 0
     credits: list[Credit] = []
+    grammars: list[tuple[int, int, int]] = []
+    """(start, end, number among those of the batch) of its GrammarSpans."""
 
 
 class BatchHeader(Message):
     """What /train carries beside the arrays. Tokens older than `min_version` get no loss, or the batch is
-    refused.
+    refused. `grammars`: different ones.
     """
 
     version: int
     min_version: int
     mask_older: bool
     trajectories: list[TrajectoryHeader]
+    grammars: list[str] = []
 
 
 class BatchArrays(BaseModel):

@@ -55,6 +55,15 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarSpan:
+    """Tokens [start, end) were sampled from what `grammar` allows, whose first token is at `start`."""
+
+    start: int
+    end: int
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One task item as it goes into a group.
 
@@ -141,6 +150,7 @@ class Trajectory:
     history has more, and each sampled token is in the loss_mask of exactly one of them. `reward` is the
     rollout's. `credits`, if there are any, say which tokens answer for which reward, cover every token with
     loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
+    `grammars`: where tokens with loss_mask were sampled from what a grammar allows.
     """
 
     sample_index: int
@@ -154,6 +164,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     branch: int = 0
     credits: tuple[Credit, ...] = ()
+    grammars: tuple[GrammarSpan, ...] = ()
 
     @property
     def oldest_version(self) -> int:

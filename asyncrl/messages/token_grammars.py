@@ -108,9 +108,14 @@ class TokenMatcher:
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Tokens that may come next, bool [V]; at least one. Raises GrammarError where a limit is reached."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        _raise_for(self._matcher.get_error())
+        bits = np.frombuffer(self.allowed_bits(), np.uint8)
         return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def allowed_bits(self) -> bytes:
+        """The same as bits, the lowest of a byte first, filled up with zeros. Raises GrammarError."""
+        bits: bytes = self._matcher.compute_bitmask()
+        _raise_for(self._matcher.get_error())
+        return bits
 
     def take(self, token_id: int) -> None:
         """Go on behind this token. Raises GrammarError if it was not allowed."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import Outcome, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import GrammarSpan, Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.chats import PromptText
@@ -28,7 +28,8 @@ class Node:
     `name` is the id of its answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from
     the first sampled token. `order` is (number of the call, choice). `asked` is the text that the prompt's
     ids spell, None where the template would write another. `num_path_ids`: length of all_ids(); `path_hash`:
-    their new_hash(), as little-endian int32.
+    their new_hash(), as little-endian int32. Not `is_trained`: its tokens are context.
+    `grammar`: what they were sampled from.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Node:
     num_path_ids: int
     path_hash: blake2b
     is_trained: bool = True
+    grammar: str | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -147,6 +149,7 @@ def _trajectory(
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     spans: list[VersionSpan] = []
     credits: list[Credit] = []
+    grammars: list[GrammarSpan] = []
     end = 0
     for node in path:
         start, end = end + node.num_added, end + len(node.ids)
@@ -155,6 +158,8 @@ def _trajectory(
             logprobs[start:end] = node.logprobs
             for span in node.version_spans:
                 spans.append(replace(span, start=start + span.start, end=start + span.end))
+            if node.grammar is not None:
+                grammars.append(GrammarSpan(start, end, node.grammar))
             if node in credited:
                 credits.append(Credit(start, end, *credited[node]))
     return Trajectory(
@@ -165,6 +170,7 @@ def _trajectory(
         is_truncated=path[-1].is_truncated,
         num_interruptions=sum(node.num_interruptions for node in own),
         credits=tuple(credits),
+        grammars=tuple(grammars),
         **fields,
     )
 

@@ -168,9 +168,10 @@ class Capture:
         *,
         choice: int = 0,
         is_trained: bool = True,
+        grammar: str | None = None,
     ) -> None:
         """The harness got this answer: `message` is the assistant message as it got it. Not `is_trained`: it
-        is context alone.
+        is context alone. `grammar`: that it was sampled from.
         """
         assert name not in self._nodes, f"{name} is recorded already"
         sampled = np.array(completion.token_ids, dtype=np.int32)
@@ -189,6 +190,7 @@ class Capture:
             num_path_ids=planned.num_prompt + len(sampled),
             path_hash=path_hash,
             is_trained=is_trained,
+            grammar=grammar,
         )
         self._nodes[name] = node
         self._count_branch(node)

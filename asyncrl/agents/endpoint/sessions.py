@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, ChatForm, invalid
 from asyncrl.agents.endpoint.capture import Capture, Planned
@@ -221,8 +221,9 @@ class GatewaySession:
             return
         for choice in call.choices:
             name = call.name if choice.index == 0 else f"{call.name}/{choice.index}"
-            completion, about = choice.take_completion(), {"is_trained": call.is_trained}
-            self.capture.record(planned, completion, choice.message, name, choice=choice.index, **about)
+            completion, number = choice.take_completion(), choice.index
+            about: dict[str, Any] = {"is_trained": call.is_trained, "grammar": call.grammar}
+            self.capture.record(planned, completion, choice.message, name, choice=number, **about)
         num_tokens, most = self.capture.num_branch_tokens, self.limits.max_rollout_tokens
         if most is not None and num_tokens > most and not self.is_users:
             what = f"{self.rollout_id}: its branches have {num_tokens} tokens after {self.num_calls} calls"
