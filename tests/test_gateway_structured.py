@@ -19,18 +19,30 @@ from jsonschema import Draft202012Validator
 from test_engine_grammars import BOMBS, COMPACT, PERSON
 from test_engine_resumed import SMALL
 from text_tokenizers import byte_level, save
+from trainer_cases import make_spec as make_trainer_spec
 
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.grammars import grammar_of
 from asyncrl.agents.endpoint.requests import RequestReader
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.errors import RequestRefused, RolloutFailure
-from asyncrl.messages.calls import GenerateRequest
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
+from asyncrl.messages.calls import GenerateRequest, pack_batch, unpack_batch
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Group,
+    GroupId,
+    Outcome,
+    Prompt,
+    SamplingRequest,
+    VersionSpan,
+)
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.serving import Refused
 from asyncrl.testing.asked_engine import Reply
+from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import pack_groups
 
 FIRM = PERSON | COMPACT
 ADD = {
@@ -306,3 +318,27 @@ async def test_in_context_mode_an_answer_of_a_grammar_is_context_and_strict_tool
         *_, last = world.session.rollout(0, Outcome(1.0), 1.0)
         assert int(last.loss_mask.sum()) == last.num_sampled <= 5
         assert last.loss_mask[-1]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"response_format": schema_format(FIRM)}, {"tools": TOOLS, "tool_choice": NAMED}]
+)
+@in_loop
+async def test_in_exact_mode_the_trainer_finds_the_logprobs_of_a_rollout_again(
+    engine: InProcess, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    """Over several turns, one of them free."""
+    async with world_of(engine) as world:
+        messages = list(HI)
+        for more in (asked, {"max_tokens": 9}, asked):
+            status, answer = await world.post({"messages": messages, **more})
+            assert status == 200, answer
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "More"}]
+        rollout = world.session.rollout(0, Outcome(1.0), 1.0)
+    constrained = sum(span.end - span.start for one in rollout for span in one.grammars)
+    assert 0 < constrained == sum(one.num_sampled for one in rollout) - 9
+    batch = Batch(0, (Group(GroupId(0), Prompt("p", ()), rollout),), 0)
+    spec = make_trainer_spec(Path(engine.tokenizer.model_path), tmp_path, measures_gap=True)
+    found = TrainStep(spec).train(*unpack_batch(pack_batch(*pack_groups(batch))))
+    assert found["policy/logprob_gap_mean"] < 1e-5
+    assert found["tokens/trained"] == constrained + 9
