@@ -209,12 +209,14 @@ def look(config: RunConfig) -> Found:
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
     """That of the run, None while it, or a part of it, is on the hub alone."""
-    model, template = config.model, config.model.chat_template
+    model, template, settings = config.model, config.model.chat_template, config.model.chat_template_kwargs
     if template is not None:
         read_template(Path(template))
     if model.scratch is None:
         folder = find_on_disk(model)
-        return None if folder is None else HFChatTokenizer(folder, chat_template=template)
+        if folder is None:
+            return None
+        return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
@@ -222,7 +224,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
         except ValueError as error:
             raise ConfigError(str(error), way_out="correct model.scratch.characters.") from error
-        return HFChatTokenizer(made, chat_template=template)
+        return HFChatTokenizer(made, chat_template=template, chat_template_kwargs=settings)
 
 
 def _first_prompts(config: RunConfig, task: PromptTask) -> Sequence[Prompt]:

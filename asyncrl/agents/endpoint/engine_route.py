@@ -20,7 +20,8 @@ from asyncrl.agents.endpoint.answers import (
     invalid,
     too_long,
 )
-from asyncrl.agents.endpoint.capture import Draft, GatewayStats, Planned
+from asyncrl.agents.endpoint.capture import GatewayStats, Planned
+from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatMessage, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
