@@ -162,16 +162,20 @@ SENTINEL = f"asyncrl{secrets.token_hex(16)}"
 can guess.
 """
 NUMBER = 10**17 + secrets.randbelow(9 * 10**17)
-"""Replaces the arguments of its last call: what comes behind it closes the call."""
+"""Replaces the arguments of its calls: what comes behind the last one closes the call."""
 
 
 def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
-    """The message that replaces an answer, with its calls by name and id."""
-    message: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
-    if calls:
-        function = {"name": calls[-1]["function"]["name"], "arguments": {SENTINEL[:12]: NUMBER}}
-        message["tool_calls"] = [*calls[:-1], {**calls[-1], "function": function}]
-    return message
+    """The message that replaces an answer, or one with these calls. Those keep their names and ids, and have
+    no content beside them: a template may write it behind them, even behind their results.
+    """
+    swapped = []
+    for call in calls:
+        function = {"name": call["function"]["name"], "arguments": {SENTINEL[:12]: NUMBER}}
+        swapped.append({**call, "function": function})
+    if swapped:
+        return {"role": "assistant", "content": "", "tool_calls": swapped}
+    return {"role": "assistant", "content": SENTINEL}
 
 
 # ---- what a template leaves out
@@ -180,8 +184,8 @@ def stand_in(calls: Sequence[Mapping[str, Any]] = ()) -> Message:
 def left_out(messages: Messages, text: str, thinking: tuple[str, str] = THINKING) -> int | None:
     """Index of the first message that says something which the text does not; None if all is there.
 
-    The thoughts of answers may be left out, and what stands beside a call; of calls, the names are looked
-    for. White space, capitals and JSON escapes do not count.
+    Of an answer, its last line is looked for, or the names of its calls: templates leave out thoughts, each
+    its own way, and what stands beside a call. White space, capitals and JSON escapes do not count.
     """
     written: list[_Written] = [_Written(text, write) for write in (str.strip, _escaped, _escaped_ascii)]
     for index, message in enumerate(messages):
@@ -205,7 +209,7 @@ def _sayings(message: Message, thinking: tuple[str, str]) -> Sequence[str]:
         return [str(message.get("content") or "")]
     if calls := message.get("tool_calls"):
         return [call["function"]["name"] for call in calls]
-    return [split_thought(message, thinking)[1]]
+    return str(message.get("content") or "").rpartition(thinking[1])[2].strip().splitlines()[-1:]
 
 
 class _Written:

@@ -175,8 +175,8 @@ class Drafting:
         (known_at, known), rendered, by_text = self._known(chat), chat.rendered_before, None
         can_go_on = chat.before is not None and (rendered is None or rendered.state is not None)
         if known is None or known.text is not None or can_go_on:
-            rendered = self._render(chat.messages, chat, chat.rendered_before)
-            by_text = self._recorded.longest(rendered, chat.prefill)
+            rendered = self._render_if_taken(chat, known is not None)
+            by_text = rendered and self._recorded.longest(rendered, chat.prefill)
         if known is not None and (by_text is None or by_text.num_messages <= known_at + 1):
             found = self._from_known(chat, known_at, known, rendered)
             if found is not None:
@@ -191,9 +191,9 @@ class Drafting:
         whole = self._render(chat.messages, chat) if rendered.num_before else rendered
         index = left_out(chat.messages, whole.text, self._thinking)
         if index is not None:
-            what = f"the chat template leaves out what messages[{index}] says"
-            rule = f"it has no place for a {chat.messages[index]['role']} message there"
-            raise ValueError(f"{what}: {rule}. Leave it out, or set model.chat_template to one that writes it")
+            role = chat.messages[index]["role"]
+            what = f"the chat template leaves out what messages[{index}] says: it has no place for role {role} there"
+            raise ValueError(f"{what}. Send no such message, or set model.chat_template to one that writes it")
         how = _how("extended", chat, 0, known_at)
         return chat.draft(whole.text + chat.prefill, how, None, whole, is_whole=True)
 
@@ -208,8 +208,7 @@ class Drafting:
     def _from_known(self, chat: Chat, at: int, node: Node, rendered: Rendered | None) -> Draft | None:
         """What follows the recorded answer `messages[at]`. None: there is no place to cut."""
         text = node.text
-        if text is not None:
-            assert rendered is not None, "it was rendered just now"
+        if text is not None and rendered is not None:
             if rendered.num_before > text.num_chars:
                 rendered = self._render(chat.messages, chat)
             found = self._from_text(chat, node, at + 1, rendered, at)
@@ -241,6 +240,17 @@ class Drafting:
         said = [message for message in messages if message["role"] != "assistant"]
         return left_out(said, text, self._thinking) is None
 
+    def _render_if_taken(self, chat: Chat, is_known: bool) -> Rendered | None:
+        """The chat. None if its template refuses it, and it may still go on from a known answer: what the
+        model has said, such as several calls, is not for the template to refuse.
+        """
+        try:
+            return self._render(chat.messages, chat, chat.rendered_before)
+        except ValueError:
+            if not is_known:
+                raise
+            return None
+
     def _render(self, messages: Messages, chat: Chat, after: Rendered | None = None) -> Rendered:
         return self._renderer.render_on(messages, tools=chat.tools, settings=chat.settings, after=after)
 
@@ -253,24 +263,17 @@ class Drafting:
         ids, end = node.sampled_ids.tolist(), ""
         if ids and ids[-1] in self._renderer.end_ids:  # the end of the turn was sampled
             end = self._renderer.decode(ids[-1:], skip_special_tokens=False)
-        marks: list[tuple[int, str]] = []
-        text = ""
         if calls := chat.messages[at].get("tool_calls"):
-            text = self._swapped(chat, at, stand_in(calls))
-            marks = [(text.rfind(mark), mark) for mark in (SENTINEL, str(NUMBER)) if mark in text]
-        behind = ""
-        if marks:
-            place, mark = max(marks)
-            behind = text[place + len(mark) :]
+            _, found, behind = self._swapped(chat, at, stand_in(calls)).rpartition(str(NUMBER))
             sampled = self._renderer.decode(ids, skip_special_tokens=False).removesuffix(end)
-            closing = 0 if mark == SENTINEL else _closing(sampled, behind)
+            closing = _closing(sampled, behind) if found else None
             if closing is not None:
                 yield _after_end(behind[closing:], end)
+            if found and end and end in behind:  # the call was written in another form
+                yield behind.partition(end)[2]
         _, found, after = self._swapped(chat, at, stand_in()).partition(SENTINEL)
         if found and SENTINEL not in after:
             yield _after_end(after, end)
-        if end and end in behind:  # the call was written in another form
-            yield behind.partition(end)[2]
 
     def _swapped(self, chat: Chat, at: int, answer: Message) -> str:
         """The chat's text with another answer in place of messages[at], "" if the template refuses it."""
