@@ -201,7 +201,9 @@ def test_what_is_trained_is_what_was_sampled_after_what_was_sent(
     for calls, order in story:
         history.round(calls, order)
     counts, planned = history.counts, history.planned
-    assert counts.calls == len(planned) == 1 + counts.extended + counts.realigned + counts.edited + counts.uncut
+    assert (
+        counts.calls == len(planned) == 1 + counts.extended + counts.realigned + counts.edited + counts.uncut
+    )
     assert [plan.number for plan in planned if plan.how == "new"] == [0]
     history.check()
 

@@ -104,7 +104,8 @@ class HFChatTokenizer:
         self._variables = known.difference(RESERVED, tokenizer.special_tokens_map)
         if unknown := sorted(set(self._settings) - self._variables):
             what = f"the chat template of {self.model_path} does not read {', '.join(unknown)}"
-            way_out = f"model.chat_template_kwargs may set {', '.join(sorted(self._variables)) or 'nothing here'}."
+            known_names = ", ".join(sorted(self._variables)) or "nothing here"
+            way_out = f"model.chat_template_kwargs may set {known_names}."
             raise ConfigError(what, way_out=way_out)
         self._has_developer = "developer" in template
         self._backend = tokenizer.backend_tokenizer

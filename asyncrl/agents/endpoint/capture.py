@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.branches import Node, make_rollout
-from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, RecordedChat
+from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, RecordedChat, answer_forms
 from asyncrl.agents.endpoint.drafting import Chat, Draft, Drafting, How, Recorded
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout
@@ -171,8 +171,9 @@ class Capture:
         self._nodes[name] = node
         self._count_branch(node)
         if draft is not None:
-            shown = self._renderer.decode(completion.token_ids)
-            self._recorded.add(node, draft.chain, message, shown, self._thinking)
+            sampled_text = self._renderer.decode(completion.token_ids)
+            other_forms = answer_forms(message, sampled_text, self._thinking)
+            self._recorded.add(node, draft.chain, other_forms)
 
     def _recorded_chat(self, draft: Draft, token_ids: Sequence[int], message: Message) -> RecordedChat:
         text = draft.asked

@@ -11,8 +11,9 @@ None of these ways is taken if a text that came after the answer would not be in
 
 from __future__ import annotations
 
+import contextlib
 from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
@@ -25,7 +26,6 @@ from asyncrl.agents.endpoint.chats import (
     Message,
     Messages,
     PromptText,
-    answer_forms,
     left_out,
     stand_in,
 )
@@ -112,14 +112,13 @@ class Recorded:
         self._by_text: dict[tuple[int, bytes], tuple[Rank, Node]] = {}
         self._lengths: list[int] = []
 
-    def add(self, node: Node, chain: Chain, message: Message, sampled: str, thinking: tuple[str, str]) -> None:
-        """`message` is the answer as the harness got it, `sampled` its text. The same chat or text twice: one
-        of them, whichever came first.
+    def add(self, node: Node, chain: Chain, other_forms: Iterable[Message]) -> None:
+        """It answers the chat with this chain, and may come back in `other_forms`. The same chat or text
+        twice: one of them, whichever came first.
         """
         assert node.chat is not None, "it answers a chat"
         rank = (node.order[1], node.content)
-        keys = [node.chat.chained.digest()]
-        keys += [chain.with_answer(form).digest() for form in answer_forms(message, sampled, thinking)]
+        keys = [node.chat.chained.digest(), *(chain.with_answer(form).digest() for form in other_forms)]
         for key in dict.fromkeys(keys):
             # in another form it may be one of several, which the harness cannot tell apart: the first stays
             own = (0, *rank) if key == keys[0] else (1,)
@@ -176,7 +175,7 @@ class Drafting:
         can_go_on = chat.before is not None and (rendered is None or rendered.state is not None)
         if known is None or known.text is not None or can_go_on:
             rendered = self._render_if_taken(chat, known is not None)
-            by_text = rendered and self._recorded.longest(rendered, chat.prefill)
+            by_text = None if rendered is None else self._recorded.longest(rendered, chat.prefill)
         if known is not None and (by_text is None or by_text.num_messages <= known_at + 1):
             found = self._from_known(chat, known_at, known, rendered)
             if found is not None:
@@ -191,14 +190,15 @@ class Drafting:
         whole = self._render(chat.messages, chat) if rendered.num_before else rendered
         index = left_out(chat.messages, whole.text, self._thinking)
         if index is not None:
-            role = chat.messages[index]["role"]
-            what = f"the chat template leaves out what messages[{index}] says: it has no place for role {role} there"
-            raise ValueError(f"{what}. Send no such message, or set model.chat_template to one that writes it")
+            what = f"the chat template leaves out what messages[{index}] says"
+            rule = f"it has no place there for role {chat.messages[index]['role']}"
+            way_out = "send no such message, or set model.chat_template to one that writes it"
+            raise ValueError(f"{what}: {rule}; {way_out}")
         how = _how("extended", chat, 0, known_at)
         return chat.draft(whole.text + chat.prefill, how, None, whole, is_whole=True)
 
     def _known(self, chat: Chat) -> tuple[int, Node | None]:
-        """The last answer that was recorded, by the messages: its index and its completion, or -1 and None."""
+        """The last answer that was recorded, by the messages: its index and its completion, or -1."""
         for index, key in reversed(chat.chain.answers):
             node = self._recorded.answer(key)
             if node is not None:
@@ -230,7 +230,9 @@ class Drafting:
             return None
         hashed = rendered.before.copy()
         hashed.update(whole[:end].encode())
-        if hashed.digest() != text.hashed.digest() or not self._has_all(chat.messages[num_covered:], whole[end:]):
+        if hashed.digest() != text.hashed.digest():
+            return None
+        if not self._has_all(chat.messages[num_covered:], whole[end:]):
             return None
         how = _how("extended", chat, num_covered, known_at)
         return chat.draft(whole[end:], how, node, rendered, is_whole=True)
@@ -276,13 +278,20 @@ class Drafting:
             yield _after_end(after, end)
 
     def _swapped(self, chat: Chat, at: int, answer: Message) -> str:
-        """The chat's text with another answer in place of messages[at], "" if the template refuses it."""
+        """The chat's text with another answer in place of messages[at], "" if the template refuses it; with
+        one call an answer, if it takes no more.
+        """
         shown = [*chat.messages[:at], answer, *chat.messages[at + 1 :]]
         is_new = chat.before is not None and at >= len(chat.before.messages)
-        try:
+        with contextlib.suppress(ValueError):
             return self._render(shown, chat, chat.rendered_before if is_new else None).text
-        except ValueError:
-            return ""
+        single = [
+            {**each, "tool_calls": each["tool_calls"][:1]} if each.get("tool_calls") else each
+            for each in shown
+        ]
+        with contextlib.suppress(ValueError):
+            return self._render(single, chat).text if single != shown else ""
+        return ""
 
 
 def _how(how: How, chat: Chat, num_covered: int, known_at: int) -> How:
@@ -316,5 +325,3 @@ def _after_end(text: str, end: str) -> str:
     """Without the end of the turn, which the template writes though it was sampled."""
     between, found, after = text.partition(end) if end else ("", "", "")
     return after if found and not between.strip() else text
-
-
