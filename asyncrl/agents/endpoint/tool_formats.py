@@ -1,0 +1,384 @@
+"""The tool-call formats of model families, as data: where calls begin, how each is written, how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asyncrl.agents.endpoint.tool_calls import (
+    MarkedFormat,
+    ParsedAnswer,
+    ToolCall,
+    ToolFormat,
+    json_calls,
+    make_call,
+    named_calls,
+    overlap,
+)
+from asyncrl.agents.tool_arguments import (
+    MALFORMED,
+    SPACE,
+    Tools,
+    Values,
+    json_arguments,
+    python_string,
+    skip,
+    tagged,
+)
+from asyncrl.errors import ConfigError
+
+# ---- formats that write an answer in channels
+
+
+class ChannelFormat(ToolFormat):
+    """An answer in messages of several channels: thoughts, calls, and what is for the user.
+
+    Content is what the messages for the user hold, after the thoughts as the model wrote them. A thought
+    before all else is streamed, and the rest comes in one piece: until a message has ended, it may be a call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        message: str,
+        read: Callable[[re.Match[str], Tools], list[ToolCall] | str | None],
+        prefills: tuple[str, str],
+        *,
+        ends: Sequence[str],
+        marks: Sequence[str],
+        thinking: tuple[str, str],
+    ) -> None:
+        """`message`: pattern of one, from after `<|start|>assistant` on. `read`: its calls, its text, or None
+        for a thought. `ends`: what may close one.
+        """
+        self.name, self.thinking, self._prefills = name, thinking, prefills
+        self.opens, self._ends = (*ends, *marks), ends
+        self._message, self._read = re.compile(message, re.DOTALL), read
+        self._reads_calls = True
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        calls: list[ToolCall] = []
+        content: list[str] = []
+        at = 0
+        try:
+            while at < len(text):
+                start = at + len(_START) if text.startswith(_START, at) else at
+                message = self._message.match(text, start)
+                if message is None or message.end() == start:
+                    return ParsedAnswer(text)
+                found, at = self._read(message, tools), message.end()
+                if isinstance(found, list):
+                    calls += found
+                else:
+                    content.append(message[0] if found is None else found)
+        except MALFORMED:
+            return ParsedAnswer(text)
+        if calls and not self._reads_calls:
+            return ParsedAnswer(text)
+        return ParsedAnswer("".join(content) or (None if calls else ""), tuple(calls))
+
+    def hold_from(self, text: str, start: int = 0) -> int:
+        begin = self.thinking[0]
+        if not text.startswith(begin):
+            return 0
+        found = [(at, end) for end in self._ends if (at := text.find(end, len(begin))) >= 0]
+        if found:
+            at, end = min(found)
+            return at + len(end)
+        return max(len(begin), len(text) - max(overlap(text[len(begin) :], end) for end in self._ends))
+
+    def prefill(self, name: str | None) -> str:
+        """Up to the name, or to the arguments."""
+        return self._prefills[0] if name is None else self._prefills[1].replace("NAME", name)
+
+    def without_tools(self) -> ToolFormat:
+        """Channels are read without tools, too; an answer with a call is text, whole."""
+        found = FORMATS[self.name]("")
+        assert isinstance(found, ChannelFormat)
+        found._reads_calls = False
+        return found
+
+
+_START = "<|start|>assistant"
+_RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+
+
+def _harmony(message: re.Match[str], tools: Tools) -> list[ToolCall] | str | None:
+    """A call goes `to=functions.NAME`; other recipients are tools that nobody has given."""
+    head, body = message["head"], message["body"]
+    if "to=" in head:
+        recipient = _RECIPIENT.search(head)
+        return [make_call(recipient[1] if recipient else None, json.loads(body))]
+    return None if "<|channel|>analysis" in head else body
+
+
+_ATEM = r'\s*<atem:parameter name="(?P<key>[^"]*)">(?P<value>.*?)</atem:parameter>'
+_read_atem = named_calls(
+    r'<atem:function_calls>\s*<atem:invoke name="(?P<name>[^"]*)">',
+    tagged(_ATEM + r"(?=\s*<(?:atem:parameter name=|/atem:invoke>))"),
+    r"\s*</atem:invoke>",
+    end=r"\s*(?:</atem:function_calls>|\Z)",
+)
+
+
+def _muse(message: re.Match[str], tools: Tools) -> list[ToolCall] | str | None:
+    head, body = message["head"].strip(), message["body"]
+    if head == "to=self":
+        return None
+    if head in ("", "to=user"):
+        return body
+    calls, end = _read_atem(body, 0, tools)
+    if body[end:].strip():
+        raise ValueError("there is text after a call")
+    return calls
+
+
+# ---- what transformers reads
+
+
+class ResponseTemplateFormat(MarkedFormat):
+    """What the `response_template` of a tokenizer reads (transformers 5.15 and later), for models whose calls
+    no format above knows.
+
+    Content is what comes before the first call. What transformers finds malformed is text; what it leaves out
+    in silence, is left out.
+    """
+
+    def __init__(self, template: Any) -> None:
+        """Raises ConfigError if there is none, or if it reads no tool calls."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        way_out = "set gateway.tool_format to auto or to another format."
+        try:
+            self._template = load_response_template(template or {})
+            opens = self._template.fields["tool_calls"].open_re
+        except (ValueError, KeyError) as error:
+            what = f"the tokenizer has no response_template that reads tool calls: {error}"
+            raise ConfigError(f"gateway.tool_format=response_template: {what}", way_out=way_out) from error
+        self.name, self._opens = "response_template", opens
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        from transformers.utils.chat_parsing import parse_response
+
+        begun = self._opens.search(text, text.find(self.thinking[1]) + 1)
+        if begun is None:
+            return ParsedAnswer(text)
+        try:
+            found = parse_response(text, self._template, prefix="", tools=list(tools) or None)
+            functions = [call["function"] for call in found.get("tool_calls") or ()]
+            calls = tuple(make_call(each["name"], each["arguments"]) for each in functions)
+        except (*MALFORMED, KeyError):
+            return ParsedAnswer(text)
+        return ParsedAnswer(text[: begun.start()].rstrip() or None, calls) if calls else ParsedAnswer(text)
+
+    def hold_from(self, text: str, start: int = 0) -> int:
+        begun = self._opens.search(text, start, partial=True)
+        at = len(text) if begun is None else begun.start()
+        return start + len(text[start:at].rstrip()) if at > start else at
+
+    def prefill(self, name: str | None) -> None:  # type: ignore[override]
+        return None
+
+
+# ---- the table
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def _hermes(template: str) -> ToolFormat:
+    r"""`<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>`; in a template that shows a list of
+    calls within, a list (SmolLM2).
+    """
+    begin = f"{OPEN}[\n" if f"{OPEN}[" in template else f"{OPEN}\n"
+    prefills = (f'{begin}{{"name":', f'{begin}{{"name": "NAME", "arguments":')
+    return MarkedFormat("hermes", OPEN, json_calls(rf"{CLOSE}|\Z"), prefills, close=CLOSE)
+
+
+def _json_lists(name: str, begin: str, end: str) -> Callable[[str], ToolFormat]:
+    """A list of calls, or one below the other."""
+    prefills = (f'{begin}[{{"name":', f'{begin}[{{"name": "NAME", "arguments":')
+    read = json_calls(rf"{re.escape(end)}|\Z")
+    return lambda template: MarkedFormat(name, begin, read, prefills, marks=[end])
+
+
+_PARAMETER = (
+    r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))"
+)
+_ARGUMENT = r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+_INVOKED = (
+    r'\s*<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>(?=\s*<(?:parameter name=|/invoke>)|\Z)'
+)
+_DSML = (
+    r'\s*<｜DSML｜parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">(?P<value>.*?)'
+    r"</｜DSML｜parameter>"
+)
+
+
+def _qwen3_coder(template: str) -> ToolFormat:
+    tail = r"\s*</function>\s*(?:</tool_call>|\Z)"
+    read = named_calls(r"<function=(?P<name>[^>\n]+)>", tagged(_PARAMETER), tail)
+    prefills = (f"{OPEN}\n<function=", f"{OPEN}\n<function=NAME>")
+    return MarkedFormat("qwen3_coder", OPEN, read, prefills, close=CLOSE)
+
+
+def _glm(template: str) -> ToolFormat:
+    # what was cut off within a name is no call: a line, or an argument, has ended before the end
+    tail = r"\s*</tool_call>|\n\s*\Z|(?<=</arg_value>)\Z"
+    arguments = tagged(_ARGUMENT + r"(?=\s*(?:<arg_key>|</tool_call>|\Z))")
+    read = named_calls(r"(?P<name>[^\s<]+)", arguments, tail)
+    return MarkedFormat("glm", OPEN, read, (OPEN, f"{OPEN}NAME"), close=CLOSE)
+
+
+def _minimax(template: str) -> ToolFormat:
+    begin, end = "<minimax:tool_call>", "</minimax:tool_call>"
+    tail = r"\s*</invoke>|\n\s*\Z|(?<=</parameter>)\Z"
+    head = r'<invoke name="(?P<name>[^"]+)">'
+    read = named_calls(head, tagged(_INVOKED), tail, between=r"\s*", end=rf"\s*(?:{end}|\Z)")
+    prefills = (f'{begin}\n<invoke name="', f'{begin}\n<invoke name="NAME">')
+    return MarkedFormat("minimax", begin, read, prefills, close="</invoke>", marks=[end])
+
+
+def _dsml(template: str) -> ToolFormat:
+    begin, end = "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"
+    head, tail = r'<｜DSML｜invoke name="(?P<name>[^"]+)">', r"\s*</｜DSML｜invoke>"
+    read = named_calls(head, tagged(_DSML), tail, between=r"\s*", end=rf"\s*(?:{end}|\Z)")
+    prefills = (f'{begin}\n<｜DSML｜invoke name="', f'{begin}\n<｜DSML｜invoke name="NAME">')
+    return MarkedFormat("deepseek_v32", begin, read, prefills, marks=[end, "｜DSML｜"])
+
+
+def _deepseek(template: str) -> ToolFormat:
+    """V3 and R1: `function`, then the name and a block of JSON; V3.1: the name, then JSON."""
+    begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    opens, sep, close = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    head = rf"{opens}(?:function{sep}(?=[^\s{{]))?(?P<name>[^\s<]+)(?:{sep}|\s*```json)"
+    tail = rf"\s*(?:```)?\s*(?:{close}|\Z)"
+    read = named_calls(head, json_arguments, tail, between=r"\s*", end=rf"\s*(?:{end}|\Z)")
+    first, last = (f"function{sep}", "\n```json") if "```json" in template else ("", sep)
+    prefills = (f"{begin}{opens}{first}", f"{begin}{opens}{first}NAME{last}")
+    return MarkedFormat("deepseek", begin, read, prefills, close=close, marks=[opens, sep, end])
+
+
+def _kimi(template: str) -> ToolFormat:
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    opens, then, close = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    head = rf"{re.escape(opens)}\s*(?:functions\.)?(?P<name>[^\s:<]+)(?::\d+)?\s*{re.escape(then)}"
+    tail, last = rf"{re.escape(close)}|\Z", rf"\s*(?:{re.escape(end)}|\Z)"
+    read = named_calls(head, json_arguments, tail, between=r"\s*", end=last)
+    prefills = (f"{begin}{opens}functions.", f"{begin}{opens}functions.NAME:0{then}")
+    return MarkedFormat("kimi", begin, read, prefills, close=close, marks=[opens, then, end])
+
+
+def _mistral(template: str) -> ToolFormat:
+    """`[TOOL_CALLS] [{"name": ...}, ...]`; since version 11 of its tokenizer `[TOOL_CALLS]NAME[ARGS]{...}`
+    for each call.
+    """
+    begin = "[TOOL_CALLS]"
+    head = r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?(?=\s*\{)"
+    named, listed = named_calls(head, json_arguments, ""), json_calls("")
+
+    def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
+        is_list = text.startswith(("[", "{"), skip(SPACE, text, at))
+        return (listed if is_list else named)(text, at, tools)
+
+    prefills = (f'{begin}[{{"name":', f'{begin}[{{"name": "NAME", "arguments":')
+    if "[ARGS]" in template:
+        prefills = (begin, f"{begin}NAME[ARGS]")
+    thinking = ("[THINK]", "[/THINK]") if "[THINK]" in template else ToolFormat.thinking
+    return MarkedFormat("mistral", begin, read, prefills, marks=["[ARGS]", "[CALL_ID]"], thinking=thinking)
+
+
+def _gemma4(template: str) -> ToolFormat:
+    begin, close, quote = "<|tool_call>", "<tool_call|>", '<|"|>'
+    values = Values([(r'<\|"\|>(.*?)<\|"\|>', str)], r"[^:{}\[\],]+")
+    head, tail = r"call:(?P<name>[^\s{]+)(?=\{)", rf"{re.escape(close)}|\Z"
+    read, prefills = named_calls(head, values.arguments, tail), (f"{begin}call:", f"{begin}call:NAME")
+    thinking = ("<|channel>thought\n", "<channel|>")
+    marks = [quote, "<|channel>"]
+    return MarkedFormat("gemma4", begin, read, prefills, close=close, marks=marks, thinking=thinking)
+
+
+def _lfm2(template: str) -> ToolFormat:
+    """`[f(x='a', y=1)]`, as in Python. Some templates of LFM 2.5 write texts without escapes."""
+    begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
+    follows = r"\s*(?:,\s*\w+=|\)\s*(?:,\s*[\w.-]+\(|\]\s*(?:<\|tool_call_end\|>|\Z)))"
+    is_raw = "format_arg_value" in template and "replace(" not in template
+    strings = [(r"'((?:[^'\\]|\\.)*)'", python_string), (r'"((?:[^"\\]|\\.)*)"', python_string)]
+    values = Values(strings, r"\w+", outer=rf"'(.*?)'(?={follows})" if is_raw else None)
+    head, last = r"\[?\s*(?P<name>[\w.-]+)(?=\()", r"\s*\]\s*(?:<\|tool_call_end\|>|\Z)"
+    read = named_calls(head, values.arguments, "", between=r"\s*,\s*", end=last)
+    return MarkedFormat("lfm2", begin, read, (f"{begin}[", f"{begin}[NAME("), marks=[end])
+
+
+def _gpt_oss(template: str) -> ToolFormat:
+    return ChannelFormat(
+        "gpt_oss",
+        r"(?P<head>[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)<\|message\|>"
+        r"(?P<body>.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|\Z)",
+        _harmony,
+        (" to=functions.", " to=functions.NAME<|channel|>commentary json<|message|>"),
+        ends=("<|end|>", "<|return|>", "<|call|>"),
+        marks=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+        thinking=("<|channel|>analysis<|message|>", "<|end|>"),
+    )
+
+
+def _muse_glimmer(template: str) -> ToolFormat:
+    return ChannelFormat(
+        "muse_glimmer",
+        r"(?P<head>[^<]*)<\|message\|>(?P<body>.*?)(?:<\|eom\|>|<\|eot\|>|\Z)",
+        _muse,
+        (" to=", ' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">'),
+        ends=("<|eom|>", "<|eot|>"),
+        marks=("<|start|>", "<|message|>"),
+        thinking=(" to=self<|message|>", "<|eom|>"),
+    )
+
+
+FORMATS: dict[str, Callable[[str], ToolFormat]] = {
+    "hermes": _hermes,
+    "qwen3_coder": _qwen3_coder,
+    "glm": _glm,
+    "gpt_oss": _gpt_oss,
+    "gemma4": _gemma4,
+    "deepseek": _deepseek,
+    "deepseek_v32": _dsml,
+    "mistral": _mistral,
+    "minimax": _minimax,
+    "lfm2": _lfm2,
+    "kimi": _kimi,
+    "muse_glimmer": _muse_glimmer,
+    "toolcall": _json_lists("toolcall", "<TOOLCALL>", "</TOOLCALL>"),
+    "tool_calls": _json_lists("tool_calls", "<tool_calls>", "</tool_calls>"),
+}
+"""Made of the chat template's text, empty if it is not known."""
+
+_SHOWN = [
+    ("gpt_oss", ("<|channel|>", "functions.")),
+    ("muse_glimmer", ("<atem:invoke",)),
+    ("gemma4", ("<|tool_call>call:",)),
+    ("deepseek_v32", ("<｜DSML｜",)),
+    ("deepseek", ("<｜tool▁call▁begin｜>",)),
+    ("minimax", ("minimax:tool_call>",)),
+    ("kimi", ("<|tool_call_argument_begin|>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("glm", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<parameter=")),
+    ("toolcall", ("<TOOLCALL>",)),
+    ("tool_calls", ("<tool_calls>",)),
+    ("", ("<function=",)),  # Functionary
+    ("", ("functools[",)),  # Firefunction
+    ("hermes", (OPEN,)),
+    ("llama", ('"parameters"', "<|python_tag|>")),
+    ("llama", ('"parameters"', "ipython")),
+]
+"""What a chat template of each format has. The first that fits counts: some have <tool_call> as well."""
+
+
+def name_from(template: str) -> str:
+    """The format that the chat template shows to the model; empty if none is known."""
+    fits = (name for name, marks in _SHOWN if all(mark in template for mark in marks))
+    return next(fits, "")
