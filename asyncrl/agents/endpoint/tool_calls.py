@@ -90,7 +90,9 @@ class ToolFormat:
         tool call is text.
         """
         found = ToolFormat()
-        found.thinking = found.opens = self.thinking
+        found.thinking = self.thinking
+        parts = [mark for mark in self.opens if any(mark in text for text in self.thinking)]
+        found.opens = (*self.thinking, *parts)
         return found
 
 
@@ -344,7 +346,8 @@ def find_tool_format(name: str, template: str, response_template: Any = None) ->
     known = f"{', '.join(['llama', *FORMATS])}, response_template"
     is_auto, found = name == "auto", ToolFormat()
     if is_auto:
-        name = name_from(template) or ("response_template" if response_template else "none")
+        others = (response_template or {}).get("fields", {})
+        name = name_from(template) or ("response_template" if "tool_calls" in others else "none")
     if ":" in name:
         return UserFormat(name)
     if name in FORMATS:
@@ -360,7 +363,7 @@ def find_tool_format(name: str, template: str, response_template: Any = None) ->
         found.refusal = NO_TOOLS
     elif name == "none" and is_auto:
         found.refusal = (
-            "gateway.tool_format=auto does not know the tool calls that this chat template shows the model. Set "
+            "gateway.tool_format=auto does not know the tool calls that this chat template shows. Set "
             f"it to {known}, or module:function of a parser of your own, or set model.chat_template."
         )
     elif name == "none":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 from asyncrl.agents.endpoint.tool_calls import (
@@ -80,14 +81,14 @@ class ChannelFormat(ToolFormat):
         return ParsedAnswer("".join(content) or (None if calls else ""), tuple(calls))
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        begin = self.thinking[0]
-        if not text.startswith(begin):
+        thought = skip(SPACE, text, 0)
+        if not text.startswith(self.thinking[0], thought):
             return 0
-        found = [(at, end) for end in self._ends if (at := text.find(end, len(begin))) >= 0]
+        found = [(at, end) for end in self._ends if (at := text.find(end, thought)) >= 0]
         if found:
             at, end = min(found)
             return at + len(end)
-        return max(len(begin), len(text) - max(overlap(text[len(begin) :], end) for end in self._ends))
+        return len(text) - max(overlap(text, end) for end in self._ends)
 
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the arguments."""
@@ -95,8 +96,7 @@ class ChannelFormat(ToolFormat):
 
     def without_tools(self) -> ToolFormat:
         """Channels are read without tools, too; an answer with a call is text, whole."""
-        found = FORMATS[self.name]("")
-        assert isinstance(found, ChannelFormat)
+        found = copy(self)
         found._reads_calls = False
         return found
 
@@ -294,7 +294,7 @@ def _gemma4(template: str) -> ToolFormat:
     values = Values([(r'<\|"\|>(.*?)<\|"\|>', str)], r"[^:{}\[\],]+")
     head, tail = r"call:(?P<name>[^\s{]+)(?=\{)", rf"{re.escape(close)}|\Z"
     read, prefills = named_calls(head, values.arguments, tail), (f"{begin}call:", f"{begin}call:NAME")
-    thinking = ("<|channel>thought\n", "<channel|>")
+    thinking = ("<|channel>thought", "<channel|>")
     marks = [quote, "<|channel>"]
     return MarkedFormat("gemma4", begin, read, prefills, close=close, marks=marks, thinking=thinking)
 
@@ -332,7 +332,7 @@ def _muse_glimmer(template: str) -> ToolFormat:
         (" to=", ' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">'),
         ends=("<|eom|>", "<|eot|>"),
         marks=("<|start|>", "<|message|>"),
-        thinking=(" to=self<|message|>", "<|eom|>"),
+        thinking=("to=self<|message|>", "<|eom|>"),
     )
 
 
