@@ -208,10 +208,9 @@ _PARAMETER = (
 )
 _ARGUMENT = r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
 _INVOKED = (
-    r'\s*<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>(?=\s*<(?:parameter name=|/invoke>)|\Z)'
+    r'\s*<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>'
+    r"(?=\s*<(?:parameter name=|/invoke>)|\s*\Z)"
 )
-_DSML = (
-    r'\s*<｜DSML｜parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">(?P<value>.*?)'
     r"</｜DSML｜parameter>"
 )
 
