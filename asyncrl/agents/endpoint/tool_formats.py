@@ -211,6 +211,8 @@ _INVOKED = (
     r'\s*<parameter name="(?P<key>[^"]*)">(?P<value>.*?)</parameter>'
     r"(?=\s*<(?:parameter name=|/invoke>)|\s*\Z)"
 )
+_DSML = (
+    r'\s*<｜DSML｜parameter name="(?P<key>[^"]*)" string="(?P<string>true|false)">(?P<value>.*?)'
     r"</｜DSML｜parameter>"
 )
 
