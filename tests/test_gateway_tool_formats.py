@@ -106,8 +106,8 @@ CASES: dict[str, Calls] = {
     "markup": [("f", {"s": "</tool_call><b></arg_value></parameter>\n</parameter> [TOOL_CALLS]", "n": 1})],
 }
 ONE_CALL = {"gptoss", "gptoss_training", "llama3_1", "llama3_2"}
-NO_CONTENT = {"llama3_1", "llama3_2", "muse_glimmer", "muse_glimmer_training"}
-"""Their templates leave out what is said beside a call."""
+NO_CONTENT = {"llama3_1", "llama3_2", "muse_glimmer", "muse_glimmer_training", "gptoss", "gptoss_training"}
+"""Their templates leave out what is said beside a call, or make a thought of it (gpt-oss)."""
 
 
 @pytest.mark.parametrize("name", WRITING)
@@ -120,8 +120,7 @@ def test_what_a_template_writes_for_calls_is_read_back_as_these_calls(name: str)
             text = written(name, calls, content)
             parsed = found(name).parse(text, TOOLS)
             assert calls_of(parsed) == calls, f"{case}: {text}"
-            *_, said = re.split(r"</think>|<\|message\|>", parsed.content or "")
-            said = said.removesuffix("<|end|>")  # gpt-oss: its template takes it for a thought
+            *_, said = (parsed.content or "").split("</think>")
             assert said.strip() == ("" if name in NO_CONTENT else content)
 
 
@@ -239,7 +238,8 @@ def test_a_call_inside_a_thought_does_not_count_and_the_thought_is_content(name:
     opens, closes = tool_format.thinking
     thought = f"{opens}\nI could write {'a call' if name in CHANNELS else text} here.\n{closes}"
     parsed = tool_format.parse(thought + "<|start|>assistant" * (name in CHANNELS) + text, TOOLS)
-    assert parsed == ParsedAnswer(thought, tool_format.parse(text, TOOLS).tool_calls)
+    shown = None if name in CHANNELS else thought
+    assert parsed == ParsedAnswer(shown, tool_format.parse(text, TOOLS).tool_calls)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,7 +254,7 @@ def test_nothing_of_a_call_is_shown_and_a_cut_one_is_text_or_says_no_other_thing
         assert tool_format.hold_from(cut) <= len(said)
         parsed = tool_format.parse(cut, TOOLS)
         if not parsed.tool_calls:
-            assert parsed.content in (cut, said), "text to the letter; channels: what they hold"
+            assert name in CHANNELS or parsed.content == cut, "text to the letter"
         for (name_cut, arguments), (full_name, full) in zip(calls_of(parsed), calls_of(whole), strict=False):
             assert name_cut == full_name
             assert arguments.items() <= full.items()
@@ -308,7 +308,7 @@ def test_whatever_is_written_is_read_and_what_is_shown_before_is_how_the_content
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_long_nonsense_is_text_and_takes_no_time(name: str) -> None:
+def test_long_nonsense_is_text(name: str) -> None:
     tool_format, raw = find_tool_format(name, ""), raw_of(name)
     for filler in ("{" * 10**5, "[" * 10**5, " " * 10**6, "<" * 10**5, raw[:-1] * 10**3, "\\" * 10**5):
         text = raw[: len(raw) // 2] + filler
@@ -319,18 +319,20 @@ def test_long_nonsense_is_text_and_takes_no_time(name: str) -> None:
 # ---- channels
 
 
-def test_an_answer_in_channels_is_what_it_says_to_the_user_after_its_thoughts() -> None:
+def test_an_answer_in_channels_is_what_it_says_to_the_user_and_never_has_their_marks() -> None:
     thought = "<|channel|>analysis<|message|>Two and two.<|end|>"
     for tool_format in (found("gptoss"), found("gptoss").without_tools()):
         text = f"{thought}<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
-        assert tool_format.parse(text) == ParsedAnswer(f"{thought}Four.")
-        assert tool_format.hold_from(text) == len(thought)
+        assert tool_format.parse(text) == ParsedAnswer("Four.")
+        assert tool_format.hold_from(text) == 0
         assert tool_format.parse("<|channel|>final<|message|>Fo") == ParsedAnswer("Fo")
     called = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|message|>{F}"
     assert found("gptoss").parse(called).content == "I look."
-    assert found("gptoss").without_tools().parse(called) == ParsedAnswer(called)
-    for malformed in (called + "}", called.replace("functions.f", "python"), "Hello"):
-        assert found("gptoss").parse(malformed) == ParsedAnswer(malformed)
+    plain = f"commentaryI look.assistant to=functions.f{F}"
+    assert found("gptoss").without_tools().parse(called) == ParsedAnswer(plain)
+    assert found("gptoss").parse(called + "}") == ParsedAnswer(f"{plain}}}")
+    assert found("gptoss").parse(called.replace("functions.f", "python")).tool_calls == ()
+    assert found("gptoss").parse("Hello") == ParsedAnswer("Hello")
 
 
 def test_without_tools_the_marks_of_thoughts_stay_and_a_call_is_text() -> None:

@@ -154,9 +154,11 @@ class EngineRoute:
         asked = read.asked
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
-        tool_format, prefill = self.tool_format.without_tools(), ""
-        if isinstance(asked, ChatRequest) and asked.tools:
-            tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
+        tool_format, prefill = ToolFormat(), ""
+        if isinstance(asked, ChatRequest):
+            tool_format = self.tool_format.without_tools()
+            if asked.tools:
+                tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
         planned = await self._plan(session, read, prefill)
         if session.is_users and session.opening is None:
             session.opening = asked.messages

@@ -39,7 +39,7 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class ParsedAnswer:
     """`content`: the text outside the calls, None if that is nothing. Without calls it is the whole answer,
-    to the letter; where a format has channels, what they hold.
+    to the letter; where a format has channels, what they hold for the user.
     """
 
     content: str | None

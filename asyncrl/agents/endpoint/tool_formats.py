@@ -16,7 +16,6 @@ from asyncrl.agents.endpoint.tool_calls import (
     json_calls,
     make_call,
     named_calls,
-    overlap,
 )
 from asyncrl.agents.tool_arguments import (
     MALFORMED,
@@ -36,8 +35,8 @@ from asyncrl.errors import ConfigError
 class ChannelFormat(ToolFormat):
     """An answer in messages of several channels: thoughts, calls, and what is for the user.
 
-    Content is what the messages for the user hold, after the thoughts as the model wrote them. A thought
-    before all else is streamed, and the rest comes in one piece: until a message has ended, it may be a call.
+    Content is what the messages for the user hold, and no thought: these templates refuse to take one back
+    in it. What cannot be read is text without the marks. An answer is streamed in one piece.
     """
 
     def __init__(
@@ -55,7 +54,8 @@ class ChannelFormat(ToolFormat):
         for a thought. `ends`: what may close one.
         """
         self.name, self.thinking, self._prefills = name, thinking, prefills
-        self.opens, self._ends = (*ends, *marks), ends
+        self.opens = (*ends, *marks)
+        self._marks = re.compile("|".join(map(re.escape, self.opens)))
         self._message, self._read = re.compile(message, re.DOTALL), read
         self._reads_calls = True
 
@@ -68,34 +68,27 @@ class ChannelFormat(ToolFormat):
                 start = at + len(_START) if text.startswith(_START, at) else at
                 message = self._message.match(text, start)
                 if message is None or message.end() == start:
-                    return ParsedAnswer(text)
+                    raise ValueError("this is no message")
                 found, at = self._read(message, tools), message.end()
                 if isinstance(found, list):
                     calls += found
                 else:
-                    content.append(message[0] if found is None else found)
+                    content.append(found or "")
         except MALFORMED:
-            return ParsedAnswer(text)
+            return ParsedAnswer(self._marks.sub("", text))
         if calls and not self._reads_calls:
-            return ParsedAnswer(text)
+            return ParsedAnswer(self._marks.sub("", text))
         return ParsedAnswer("".join(content) or (None if calls else ""), tuple(calls))
 
     def hold_from(self, text: str, start: int = 0) -> int:
-        thought = skip(SPACE, text, 0)
-        if not text.startswith(self.thinking[0], thought):
-            return 0
-        found = [(at, end) for end in self._ends if (at := text.find(end, thought)) >= 0]
-        if found:
-            at, end = min(found)
-            return at + len(end)
-        return len(text) - max(overlap(text, end) for end in self._ends)
+        return 0
 
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the arguments."""
         return self._prefills[0] if name is None else self._prefills[1].replace("NAME", name)
 
     def without_tools(self) -> ToolFormat:
-        """Channels are read without tools, too; an answer with a call is text, whole."""
+        """Channels are read without tools, too; an answer with a call is text."""
         found = copy(self)
         found._reads_calls = False
         return found
