@@ -154,6 +154,23 @@ def test_arguments_are_read_back_with_their_types(name: str, arguments: dict[str
     assert calls_of(found(name).parse(written(name, calls), TOOLS)) == calls
 
 
+LOST: list[tuple[str, str]] = [
+    ("qwen3_6", "1\n</parameter>\n<parameter=t>\n2"),
+    ("nemotron_3_nano", "1\n</parameter>\n</function>"),
+    ("glm4moe", "1</arg_value>\n<arg_key>"),
+    ("gemma4_v5", '<|"|>'),
+    ("lfm2_2_5", "1', t='2"),
+    ("muse_glimmer", '1</atem:parameter>\n<atem:parameter name="t">2'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), LOST)
+def test_what_a_form_cannot_carry_is_lost_as_the_docs_say(name: str, text: str) -> None:
+    """The template writes the same for another call, or for none."""
+    calls: Calls = [("f", {"s": text})]
+    assert calls_of(found(name).parse(written(name, calls), TOOLS)) != calls
+
+
 # ---- formats whose templates trl does not ship, as their vendors publish them
 
 F, G = '{"s": "a b", "n": 1}', "{}"
@@ -286,6 +303,23 @@ def test_a_forced_call_begins_as_the_model_would_begin_it(name: str) -> None:
         assert text.startswith(str(find_tool_format(published, shown).prefill("f")))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_what_stands_around_arguments_in_json_makes_calls_that_are_read(name: str) -> None:
+    texts = {"deepseek": "<｜tool▁call▁begin｜> ```json", "mistral": "[TOOL_CALLS] [ARGS]"}
+    for shown in ("", texts.get(name, "")):
+        tool_format = find_tool_format(name, "")
+        tool_format = FORMATS[name](shown) if name in FORMATS else tool_format
+        around = tool_format.around("f")
+        if around is not None:
+            begins = [str(tool_format.prefill(None)), str(tool_format.prefill("f"))]
+            assert all(around[0].startswith(begin) for begin in begins)
+            for number in (1, 2) if tool_format.joint is not None else (1,):
+                text = (tool_format.joint or "").join([f"{around[0]}{F}{around[1]}"] * number)
+                assert calls_of(tool_format.parse(text)) == BOTH[:1] * number
+    assert (around is None) == (name in ("qwen3_coder", "glm", "gemma4", "deepseek_v32", "minimax", *NO_JSON))
+
+
+NO_JSON = ("lfm2", "muse_glimmer")
 PIECES = [*"<>/{}[]()|;: \n\"'ab=,", "f", "assistant", "</think>", "to=functions.f", "<|message|>"]
 
 

@@ -58,7 +58,9 @@ class ToolFormat:
     thinking: tuple[str, str] = ("<think>", "</think>")
     """What stands before and after a thought. A call inside a thought does not count."""
     close: str | None = None
-    """Ends each call, and is no part of anything else. A stop string of it keeps an answer to one call."""
+    """Text that ends each call, where there is one: an answer that may hold one call is sampled up to it."""
+    joint: str | None = None
+    """Text between two calls, each written as around() says; None: an answer has one."""
     refusal: str = ""
     """Why a call may give no tools; empty if it may."""
 
@@ -82,6 +84,12 @@ class ToolFormat:
     def prefill(self, name: str | None) -> str | None:
         """Text that the answer is begun with, so that it is a call of this tool, or of any. None: this format
         cannot. It ends without a space, which is part of the next token.
+        """
+        return None
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        """What stands before and after the arguments of a call of this tool, a JSON object; it begins with
+        prefill(None) and prefill(name). None: the format is none of which a grammar can be made.
         """
         return None
 
@@ -203,16 +211,16 @@ class MarkedFormat(ToolFormat):
         read: ReadCalls,
         prefills: tuple[str, str],
         *,
-        close: str | None = None,
         marks: Sequence[str] = (),
+        around: tuple[str, str] | None = None,
         thinking: tuple[str, str] = ToolFormat.thinking,
     ) -> None:
         """`begin`: the marker. `prefills`: of a call of any tool, and of NAME. `marks`: further special
-        tokens of a call.
+        tokens of a call. `around`: what lies between the prefill and arguments in JSON, and after them.
         """
-        self.name, self.close, self.thinking = name, close, thinking
-        self.opens = tuple(dict.fromkeys([begin, *([close] if close else []), *marks, *thinking]))
-        self._begin, self._read, self._prefills = begin, read, prefills
+        self.name, self.thinking = name, thinking
+        self.opens = tuple(dict.fromkeys([begin, *marks, *thinking]))
+        self._begin, self._read, self._prefills, self._around = begin, read, prefills, around
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
         calls: list[ToolCall] = []
@@ -237,6 +245,29 @@ class MarkedFormat(ToolFormat):
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the arguments."""
         return self._prefills[0] if name is None else self._prefills[1].replace("NAME", name)
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        around = self._around
+        return None if around is None else (self.prefill(name) + around[0], around[1])
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesFormat(MarkedFormat):
+    r"""Hermes, Qwen 2.5, Qwen 3, SmolLM2: `<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>`.
+
+    A list of calls in one <tool_call> is read too.
+    """
+
+    close, joint = CLOSE, "\n"
+
+    def __init__(self, *, writes_lists: bool = False) -> None:
+        """`writes_lists`: the model was taught `<tool_call>[...]</tool_call>` (SmolLM2)."""
+        begin, end = (f"{OPEN}[\n", f"}}\n]{CLOSE}") if writes_lists else (f"{OPEN}\n", f"}}\n{CLOSE}")
+        prefills = (f'{begin}{{"name":', f'{begin}{{"name": "NAME", "arguments":')
+        read = json_calls(rf"{CLOSE}|\Z")
+        super().__init__("hermes", OPEN, read, prefills, marks=[CLOSE], around=(" ", end))
 
 
 PYTHON_TAG = "<|python_tag|>"
@@ -276,6 +307,9 @@ class LlamaFormat(ToolFormat):
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the parameters."""
         return '{"name":' if name is None else f'{{"name": {json.dumps(name)}, "parameters":'
+
+    def around(self, name: str) -> tuple[str, str]:
+        return f"{self.prefill(name)} ", "}"
 
 
 USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), ...]) or None"

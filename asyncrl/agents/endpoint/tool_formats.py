@@ -9,6 +9,9 @@ from copy import copy
 from typing import Any
 
 from asyncrl.agents.endpoint.tool_calls import (
+    CLOSE,
+    OPEN,
+    HermesFormat,
     MarkedFormat,
     ParsedAnswer,
     ToolCall,
@@ -49,6 +52,7 @@ class ChannelFormat(ToolFormat):
         ends: Sequence[str],
         marks: Sequence[str],
         thinking: tuple[str, str],
+        has_json: bool = False,
     ) -> None:
         """`message`: pattern of one, from after `<|start|>assistant` on. `read`: its calls, its text, or None
         for a thought. `ends`: what may close one.
@@ -57,7 +61,7 @@ class ChannelFormat(ToolFormat):
         self.opens = (*ends, *marks)
         self._marks = re.compile("|".join(map(re.escape, self.opens)))
         self._message, self._read = re.compile(message, re.DOTALL), read
-        self._reads_calls = True
+        self._reads_calls, self._has_json = True, has_json
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
         calls: list[ToolCall] = []
@@ -86,6 +90,10 @@ class ChannelFormat(ToolFormat):
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the arguments."""
         return self._prefills[0] if name is None else self._prefills[1].replace("NAME", name)
+
+    def around(self, name: str) -> tuple[str, str] | None:
+        """Of gpt-oss, which writes arguments in JSON."""
+        return (self.prefill(name), "") if self._has_json else None
 
     def without_tools(self) -> ToolFormat:
         """Channels are read without tools, too; an answer with a call is text."""
@@ -141,12 +149,17 @@ class ResponseTemplateFormat(MarkedFormat):
 
     def __init__(self, template: Any) -> None:
         """Raises ConfigError if there is none, or if it reads no tool calls."""
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
         way_out = "set gateway.tool_format to auto or to another format."
         try:
+            from transformers.utils.chat_parsing import ResponseParser
+            from transformers.utils.chat_parsing.response_templates import load_response_template
+
             self._template = load_response_template(template or {})
+            ResponseParser(self._template, prefix="", tools=[])
             opens = self._template.fields["tool_calls"].open_re
+        except (ImportError, TypeError) as error:
+            what = f"gateway.tool_format=response_template: this version of transformers cannot: {error}"
+            raise ConfigError(what, way_out="install transformers 5.15 or later.") from error
         except (ValueError, KeyError) as error:
             what = f"the tokenizer has no response_template that reads tool calls: {error}"
             raise ConfigError(f"gateway.tool_format=response_template: {what}", way_out=way_out) from error
@@ -177,23 +190,23 @@ class ResponseTemplateFormat(MarkedFormat):
 
 # ---- the table
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
 
 def _hermes(template: str) -> ToolFormat:
-    r"""`<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>`; in a template that shows a list of
-    calls within, a list (SmolLM2).
-    """
-    begin = f"{OPEN}[\n" if f"{OPEN}[" in template else f"{OPEN}\n"
-    prefills = (f'{begin}{{"name":', f'{begin}{{"name": "NAME", "arguments":')
-    return MarkedFormat("hermes", OPEN, json_calls(rf"{CLOSE}|\Z"), prefills, close=CLOSE)
+    return HermesFormat(writes_lists=f"{OPEN}[" in template)
+
+
+def _closed(tool_format: ToolFormat, close: str) -> ToolFormat:
+    tool_format.close = close
+    tool_format.opens = tuple(dict.fromkeys([*tool_format.opens, close]))
+    return tool_format
 
 
 def _json_lists(name: str, begin: str, end: str) -> Callable[[str], ToolFormat]:
     """A list of calls, or one below the other."""
     prefills = (f'{begin}[{{"name":', f'{begin}[{{"name": "NAME", "arguments":')
     read = json_calls(rf"{re.escape(end)}|\Z")
-    return lambda template: MarkedFormat(name, begin, read, prefills, marks=[end])
+    around = (" ", f"}}]{end}")
+    return lambda template: MarkedFormat(name, begin, read, prefills, marks=[end], around=around)
 
 
 _PARAMETER = (
@@ -214,7 +227,7 @@ def _qwen3_coder(template: str) -> ToolFormat:
     tail = r"\s*</function>\s*(?:</tool_call>|\Z)"
     read = named_calls(r"<function=(?P<name>[^>\n]+)>", tagged(_PARAMETER), tail)
     prefills = (f"{OPEN}\n<function=", f"{OPEN}\n<function=NAME>")
-    return MarkedFormat("qwen3_coder", OPEN, read, prefills, close=CLOSE)
+    return _closed(MarkedFormat("qwen3_coder", OPEN, read, prefills, marks=[CLOSE]), CLOSE)
 
 
 def _glm(template: str) -> ToolFormat:
@@ -222,7 +235,7 @@ def _glm(template: str) -> ToolFormat:
     tail = r"\s*</tool_call>|\n\s*\Z|(?<=</arg_value>)\Z"
     arguments = tagged(_ARGUMENT + r"(?=\s*(?:<arg_key>|</tool_call>|\Z))")
     read = named_calls(r"(?P<name>[^\s<]+)", arguments, tail)
-    return MarkedFormat("glm", OPEN, read, (OPEN, f"{OPEN}NAME"), close=CLOSE)
+    return _closed(MarkedFormat("glm", OPEN, read, (OPEN, f"{OPEN}NAME"), marks=[CLOSE]), CLOSE)
 
 
 def _minimax(template: str) -> ToolFormat:
@@ -231,7 +244,7 @@ def _minimax(template: str) -> ToolFormat:
     head = r'<invoke name="(?P<name>[^"]+)">'
     read = named_calls(head, tagged(_INVOKED), tail, between=r"\s*", end=rf"\s*(?:{end}|\Z)")
     prefills = (f'{begin}\n<invoke name="', f'{begin}\n<invoke name="NAME">')
-    return MarkedFormat("minimax", begin, read, prefills, close="</invoke>", marks=[end])
+    return _closed(MarkedFormat("minimax", begin, read, prefills, marks=[end]), "</invoke>")
 
 
 def _dsml(template: str) -> ToolFormat:
@@ -251,7 +264,9 @@ def _deepseek(template: str) -> ToolFormat:
     read = named_calls(head, json_arguments, tail, between=r"\s*", end=rf"\s*(?:{end}|\Z)")
     first, last = (f"function{sep}", "\n```json") if "```json" in template else ("", sep)
     prefills = (f"{begin}{opens}{first}", f"{begin}{opens}{first}NAME{last}")
-    return MarkedFormat("deepseek", begin, read, prefills, close=close, marks=[opens, sep, end])
+    marks, ends = [opens, sep, close, end], f"{close}{end}"
+    around = ("\n", f"\n```{ends}") if "```json" in template else ("", ends)
+    return _closed(MarkedFormat("deepseek", begin, read, prefills, marks=marks, around=around), close)
 
 
 def _kimi(template: str) -> ToolFormat:
@@ -261,7 +276,8 @@ def _kimi(template: str) -> ToolFormat:
     tail, last = rf"{re.escape(close)}|\Z", rf"\s*(?:{re.escape(end)}|\Z)"
     read = named_calls(head, json_arguments, tail, between=r"\s*", end=last)
     prefills = (f"{begin}{opens}functions.", f"{begin}{opens}functions.NAME:0{then}")
-    return MarkedFormat("kimi", begin, read, prefills, close=close, marks=[opens, then, end])
+    marks, around = [opens, then, close, end], ("", f"{close}{end}")
+    return _closed(MarkedFormat("kimi", begin, read, prefills, marks=marks, around=around), close)
 
 
 def _mistral(template: str) -> ToolFormat:
@@ -277,10 +293,14 @@ def _mistral(template: str) -> ToolFormat:
         return (listed if is_list else named)(text, at, tools)
 
     prefills = (f'{begin}[{{"name":', f'{begin}[{{"name": "NAME", "arguments":')
+    around, joint = (" ", "}]"), None
     if "[ARGS]" in template:
-        prefills = (begin, f"{begin}NAME[ARGS]")
+        prefills, around, joint = (begin, f"{begin}NAME[ARGS]"), ("", ""), ""
     thinking = ("[THINK]", "[/THINK]") if "[THINK]" in template else ToolFormat.thinking
-    return MarkedFormat("mistral", begin, read, prefills, marks=["[ARGS]", "[CALL_ID]"], thinking=thinking)
+    marks = ["[ARGS]", "[CALL_ID]"]
+    found = MarkedFormat("mistral", begin, read, prefills, marks=marks, around=around, thinking=thinking)
+    found.joint = joint
+    return found
 
 
 def _gemma4(template: str) -> ToolFormat:
@@ -289,8 +309,8 @@ def _gemma4(template: str) -> ToolFormat:
     head, tail = r"call:(?P<name>[^\s{]+)(?=\{)", rf"{re.escape(close)}|\Z"
     read, prefills = named_calls(head, values.arguments, tail), (f"{begin}call:", f"{begin}call:NAME")
     thinking = ("<|channel>thought", "<channel|>")
-    marks = [quote, "<|channel>"]
-    return MarkedFormat("gemma4", begin, read, prefills, close=close, marks=marks, thinking=thinking)
+    marks = [close, quote, "<|channel>"]
+    return _closed(MarkedFormat("gemma4", begin, read, prefills, marks=marks, thinking=thinking), close)
 
 
 def _lfm2(template: str) -> ToolFormat:
@@ -315,6 +335,7 @@ def _gpt_oss(template: str) -> ToolFormat:
         ends=("<|end|>", "<|return|>", "<|call|>"),
         marks=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
         thinking=("<|channel|>analysis<|message|>", "<|end|>"),
+        has_json=True,
     )
 
 
