@@ -152,8 +152,9 @@ class GatewayConfig(FrozenConfig):
     once), or 400.
     """
     tool_format: str = "auto"
-    """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) ->
-    [(name, arguments), ...] or None (auto = from the chat template)."""
+    """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
+    `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =
+    from the chat template)."""
     max_calls: int = Field(default=256, ge=1)
     """Calls that one rollout may make, 16 times as many with a key of `asyncrl serve gateway`; the next one
     gets 429.

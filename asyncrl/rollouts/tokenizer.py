@@ -60,6 +60,8 @@ class HFChatTokenizer:
 
     template: str
     """The Jinja text that renders chats; where the model has several, the one for chats with tools."""
+    response_template: dict[str, Any] | None
+    """How transformers reads an answer, where the tokenizer says it."""
     vocab_size: int
     """Ids that the model knows (config.json); it may be more than the vocabulary has."""
     end_ids: frozenset[int]
@@ -96,7 +98,7 @@ class HFChatTokenizer:
             raise ConfigError(f"the tokenizer of {self.model_path} has no chat template", way_out=way_out)
         if not isinstance(template, str):
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
-        self.template = template
+        self.template, self.response_template = template, getattr(tokenizer, "response_template", None)
         compiled = _compile(template, f"the chat template of {self.model_path}")
         self._resumable, self._num_unchecked = _resumable(compiled, template), itertools.count(1)
         self._settings = dict(chat_template_kwargs or {})

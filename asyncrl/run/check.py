@@ -199,7 +199,8 @@ def look(config: RunConfig) -> Found:
         notes += [] if config.generator.is_harness else _too_long("task", prompts, tokenizer, config)
         notes += [] if config.evaluates_agent else _too_long("eval task", eval_prompts, tokenizer, config)
     if tokenizer is not None or ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "" if tokenizer is None else tokenizer.template)
+        shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
+        find_tool_format(config.gateway.tool_format, *shown)
     kind = kind_of(config.generator)
     if kind is not None and kind.checked_in == "here":
         build_harness(config.generator, is_worker=False)
