@@ -43,6 +43,7 @@ class Node:
     asked: PromptText | None
     num_path_ids: int
     path_hash: blake2b
+    is_trained: bool = True
 
     @property
     def num_sampled(self) -> int:
@@ -139,7 +140,7 @@ def _trajectory(
     end = 0
     for node in path:
         start, end = end + node.num_added, end + len(node.ids)
-        if node in own and start < end:
+        if node in own and node.is_trained and start < end:
             loss_mask[start:end] = True
             logprobs[start:end] = node.logprobs
             for span in node.version_spans:

@@ -160,10 +160,19 @@ class Capture:
         return self._planned("extended", ids[ends[parent] :], parent, None)
 
     def record(
-        self, planned: Planned, completion: Completion, message: Message, name: str, *, choice: int = 0
+        self,
+        planned: Planned,
+        completion: Completion,
+        message: Message,
+        name: str,
+        *,
+        choice: int = 0,
+        is_trained: bool = True,
     ) -> None:
         """The harness got this answer: `message` is the assistant message as it got it."""
         assert name not in self._nodes, f"{name} is recorded already"
+        if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten meanwhile
+            planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
         sampled = np.array(completion.token_ids, dtype=np.int32)
         path_hash = _hash_on(planned.prompt_hash, sampled)
         node = Node(
@@ -179,6 +188,7 @@ class Capture:
             asked=planned.draft.asked if planned.draft else None,
             num_path_ids=planned.num_prompt + len(sampled),
             path_hash=path_hash,
+            is_trained=is_trained,
         )
         self._nodes[name] = node
         self._count_branch(node)
@@ -188,6 +198,32 @@ class Capture:
             rank = (choice, node.content)  # the same answer twice: one of them, whichever came first
             if known is None or rank < (known.order[1], known.content):
                 self._by_chat[key] = node
+
+    def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[Node, ...]:
+        """Keep the conversations that were gone on with last, with at most so many completions and tokens in
+        their branches. Returns the completions of the others.
+        """
+        trees, root_of = dict[Node, list[Node]](), dict[Node, Node]()
+        for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
+            root_of[node] = node if node.parent is None else root_of[node.parent]
+            trees.setdefault(root_of[node], []).append(node)
+        kept: list[Node] = []
+        for tree in sorted(trees.values(), key=lambda tree: tree[-1].order, reverse=True):
+            self._count_anew([*kept, *tree])
+            if len(kept) + len(tree) > num_completions or self.num_branch_tokens > num_tokens:
+                break
+            kept += tree
+        self._count_anew(kept)
+        found = set(kept)
+        forgotten = tuple(node for node in self._nodes.values() if node not in found)
+        self._nodes = {node.name: node for node in kept}
+        self._by_chat = {key: node for key, node in self._by_chat.items() if node in found}
+        return forgotten
+
+    def _count_anew(self, nodes: Sequence[Node]) -> None:
+        self.num_branch_tokens, self._gone_on_from = 0, set()
+        for node in nodes:
+            self._count_branch(node)
 
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""

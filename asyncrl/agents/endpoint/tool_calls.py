@@ -46,6 +46,8 @@ class ToolFormat:
     """As in gateway.tool_format."""
     opens: tuple[str, ...] = ()
     """Markers of calls. Where they are special tokens, AnswerText(keep_special=opens) lets them through."""
+    close: str | None = None
+    """Text that ends each call, where there is one: an answer that may hold one call is sampled up to it."""
 
     def parse(self, text: str) -> ParsedAnswer:
         """Calls and content of a whole answer, its prefill included. An answer with a malformed call is text,
@@ -129,6 +131,7 @@ class HermesFormat(ToolFormat):
 
     name = "hermes"
     opens = (OPEN, CLOSE)
+    close = CLOSE
 
     def __init__(self, *, writes_lists: bool = False) -> None:
         """`writes_lists`: the model was taught `<tool_call>[...]</tool_call>` (SmolLM2)."""
