@@ -97,6 +97,8 @@ class GatewaySession:
         self.ended: str | None = None
         """Why it has ended; None while it is open."""
         self.num_calls = self.num_refused = 0
+        self.has_trained = False
+        """An answer was sampled from the run's own distribution."""
         self.overflow: str | None = None
         """The limit that a call has met, if no call that began later was answered."""
         self._overflow_order, self._overflowed = 0, list[Node | None]()
@@ -196,6 +198,7 @@ class GatewaySession:
             name = call.name if choice.index == 0 else f"{call.name}/{choice.index}"
             completion, about = choice.take_completion(), {"is_trained": call.is_trained}
             self.capture.record(planned, completion, choice.message, name, choice=choice.index, **about)
+        self.has_trained |= call.is_trained
         if call.order > self._overflow_order:
             self.overflow = None
         if self.is_users:
@@ -231,6 +234,11 @@ class GatewaySession:
         """A limit has ended a conversation: that after `cut`, or any of them."""
         self.overflow, self._overflow_order = why, self.num_calls
         self._overflowed.append(cut)
+
+    @property
+    def num_completions(self) -> int:
+        """Answers that its harness got."""
+        return self.capture.num_completions
 
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
