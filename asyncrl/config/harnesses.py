@@ -155,8 +155,8 @@ class GatewayConfig(FrozenConfig):
     """
     on_sampling_override: Literal["auto", "use_config", "honour", "refuse"] = "auto"
     """A call that asks for another temperature or top_p than training has. use_config: it gets the configured
-    one (logged once). honour: it gets what it asks for, and its tokens are context, never trained. refuse: 400
-    (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
+    one (logged once). honour: it gets what it asks for, and its tokens are context, never trained. refuse:
+    400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
     tool_format: str = "auto"
     """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) ->
     [(name, arguments), ...] or None (auto = from the chat template)."""
@@ -168,7 +168,8 @@ class GatewayConfig(FrozenConfig):
     a call with n counts n times. The next ones wait their turn."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
     """Tokens of all branches of one rollout together, which the trainer reads whole: context that branches
-    share counts in each. With so many, its next call gets 429, see generator.on_overflow (none = no limit)."""
+    share counts in each. With so many, its next call gets 429, see generator.on_overflow (none = no limit).
+    """
     max_body_bytes: int = Field(default=2**22, ge=2**10)
     """Largest body of a call; a larger one gets 413."""
     read_timeout_s: float = Field(default=30.0, gt=0)

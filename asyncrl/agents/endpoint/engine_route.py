@@ -20,7 +20,7 @@ from asyncrl.agents.endpoint.answers import (
     invalid,
     too_long,
 )
-from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall
+from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, client_gone
 from asyncrl.agents.endpoint.calls.sent_messages import ChatMessage
 from asyncrl.agents.endpoint.capture import Draft, GatewayStats, Planned
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
@@ -303,7 +303,7 @@ def _noting_overflow(session: GatewaySession, planned: Planned | None = None) ->
 
 def _give_up(session: GatewaySession, call: GatewayCall, scope: asyncio.Timeout) -> None:
     """Nobody wants its answer: what was sampled of it is dropped, and it holds no place any more."""
-    call.done_nowait(ApiError(CLIENT_GONE, "The client has gone."))
+    call.done_nowait(client_gone())
     session.forget_nowait(call)
     scope.reschedule(0.0)
 

@@ -27,7 +27,7 @@ from asyncrl.agents.endpoint.answers import (
     WrittenAnswer,
     invalid,
 )
-from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall
+from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
 from asyncrl.agents.endpoint.requests import CallRules
@@ -217,9 +217,12 @@ class Gateway:
         self, session: GatewaySession, form: ChatForm, stream: _Stream
     ) -> tuple[GatewayCall, WrittenAnswer, bool]:
         """The call, what its client gets, and whether it is new. A body is not kept: a call may wait long."""
-        body = await read_body(stream.request)
+        try:
+            body = await read_body(stream.request)
+        except ConnectionError:
+            raise client_gone() from None
         if not stream.is_there():
-            raise ApiError(CLIENT_GONE, "The client has gone.")
+            raise client_gone()
         body_hash, before = session.sent.find(body)
         digest, is_retry = _asked_as(form, body_hash, stream.request)
         sent = Sent(form, body, digest, before, is_retry=is_retry)

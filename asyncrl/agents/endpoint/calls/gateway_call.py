@@ -18,6 +18,11 @@ CLIENT_GONE = 499
 """Status of an answer that nobody is there to read."""
 
 
+def client_gone() -> ApiError:
+    """499, which nobody reads."""
+    return ApiError(CLIENT_GONE, "The client has gone.")
+
+
 class Room:
     """The answers of one session that are sampled at once: `most` places, of which a call takes one for each.
 
