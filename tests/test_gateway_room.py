@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 from gateway_cases import in_virtual_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.calls.gateway_call import Room
+from asyncrl.agents.endpoint.answers import ChatForm
+from asyncrl.agents.endpoint.calls.gateway_call import GRACE_S, GatewayCall, Room
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 MOST = 4
@@ -69,3 +72,27 @@ async def test_a_place_that_is_given_to_a_call_in_the_moment_of_its_end_goes_to_
     second.cancel()
     await asyncio.gather(first, third)
     assert (order, room.num_held) == (["first", "third"], 0)
+
+
+@in_virtual_time
+async def test_a_call_that_all_clients_have_left_has_a_second_in_which_a_retry_may_come() -> None:
+    planned: Any = SimpleNamespace(num_prompt=1, number=0)
+    call, is_first_there = GatewayCall(ChatForm(), b"", planned, {}), True
+    given_up: list[float] = []
+    loop = asyncio.get_running_loop()
+    call.give_up = lambda: given_up.append(loop.time())
+    with call.attended(lambda: is_first_there):
+        await asyncio.sleep(10)
+        is_first_there = False
+        call.left_nowait()
+        await asyncio.sleep(0.9)
+        with call.attended(lambda: True):
+            await asyncio.sleep(10)
+            assert not given_up
+    left_s = loop.time()
+    await asyncio.sleep(10)
+    assert given_up == [left_s + GRACE_S]
+    call.done_nowait()
+    with call.attended(lambda: False):
+        await asyncio.sleep(10)
+    assert len(given_up) == 1, "what is sampled is kept"
