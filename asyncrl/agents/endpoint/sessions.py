@@ -9,11 +9,12 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, ChatForm, invalid
+from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, invalid
 from asyncrl.agents.endpoint.capture import Capture, Planned
 from asyncrl.agents.endpoint.chats import Messages
+from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.agents.endpoint.sent_chats import SentChats
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
@@ -59,7 +60,7 @@ class GatewayCall:
     """
 
     def __init__(
-        self, form: ChatForm, digest: bytes, planned: Planned, sampled: Mapping[Answer, SamplingRequest]
+        self, form: Form, digest: bytes, planned: Planned, sampled: Mapping[Answer, SamplingRequest]
     ) -> None:
         """`digest`: of what was asked, by which it is known when it is asked again."""
         self.form, self.digest, self.created_s = form, digest, int(time.time())
@@ -150,6 +151,9 @@ class GatewaySession:
         self.limits = self.sessions.limits
         self.capture = Capture(self.route.tokenizer, self.route.counts)
         self.sent = SentChats()
+        self.kept: dict[str, Any] = {}
+        """Responses that a later call may go on from, by id: one a call at most."""
+        self.num_counted = 0
         self.opening: Messages | None = None
         """Messages of the first call, kept of a user's session alone."""
         self.last_span: VersionSpan | None = None
@@ -179,7 +183,7 @@ class GatewaySession:
         self.ended = reason
         self.calls.clear()
         self.times_asked.clear()
-        self.sent = SentChats()
+        self.sent, self.kept = SentChats(), {}
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
@@ -197,6 +201,14 @@ class GatewaySession:
             what = f"{self.rollout_id}: {self.num_refused} of its calls were refused"
             rule = f"{REFUSALS_PER_CALL} times gateway.max_calls={self.limits.max_calls} is the limit"
             self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
+
+    def count_nowait(self) -> None:
+        """One of its chats is counted. Raises ApiError (429) for the one that is too much."""
+        most = REFUSALS_PER_CALL * self.limits.max_calls
+        if self.num_counted >= most and not self.is_users:
+            why = f"{most} chats were counted, {REFUSALS_PER_CALL} for each of gateway.max_calls."
+            raise rate_limited(why, NO_RETRY)
+        self.num_counted += 1
 
     def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
         """The call that this one repeats: the client says so, or it is equal and its answer reached no

@@ -46,6 +46,8 @@ class ToolFormat:
     """As in gateway.tool_format."""
     opens: tuple[str, ...] = ()
     """Markers of calls. Where they are special tokens, AnswerText(keep_special=opens) lets them through."""
+    thinking: tuple[str, str] = ("<think>", "</think>")
+    """The texts around a thought."""
 
     def parse(self, text: str) -> ParsedAnswer:
         """Calls and content of a whole answer, its prefill included. An answer with a malformed call is text,
