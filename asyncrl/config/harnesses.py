@@ -155,8 +155,8 @@ class GatewayConfig(FrozenConfig):
     """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) ->
     [(name, arguments), ...] or None (auto = from the chat template)."""
     thoughts: Literal["inline", "apart"] = "inline"
-    """Where an answer of /v1/chat/completions has the model's thoughts: in `content` as the model wrote them, or
-    apart in `reasoning_content`. Other endpoints always have them apart."""
+    """Where an answer of /v1/chat/completions has the model's thoughts. inline: in `content`, as the model
+    wrote them. apart: in `reasoning_content`. Responses and messages always have them apart."""
     max_calls: int = Field(default=256, ge=1)
     """Calls that one rollout may make, 16 times as many with a key of `asyncrl serve gateway`; the next one
     gets 429.

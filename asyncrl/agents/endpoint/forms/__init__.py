@@ -1,1 +1,1 @@
-"""Forms: each endpoint's own way to ask and to answer. All of them are translated into one chat call, or one text."""
+"""Forms: each endpoint's own way to ask and to answer. Each call becomes one chat, or one text."""

@@ -52,8 +52,8 @@ def _blocks(content: Any) -> Any:
     for block in content if isinstance(content, list) else ():
         kind = block.get("type") if isinstance(block, dict) else block
         if kind not in ("text", "thinking", "tool_use", "tool_result"):
-            why = "text, thinking, tool_use and tool_result are read; there are no images, files or server tools"
-            raise _wrong(f"a block is {shown(kind)}: {why} here")
+            why = "text, thinking, tool_use and tool_result are read; images, files and server tools are not"
+            raise _wrong(f"a block is {shown(kind)}: {why}")
     return content
 
 
@@ -209,7 +209,9 @@ class MessagesForm:
             chat["stop"] = asked.stop_sequences
         if asked.thinking is not None and asked.thinking["type"] == "disabled" and self._can_turn_off:
             chat["chat_template_kwargs"] = {"enable_thinking": False}
-        wanted = asked.output_format or (asked.output_config or {}).get("format")
+        wanted = asked.output_format
+        if wanted is None and asked.output_config is not None:
+            wanted = asked.output_config.get("format")
         if wanted is not None:
             schema = {"name": "output", "schema": wanted["schema"], "strict": True}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}

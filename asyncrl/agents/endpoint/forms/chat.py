@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Translated:
-    """A body in terms of chat completions. `given`: what its form needs of the original to write the answer."""
+    """A body in terms of chat completions. `given`: what its form needs of the original, to write the
+    answer.
+    """
 
     body: bytes
     given: Any = None
