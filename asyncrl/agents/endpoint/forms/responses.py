@@ -193,7 +193,7 @@ class ResponsesForm:
         is_sealed = "reasoning.encrypted_content" in asked.include
         told = GivenResponse(given, before, new, is_stored=asked.store, is_sealed=is_sealed)
         _translate(chat, asked)
-        return Translated(b'{"messages":[' + messages + b'],"n":1,' + to_json(chat)[1:], told)
+        return Translated(b'{"messages":[' + messages + b"]," + to_json(chat)[1:], told)
 
     def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
         return reader.chat(body)
@@ -214,7 +214,7 @@ def previous(kept: Mapping[str, StoredResponse], name: str | None) -> StoredResp
 
 
 def _sorted(given: Mapping[str, Any]) -> tuple[dict[str, Any], ResponsesRequest]:
-    """(what is passed as it is, what is to be translated). Raises ApiError."""
+    """(what is passed as it is, at least `stream`; what is to be translated). Raises ApiError."""
     passed, rest = {"stream": False}, {}
     for name, value in given.items():
         if value is None or name in LEFT_OUT:
