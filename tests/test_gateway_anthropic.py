@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
 from asyncrl.agents.endpoint.forms.anthropic_written import anthropic_error
+from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
 from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
 from asyncrl.messages.records import Outcome
@@ -202,6 +203,32 @@ async def test_keys_come_by_either_header_and_errors_are_the_clients_own_excepti
 
 
 @in_loop
+async def test_the_beta_client_is_served_and_what_it_asks_of_its_own_server_is_left_out() -> None:
+    async with claude(by=lambda _: "Yes.") as talk:
+        edits: Any = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+        shape: Any = {"model": "m", "messages": HI, "betas": ["interleaved-thinking-2025-05-14"]}
+        answer = await talk.client.beta.messages.create(max_tokens=9, context_management=edits, **shape)
+        counted = await talk.client.beta.messages.count_tokens(**shape)
+        assert counted.input_tokens == answer.usage.input_tokens
+
+
+@in_loop
+async def test_the_bounds_of_a_chat_are_those_of_a_message_and_a_key_comes_before_the_body() -> None:
+    async with gateway_world(max_body_bytes=2**11, max_calls=1) as world:
+        path = "/v1/messages"
+        body = {"messages": [{"role": "user", "content": "x" * 2**12}]}
+        status, answer = await world.post(body, path=path)
+        assert (status, answer["error"]["type"]) == (413, "request_too_large")
+        status, answer = await world.post(b"{", path=path, headers={"Authorization": "Bearer wrong"})
+        assert (status, answer["error"]["type"]) == (401, "authentication_error")
+        counts = [await world.post({"messages": HI}, path=f"{path}/count_tokens") for _ in range(11)]
+        assert [status for status, _ in counts] == [200] * 10 + [429]
+        assert (await world.post({"messages": HI}, path=path))[0] == 200
+        status, answer = await world.post({"messages": HI}, path=path)
+        assert (status, answer["error"]["type"]) == (429, "rate_limit_error")
+
+
+@in_loop
 async def test_a_session_that_ends_in_the_middle_of_a_stream_ends_it_with_an_error_event() -> None:
     async with gateway_world(ScriptedEngine(gate=asyncio.Event())) as world:
         client = anthropic.AsyncAnthropic(base_url=world.url, api_key=world.session.key, max_retries=0)
@@ -277,7 +304,9 @@ async def test_what_is_wrong_is_a_400_that_says_what_and_nothing_of_it_reaches_t
 def told(can_turn_off: bool = True, **more: Any) -> dict[str, Any]:
     """A call as a chat."""
     body = json.dumps({"messages": HI, **more}).encode()
-    chat: dict[str, Any] = json.loads(MessagesForm(can_turn_off=can_turn_off).translated(body, {}).body)
+    chat: dict[str, Any] = json.loads(
+        MessagesForm(can_turn_off=can_turn_off).translated(body, KeptResponses()).body
+    )
     return chat
 
 
@@ -289,6 +318,13 @@ def test_what_a_chat_can_say_is_translated() -> None:
         {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": schema}}},
     ):
         assert told(**given_as)["response_format"]["json_schema"]["schema"] == schema
+    answer = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"b": 1, "a": 2}}],
+    }
+    talks = [HI, [*HI, answer, *HI]]
+    short, long = (json.dumps(told(messages=each)["messages"]) for each in talks)
+    assert long.startswith(short[:-1]), "what was read once is not read again"
     choice = {"type": "any", "disable_parallel_tool_use": True}
     chat = told(tools=[{**ADD, "strict": True}], tool_choice=choice)
     assert (chat["tool_choice"], chat["parallel_tool_calls"]) == ("required", False)
@@ -312,7 +348,7 @@ def test_any_json_is_a_chat_or_an_error_of_ours(body: dict[str, Any], content: l
     form, reader = MessagesForm(can_turn_off=True), RequestReader(RULES)
     for given_body in (body, {**body, "messages": [{"role": "user", "content": content}]}):
         try:
-            translated = form.translated(json.dumps(given_body).encode(), {})
+            translated = form.translated(json.dumps(given_body).encode(), KeptResponses())
             outcome: CallRequest | ApiError = form.read(reader, translated.body)
         except ApiError as error:
             outcome = error

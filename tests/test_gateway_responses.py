@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.forms.responses import ResponsesForm
+from asyncrl.agents.endpoint.forms.responses_written import MAX_BODIES, KeptResponses
 from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
 from asyncrl.messages.records import Outcome
 
@@ -165,6 +166,10 @@ async def test_a_response_says_what_was_asked_and_is_kept_unless_it_shall_not() 
             )
             with pytest.raises(openai.NotFoundError, match="not kept"):
                 await talk.client.responses.retrieve(name)
+        for _ in range(MAX_BODIES):
+            await talk.ask("Again", previous_response_id=response.id)
+        with pytest.raises(openai.NotFoundError, match="not among the newest"):
+            await talk.client.responses.retrieve(response.id)
         other = talk.client.with_options(api_key=talk.world.open().key)
         with pytest.raises(openai.NotFoundError):
             await other.responses.create(model="m", input="x", previous_response_id=response.id)
@@ -259,7 +264,9 @@ def test_what_a_chat_can_say_is_translated_and_a_longer_input_begins_with_the_sa
     assert told(reasoning={"effort": "low"})["reasoning_effort"] == "low"
     items: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     short, long = (
-        ResponsesForm().translated(json.dumps({"input": each, "instructions": "x"}).encode(), {}).body
+        ResponsesForm()
+        .translated(json.dumps({"input": each, "instructions": "x"}).encode(), KeptResponses())
+        .body
         for each in (items[:1], items)
     )
     assert long.startswith(short[: short.index(b"]")])
@@ -289,7 +296,7 @@ def test_any_json_is_a_chat_or_an_error_of_ours(body: dict[str, Any], items: lis
         {**body, "input": [{"role": "user", "content": items}]},
     ):
         try:
-            translated = form.translated(json.dumps(given_body).encode(), {})
+            translated = form.translated(json.dumps(given_body).encode(), KeptResponses())
             outcome: CallRequest | ApiError = form.read(reader, translated.body)
         except ApiError as error:
             outcome = error

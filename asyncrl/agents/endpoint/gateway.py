@@ -22,7 +22,6 @@ from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.engine_route import LONG_BODY, EngineRoute, OnBroken, SeedOf, Sent
 from asyncrl.agents.endpoint.forms.chat import Form, Translated, Written
-from asyncrl.agents.endpoint.forms.responses import previous
 from asyncrl.agents.endpoint.forms.served import ROUTES, error_body, forms_by_path, model_body
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
@@ -264,9 +263,8 @@ class Gateway:
         return web.json_response({"input_tokens": num_tokens})
 
     async def _stored(self, request: web.Request) -> web.StreamResponse:
-        stored = previous(self._sessions.find(shown_key(request)).kept, request.match_info["name"])
-        assert stored is not None, "a name was given"
-        return web.Response(body=stored.body, content_type="application/json")
+        body = self._sessions.find(shown_key(request)).kept.body(request.match_info["name"])
+        return web.Response(body=body, content_type="application/json")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._sessions.find(shown_key(request))

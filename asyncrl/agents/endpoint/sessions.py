@@ -9,12 +9,13 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, invalid
 from asyncrl.agents.endpoint.capture import Capture, Planned
 from asyncrl.agents.endpoint.chats import Messages
 from asyncrl.agents.endpoint.forms.chat import Form
+from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 from asyncrl.agents.endpoint.sent_chats import SentChats
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
@@ -35,7 +36,8 @@ REFUSALS_PER_CALL = 10
 
 def unknown_key() -> ApiError:
     """401. The key itself is never shown: answers end up in logs."""
-    why = "Unknown or missing session key. Send `Authorization: Bearer KEY`, or call /s/KEY/v1/...."
+    why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
+    why += "/s/KEY/v1/...."
     return ApiError(401, why, code="invalid_api_key")
 
 
@@ -151,8 +153,7 @@ class GatewaySession:
         self.limits = self.sessions.limits
         self.capture = Capture(self.route.tokenizer, self.route.counts)
         self.sent = SentChats()
-        self.kept: dict[str, Any] = {}
-        """Responses that a later call may go on from, by id: one a call at most."""
+        self.kept = KeptResponses()
         self.num_counted = 0
         self.opening: Messages | None = None
         """Messages of the first call, kept of a user's session alone."""
@@ -183,7 +184,7 @@ class GatewaySession:
         self.ended = reason
         self.calls.clear()
         self.times_asked.clear()
-        self.sent, self.kept = SentChats(), {}
+        self.sent, self.kept = SentChats(), KeptResponses()
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)

@@ -17,6 +17,7 @@ from asyncrl.agents.endpoint.requests import MAX_STOPS, OPEN, Name, parse_json, 
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
     from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
@@ -184,7 +185,7 @@ class MessagesForm:
     def is_apart(self, configured: str) -> bool:
         return True
 
-    def translated(self, body: bytes, kept: Mapping[str, Any]) -> Translated:
+    def translated(self, body: bytes, kept: KeptResponses) -> Translated:
         passed, asked = _sorted(parse_json(body))
         system = [block for block in asked.system if not block["text"].startswith(BILLING)]
         messages = [{"role": "system", "content": _text(system)}] if system else []

@@ -10,6 +10,7 @@ from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -78,7 +79,7 @@ class WrittenMessage:
     def failed(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + anthropic_error(error) + b"\n\n"
 
-    def keep(self, kept: dict[str, Any]) -> None:
+    def keep(self, kept: KeptResponses) -> None:
         """Nothing: a chat is sent whole each time."""
 
     def _begin(self) -> bytes:

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from asyncrl.agents.endpoint.answers import Answer, ApiError
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
     from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
@@ -42,7 +43,7 @@ class Written(Protocol):
     def failed(self, error: ApiError) -> bytes:
         """The call failed after its first event."""
 
-    def keep(self, kept: dict[str, Any]) -> None:
+    def keep(self, kept: KeptResponses) -> None:
         """The answer goes out: keep what later calls of this session may ask for."""
 
 
@@ -57,7 +58,7 @@ class Form(Protocol):
     def is_apart(self, configured: str) -> bool:
         """Whether thoughts are cut from the text; `configured` is gateway.thoughts."""
 
-    def translated(self, body: bytes, kept: Mapping[str, Any]) -> Translated:
+    def translated(self, body: bytes, kept: KeptResponses) -> Translated:
         """The call as one of chat completions. Equal messages become equal bytes, so that a longer chat
         begins with those of a shorter one. `kept`: what answers of the session have kept. Raises ApiError.
         """
@@ -79,7 +80,7 @@ class ChatForm:
     def is_apart(self, configured: str) -> bool:
         return configured == "apart"
 
-    def translated(self, body: bytes, kept: Mapping[str, Any]) -> Translated:
+    def translated(self, body: bytes, kept: KeptResponses) -> Translated:
         return Translated(body)
 
     def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
@@ -135,7 +136,9 @@ class TextForm(ChatForm):
         tokens = [each["token"] for each in choice.logprobs]
         offsets = [0, *itertools.accumulate(len(token) for token in tokens)][: len(tokens)]
         values = [each["logprob"] for each in choice.logprobs]
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
+        tops = [{one["token"]: one["logprob"] for one in each["top_logprobs"]} for each in choice.logprobs]
+        top = tops if any(tops) else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 class WrittenChoices:
@@ -179,7 +182,7 @@ class WrittenChoices:
     def failed(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n"
 
-    def keep(self, kept: dict[str, Any]) -> None:
+    def keep(self, kept: KeptResponses) -> None:
         """Nothing: a chat is sent whole each time."""
 
     def _begin(self) -> bytes:

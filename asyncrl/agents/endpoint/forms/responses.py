@@ -9,9 +9,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import PydanticCustomError, to_json
 from typing_extensions import TypedDict
 
-from asyncrl.agents.endpoint.answers import ApiError, invalid, shown
+from asyncrl.agents.endpoint.answers import invalid, shown
 from asyncrl.agents.endpoint.forms.chat import Translated, Written
-from asyncrl.agents.endpoint.forms.responses_written import GivenResponse, StoredResponse, WrittenResponse
+from asyncrl.agents.endpoint.forms.responses_written import GivenResponse, KeptResponses, WrittenResponse
 from asyncrl.agents.endpoint.forms.thoughts import unsealed
 from asyncrl.agents.endpoint.requests import OPEN, Name, parse_json, refused
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
@@ -48,7 +48,7 @@ def _parts(content: Any) -> Any:
         return content
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
-        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or kind not in _TEXTS or not isinstance(part.get("text"), str):
             raise _wrong(f"a part is {shown(kind)}; this model reads text: {', '.join(_TEXTS)}")
     return "".join(part["text"] for part in content)
 
@@ -181,10 +181,10 @@ class ResponsesForm:
     def is_apart(self, configured: str) -> bool:
         return True
 
-    def translated(self, body: bytes, kept: Mapping[str, StoredResponse]) -> Translated:
+    def translated(self, body: bytes, kept: KeptResponses) -> Translated:
         given = parse_json(body)
         chat, asked = _sorted(given)
-        before = previous(kept, asked.previous_response_id)
+        before = kept.get(asked.previous_response_id)
         new = tuple(to_json(message) for message in _messages(asked.input))
         if not new:
             raise invalid("input: it must be a text that is not empty, or a list of items.", "input")
@@ -200,17 +200,6 @@ class ResponsesForm:
 
     def written(self, call: GatewayCall, model: str, asked: CallRequest, given: Any) -> Written:
         return WrittenResponse(call, model, asked, given)
-
-
-def previous(kept: Mapping[str, StoredResponse], name: str | None) -> StoredResponse | None:
-    """The response of this name; None for None. Raises ApiError: 404."""
-    if name is None:
-        return None
-    if name not in kept:
-        why = f"Response {shown(name)} is not kept: this session has not given it, or it had store=false."
-        code = "previous_response_not_found"
-        raise ApiError(404, why, code=code, param="previous_response_id")
-    return kept[name]
 
 
 def _sorted(given: Mapping[str, Any]) -> tuple[dict[str, Any], ResponsesRequest]:

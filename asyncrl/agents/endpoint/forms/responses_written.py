@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answers import ApiError
+from asyncrl.agents.endpoint.answers import ApiError, shown
 from asyncrl.agents.endpoint.forms.thoughts import sealed
 
 if TYPE_CHECKING:
@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.sessions import GatewayCall
 
 
+MAX_BODIES = 16
+"""Responses of a session that can be read again."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredResponse:
     """A response that was given, and the one it went on from. `messages`: of its input, and its answer, as
-    the chat has them; `body`: as it was given.
+    the chat has them.
     """
 
     before: StoredResponse | None
     messages: tuple[bytes, ...]
-    body: bytes
 
     def chain(self) -> list[bytes]:
         """All messages up to its own, without instructions."""
@@ -33,6 +36,39 @@ class StoredResponse:
             found.append(each)
             each = each.before
         return [message for stored in reversed(found) for message in stored.messages]
+
+
+class KeptResponses:
+    """What a session keeps of its responses: one a call at most. The messages of all of them, each of which
+    lies here once; the bodies, which repeat tools and instructions, of the newest.
+    """
+
+    def __init__(self) -> None:
+        self._stored: dict[str, StoredResponse] = {}
+        self._bodies: dict[str, bytes] = {}
+
+    def add(self, name: str, stored: StoredResponse, body: bytes) -> None:
+        self._stored[name] = stored
+        self._bodies[name] = body
+        if len(self._bodies) > MAX_BODIES:
+            del self._bodies[next(iter(self._bodies))]
+
+    def get(self, name: str | None) -> StoredResponse | None:
+        """The response that a call goes on from; None for None. Raises ApiError: 404."""
+        if name is None:
+            return None
+        if name not in self._stored:
+            why = f"Response {shown(name)} is not kept: this session has not given it, or it had store=false."
+            code = "previous_response_not_found"
+            raise ApiError(404, why, code=code, param="previous_response_id")
+        return self._stored[name]
+
+    def body(self, name: str) -> bytes:
+        """As it was given. Raises ApiError: 404."""
+        if name not in self._bodies:
+            self.get(name)
+            raise ApiError(404, f"Response {shown(name)} is not among the newest {MAX_BODIES}.")
+        return self._bodies[name]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,11 +158,11 @@ class WrittenResponse:
             "error", code=told["code"], message=told["message"], param=told["param"], error=told
         )
 
-    def keep(self, kept: dict[str, Any]) -> None:
+    def keep(self, kept: KeptResponses) -> None:
         if self._given.is_stored:
             message = {name: value for name, value in self._choice.message.items() if name != "refusal"}
             messages = (*self._given.messages, to_json(message | {"content": message["content"] or ""}))
-            kept[self._call.name] = StoredResponse(self._given.before, messages, self.whole())
+            kept.add(self._call.name, StoredResponse(self._given.before, messages), self.whole())
 
     # ---- the response
 
