@@ -6,9 +6,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl.testing.conformance_client import Json, NotOfferedError, Server, expect, said_by
+from asyncrl.testing.conformance_client import CheckedServer, Json, NotOfferedError, expect, said_by
 
-Check = Callable[[Server], Awaitable[None]]
+Check = Callable[[CheckedServer], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
 
 CHAT, TEXT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
@@ -33,7 +33,9 @@ def check(name: str) -> Callable[[Check], Check]:
     return add
 
 
-async def chat(server: Server, messages: Json = None, *, is_optional: bool = False, **more: Any) -> Json:
+async def chat(
+    server: CheckedServer, messages: Json = None, *, is_optional: bool = False, **more: Any
+) -> Json:
     body = {"model": server.model, "messages": messages or HI, "max_tokens": FEW, **more}
     answer = await server.ok(CHAT, body, is_optional=is_optional)
     expect(answer["choices"], "an answer has no choices")
@@ -48,7 +50,7 @@ def is_sum(usage: Mapping[str, int], *parts: str) -> bool:
 
 
 @check("models: list and one")
-async def _models(server: Server) -> None:
+async def _models(server: CheckedServer) -> None:
     status, listed = await server.call("GET", "/v1/models")
     if status in (404, 405):
         raise NotOfferedError(said_by(listed))
@@ -58,7 +60,7 @@ async def _models(server: Server) -> None:
 
 
 @check("errors: a wrong key is a 401")
-async def _wrong_key(server: Server) -> None:
+async def _wrong_key(server: CheckedServer) -> None:
     for path in (CHAT, MESSAGES):
         body = {"model": server.model, "messages": HI, "max_tokens": FEW}
         status, answer = await server.call("POST", path, body, key="wrong-key", is_anthropic=path == MESSAGES)
@@ -69,7 +71,7 @@ async def _wrong_key(server: Server) -> None:
 
 
 @check("errors: an unknown address is a 404")
-async def _unknown_address(server: Server) -> None:
+async def _unknown_address(server: CheckedServer) -> None:
     status, answer = await server.call("POST", "/v1/no/such/route", {})
     expect(status == 404, f"it answers {status}")
     said_by(answer)
@@ -94,7 +96,7 @@ JUNK: list[tuple[str, Json]] = [
 
 
 @check("errors: bad input is a 4xx that says what")
-async def _bad_input(server: Server) -> None:
+async def _bad_input(server: CheckedServer) -> None:
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         for what, body in JUNK:
             is_object = isinstance(body, dict)
@@ -112,7 +114,7 @@ async def _bad_input(server: Server) -> None:
 
 
 @check("chat: answers, with usage")
-async def _chat(server: Server) -> None:
+async def _chat(server: CheckedServer) -> None:
     answer = await chat(server)
     (choice,) = answer["choices"]
     expect(answer["object"] == "chat.completion" and answer["id"], "it is no chat.completion with an id")
@@ -122,20 +124,20 @@ async def _chat(server: Server) -> None:
 
 
 @check("chat: a conversation goes on, as clients send answers back")
-async def _conversation(server: Server) -> None:
+async def _conversation(server: CheckedServer) -> None:
     message = (await chat(server))["choices"][0]["message"]
     sent = {"role": "assistant", "content": "", "refusal": None, "annotations": [], **message}
     await chat(server, [*HI, sent | {"audio": None}, {"role": "user", "content": "And again."}])
 
 
 @check("chat: text parts and a system message")
-async def _parts(server: Server) -> None:
+async def _parts(server: CheckedServer) -> None:
     parts = [{"type": "text", "text": "Say "}, {"type": "text", "text": "hello."}]
     await chat(server, [{"role": "system", "content": "Be short."}, {"role": "user", "content": parts}])
 
 
 @check("chat: streams")
-async def _stream(server: Server) -> None:
+async def _stream(server: CheckedServer) -> None:
     body = {
         "model": server.model,
         "messages": HI,
@@ -157,32 +159,32 @@ async def _stream(server: Server) -> None:
 
 
 @check("chat: max_tokens")
-async def _max_tokens(server: Server) -> None:
+async def _max_tokens(server: CheckedServer) -> None:
     answer = await chat(server, max_tokens=3)
     expect(answer["usage"]["completion_tokens"] <= 3, "more tokens than max_tokens are sampled")
 
 
 @check("chat: stop texts are not shown")
-async def _stop(server: Server) -> None:
+async def _stop(server: CheckedServer) -> None:
     stops = ["e", "a", "o", "."]
     content = (await chat(server, stop=stops))["choices"][0]["message"]["content"] or ""
     expect(not any(stop in content for stop in stops), f"the answer holds a stop text: {content!r:.80}")
 
 
 @check("chat: one seed, one answer")
-async def _seed(server: Server) -> None:
+async def _seed(server: CheckedServer) -> None:
     found = [(await chat(server, is_optional=True, seed=5))["choices"][0]["message"]["content"] for _ in "ab"]
     expect(found[0] == found[1], "two answers to one seed differ")
 
 
 @check("chat: n")
-async def _n(server: Server) -> None:
+async def _n(server: CheckedServer) -> None:
     answer = await chat(server, n=2, is_optional=True)
     expect([choice["index"] for choice in answer["choices"]] == [0, 1], "n=2 does not give choices 0 and 1")
 
 
 @check("chat: logprobs")
-async def _logprobs(server: Server) -> None:
+async def _logprobs(server: CheckedServer) -> None:
     answer = await chat(server, logprobs=True, is_optional=True)
     content = answer["choices"][0]["logprobs"]["content"]
     expect(
@@ -191,14 +193,14 @@ async def _logprobs(server: Server) -> None:
 
 
 @check("chat: top_logprobs")
-async def _top_logprobs(server: Server) -> None:
+async def _top_logprobs(server: CheckedServer) -> None:
     answer = await chat(server, logprobs=True, top_logprobs=2, is_optional=True)
     tops = [len(each["top_logprobs"]) for each in answer["choices"][0]["logprobs"]["content"]]
     expect(tops and set(tops) <= {2, 3}, f"top_logprobs=2 gives {tops[:3]}")
 
 
 @check("chat: tools, and their results in the history")
-async def _tools(server: Server) -> None:
+async def _tools(server: CheckedServer) -> None:
     answer = await chat(server, ASKED, tools=[FUNCTION], max_tokens=128, is_optional=True)
     for call in answer["choices"][0]["message"].get("tool_calls") or ():
         expect(call["id"] and isinstance(call["function"]["arguments"], str), "a call has no id or arguments")
@@ -209,7 +211,7 @@ async def _tools(server: Server) -> None:
 
 
 @check("chat: tool_choice required")
-async def _required(server: Server) -> None:
+async def _required(server: CheckedServer) -> None:
     answer = await chat(
         server, ASKED, tools=[FUNCTION], tool_choice="required", max_tokens=128, is_optional=True
     )
@@ -221,7 +223,7 @@ async def _required(server: Server) -> None:
 
 
 @check("chat: response_format json_schema")
-async def _schema(server: Server) -> None:
+async def _schema(server: CheckedServer) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
     answer = await chat(server, response_format=wanted, max_tokens=128, is_optional=True)
     (choice,) = answer["choices"]
@@ -233,7 +235,7 @@ async def _schema(server: Server) -> None:
 
 
 @check("completions: answers and streams")
-async def _completions(server: Server) -> None:
+async def _completions(server: CheckedServer) -> None:
     body = {"model": server.model, "prompt": "Once upon a time", "max_tokens": FEW}
     answer = await server.ok(TEXT, body)
     expect(answer["object"] == "text_completion", "it is no text_completion")
@@ -247,14 +249,14 @@ async def _completions(server: Server) -> None:
 
 
 async def respond(
-    server: Server, given: Json = "Say hello.", *, is_optional: bool = False, **more: Any
+    server: CheckedServer, given: Json = "Say hello.", *, is_optional: bool = False, **more: Any
 ) -> Json:
     body = {"model": server.model, "input": given, "max_output_tokens": FEW, **more}
     return await server.ok(RESPONSES, body, is_optional=is_optional)
 
 
 @check("responses: answers, with usage")
-async def _responses(server: Server) -> None:
+async def _responses(server: CheckedServer) -> None:
     answer = await respond(server, instructions="Be short.")
     expect(answer["object"] == "response" and answer["id"], "it is no response with an id")
     expect(answer["status"] in ("completed", "incomplete"), f"status is {answer['status']}")
@@ -263,7 +265,7 @@ async def _responses(server: Server) -> None:
 
 
 @check("responses: streams every event, numbered")
-async def _responses_stream(server: Server) -> None:
+async def _responses_stream(server: CheckedServer) -> None:
     body = {"model": server.model, "input": "Say hello.", "max_output_tokens": FEW}
     events = [data for _, data in await server.events(RESPONSES, body) if data != "[DONE]"]
     numbers = [event["sequence_number"] for event in events]
@@ -281,7 +283,7 @@ async def _responses_stream(server: Server) -> None:
 
 
 @check("responses: previous_response_id")
-async def _previous(server: Server) -> None:
+async def _previous(server: CheckedServer) -> None:
     first = await respond(server, is_optional=True)
     await respond(server, "And again.", previous_response_id=first["id"], is_optional=True)
     body = {"model": server.model, "input": "x", "previous_response_id": "resp_that_is_not_there"}
@@ -291,7 +293,7 @@ async def _previous(server: Server) -> None:
 
 
 @check("responses: function tools, and their results as items")
-async def _responses_tools(server: Server) -> None:
+async def _responses_tools(server: CheckedServer) -> None:
     tools = [{"type": "function", **WEATHER}]
     await respond(server, ASKED, tools=tools, max_output_tokens=128, is_optional=True)
     function = CALLED["function"]
@@ -303,13 +305,15 @@ async def _responses_tools(server: Server) -> None:
 # ---- /v1/messages
 
 
-async def message(server: Server, messages: Json = None, *, is_optional: bool = False, **more: Any) -> Json:
+async def message(
+    server: CheckedServer, messages: Json = None, *, is_optional: bool = False, **more: Any
+) -> Json:
     body = {"model": server.model, "messages": messages or HI, "max_tokens": FEW, **more}
     return await server.ok(MESSAGES, body, is_optional=is_optional)
 
 
 @check("messages: answers, with usage")
-async def _messages(server: Server) -> None:
+async def _messages(server: CheckedServer) -> None:
     answer = await message(server, system=[{"type": "text", "text": "Be short."}])
     expect(
         (answer["type"], answer["role"]) == ("message", "assistant"), "it is no message of the assistant's"
@@ -320,7 +324,7 @@ async def _messages(server: Server) -> None:
 
 
 @check("messages: streams its blocks")
-async def _messages_stream(server: Server) -> None:
+async def _messages_stream(server: CheckedServer) -> None:
     events = await server.events(MESSAGES, {"model": server.model, "messages": HI, "max_tokens": FEW})
     expect(all(name == data["type"] for name, data in events), "an event is not named by its type")
     kinds = [name for name, _ in events if name != "ping"]
@@ -332,7 +336,7 @@ async def _messages_stream(server: Server) -> None:
 
 
 @check("messages: stop_sequences say which")
-async def _stop_sequences(server: Server) -> None:
+async def _stop_sequences(server: CheckedServer) -> None:
     answer = await message(server, stop_sequences=["e", "a", "o", "."], max_tokens=64)
     if answer["stop_reason"] != "max_tokens":
         how = (answer["stop_reason"], answer["stop_sequence"])
@@ -340,7 +344,7 @@ async def _stop_sequences(server: Server) -> None:
 
 
 @check("messages: tools, and their results as blocks")
-async def _messages_tools(server: Server) -> None:
+async def _messages_tools(server: CheckedServer) -> None:
     tools = [{"name": "weather", "description": "The weather.", "input_schema": SCHEMA}]
     answer = await message(server, ASKED, tools=tools, max_tokens=128, is_optional=True)
     for block in answer["content"]:
@@ -355,7 +359,7 @@ async def _messages_tools(server: Server) -> None:
 
 
 @check("messages: count_tokens is what a call costs")
-async def _count(server: Server) -> None:
+async def _count(server: CheckedServer) -> None:
     body = {"model": server.model, "messages": HI}
     counted = await server.ok(f"{MESSAGES}/count_tokens", body, is_optional=True)
     answer = await message(server)
@@ -364,7 +368,7 @@ async def _count(server: Server) -> None:
 
 
 @check("messages: errors in Anthropic's form")
-async def _messages_error(server: Server) -> None:
+async def _messages_error(server: CheckedServer) -> None:
     body = {"model": server.model, "max_tokens": FEW, "messages": "x"}
     status, answer = await server.call("POST", MESSAGES, body, is_anthropic=True)
     if status in (404, 405):

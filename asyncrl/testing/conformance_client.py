@@ -51,7 +51,7 @@ def _parsed(status: int, text: str) -> Json:
 _MISSING = (404, 405, 501)
 
 
-class Server:
+class CheckedServer:
     """One server, with the key that opens it. `model`: what calls name."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, key: str, model: str) -> None:

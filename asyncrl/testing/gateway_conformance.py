@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from asyncrl.testing.conformance_checks import CHECKS
-from asyncrl.testing.conformance_client import NotOfferedError, NotOkError, Server, shortly
+from asyncrl.testing.conformance_client import CheckedServer, NotOfferedError, NotOkError, shortly
 
 _EPILOG = """Each line of the table is one check:
   ok            the server does it
@@ -41,7 +41,7 @@ async def check_server(
     results: list[Result] = []
     limit = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(timeout=limit) as http:
-        server = Server(http, url, key, model or "")
+        server = CheckedServer(http, url, key, model or "")
         server.model = model or await _first_model(server)
         for name, check in CHECKS.items():
             try:
@@ -57,7 +57,7 @@ async def check_server(
     return results
 
 
-async def _first_model(server: Server) -> str:
+async def _first_model(server: CheckedServer) -> str:
     try:
         _, answer = await server.call("GET", "/v1/models")
         return str(answer["data"][0]["id"])
