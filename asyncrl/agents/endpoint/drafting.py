@@ -12,7 +12,7 @@ None of these ways is taken if a text that came after the answer would not be in
 from __future__ import annotations
 
 import contextlib
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -147,9 +147,9 @@ class Recorded:
         """
         text, start = rendered.text + prefill, rendered.num_before
         hashed, at, found = rendered.before.copy(), start, None
-        for length in tuple(self._lengths):
-            if not start <= length <= start + len(text):
-                continue
+        lengths = tuple(self._lengths)
+        most = bisect_right(lengths, start + len(text))
+        for length in lengths[bisect_left(lengths, start) : most]:
             hashed.update(text[at - start : length - start].encode())
             at = length
             found = self._by_text.get((length, hashed.digest()), found)
