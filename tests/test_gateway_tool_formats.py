@@ -22,7 +22,7 @@ from asyncrl.agents.endpoint.tool_calls import (
     find_tool_format,
 )
 from asyncrl.agents.endpoint.tool_formats import FORMATS
-from asyncrl.agents.tool_arguments import typed
+from asyncrl.agents.tool_markup import typed
 from asyncrl.errors import ConfigError
 
 Calls = list[tuple[str, dict[str, Any]]]

@@ -16,7 +16,7 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, ParsedAnswer, ToolFormat, overlap
-from asyncrl.agents.tool_arguments import Tools
+from asyncrl.agents.tool_markup import Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
 
 from asyncrl.agents.endpoint.tool_calls import (
     CLOSE,
@@ -14,23 +13,22 @@ from asyncrl.agents.endpoint.tool_calls import (
     HermesFormat,
     MarkedFormat,
     ParsedAnswer,
-    ToolCall,
     ToolFormat,
-    json_calls,
-    make_call,
-    named_calls,
 )
-from asyncrl.agents.tool_arguments import (
+from asyncrl.agents.tool_markup import (
     MALFORMED,
     SPACE,
+    ToolCall,
     Tools,
     Values,
     json_arguments,
+    json_calls,
+    make_call,
+    named_calls,
     python_string,
     skip,
     tagged,
 )
-from asyncrl.errors import ConfigError
 
 # ---- formats that write an answer in channels
 
@@ -134,58 +132,6 @@ def _muse(message: re.Match[str], tools: Tools) -> list[ToolCall] | str | None:
     if body[end:].strip():
         raise ValueError("there is text after a call")
     return calls
-
-
-# ---- what transformers reads
-
-
-class ResponseTemplateFormat(MarkedFormat):
-    """What the `response_template` of a tokenizer reads (transformers 5.15 and later), for models whose calls
-    no format above knows.
-
-    Content is what comes before the first call. What transformers finds malformed is text; what it leaves out
-    in silence, is left out.
-    """
-
-    def __init__(self, template: Any) -> None:
-        """Raises ConfigError if there is none, or if it reads no tool calls."""
-        way_out = "set gateway.tool_format to auto or to another format."
-        try:
-            from transformers.utils.chat_parsing import ResponseParser
-            from transformers.utils.chat_parsing.response_templates import load_response_template
-
-            self._template = load_response_template(template or {})
-            ResponseParser(self._template, prefix="", tools=[])
-            opens = self._template.fields["tool_calls"].open_re
-        except (ImportError, TypeError) as error:
-            what = f"gateway.tool_format=response_template: this version of transformers cannot: {error}"
-            raise ConfigError(what, way_out="install transformers 5.15 or later.") from error
-        except (ValueError, KeyError) as error:
-            what = f"the tokenizer has no response_template that reads tool calls: {error}"
-            raise ConfigError(f"gateway.tool_format=response_template: {what}", way_out=way_out) from error
-        self.name, self._opens = "response_template", opens
-
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        from transformers.utils.chat_parsing import parse_response
-
-        begun = self._opens.search(text, text.find(self.thinking[1]) + 1)
-        if begun is None:
-            return ParsedAnswer(text)
-        try:
-            found = parse_response(text, self._template, prefix="", tools=list(tools) or None)
-            functions = [call["function"] for call in found.get("tool_calls") or ()]
-            calls = tuple(make_call(each["name"], each["arguments"]) for each in functions)
-        except (*MALFORMED, KeyError):
-            return ParsedAnswer(text)
-        return ParsedAnswer(text[: begun.start()].rstrip() or None, calls) if calls else ParsedAnswer(text)
-
-    def hold_from(self, text: str, start: int = 0) -> int:
-        begun = self._opens.search(text, start, partial=True)
-        at = len(text) if begun is None else begun.start()
-        return start + len(text[start:at].rstrip()) if at > start else at
-
-    def prefill(self, name: str | None) -> None:  # type: ignore[override]
-        return None
 
 
 # ---- the table
