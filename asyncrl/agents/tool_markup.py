@@ -1,4 +1,4 @@
-"""How models write tool calls and their arguments: JSON, text between tags, Python; what reads each of them."""
+"""How models write tool calls and their arguments: JSON, text between tags, Python. What reads each."""
 
 from __future__ import annotations
 
