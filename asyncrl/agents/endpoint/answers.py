@@ -153,7 +153,7 @@ class Answer:
         self._has_logprobs = asked.has_logprobs
         self._tools: Tools = getattr(asked, "tools", ())
         self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=self.tool_format.opens)
-        self._text, self._held_from = "", 0
+        self._text, self._shown, self._held_from = "", "", 0
         self._completion: Completion | None = None
 
     @property
@@ -174,8 +174,9 @@ class Answer:
         if self.finish_reason:
             return (self.content or "")[start:]
         if not self.prefill:
-            self._held_from = self.tool_format.hold_from(self._text, self._held_from)
-        return self._text[start : self._held_from]
+            piece, self._held_from = self.tool_format.show(self._text, self._held_from)
+            self._shown += piece
+        return self._shown[start:]
 
     def finish(self, completion: Completion) -> None:
         """Everything is sampled: parse it."""
@@ -198,7 +199,8 @@ class Answer:
 
     def take_completion(self) -> Completion:
         """What was sampled, to be recorded; it is not kept any longer."""
-        completion, self._completion, self._text, self._tools = self._completion, None, "", ()
+        completion, self._completion = self._completion, None
+        self._text, self._shown, self._tools = "", "", ()
         assert completion is not None, "a completion is recorded once, after it is finished"
         return completion
 

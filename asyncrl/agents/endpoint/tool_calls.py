@@ -76,6 +76,11 @@ class ToolFormat:
         """
         return len(text)
 
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        """(what may be shown of text[start:] by now, where to go on once more text has come)."""
+        end = self.hold_from(text, start)
+        return text[start:end], end
+
     def prefill(self, name: str | None) -> str | None:
         """Text that the answer is begun with, so that it is a call of this tool, or of any. None: this format
         cannot. It ends without a space, which is part of the next token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from asyncrl.agents.endpoint.tool_calls import (
     MarkedFormat,
     ParsedAnswer,
     ToolFormat,
+    overlap,
 )
 from asyncrl.agents.tool_markup import (
     MALFORMED,
@@ -32,19 +34,22 @@ from asyncrl.agents.tool_markup import (
 
 # ---- formats that write an answer in channels
 
+_START, _MESSAGE = "<|start|>assistant", "<|message|>"
+
 
 class ChannelFormat(ToolFormat):
-    """An answer in messages of several channels: thoughts, calls, and what is for the user.
+    """An answer in messages, each with a head that says its channel: a thought, a call, or for the user.
 
     Content is what the messages for the user hold, and no thought: these templates refuse to take one back
-    in it. What cannot be read is text without the marks. An answer is streamed in one piece.
+    in it. From a message on that cannot be read, or from the first call if a later one cannot, all is text,
+    without the marks.
     """
 
     def __init__(
         self,
         name: str,
-        message: str,
-        read: Callable[[re.Match[str], Tools], list[ToolCall] | str | None],
+        head: str,
+        read: Callable[[str, str, Tools], list[ToolCall]],
         prefills: tuple[str, str],
         *,
         ends: Sequence[str],
@@ -52,38 +57,65 @@ class ChannelFormat(ToolFormat):
         thinking: tuple[str, str],
         has_json: bool = False,
     ) -> None:
-        """`message`: pattern of one, from after `<|start|>assistant` on. `read`: its calls, its text, or None
-        for a thought. `ends`: what may close one.
+        """`head`: pattern of one, with the group of its channel: `thought` or `call`, none for the user.
+        `read`: the calls of (head, body, tools). `ends`: what may close a message.
         """
         self.name, self.thinking, self._prefills = name, thinking, prefills
-        self.opens = (*ends, *marks)
+        self.opens, self._ends = (*ends, *marks, _START.removesuffix("assistant"), _MESSAGE), ends
         self._marks = re.compile("|".join(map(re.escape, self.opens)))
-        self._message, self._read = re.compile(message, re.DOTALL), read
-        self._reads_calls, self._has_json = True, has_json
+        self._head, self._end = re.compile(head), re.compile("|".join(map(re.escape, ends)))
+        self._read, self._reads_calls, self._has_json = read, True, has_json
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
         calls: list[ToolCall] = []
         content: list[str] = []
-        at = 0
+        at, sure = 0, None
         try:
             while at < len(text):
-                start = at + len(_START) if text.startswith(_START, at) else at
-                message = self._message.match(text, start)
-                if message is None or message.end() == start:
-                    raise ValueError("this is no message")
-                found, at = self._read(message, tools), message.end()
-                if isinstance(found, list):
-                    calls += found
-                else:
-                    content.append(found or "")
+                head, channel, body, end, behind = self._message_at(text, at)
+                if channel == "call":
+                    sure = sure or (len(content), at)
+                    if not self._reads_calls:
+                        raise ValueError("no tools are given")
+                    calls += self._read(head, text[body:end], tools)
+                elif channel != "thought":
+                    content.append(text[body:end])
+                at = behind
         except MALFORMED:
-            return ParsedAnswer(self._marks.sub("", text))
-        if calls and not self._reads_calls:
-            return ParsedAnswer(self._marks.sub("", text))
+            num, at = sure or (len(content), at)
+            return ParsedAnswer("".join(content[:num]) + self._marks.sub("", text[at:]))
         return ParsedAnswer("".join(content) or (None if calls else ""), tuple(calls))
 
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        pieces: list[str] = []
+        at, shown = max(text.rfind(_START, 0, start), 0), start
+        with contextlib.suppress(ValueError):  # a head that is not whole yet, or never will be
+            while at < len(text):
+                _, channel, body, end, behind = self._message_at(text, at)
+                if channel == "call":
+                    break
+                if is_open := end == behind:
+                    end = max(body, end - max(overlap(text[body:], mark) for mark in self._ends))
+                if channel != "thought":
+                    pieces.append(text[max(body, shown) : end])
+                at = behind
+                shown = max(shown, end if is_open else behind)
+        return "".join(pieces), shown
+
+    def _message_at(self, text: str, at: int) -> tuple[str, str | None, int, int, int]:
+        """(head, channel, where the body begins, where it ends, where the next message begins)."""
+        at += len(_START) if text.startswith(_START, at) else 0
+        body = text.find(_MESSAGE, at)
+        head = self._head.fullmatch(text, at, max(body, at))
+        if body < 0 or head is None:
+            raise ValueError("this is no message")
+        body += len(_MESSAGE)
+        end = self._end.search(text, body)
+        ends = (len(text), len(text)) if end is None else (end.start(), end.end())
+        return head[0], head.lastgroup, body, *ends
+
     def hold_from(self, text: str, start: int = 0) -> int:
-        return 0
+        return self.show(text, start)[1]
 
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the arguments."""
@@ -94,23 +126,19 @@ class ChannelFormat(ToolFormat):
         return (self.prefill(name), "") if self._has_json else None
 
     def without_tools(self) -> ToolFormat:
-        """Channels are read without tools, too; an answer with a call is text."""
+        """Channels are read without tools, too; a call is text."""
         found = copy(self)
         found._reads_calls = False
         return found
 
 
-_START = "<|start|>assistant"
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 
 
-def _harmony(message: re.Match[str], tools: Tools) -> list[ToolCall] | str | None:
+def _harmony(head: str, body: str, tools: Tools) -> list[ToolCall]:
     """A call goes `to=functions.NAME`; other recipients are tools that nobody has given."""
-    head, body = message["head"], message["body"]
-    if "to=" in head:
-        recipient = _RECIPIENT.search(head)
-        return [make_call(recipient[1] if recipient else None, json.loads(body))]
-    return None if "<|channel|>analysis" in head else body
+    recipient = _RECIPIENT.search(head)
+    return [make_call(recipient[1] if recipient else None, json.loads(body))]
 
 
 _ATEM = r'\s*<atem:parameter name="(?P<key>[^"]*)">(?P<value>.*?)</atem:parameter>'
@@ -122,12 +150,7 @@ _read_atem = named_calls(
 )
 
 
-def _muse(message: re.Match[str], tools: Tools) -> list[ToolCall] | str | None:
-    head, body = message["head"].strip(), message["body"]
-    if head == "to=self":
-        return None
-    if head in ("", "to=user"):
-        return body
+def _muse(head: str, body: str, tools: Tools) -> list[ToolCall]:
     calls, end = _read_atem(body, 0, tools)
     if body[end:].strip():
         raise ValueError("there is text after a call")
@@ -274,12 +297,12 @@ def _lfm2(template: str) -> ToolFormat:
 def _gpt_oss(template: str) -> ToolFormat:
     return ChannelFormat(
         "gpt_oss",
-        r"(?P<head>[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)<\|message\|>"
-        r"(?P<body>.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|\Z)",
+        r"(?P<call>(?=[^\n]*\bto=)[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)"
+        r"|(?P<thought>\s*<\|channel\|>analysis\s*)|\s*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?",
         _harmony,
         (" to=functions.", " to=functions.NAME<|channel|>commentary json<|message|>"),
         ends=("<|end|>", "<|return|>", "<|call|>"),
-        marks=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+        marks=("<|channel|>", "<|constrain|>"),
         thinking=("<|channel|>analysis<|message|>", "<|end|>"),
         has_json=True,
     )
@@ -288,11 +311,11 @@ def _gpt_oss(template: str) -> ToolFormat:
 def _muse_glimmer(template: str) -> ToolFormat:
     return ChannelFormat(
         "muse_glimmer",
-        r"(?P<head>[^<]*)<\|message\|>(?P<body>.*?)(?:<\|eom\|>|<\|eot\|>|\Z)",
+        r"(?P<thought>\s*to=self\s*)|\s*(?:to=user)?\s*|(?P<call>[^<]*)",
         _muse,
         (" to=", ' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">'),
         ends=("<|eom|>", "<|eot|>"),
-        marks=("<|start|>", "<|message|>"),
+        marks=(),
         thinking=("to=self<|message|>", "<|eom|>"),
     )
 
