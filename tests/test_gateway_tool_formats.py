@@ -103,6 +103,7 @@ CASES: dict[str, Calls] = {
     "none": [("f", {"z": None})],
     "numbers": [("f", {"n": -3, "x": 1e-7, "b": False})],
     "quotes": [("f", {"s": 'it\'s "q" \\n \\ end', "t": "'"})],
+    "no letters": [("f", {"list": ["\xa0 \u3000\u2028 \U000e0101"], "s": "\xa0"})],
     "markup": [("f", {"s": "</tool_call><b></arg_value></parameter>\n</parameter> [TOOL_CALLS]", "n": 1})],
 }
 ONE_CALL = {"gptoss", "gptoss_training", "llama3_1", "llama3_2"}

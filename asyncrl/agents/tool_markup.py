@@ -211,7 +211,7 @@ def _word(word: re.Match[str] | None) -> Any:
 
 def python_string(quoted: str) -> str:
     """The text of a Python string in quotes of either kind. What is no escape of JSON stays as it is."""
-    text = re.sub(r"\\(.)|\"", _as_json, quoted, flags=re.DOTALL)
+    text = re.sub(r"\\(x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)|\"", _as_json, quoted, flags=re.DOTALL)
     value: str = scanstring(f'{text}"', 0, False)[0]
     return value
 
@@ -219,6 +219,8 @@ def python_string(quoted: str) -> str:
 def _as_json(found: re.Match[str]) -> str:
     if found[1] is None:
         return '\\"'
+    if len(found[1]) > 1:
+        return json.dumps(chr(int(found[1][1:], 16)))[1:-1]
     return found[0] if found[1] in '"\\/bfnrtu' else found[1] if found[1] == "'" else f"\\\\{found[1]}"
 
 

@@ -63,7 +63,8 @@ class ChannelFormat(ToolFormat):
         self.name, self.thinking, self._prefills = name, thinking, prefills
         self.opens, self._ends = (*ends, *marks, _START.removesuffix("assistant"), _MESSAGE), ends
         self._marks = re.compile("|".join(map(re.escape, self.opens)))
-        self._head, self._end = re.compile(head), re.compile("|".join(map(re.escape, ends)))
+        self._head = re.compile(head)
+        self._end = re.compile("|".join([*map(re.escape, ends), rf"(?={re.escape(_START)})"]))
         self._read, self._reads_calls, self._has_json = read, True, has_json
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
@@ -94,8 +95,9 @@ class ChannelFormat(ToolFormat):
                 _, channel, body, end, behind = self._message_at(text, at)
                 if channel == "call":
                     break
-                if is_open := end == behind:
-                    end = max(body, end - max(overlap(text[body:], mark) for mark in self._ends))
+                if is_open := end == behind == len(text):
+                    held = [overlap(text[body:], mark) for mark in (*self._ends, _START)]
+                    end = max(body, end - max(held))
                 if channel != "thought":
                     pieces.append(text[max(body, shown) : end])
                 at = behind
