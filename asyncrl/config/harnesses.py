@@ -158,8 +158,9 @@ class GatewayConfig(FrozenConfig):
     one (logged once). honour: it gets what it asks for, and its tokens are context, never trained. refuse:
     400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
     tool_format: str = "auto"
-    """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) ->
-    [(name, arguments), ...] or None (auto = from the chat template)."""
+    """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
+    `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =
+    from the chat template)."""
     max_calls: int = Field(default=256, ge=1)
     """Calls that one rollout may make; the next one gets 429, see generator.on_overflow. A key of `asyncrl
     serve gateway` may make any number, and keeps the newest conversations of 16 times as many."""

@@ -22,7 +22,8 @@ from asyncrl.agents.endpoint.answers import (
 )
 from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, client_gone
 from asyncrl.agents.endpoint.calls.sent_messages import ChatMessage
-from asyncrl.agents.endpoint.capture import Draft, GatewayStats, Planned
+from asyncrl.agents.endpoint.capture import GatewayStats, Planned
+from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
@@ -152,8 +153,10 @@ class EngineRoute:
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
         tool_format, prefill = ToolFormat(), ""
-        if isinstance(asked, ChatRequest) and asked.tools:
-            tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
+        if isinstance(asked, ChatRequest):
+            tool_format = self.tool_format.without_tools()
+            if asked.tools:
+                tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
         with _noting_overflow(session):
             planned = await self._plan(session, read, prefill)
         with _noting_overflow(session, planned):
@@ -241,9 +244,8 @@ class EngineRoute:
 
     def _prefill(self, tool_choice: str) -> str:
         """Beginning of the answer that forces a tool call, where the call asks for one. Raises ApiError."""
-        if self.tool_format.name == "none":
-            why = "gateway.tool_format names no format, or its auto found none in the chat template."
-            raise invalid(f"tools are refused: {why}", "tools")
+        if self.tool_format.refusal:
+            raise invalid(f"tools are refused: {self.tool_format.refusal}", "tools")
         if tool_choice == "auto":
             return ""
         name = None if tool_choice == "required" else tool_choice.removeprefix("function:")
