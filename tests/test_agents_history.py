@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text_tokenizers import END, byte_level, save
 
-from asyncrl.agents.endpoint.answers import ApiError, ChatForm
+from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
 from asyncrl.agents.endpoint.engine_route import EngineRoute, Sent
+from asyncrl.agents.endpoint.forms.chat import ChatForm
 from asyncrl.agents.endpoint.sent_chats import SentChats
 from asyncrl.agents.endpoint.sessions import Sessions
 from asyncrl.agents.endpoint.tool_calls import find_tool_format

@@ -10,8 +10,8 @@ from gateway_cases import in_virtual_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl.agents.endpoint.answers import ChatForm
 from asyncrl.agents.endpoint.calls.gateway_call import GRACE_S, GatewayCall, Room
+from asyncrl.agents.endpoint.forms.chat import ChatForm
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 
 MOST = 4

@@ -161,6 +161,9 @@ class GatewayConfig(FrozenConfig):
     """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
     `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =
     from the chat template)."""
+    thoughts: Literal["inline", "apart"] = "inline"
+    """Where an answer of /v1/chat/completions has the model's thoughts. inline: in `content`, as the model
+    wrote them. apart: in `reasoning_content`. Responses and messages always have them apart."""
     max_calls: int = Field(default=256, ge=1)
     """Calls that one rollout may make; the next one gets 429, see generator.on_overflow. A key of `asyncrl
     serve gateway` may make any number, and keeps the newest conversations of 16 times as many."""

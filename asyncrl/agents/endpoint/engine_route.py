@@ -15,7 +15,6 @@ from asyncrl.agents.endpoint.answers import (
     NO_RETRY,
     Answer,
     ApiError,
-    ChatForm,
     GatewayTokenizer,
     invalid,
     too_long,
@@ -24,6 +23,8 @@ from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, client_gone
 from asyncrl.agents.endpoint.calls.sent_messages import ChatMessage
 from asyncrl.agents.endpoint.capture import GatewayStats, Planned
 from asyncrl.agents.endpoint.drafting import Draft
+from asyncrl.agents.endpoint.forms.chat import Form
+from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
@@ -45,6 +46,8 @@ NUM_ENCODING = 4
 MAX_CHARACTERS = 64
 """Most characters of a text for each token of the longest prompt. A longer text is refused untokenised."""
 TOO_LONG = too_long("", "").error["code"]
+NUM_OF_END = 32
+"""Tokens of a prompt whose text tells how it ends."""
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
 OnBroken = Callable[[RoomError], None]
@@ -56,7 +59,7 @@ class Sent:
     goes on from; `is_retry`: its client says that it asks again.
     """
 
-    form: ChatForm
+    form: Form
     body: bytes
     digest: bytes
     before: SentChat | None
@@ -174,7 +177,10 @@ class EngineRoute:
         for index, key in enumerate(keys):
             # the name may become a part of the next prompt, so it is not made of the call's number
             name = f"call_{key:016x}"
-            answer = Answer(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name)
+            thoughts = self._thoughts(planned) if sent.form.is_apart(session.limits.thoughts) else None
+            answer = Answer(
+                index, self.tokenizer, tool_format, asked, prefill=prefill, name=name, thoughts=thoughts
+            )
             sampled[answer] = SamplingRequest(
                 request_id=request_id if index == 0 else f"{request_id}/{index}",
                 prompt_ids=prompt_ids,
@@ -241,6 +247,29 @@ class EngineRoute:
         completion = await self.engine.generate(call.requests[index], on_tokens=on_tokens)
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
         call.choices[index].finish(completion)
+
+    async def beside(self, function: Callable[[], Value]) -> Value:
+        """Run what reads a long body in a thread, in turn with others."""
+        return await _beside(self._rendering, function)
+
+    async def count(self, session: GatewaySession, body: bytes) -> int:
+        """Tokens of the prompt that this chat would be. Raises ApiError."""
+        session.count_nowait()
+        asked = self._reader.chat(body)
+        settings = asked.chat_template_kwargs or None
+        draft_now = partial(session.capture.draft, asked.messages, asked.tools or None, settings=settings)
+        try:
+            draft = await self.beside(draft_now) if len(body) >= LONG_BODY else draft_now()
+            ids = await self._encode(draft.text, asked)
+        except ValueError as error:
+            raise invalid(f"{error}.", asked.param) from None
+        return len(ids) + (draft.parent.num_path_ids if draft.parent is not None else 0)
+
+    def _thoughts(self, planned: Planned) -> ThoughtCutter:
+        """Cuts the thought of an answer to this prompt, whose own end may open it."""
+        marks = self.tool_format.thinking
+        end = self.tokenizer.decode(planned.added[-NUM_OF_END:].tolist(), skip_special_tokens=False)
+        return ThoughtCutter(marks, is_open=end.rstrip().endswith(marks[0]))
 
     def _prefill(self, tool_choice: str) -> str:
         """Beginning of the answer that forces a tool call, where the call asks for one. Raises ApiError."""

@@ -1,5 +1,5 @@
-"""The gateway: an OpenAI-compatible endpoint whose sessions record what was sampled. Its routes check the
-key, read the call, and write the answer, whole or as a stream.
+"""The gateway: an endpoint in OpenAI's and Anthropic's forms whose sessions record what was sampled. Its
+routes check the key, read the call, and write the answer, whole or as a stream.
 """
 
 from __future__ import annotations
@@ -17,19 +17,13 @@ from typing import cast
 
 from aiohttp import web
 
-from asyncrl.agents.endpoint.answers import (
-    NO_RETRY,
-    ApiError,
-    ChatForm,
-    GatewayTokenizer,
-    TextForm,
-    WrittenAnswer,
-    invalid,
-)
+from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer, invalid
 from asyncrl.agents.endpoint.calls.connections import Connection
 from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
+from asyncrl.agents.endpoint.engine_route import LONG_BODY, EngineRoute, OnBroken, SeedOf, Sent
+from asyncrl.agents.endpoint.forms.chat import Form, Translated, Written
+from asyncrl.agents.endpoint.forms.served import ROUTES, error_body, forms_by_path, model_body
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
@@ -64,7 +58,7 @@ class Gateway:
     Waits: handlers sleep in the client's body, the engine, and the client's reading, all bounded by
         read_timeout_s or the session.
     Invariant: nothing that a client sends reaches an engine unchecked, and no call is answered after its
-        session. Whatever a client sends is answered in OpenAI's form; errors are counted by status.
+        session. Whatever a client sends is answered in its endpoint's form; errors are counted by status.
     """
 
     def __init__(
@@ -85,6 +79,7 @@ class Gateway:
         parts = tokenizer, tool_format, rules, seed_of, on_broken
         self._route = EngineRoute(self._sessions, engine, *parts)
         self.open_nowait = self._route.open_nowait
+        self._forms = forms_by_path(getattr(tokenizer, "template", ""))
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
         app = self._app(extra_routes)
@@ -94,8 +89,10 @@ class Gateway:
         app = web.Application(middlewares=[self._in_form], client_max_size=self._config.max_body_bytes)
         app[READ_TIMEOUT_S] = self._config.read_timeout_s
         for prefix in ("/v1", "/s/{key}/v1"):
-            app.router.add_post(f"{prefix}/chat/completions", partial(self._complete, ChatForm()))
-            app.router.add_post(f"{prefix}/completions", partial(self._complete, TextForm()))
+            for path, form in self._forms.items():
+                app.router.add_post(f"{prefix}/{path}", partial(self._complete, form))
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
+            app.router.add_get(f"{prefix}/responses/{{name}}", self._stored)
             app.router.add_get(f"{prefix}/models", self._models)
             app.router.add_get(f"{prefix}/models/{{model:.+}}", self._models)
         app.add_routes(extra_routes)
@@ -173,7 +170,7 @@ class Gateway:
 
     @web.middleware
     async def _in_form(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors in OpenAI's form."""
+        """Errors in the form of the endpoint that was called."""
         try:
             return await handler(request)
         except ApiError as error:
@@ -189,19 +186,19 @@ class Gateway:
             why = "The gateway made a mistake; its log says which."
             failure = ApiError(500, why, type="server_error", headers=NO_RETRY)
         self._refused[failure.status] += 1
-        response = failure.response()
+        response = failure.response(error_body(failure, request.path, request.headers))
         if failure.status in (408, 500):
             response.force_close()
         return response
 
-    async def _complete(self, form: ChatForm, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, form: Form, request: web.Request) -> web.StreamResponse:
         session, stream = self._sessions.find(shown_key(request)), _Stream(request)
         try:
             async with session.in_hand(), session.begun:
                 async with session.reading:
-                    call, written, is_new = await self._begin(session, form, stream)
+                    call, is_new = await self._begin(session, form, stream)
                 with stream.watched(call.left_nowait), call.attended(stream.is_there):
-                    return await self._answer(session, call, written, stream, is_new=is_new)
+                    return await self._answer(session, call, stream, is_new=is_new)
         except ApiError as error:
             if error.status == CLIENT_GONE:
                 return web.Response(status=CLIENT_GONE)
@@ -209,35 +206,38 @@ class Gateway:
                 session.refused_nowait()
             if not stream.has_begun:
                 raise
+            assert stream.written is not None, "it has written the beginning"
             self._refused[error.status] += 1
-            return await stream.write(b"data: " + error.body() + b"\n\n")
+            return await stream.write(stream.written.failed(error))
 
-    async def _begin(
-        self, session: GatewaySession, form: ChatForm, stream: _Stream
-    ) -> tuple[GatewayCall, WrittenAnswer, bool]:
-        """The call, what its client gets, and whether it is new. A body is not kept: a call may wait long."""
+    async def _translated(self, form: Form, session: GatewaySession, request: web.Request) -> Translated:
+        """The body in terms of chat completions; a long one is translated beside the loop."""
+        body = await read_body(request)
+        if form.translates and len(body) >= LONG_BODY:
+            return await session.route.beside(partial(form.translated, body, session.kept))
+        return form.translated(body, session.kept)
+
+    async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
+        """The call, and whether it is new. A body is not kept: a call may wait long."""
         try:
-            body = await read_body(stream.request)
+            told = await self._translated(form, session, stream.request)
         except ConnectionError:
             raise client_gone() from None
         if not stream.is_there():
             raise client_gone()
-        body_hash, before = session.sent.find(body)
+        body_hash, before = session.sent.find(told.body)
         digest, is_retry = _asked_as(form, body_hash, stream.request)
-        sent = Sent(form, body, digest, before, is_retry=is_retry)
+        sent = Sent(form, told.body, digest, before, is_retry=is_retry)
         call, asked, is_new = await session.route.begin(session, sent)
-        return call, WrittenAnswer(call, self._model, asked), is_new
+        stream.written = form.written(call, self._model, asked, told.given)
+        return call, is_new
 
     async def _answer(
-        self,
-        session: GatewaySession,
-        call: GatewayCall,
-        written: WrittenAnswer,
-        stream: _Stream,
-        *,
-        is_new: bool,
+        self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
     ) -> web.StreamResponse:
         """Sample the call, unless it is one that was sampled before, and write what came of it."""
+        written = stream.written
+        assert written is not None, "_begin() has made it"
         if is_new:
             sampling = session.route.sample(session, call)
             if call.is_streamed:
@@ -249,30 +249,43 @@ class Gateway:
             raise session_ended(session.ended)
         if stream.is_there():
             session.deliver_nowait(call)
+            written.keep(session.kept)
         if call.is_streamed:
             return await stream.write(written.end())
         return web.Response(body=written.whole(), content_type="application/json")
 
-    async def _write_news(self, call: GatewayCall, written: WrittenAnswer, stream: _Stream) -> None:
+    async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
         """Text as it comes, until the end or until the client is gone."""
         while not call.is_done and stream.is_there():
             await call.wait_news()
             if not call.is_done and (text := written.news()):
                 await stream.write(text)
 
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        """Tokens of a chat, which is neither sampled nor recorded."""
+        session = self._sessions.find(shown_key(request))
+        try:
+            async with session.in_hand(), session.reading:
+                told = await self._translated(self._forms["messages"], session, request)
+                num_tokens = await session.route.count(session, told.body)
+        except ApiError as error:
+            if 400 <= error.status < 500 and error.status != 410:
+                session.refused_nowait()
+            raise
+        return web.json_response({"input_tokens": num_tokens})
+
+    async def _stored(self, request: web.Request) -> web.StreamResponse:
+        body = self._sessions.find(shown_key(request)).kept.body(request.match_info["name"])
+        return web.Response(body=body, content_type="application/json")
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._sessions.find(shown_key(request))
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl"}
-        name = request.match_info.get("model")
-        if name is not None and name != self._model:
-            why = f"There is one model here, {self._model}."
-            raise ApiError(404, why, code="model_not_found", param="model")
-        return web.json_response(model if name is not None else {"object": "list", "data": [model]})
+        return web.json_response(model_body(self._model, request.match_info.get("model")))
 
     def _http_error(self, error: web.HTTPException) -> ApiError:
         """What aiohttp refuses by itself. The address is not shown, for it may hold a key."""
         words = {
-            404: "Invalid URL. There are /v1/chat/completions, /v1/completions and /v1/models.",
+            404: f"Invalid URL. {ROUTES}",
             413: f"The body is larger than gateway.max_body_bytes={self._config.max_body_bytes}.",
         }
         allow = {name: value for name, value in error.headers.items() if name == "Allow"}
@@ -293,6 +306,8 @@ class _Stream:
         self.request = request
         self._response = web.StreamResponse(headers=_EVENT_STREAM)
         self.has_begun = False
+        self.written: Written | None = None
+        """What is written to it."""
 
     def is_there(self) -> bool:
         """Whether the client is still connected."""
@@ -319,15 +334,15 @@ class _Stream:
 
 
 def shown_key(request: web.Request) -> str:
-    """The key in the address, or the bearer token; empty if there is none."""
+    """The key in the address, the bearer token, or Anthropic's x-api-key; empty if there is none."""
     key = request.match_info.get("key")
     if key is None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        key = token if scheme.lower() == "bearer" else ""
+        key = token if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     return key.strip()
 
 
-def _asked_as(form: ChatForm, body_hash: bytes, request: web.Request) -> tuple[bytes, bool]:
+def _asked_as(form: Form, body_hash: bytes, request: web.Request) -> tuple[bytes, bool]:
     """What tells one call from another, and whether its client says that it asks again."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(

@@ -229,7 +229,7 @@ class RequestReader:
 
     def chat(self, body: bytes) -> ChatRequest:
         """A call of /v1/chat/completions. Raises ApiError; for too many messages before any is looked at."""
-        given, most = _parse_json(body), self._rules.max_prompt_tokens
+        given, most = parse_json(body), self._rules.max_prompt_tokens
         messages = given.get("messages")
         if isinstance(messages, list) and len(messages) > most:
             why = f"{len(messages)} messages are more than rollout.max_prompt_tokens={most}: each is a token."
@@ -253,7 +253,7 @@ class RequestReader:
 
     def text(self, body: bytes) -> TextRequest:
         """A call of /v1/completions. Raises ApiError."""
-        asked, known = self._checked(_parse_json(body), TextRequest), self._rules.vocab_size
+        asked, known = self._checked(parse_json(body), TextRequest), self._rules.vocab_size
         if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) >= known:
             raise invalid(f"prompt holds {shown(largest)}; the model knows ids 0 to {known - 1}.", "prompt")
         return asked
@@ -274,7 +274,7 @@ class RequestReader:
         try:
             asked = shape.model_validate(given, context=self._log_ignored)
         except ValidationError as error:
-            raise _refused(error) from None
+            raise refused(error) from None
         self._settle_sampling(asked)
         return asked
 
@@ -306,7 +306,7 @@ class RequestReader:
             log.warning("gateway: %s", text)
 
 
-def _parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes) -> dict[str, Any]:
     """The body as an object. The parser bounds its depth and refuses lone surrogates. Raises ApiError."""
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -317,10 +317,17 @@ def _parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _refused(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, where it stands in the body, and what stands there."""
+def refused(error: ValidationError, kinds: Collection[str] = ROLES) -> ApiError:
+    """The first thing that is wrong, where it stands in the body, and what stands there. `kinds`: of the
+    entries of lists, which pydantic names, too.
+    """
     first = error.errors(include_url=False)[0]
-    loc = [part for part in first["loc"] if part not in ROLES]  # pydantic names the kind of a message, too
+    given_at, before = first["loc"], [None, *first["loc"]]
+    loc = [
+        part
+        for part, last in zip(given_at, before, strict=False)
+        if not (part in kinds and isinstance(last, int))
+    ]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
     given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
     code = "unknown_parameter" if first["type"] == "extra_forbidden" else None

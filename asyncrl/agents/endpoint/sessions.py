@@ -22,6 +22,7 @@ from asyncrl.agents.endpoint.branches import Node, make_rollout
 from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, Room
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.chats import Messages
+from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 from asyncrl.agents.endpoint.sent_chats import SentChats
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
@@ -48,13 +49,19 @@ REFUSALS_PER_CALL = 10
 
 def unknown_key() -> ApiError:
     """401. The key itself is never shown: answers end up in logs."""
-    why = "Unknown or missing session key. Send `Authorization: Bearer KEY`, or call /s/KEY/v1/...."
+    why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
+    why += "/s/KEY/v1/...."
     return ApiError(401, why, code="invalid_api_key")
 
 
 def session_ended(reason: str) -> ApiError:
     """410: the rollout is over, and so is its key."""
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
+
+
+def used_up(why: str) -> ApiError:
+    """429, and waiting does not help."""
+    return ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
 
 
 @dataclass(eq=False, repr=False)
@@ -90,6 +97,8 @@ class GatewaySession:
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
         """Gets what a user's key does not keep any longer."""
         self.sent = SentChats(self.room.most)
+        self.kept = KeptResponses()
+        self.num_counted = 0
         self.opening: Messages | None = None
         """Messages of the first call, kept of a user's session alone."""
         self.last_span: VersionSpan | None = None
@@ -110,7 +119,7 @@ class GatewaySession:
         """Held from the search for an equal call until a new one is in `calls`."""
         self.calls: dict[bytes, list[GatewayCall]] = {}
         """By what was asked."""
-        self._kept: deque[GatewayCall] = deque()
+        self._newest: deque[GatewayCall] = deque()
         """Calls that are done and can be asked again, oldest first."""
         self._times_asked: OrderedDict[bytes, tuple[int, list[int]]] = OrderedDict()
         """By the hash of what was asked: how many equal calls there were, and which of their numbers are
@@ -128,9 +137,9 @@ class GatewaySession:
             return
         self.ended = reason
         self.calls.clear()
-        self._kept.clear()
+        self._newest.clear()
         self._times_asked.clear()
-        self.sent = SentChats()
+        self.sent, self.kept = SentChats(), KeptResponses()
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
@@ -152,6 +161,14 @@ class GatewaySession:
             rule = f"{REFUSALS_PER_CALL} times gateway.max_calls={self.limits.max_calls} is the limit"
             self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
 
+    def count_nowait(self) -> None:
+        """One of its chats is counted. Raises ApiError (429) for the one that is too much."""
+        most = REFUSALS_PER_CALL * self.limits.max_calls
+        if self.num_counted >= most and not self.is_users:
+            why = f"{most} chats were counted, {REFUSALS_PER_CALL} for each of gateway.max_calls."
+            raise used_up(why)
+        self.num_counted += 1
+
     def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
         """The call that this one repeats: the client says so, or it is equal and its answer reached no
         client.
@@ -162,9 +179,9 @@ class GatewaySession:
 
     def keep_nowait(self, call: GatewayCall) -> None:
         """It is done: it can be asked again, until max_calls others have been."""
-        self._kept.append(call)
-        if len(self._kept) > self.limits.max_calls:
-            self._drop(self._kept.popleft())
+        self._newest.append(call)
+        if len(self._newest) > self.limits.max_calls:
+            self._drop(self._newest.popleft())
 
     def forget_nowait(self, call: GatewayCall) -> None:
         """It has no answer: the next one like it is a call of its own, with the same seed."""
@@ -230,7 +247,7 @@ class GatewaySession:
             if limit is not None and number >= limit and not self.is_users:
                 why = f"This rollout has {number} {what}; gateway.{name}={limit} is the limit."
                 self.overflowed_nowait(why)
-                raise ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
+                raise used_up(why)
 
     def overflowed_nowait(self, why: str, cut: Node | None = None) -> None:
         """A limit has ended a conversation: that after `cut`, or any of them."""

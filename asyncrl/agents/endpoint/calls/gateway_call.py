@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
-from asyncrl.agents.endpoint.answers import Answer, ApiError, ChatForm
+from asyncrl.agents.endpoint.answers import Answer, ApiError
 from asyncrl.agents.endpoint.capture import Planned
+from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.messages.records import SamplingRequest
 
 GRACE_S = 1.0
@@ -79,7 +80,7 @@ class GatewayCall:
     """
 
     def __init__(
-        self, form: ChatForm, digest: bytes, planned: Planned, sampled: Mapping[Answer, SamplingRequest]
+        self, form: Form, digest: bytes, planned: Planned, sampled: Mapping[Answer, SamplingRequest]
     ) -> None:
         """`digest`: of what was asked, by which it is known when it is asked again."""
         self.form, self.digest, self.created_s = form, digest, int(time.time())
