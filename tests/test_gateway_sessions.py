@@ -11,7 +11,18 @@ import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, make_gateway, until
 
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
+from asyncrl.messages.records import (
+    Completion,
+    GroupId,
+    Outcome,
+    Prompt,
+    Rollout,
+    SamplingRequest,
+    VersionSpan,
+    Work,
+)
+from asyncrl.rollouts.generators import HarnessGenerator
+from asyncrl.rollouts.rollout import RolloutAttempt
 
 
 @in_loop
@@ -146,6 +157,7 @@ async def test_a_call_that_is_left_is_given_up_after_a_moment_and_asked_again_la
         assert first.seed == second.seed, "an abandoned call does not count"
         assert world.session.capture.num_completions == 1, "what was sampled of it is no part of the rollout"
         assert sum(world.gateway.stats().refused.values()) == 0
+        assert world.gateway.stats().edited == 0, "the second one begins the session"
 
 
 @in_loop
@@ -233,3 +245,48 @@ async def test_an_answer_that_comes_as_the_session_ends_is_no_part_of_the_rollou
         world.session.end_nowait("its harness has finished")
         assert (await asking)[0] == 410
         assert world.session.capture.num_completions == 0
+
+
+class TalkingWorker:
+    """A queue whose worker talks on until a call is refused, and fails of that; and a task of reward 0.25."""
+
+    has_score = True
+
+    def __init__(self, world: World, *, is_stubborn: bool) -> None:
+        self._world, self._is_stubborn = world, is_stubborn
+
+    async def run(self, work: Work, *, started: Any) -> Outcome:
+        started()
+        messages, headers = [*HI], {"Authorization": f"Bearer {work.key}"}
+        while True:
+            status, answer = await self._world.post({"messages": messages}, headers=headers)
+            if status == 200:
+                messages += [answer["choices"][0]["message"], *HI]
+            elif not self._is_stubborn:
+                raise RolloutFailure("exit code 1")
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        assert completion == "Hello there."
+        return 0.25
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+@pytest.mark.parametrize("limit", [{"max_prompt_tokens": 80}, {"max_calls": 2}, {"max_rollout_tokens": 80}])
+@in_loop
+async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that_the_task_scores(
+    limit: dict[str, int], is_stubborn: bool
+) -> None:
+    limit = {"max_calls": 3} | limit
+    async with gateway_world(**limit) as world:
+        worker: Any = TalkingWorker(world, is_stubborn=is_stubborn)
+
+        def attempt(on_overflow: Any) -> Any:
+            prompt = Prompt("p0", tuple(HI))
+            about = RolloutAttempt(f"g0/{on_overflow}", GroupId(0), prompt, 0, 0, lambda: None)
+            return HarnessGenerator(world.gateway, worker, worker, on_overflow=on_overflow).run_attempt(about)
+
+        rollout: Rollout = await attempt("truncate")
+        assert [(branch.reward, branch.is_truncated) for branch in rollout] == [(0.25, True)]
+        assert rollout[0].num_sampled >= 2 * 13
+        with pytest.raises(RolloutFailure, match=r"limit|exit code 1"):
+            await attempt("fail")

@@ -138,6 +138,11 @@ class Capture:
         parent = max(ends, key=lambda node: ends[node])  # of equal ones the first
         return self._planned("extended" if parent else "edited", ids[ends[parent] :], parent, None)
 
+    def withdraw(self, planned: Planned) -> None:
+        """It has no answer, and never will."""
+        if planned.how == "new":
+            self._has_root = False
+
     def record(
         self,
         planned: Planned,

@@ -96,7 +96,7 @@ class GatewaySession:
         self.capture = Capture(self.route.tokenizer, self.route.counts)
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
         """Gets what a user's key does not keep any longer."""
-        self.sent = SentChats()
+        self.sent = SentChats(self.room.most)
         self.kept = KeptResponses()
         self.num_counted = 0
         self.opening: Messages | None = None
@@ -186,6 +186,8 @@ class GatewaySession:
     def forget_nowait(self, call: GatewayCall) -> None:
         """It has no answer: the next one like it is a call of its own, with the same seed."""
         self._drop(call)
+        if call.undelivered is not None:
+            self.capture.withdraw(call.undelivered)
         digest, number = call.time_asked or (b"", 0)
         if digest in self._times_asked:
             heapq.heappush(self._times_asked[digest][1], number)
