@@ -10,7 +10,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from gateway_cases import HI, RULES, ScriptedEngine, World, gateway_world, in_loop
+from gateway_cases import HI, RULES, ScriptedEngine, World, gateway_world, in_loop, num_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -121,8 +121,8 @@ async def test_a_coding_agents_loop_is_one_branch_and_every_answer_is_trained_on
         assert "billing" not in last
         (trajectory,) = talk.world.session.rollout(0, Outcome(), 1.0)
         assert trajectory.loss_mask.sum() == sum(len(each.encode()) + 1 for each in answers)
-        stats = talk.world.gateway.stats()
-        assert (stats.calls, stats.forked) == (3, 0), "what is counted is no call"
+        calls = talk.world.gateway.stats().calls
+        assert (calls, num_forked(talk.world)) == (3, 0), "what is counted is no call"
 
 
 @in_loop

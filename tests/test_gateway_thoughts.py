@@ -8,7 +8,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop
+from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, num_forked
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,7 +132,7 @@ async def test_a_chat_has_them_apart_if_the_config_says_so_and_they_come_back_to
                     told = {name: getattr(answer.choices[0].message, name) for name in told}
                 assert told == {"reasoning_content": "Hm.", "content": "Yes."}
                 messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
-        assert world.gateway.stats().forked == 0
+        assert num_forked(world) == 0
         (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
         assert trajectory.loss_mask.sum() == 2 * (len(tokenizer.encode(text)) + 1)
 

@@ -152,8 +152,9 @@ class GatewayConfig(FrozenConfig):
     once), or 400.
     """
     tool_format: str = "auto"
-    """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) ->
-    [(name, arguments), ...] or None (auto = from the chat template)."""
+    """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
+    `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =
+    from the chat template)."""
     thoughts: Literal["inline", "apart"] = "inline"
     """Where an answer of /v1/chat/completions has the model's thoughts. inline: in `content`, as the model
     wrote them. apart: in `reasoning_content`. Responses and messages always have them apart."""

@@ -229,9 +229,15 @@ class ChatRenderer(Protocol):
     """Tokens that end a turn."""
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as text, up to the assistant's next turn. Raises ValueError if the template refuses it."""
+        """The chat as text, up to the assistant's next turn. `settings`: variables of the template. Raises
+        ValueError if it refuses the chat or the settings.
+        """
         ...
 
     def render_on(
@@ -239,10 +245,11 @@ class ChatRenderer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
         after: Rendered | None = None,
     ) -> Rendered:
-        """The same text. `after`: of the first of these very messages, with the same tools; what it has of
-        the text may be left out.
+        """The same text. `after`: of the first of these very messages, with the same tools and settings; what
+        it has of the text may be left out.
         """
         ...
 

@@ -90,7 +90,7 @@ def make_gateway(
     gateway = Gateway(
         engines,
         tokenizer,
-        find_tool_format(config.gateway.tool_format, tokenizer.template),
+        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template),
         rules,
         config.gateway,
         seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),

@@ -233,7 +233,8 @@ class GatewayServing(Serving):
         stats = gateway.stats()
         went_on, refused = stats.extended + stats.realigned, sum(stats.refused.values())
         tokens = f"{stats.prompt_tokens} prompt and {stats.completion_tokens} sampled tokens"
-        rest = f"{went_on} went on from recorded tokens, {stats.forked} forked, {refused} refused"
+        began = stats.edited + stats.uncut
+        rest = f"{went_on} went on from recorded tokens, {began} began a branch, {refused} refused"
         self.say(f"{stats.calls} calls, {tokens}; {rest}")
 
 

@@ -16,6 +16,7 @@ from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, num_until
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, ParsedAnswer, ToolFormat, overlap
+from asyncrl.agents.tool_arguments import Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 
@@ -160,6 +161,7 @@ class Answer:
 
     def __post_init__(self, asked: CallRequest) -> None:
         self._has_logprobs = asked.has_logprobs
+        self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
         self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=(*self.tool_format.opens, *marks))
         self._text, self._held_from = "", 0
@@ -201,7 +203,7 @@ class Answer:
         self._completion, self.finish_reason = completion, completion.finish_reason
         self.stopped_by = self._answer.stopped_by
         text = self.prefill + self._text
-        parsed = self.tool_format.parse(text)
+        parsed = self.tool_format.parse(text, self._tools)
         if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
             parsed = ParsedAnswer(text)
         self.content = parsed.content
@@ -215,7 +217,7 @@ class Answer:
 
     def take_completion(self) -> Completion:
         """What was sampled, to be recorded; it is not kept any longer."""
-        completion, self._completion, self._text = self._completion, None, ""
+        completion, self._completion, self._text, self._tools = self._completion, None, "", ()
         assert completion is not None, "a completion is recorded once, after it is finished"
         return completion
 

@@ -19,7 +19,8 @@ from asyncrl.agents.endpoint.answers import (
     invalid,
     too_long,
 )
-from asyncrl.agents.endpoint.capture import Draft, GatewayStats, Planned
+from asyncrl.agents.endpoint.capture import GatewayStats, Planned
+from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatMessage, ChatRequest, RequestReader
@@ -158,8 +159,10 @@ class EngineRoute:
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
         tool_format, prefill = ToolFormat(), ""
-        if isinstance(asked, ChatRequest) and asked.tools:
-            tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
+        if isinstance(asked, ChatRequest):
+            tool_format = self.tool_format.without_tools()
+            if asked.tools:
+                tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
         planned = await self._plan(session, read, prefill)
         if session.is_users and session.opening is None:
             session.opening = asked.messages
@@ -256,9 +259,8 @@ class EngineRoute:
 
     def _prefill(self, tool_choice: str) -> str:
         """Beginning of the answer that forces a tool call, where the call asks for one. Raises ApiError."""
-        if self.tool_format.name == "none":
-            why = "gateway.tool_format names no format, or its auto found none in the chat template."
-            raise invalid(f"tools are refused: {why}", "tools")
+        if self.tool_format.refusal:
+            raise invalid(f"tools are refused: {self.tool_format.refusal}", "tools")
         if tool_choice == "auto":
             return ""
         name = None if tool_choice == "required" else tool_choice.removeprefix("function:")

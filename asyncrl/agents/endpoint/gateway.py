@@ -162,7 +162,7 @@ class Gateway:
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py."""
-        names = ("calls", "extended", "realigned", "forked")
+        names = ("calls", "extended", "realigned", "edited", "uncut")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
         return counts | {"gateway/refused": self._refused.total()}
 
