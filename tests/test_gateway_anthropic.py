@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.answers import ApiError
+from asyncrl.agents.endpoint.engine_route import LONG_BODY
 from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
 from asyncrl.agents.endpoint.forms.anthropic_written import anthropic_error
 from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
@@ -210,6 +212,34 @@ async def test_the_beta_client_is_served_and_what_it_asks_of_its_own_server_is_l
         answer = await talk.client.beta.messages.create(max_tokens=9, context_management=edits, **shape)
         counted = await talk.client.beta.messages.count_tokens(**shape)
         assert counted.input_tokens == answer.usage.input_tokens
+
+
+@in_loop
+async def test_a_long_body_is_translated_beside_the_loop_and_a_short_one_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    translated, threads = MessagesForm.translated, list[str]()
+
+    def noting(form: MessagesForm, *given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return translated(form, *given)
+
+    monkeypatch.setattr(MessagesForm, "translated", noting)
+    async with gateway_world(max_prompt_tokens=50_000, max_length=60_000) as world:
+        for text in ("x", "x" * LONG_BODY):
+            body = {"messages": [{"role": "user", "content": text}]}
+            assert (await world.post(body, path="/v1/messages"))[0] == 200
+    assert threads[0] == threading.main_thread().name != threads[1]
+
+
+@in_loop
+async def test_a_forced_call_is_a_tool_use_and_its_beginning_is_counted() -> None:
+    async with claude(by=lambda _: ' {"a": 1}}\n</tool_call>') as talk:
+        choice: Any = {"tools": [ADD], "tool_choice": {"type": "tool", "name": "add"}}
+        counted = await talk.client.messages.count_tokens(model="m", messages=HI, **choice)
+        answer = await talk.ask(**choice)
+        assert [(block.type, block.input) for block in answer.content] == [("tool_use", {"a": 1})]
+        assert answer.usage.input_tokens == counted.input_tokens
 
 
 @in_loop

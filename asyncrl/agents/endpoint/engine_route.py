@@ -243,7 +243,10 @@ class EngineRoute:
         """Tokens of the prompt that this chat would be. Raises ApiError."""
         session.count_nowait()
         asked = self._reader.chat(body)
-        draft_now = partial(session.capture.draft, asked.messages, asked.tools or None)
+        prefill = self._prefill(asked.tool_choice) if asked.tools else ""
+        settings = getattr(asked, "chat_template_kwargs", None)
+        tools = asked.tools or None
+        draft_now = partial(session.capture.draft, asked.messages, tools, prefill=prefill, settings=settings)
         try:
             draft = await self.beside(draft_now) if len(body) >= LONG_BODY else draft_now()
             ids = await self._encode(draft.text, asked)
