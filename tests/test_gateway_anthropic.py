@@ -335,7 +335,7 @@ def told(can_turn_off: bool = True, **more: Any) -> dict[str, Any]:
     """A call as a chat."""
     body = json.dumps({"messages": HI, **more}).encode()
     chat: dict[str, Any] = json.loads(
-        MessagesForm(can_turn_off=can_turn_off).translated(body, KeptResponses()).body
+        MessagesForm(can_turn_off=can_turn_off).translated(body, KeptResponses(9)).body
     )
     return chat
 
@@ -378,7 +378,7 @@ def test_any_json_is_a_chat_or_an_error_of_ours(body: dict[str, Any], content: l
     form, reader = MessagesForm(can_turn_off=True), RequestReader(RULES)
     for given_body in (body, {**body, "messages": [{"role": "user", "content": content}]}):
         try:
-            translated = form.translated(json.dumps(given_body).encode(), KeptResponses())
+            translated = form.translated(json.dumps(given_body).encode(), KeptResponses(9))
             outcome: CallRequest | ApiError = form.read(reader, translated.body)
         except ApiError as error:
             outcome = error

@@ -265,7 +265,7 @@ def test_what_a_chat_can_say_is_translated_and_a_longer_input_begins_with_the_sa
     items: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     short, long = (
         ResponsesForm()
-        .translated(json.dumps({"input": each, "instructions": "x"}).encode(), KeptResponses())
+        .translated(json.dumps({"input": each, "instructions": "x"}).encode(), KeptResponses(9))
         .body
         for each in (items[:1], items)
     )
@@ -296,7 +296,7 @@ def test_any_json_is_a_chat_or_an_error_of_ours(body: dict[str, Any], items: lis
         {**body, "input": [{"role": "user", "content": items}]},
     ):
         try:
-            translated = form.translated(json.dumps(given_body).encode(), KeptResponses())
+            translated = form.translated(json.dumps(given_body).encode(), KeptResponses(9))
             outcome: CallRequest | ApiError = form.read(reader, translated.body)
         except ApiError as error:
             outcome = error

@@ -148,6 +148,13 @@ class RolloutSession(Protocol):
 
     key: str
     """The bearer token. Unguessable; dies with the session."""
+    overflow: str | None
+    """The limit that its calls have met and not gone on from; None if there is none."""
+
+    @property
+    def num_completions(self) -> int:
+        """Answers that its harness got."""
+        ...
 
     def end_nowait(self, reason: str) -> None:
         """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first

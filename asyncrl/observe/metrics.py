@@ -45,7 +45,11 @@ GAUGES: Mapping[str, Gauge] = {
     "sample/staleness_mean": Gauge("step", "versions", "age of a rollout's oldest token in the loss, mean"),
     "sample/staleness_max": Gauge("step", "versions", "the largest: never above buffer.max_staleness"),
     "sample/length_mean": Gauge("step", "tokens", "sampled tokens of a rollout"),
-    "sample/truncated_fraction": Gauge("step", "0..1", "rollouts cut at rollout.max_tokens"),
+    "sample/truncated_fraction": Gauge(
+        "step",
+        "0..1",
+        "rollouts cut at rollout.max_tokens, or ended by a limit (generator.on_overflow)",
+    ),
     "sample/masked_fraction": Gauge("step", "0..1", "sampled tokens without loss weight, as too old"),
     "sample/interrupted_fraction": Gauge("step", "0..1", "rollouts that a weight swap interrupted"),
     "sample/turns_mean": Gauge("step", "turns", "of a rollout; where one has several"),

@@ -179,7 +179,9 @@ class GatewayServing(Serving):
 
     async def _serve_people(self) -> int:
         config, name = self.config, model_name(self.config)
-        gateway, queue = make_gateway(self, self._pool, self._tokenizer, secrets.token_urlsafe(24))
+        gateway, queue = make_gateway(
+            self, self._pool, self._tokenizer, secrets.token_urlsafe(24), is_for_users=True
+        )
         self.closes("work queue", queue.aclose)
         self.closes("gateway", gateway.aclose)
         url, people = await gateway.start(), UserKey(gateway, queue, self._recorder, self)

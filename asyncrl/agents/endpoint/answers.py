@@ -160,7 +160,7 @@ class Answer:
     logprobs: list[dict[str, Any]] | None = None
 
     def __post_init__(self, asked: CallRequest) -> None:
-        self._has_logprobs = asked.has_logprobs
+        self._has_logprobs, self._has_one_call = asked.has_logprobs, asked.has_one_call
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
         self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=(*self.tool_format.opens, *marks))
@@ -207,7 +207,7 @@ class Answer:
         if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
             parsed = ParsedAnswer(text)
         self.content = parsed.content
-        for number, call in enumerate(parsed.tool_calls):
+        for number, call in enumerate(parsed.tool_calls[: 1 if self._has_one_call else None]):
             function = {"name": call.name, "arguments": call.arguments}
             self.tool_calls.append({"id": f"{self.name}-{number}", "type": "function", "function": function})
         if self.tool_calls and self.finish_reason == "stop":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -152,6 +152,8 @@ class Capture:
         is context alone, since it was sampled from another distribution than the run's.
         """
         assert name not in self._nodes, f"{name} is recorded already"
+        if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten meanwhile
+            planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
         sampled, draft = np.array(completion.token_ids, dtype=np.int32), planned.draft
         node = Node(
             name=name,
@@ -180,6 +182,34 @@ class Capture:
         if text is not None:
             text = text.then(self._renderer.decode(token_ids, skip_special_tokens=False))
         return RecordedChat(len(draft.messages) + 1, draft.chain.with_answer(message), text)
+
+    def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[Node, ...]:
+        """Keep the conversations that were gone on with last, with at most so many completions and tokens in
+        their branches. Returns the completions of the others.
+        """
+        trees, root_of = dict[Node, list[Node]](), dict[Node, Node]()
+        for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
+            root_of[node] = node if node.parent is None else root_of[node.parent]
+            trees.setdefault(root_of[node], []).append(node)
+        kept: list[Node] = []
+        self._count_anew(kept)
+        for tree in sorted(trees.values(), key=lambda tree: tree[-1].order, reverse=True):
+            for node in tree:
+                self._count_branch(node)
+            if len(kept) + len(tree) > num_completions or self.num_branch_tokens > num_tokens:
+                break
+            kept += tree
+        self._count_anew(kept)
+        found = set(kept)
+        forgotten = tuple(node for node in self._nodes.values() if node not in found)
+        self._nodes = {node.name: node for node in kept}
+        self._recorded.keep(found)
+        return forgotten
+
+    def _count_anew(self, nodes: Sequence[Node]) -> None:
+        self.num_branch_tokens, self._gone_on_from = 0, set()
+        for node in nodes:
+            self._count_branch(node)
 
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
@@ -132,6 +132,12 @@ class Recorded:
             known = self._by_text.get(place)
             if known is None or rank < known[0]:
                 self._by_text[place] = (rank, node)
+
+    def keep(self, nodes: Collection[Node]) -> None:
+        """Forget all others."""
+        self._by_chat = {key: known for key, known in self._by_chat.items() if known[1] in nodes}
+        self._by_text = {place: known for place, known in self._by_text.items() if known[1] in nodes}
+        self._lengths = sorted({length for length, _ in self._by_text})
 
     def settled(self, key: bytes) -> blake2b | None:
         """Hash of the chat with this key, in the form that the harness got its answers in."""

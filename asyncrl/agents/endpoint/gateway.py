@@ -6,25 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import cast
 
 from aiohttp import web
 
 from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer, invalid
+from asyncrl.agents.endpoint.calls.connections import Connection
+from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.engine_route import LONG_BODY, EngineRoute, OnBroken, SeedOf, Sent
 from asyncrl.agents.endpoint.forms.chat import Form, Translated, Written
 from asyncrl.agents.endpoint.forms.served import ROUTES, error_body, forms_by_path, model_body
 from asyncrl.agents.endpoint.requests import CallRules
-from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
+from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
@@ -46,7 +47,6 @@ _EVENT_STREAM = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class Gateway:
@@ -194,17 +194,14 @@ class Gateway:
     async def _complete(self, form: Form, request: web.Request) -> web.StreamResponse:
         session, stream = self._sessions.find(shown_key(request)), _Stream(request)
         try:
-            async with session.in_hand():
+            async with session.in_hand(), session.begun:
                 async with session.reading:
-                    told = await self._translated(form, session, request)
-                    body_hash, before = session.sent.find(told.body)
-                    digest, is_retry = _asked_as(form, body_hash, request)
-                    sent = Sent(form, told.body, digest, before, is_retry=is_retry)
-                    call, asked, is_new = await session.route.begin(session, sent)
-                stream.written = form.written(call, self._model, asked, told.given)
-                with call.attended(stream.is_there):
-                    return await self._answer(session, call, stream, is_new=is_new, is_streamed=asked.stream)
+                    call, is_new = await self._begin(session, form, stream)
+                with stream.watched(call.left_nowait), call.attended(stream.is_there):
+                    return await self._answer(session, call, stream, is_new=is_new)
         except ApiError as error:
+            if error.status == CLIENT_GONE:
+                return web.Response(status=CLIENT_GONE)
             if 400 <= error.status < 500 and error.status != 410:
                 session.refused_nowait()
             if not stream.has_begun:
@@ -213,22 +210,39 @@ class Gateway:
             self._refused[error.status] += 1
             return await stream.write(stream.written.failed(error))
 
-    async def _translated(self, form: Form, session: GatewaySession, request: web.Request) -> Translated:
+    async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
+        """The call, and whether it is new; `stream` knows what its client gets. A body is not kept: a call
+        may wait long.
+        """
+        told = await self._translated(form, session, stream)
+        body_hash, before = session.sent.find(told.body)
+        digest, is_retry = _asked_as(form, body_hash, stream.request)
+        sent = Sent(form, told.body, digest, before, is_retry=is_retry)
+        call, asked, is_new = await session.route.begin(session, sent)
+        stream.written = form.written(call, self._model, asked, told.given)
+        return call, is_new
+
+    async def _translated(self, form: Form, session: GatewaySession, stream: _Stream) -> Translated:
         """The body in terms of chat completions; a long one is translated beside the loop."""
-        body = await read_body(request)
+        try:
+            body = await read_body(stream.request)
+        except ConnectionError:
+            raise client_gone() from None
+        if not stream.is_there():
+            raise client_gone()
         if form.translates and len(body) >= LONG_BODY:
-            return await session.route.beside(partial(form.translated, body, session.kept))
-        return form.translated(body, session.kept)
+            return await session.route.beside(partial(form.translated, body, session.responses))
+        return form.translated(body, session.responses)
 
     async def _answer(
-        self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool, is_streamed: bool
+        self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
     ) -> web.StreamResponse:
         """Sample the call, unless it is one that was sampled before, and write what came of it."""
         written = stream.written
-        assert written is not None, "_complete() has made it"
+        assert written is not None, "_begin() has made it"
         if is_new:
-            sampling = session.route.sample(session, call, is_streamed=is_streamed)
-            if is_streamed:
+            sampling = session.route.sample(session, call)
+            if call.is_streamed:
                 await asyncio.gather(sampling, self._write_news(call, written, stream))
             else:
                 await sampling
@@ -237,8 +251,8 @@ class Gateway:
             raise session_ended(session.ended)
         if stream.is_there():
             session.deliver_nowait(call)
-            written.keep(session.kept)
-        if is_streamed:
+            written.keep(session.responses)
+        if call.is_streamed:
             return await stream.write(written.end())
         return web.Response(body=written.whole(), content_type="application/json")
 
@@ -254,7 +268,7 @@ class Gateway:
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.reading:
-                told = await self._translated(self._forms["messages"], session, request)
+                told = await self._translated(self._forms["messages"], session, _Stream(request))
                 num_tokens = await session.route.count(session, told.body)
         except ApiError as error:
             if 400 <= error.status < 500 and error.status != 410:
@@ -263,7 +277,7 @@ class Gateway:
         return web.json_response({"input_tokens": num_tokens})
 
     async def _stored(self, request: web.Request) -> web.StreamResponse:
-        body = self._sessions.find(shown_key(request)).kept.body(request.match_info["name"])
+        body = self._sessions.find(shown_key(request)).responses.body(request.match_info["name"])
         return web.Response(body=body, content_type="application/json")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -291,7 +305,7 @@ class _Stream:
     """
 
     def __init__(self, request: web.Request) -> None:
-        self._request = request
+        self.request = request
         self._response = web.StreamResponse(headers=_EVENT_STREAM)
         self.has_begun = False
         self.written: Written | None = None
@@ -299,14 +313,24 @@ class _Stream:
 
     def is_there(self) -> bool:
         """Whether the client is still connected."""
-        return is_connected(self._request)
+        return is_connected(self.request)
+
+    @contextlib.contextmanager
+    def watched(self, left: Callable[[], None]) -> Iterator[None]:
+        """`left` is called when the client goes away."""
+        connection = cast("Connection", self.request.protocol)
+        connection.on_lost.append(left)
+        try:
+            yield
+        finally:
+            connection.on_lost.remove(left)
 
     async def write(self, events: bytes) -> web.StreamResponse:
         """Write, if the client is there; a client that goes away is no error of the call."""
         with contextlib.suppress(ConnectionError):
             if not self.has_begun:
                 self.has_begun = True
-                await self._response.prepare(self._request)
+                await self._response.prepare(self.request)
             await self._response.write(events)
         return self._response
 
@@ -338,52 +362,3 @@ async def read_body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise ApiError(408, f"The body of this request did not arrive within {slow_s} s.") from None
-
-
-class Connection(web.RequestHandler):
-    """One connection. aiohttp closes one that is idle, or within a request's head, for read_timeout_s. One
-    more than `most` takes the place of the one that is idle longest; if none is, it is answered with 503.
-    """
-
-    __slots__ = ("_most",)
-
-    def __init__(self, server: web.Server, most: int, **settings: Any) -> None:
-        super().__init__(server, auto_decompress=False, **settings)
-        self._most = most
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert self._manager is not None
-        others = [each for each in self._manager.connections if each.transport is not None]
-        if len(others) >= self._most:
-            idle = [each for each in others if each._waiter is not None and not each._waiter.done()]
-            if not idle:
-                assert isinstance(transport, asyncio.Transport)
-                transport.set_protocol(asyncio.Protocol())
-                transport.write(_FULL)
-                transport.close()
-                return
-            idle[0].force_close()
-        super().connection_made(transport)
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Called by aiohttp for bytes that are not HTTP. They are a mistake of the client and are not
-        logged.
-        """
-
-
-YOUNG = 10_000
-"""Objects made and not freed yet until Python looks for cycles among them; its own number is 700, less than a
-few calls in flight have.
-"""
-
-
-def collect_less() -> None:
-    """Exclude all present objects from garbage collection, and collect new ones less often. Call it when all
-    is imported and built.
-
-    A collection of everything stands still for all calls at once: some 80 ms with what the imports of a run
-    leave (110,000 objects). Almost nothing here is in a cycle.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG, 10, 10)

@@ -10,8 +10,8 @@ from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
     from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
-    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 _ERROR_TYPES = {

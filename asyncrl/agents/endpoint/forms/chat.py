@@ -12,9 +12,9 @@ from pydantic_core import to_json
 from asyncrl.agents.endpoint.answers import Answer, ApiError
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
     from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
     from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
-    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 
 @dataclass(frozen=True, slots=True, eq=False)
