@@ -11,7 +11,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from gateway_cases import HI, RULES, ScriptedEngine, World, gateway_world, in_loop, num_forked
+from gateway_cases import HI, RULES, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, num_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +23,7 @@ from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
 from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
 from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import Rendered
 
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -240,6 +241,37 @@ async def test_a_forced_call_is_a_tool_use_and_its_beginning_is_counted() -> Non
         answer = await talk.ask(**choice)
         assert [(block.type, block.input) for block in answer.content] == [("tool_use", {"a": 1})]
         assert answer.usage.input_tokens == counted.input_tokens
+
+
+class Switching(ByteTokenizer):
+    """Its template may be told not to think."""
+
+    template = "{% if enable_thinking is false %}"
+
+    def render_on(self, messages: Any, *, settings: Any = None, **more: Any) -> Rendered:
+        is_off = (settings or {}).get("enable_thinking") is False
+        return Rendered(
+            super().render_on(messages, **more).text + ("<think>\n\n</think>\n\n" if is_off else "")
+        )
+
+
+@in_loop
+async def test_thinking_is_turned_off_where_the_template_can_and_one_call_is_all_if_there_may_be_one() -> (
+    None
+):
+    switching = ScriptedEngine(lambda _: "Yes.", tokenizer=Switching())
+    for engine, is_off in ((switching, True), (ScriptedEngine(lambda _: "Yes."), False)):
+        async with gateway_world(engine) as world:
+            body = {"messages": HI, "thinking": {"type": "disabled"}}
+            status, answer = await world.post(body, path="/v1/messages")
+            assert (status, answer["content"]) == (200, [{"type": "text", "text": "Yes."}])
+            prompt = engine.tokenizer.decode(engine.requests[0].prompt_ids.tolist())
+            assert prompt.endswith("</think>\n\n") == is_off
+    async with claude(by=lambda _: use("add", {"a": 1}) + use("add", {"a": 2})) as talk:
+        choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+        answer = await talk.ask(tools=[ADD], tool_choice=choice)
+        assert [block.input for block in answer.content] == [{"a": 1}]
+        assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
 
 
 @in_loop
