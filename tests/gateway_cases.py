@@ -173,6 +173,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+def num_forked(world: World) -> int:
+    """Calls that went on from no recorded answer although they have a history."""
+    stats = world.gateway.stats()
+    return stats.edited + stats.uncut
+
+
 def is_deserted(world: World) -> bool:
     """The gateway has seen that the clients of all calls in flight are gone."""
     server: Any = world.gateway._runner and world.gateway._runner.server

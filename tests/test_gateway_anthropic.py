@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
 import pytest
-from gateway_cases import HI, RULES, ScriptedEngine, World, gateway_world, in_loop
+from gateway_cases import HI, RULES, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop, num_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.answers import ApiError
+from asyncrl.agents.endpoint.engine_route import LONG_BODY
 from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
 from asyncrl.agents.endpoint.forms.anthropic_written import anthropic_error
 from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
 from asyncrl.agents.endpoint.requests import CallRequest, RequestReader
 from asyncrl.messages.records import Outcome
+from asyncrl.messages.work import Rendered
 
 ADD: dict[str, Any] = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
 CACHED = {"cache_control": {"type": "ephemeral"}}
@@ -121,8 +124,8 @@ async def test_a_coding_agents_loop_is_one_branch_and_every_answer_is_trained_on
         assert "billing" not in last
         (trajectory,) = talk.world.session.rollout(0, Outcome(), 1.0)
         assert trajectory.loss_mask.sum() == sum(len(each.encode()) + 1 for each in answers)
-        stats = talk.world.gateway.stats()
-        assert (stats.calls, stats.edited + stats.uncut) == (3, 0), "what is counted is no call"
+        calls = talk.world.gateway.stats().calls
+        assert (calls, num_forked(talk.world)) == (3, 0), "what is counted is no call"
 
 
 @in_loop
@@ -210,6 +213,65 @@ async def test_the_beta_client_is_served_and_what_it_asks_of_its_own_server_is_l
         answer = await talk.client.beta.messages.create(max_tokens=9, context_management=edits, **shape)
         counted = await talk.client.beta.messages.count_tokens(**shape)
         assert counted.input_tokens == answer.usage.input_tokens
+
+
+@in_loop
+async def test_a_long_body_is_translated_beside_the_loop_and_a_short_one_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    translated, threads = MessagesForm.translated, list[str]()
+
+    def noting(form: MessagesForm, *given: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return translated(form, *given)
+
+    monkeypatch.setattr(MessagesForm, "translated", noting)
+    async with gateway_world(max_prompt_tokens=50_000, max_length=60_000) as world:
+        for text in ("x", "x" * LONG_BODY):
+            body = {"messages": [{"role": "user", "content": text}]}
+            assert (await world.post(body, path="/v1/messages"))[0] == 200
+    assert threads[0] == threading.main_thread().name != threads[1]
+
+
+@in_loop
+async def test_a_forced_call_is_a_tool_use_and_its_beginning_is_counted() -> None:
+    async with claude(by=lambda _: ' {"a": 1}}\n</tool_call>') as talk:
+        choice: Any = {"tools": [ADD], "tool_choice": {"type": "tool", "name": "add"}}
+        counted = await talk.client.messages.count_tokens(model="m", messages=HI, **choice)
+        answer = await talk.ask(**choice)
+        assert [(block.type, block.input) for block in answer.content] == [("tool_use", {"a": 1})]
+        assert answer.usage.input_tokens == counted.input_tokens
+
+
+class Switching(ByteTokenizer):
+    """Its template may be told not to think."""
+
+    template = "{% if enable_thinking is false %}"
+
+    def render_on(self, messages: Any, *, settings: Any = None, **more: Any) -> Rendered:
+        is_off = (settings or {}).get("enable_thinking") is False
+        return Rendered(
+            super().render_on(messages, **more).text + ("<think>\n\n</think>\n\n" if is_off else "")
+        )
+
+
+@in_loop
+async def test_thinking_is_turned_off_where_the_template_can_and_one_call_is_all_if_there_may_be_one() -> (
+    None
+):
+    switching = ScriptedEngine(lambda _: "Yes.", tokenizer=Switching())
+    for engine, is_off in ((switching, True), (ScriptedEngine(lambda _: "Yes."), False)):
+        async with gateway_world(engine) as world:
+            body = {"messages": HI, "thinking": {"type": "disabled"}}
+            status, answer = await world.post(body, path="/v1/messages")
+            assert (status, answer["content"]) == (200, [{"type": "text", "text": "Yes."}])
+            prompt = engine.tokenizer.decode(engine.requests[0].prompt_ids.tolist())
+            assert prompt.endswith("</think>\n\n") == is_off
+    async with claude(by=lambda _: use("add", {"a": 1}) + use("add", {"a": 2})) as talk:
+        choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+        answer = await talk.ask(tools=[ADD], tool_choice=choice)
+        assert [block.input for block in answer.content] == [{"a": 1}]
+        assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
 
 
 @in_loop
@@ -305,7 +367,7 @@ def told(can_turn_off: bool = True, **more: Any) -> dict[str, Any]:
     """A call as a chat."""
     body = json.dumps({"messages": HI, **more}).encode()
     chat: dict[str, Any] = json.loads(
-        MessagesForm(can_turn_off=can_turn_off).translated(body, KeptResponses()).body
+        MessagesForm(can_turn_off=can_turn_off).translated(body, KeptResponses(9)).body
     )
     return chat
 
@@ -348,7 +410,7 @@ def test_any_json_is_a_chat_or_an_error_of_ours(body: dict[str, Any], content: l
     form, reader = MessagesForm(can_turn_off=True), RequestReader(RULES)
     for given_body in (body, {**body, "messages": [{"role": "user", "content": content}]}):
         try:
-            translated = form.translated(json.dumps(given_body).encode(), KeptResponses())
+            translated = form.translated(json.dumps(given_body).encode(), KeptResponses(9))
             outcome: CallRequest | ApiError = form.read(reader, translated.body)
         except ApiError as error:
             outcome = error

@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway_cases import RULES, ScriptedEngine, World, gateway_world, in_loop
+from gateway_cases import RULES, ScriptedEngine, World, gateway_world, in_loop, num_forked
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -46,8 +46,7 @@ class Responses:
     def is_one_branch_of(self, *answers: str) -> bool:
         (trajectory,) = self.world.session.rollout(0, Outcome(), 1.0)
         num_sampled = sum(len(each.encode()) + 1 for each in answers)
-        stats = self.world.gateway.stats()
-        return stats.edited + stats.uncut == 0 and trajectory.loss_mask.sum() == num_sampled
+        return num_forked(self.world) == 0 and trajectory.loss_mask.sum() == num_sampled
 
 
 @asynccontextmanager
@@ -182,7 +181,7 @@ async def test_responses_may_branch_from_one_and_logprobs_come_if_asked_for() ->
         first = await talk.ask("Begin")
         await asyncio.gather(*(talk.ask(f"Way {each}", previous_response_id=first.id) for each in range(3)))
         assert len(talk.world.session.rollout(0, Outcome(), 1.0)) == 3
-        assert talk.world.gateway.stats().edited + talk.world.gateway.stats().uncut == 0
+        assert num_forked(talk.world) == 0
         told = await talk.ask("Say", include=["message.output_text.logprobs"])
         (part,) = told.output[0].content
         assert len(part.logprobs) == told.usage.output_tokens
@@ -266,7 +265,7 @@ def test_what_a_chat_can_say_is_translated_and_a_longer_input_begins_with_the_sa
     items: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     short, long = (
         ResponsesForm()
-        .translated(json.dumps({"input": each, "instructions": "x"}).encode(), KeptResponses())
+        .translated(json.dumps({"input": each, "instructions": "x"}).encode(), KeptResponses(9))
         .body
         for each in (items[:1], items)
     )
@@ -297,7 +296,7 @@ def test_any_json_is_a_chat_or_an_error_of_ours(body: dict[str, Any], items: lis
         {**body, "input": [{"role": "user", "content": items}]},
     ):
         try:
-            translated = form.translated(json.dumps(given_body).encode(), KeptResponses())
+            translated = form.translated(json.dumps(given_body).encode(), KeptResponses(9))
             outcome: CallRequest | ApiError = form.read(reader, translated.body)
         except ApiError as error:
             outcome = error

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import Any
 
 import openai
 import pytest
-from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop
+from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, num_forked
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl.agents.endpoint.answers import Answer
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, sealed, signature_of, unsealed
-from asyncrl.agents.endpoint.tool_calls import HermesFormat
+from asyncrl.agents.endpoint.requests import ChatRequest
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Completion, Outcome, VersionSpan
 
 MARKS = ("<think>", "</think>")
 
@@ -132,7 +135,7 @@ async def test_a_chat_has_them_apart_if_the_config_says_so_and_they_come_back_to
                     told = {name: getattr(answer.choices[0].message, name) for name in told}
                 assert told == {"reasoning_content": "Hm.", "content": "Yes."}
                 messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
-        assert world.gateway.stats().edited + world.gateway.stats().uncut == 0
+        assert num_forked(world) == 0
         (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
         assert trajectory.loss_mask.sum() == 2 * (len(tokenizer.encode(text)) + 1)
 
@@ -165,5 +168,36 @@ async def test_a_thought_that_is_never_closed_is_no_answer_and_a_call_in_a_thoug
             assert "<think>" not in message["reasoning_content"]
 
 
-def test_a_tool_format_says_how_its_model_marks_thoughts() -> None:
-    assert HermesFormat().thinking == MARKS
+HARMONY = "<|channel|>analysis<|message|>Two and two.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>Four."
+CALL = '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content", "num_calls"),
+    [
+        ("gptoss", HARMONY + FINAL, "Four.", 0),
+        ("gptoss", HARMONY + CALL, None, 1),
+        ("gptoss", HARMONY, "", 0),
+        ("gemma4", "<|channel>thought\nTwo and two.\n<channel|>Four.", "Four.", 0),
+        ("qwen3", "<think>\nTwo and two.\n</think>\n\nFour.", "Four.", 0),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 5, 1000])
+def test_each_tool_format_has_marks_of_its_own(
+    template: str, text: str, content: str | None, num_calls: int, length: int
+) -> None:
+    source = (resources.files("trl") / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
+    tool_format, tokenizer = find_tool_format("auto", source), ByteTokenizer()
+    thoughts, asked = ThoughtCutter(tool_format.thinking), ChatRequest(messages=HI)
+    answer = Answer(0, tokenizer, tool_format, asked, prefill="", name="call_0", thoughts=thoughts)
+    ids, shown = tokenizer.encode(text), {"thought": "", "content": ""}
+    for at in range(0, len(ids), length):
+        answer.feed(ids[at : at + length])
+        shown["thought"] += answer.take_thought(len(shown["thought"]))
+        shown["content"] += answer.take(len(shown["content"]))
+    answer.finish(Completion(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 0),), "stop"))
+    assert shown["thought"] == answer.thought == "Two and two."
+    assert (answer.content, len(answer.tool_calls)) == (content, num_calls)
+    assert (content or "").startswith(shown["content"])
+    assert 0 < answer.num_thought_tokens <= len(ids)

@@ -45,9 +45,9 @@ NUM_ENCODING = 4
 """Texts that are tokenised at once. Each of them occupies a core, and memory of many times its length."""
 MAX_CHARACTERS = 64
 """Most characters of a text for each token of the longest prompt. A longer text is refused untokenised."""
-TOO_LONG = too_long("", "").error["code"]
 NUM_OF_END = 32
 """Tokens of a prompt whose text tells how it ends."""
+TOO_LONG = too_long("", "").error["code"]
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
 OnBroken = Callable[[RoomError], None]
@@ -256,8 +256,10 @@ class EngineRoute:
         """Tokens of the prompt that this chat would be. Raises ApiError."""
         session.count_nowait()
         asked = self._reader.chat(body)
+        prefill = self._prefill(asked.tool_choice) if asked.tools else ""
         settings = asked.chat_template_kwargs or None
-        draft_now = partial(session.capture.draft, asked.messages, asked.tools or None, settings=settings)
+        tools = asked.tools or None
+        draft_now = partial(session.capture.draft, asked.messages, tools, prefill=prefill, settings=settings)
         try:
             draft = await self.beside(draft_now) if len(body) >= LONG_BODY else draft_now()
             ids = await self._encode(draft.text, asked)

@@ -210,27 +210,29 @@ class Gateway:
             self._refused[error.status] += 1
             return await stream.write(stream.written.failed(error))
 
-    async def _translated(self, form: Form, session: GatewaySession, request: web.Request) -> Translated:
-        """The body in terms of chat completions; a long one is translated beside the loop."""
-        body = await read_body(request)
-        if form.translates and len(body) >= LONG_BODY:
-            return await session.route.beside(partial(form.translated, body, session.kept))
-        return form.translated(body, session.kept)
-
     async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
-        """The call, and whether it is new. A body is not kept: a call may wait long."""
-        try:
-            told = await self._translated(form, session, stream.request)
-        except ConnectionError:
-            raise client_gone() from None
-        if not stream.is_there():
-            raise client_gone()
+        """The call, and whether it is new; `stream` knows what its client gets. A body is not kept: a call
+        may wait long.
+        """
+        told = await self._translated(form, session, stream)
         body_hash, before = session.sent.find(told.body)
         digest, is_retry = _asked_as(form, body_hash, stream.request)
         sent = Sent(form, told.body, digest, before, is_retry=is_retry)
         call, asked, is_new = await session.route.begin(session, sent)
         stream.written = form.written(call, self._model, asked, told.given)
         return call, is_new
+
+    async def _translated(self, form: Form, session: GatewaySession, stream: _Stream) -> Translated:
+        """The body in terms of chat completions; a long one is translated beside the loop."""
+        try:
+            body = await read_body(stream.request)
+        except ConnectionError:
+            raise client_gone() from None
+        if not stream.is_there():
+            raise client_gone()
+        if form.translates and len(body) >= LONG_BODY:
+            return await session.route.beside(partial(form.translated, body, session.responses))
+        return form.translated(body, session.responses)
 
     async def _answer(
         self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
@@ -249,7 +251,7 @@ class Gateway:
             raise session_ended(session.ended)
         if stream.is_there():
             session.deliver_nowait(call)
-            written.keep(session.kept)
+            written.keep(session.responses)
         if call.is_streamed:
             return await stream.write(written.end())
         return web.Response(body=written.whole(), content_type="application/json")
@@ -266,7 +268,7 @@ class Gateway:
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.reading:
-                told = await self._translated(self._forms["messages"], session, request)
+                told = await self._translated(self._forms["messages"], session, _Stream(request))
                 num_tokens = await session.route.count(session, told.body)
         except ApiError as error:
             if 400 <= error.status < 500 and error.status != 410:
@@ -275,7 +277,7 @@ class Gateway:
         return web.json_response({"input_tokens": num_tokens})
 
     async def _stored(self, request: web.Request) -> web.StreamResponse:
-        body = self._sessions.find(shown_key(request)).kept.body(request.match_info["name"])
+        body = self._sessions.find(shown_key(request)).responses.body(request.match_info["name"])
         return web.Response(body=body, content_type="application/json")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:

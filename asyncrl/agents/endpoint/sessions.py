@@ -97,7 +97,7 @@ class GatewaySession:
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
         """Gets what a user's key does not keep any longer."""
         self.sent = SentChats(self.room.most)
-        self.kept = KeptResponses()
+        self.responses = KeptResponses(USER_SHARE * self.limits.max_calls)
         self.num_counted = 0
         self.opening: Messages | None = None
         """Messages of the first call, kept of a user's session alone."""
@@ -139,7 +139,7 @@ class GatewaySession:
         self.calls.clear()
         self._newest.clear()
         self._times_asked.clear()
-        self.sent, self.kept = SentChats(), KeptResponses()
+        self.sent, self.responses = SentChats(), KeptResponses(0)
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.answers import invalid, shown
-from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name
+from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name, wrong
 from asyncrl.agents.endpoint.forms.anthropic_written import WrittenMessage
 from asyncrl.agents.endpoint.forms.chat import Translated, Written
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
@@ -41,10 +41,6 @@ not see it, and the chat would begin anew each time.
 KINDS = ("user", "assistant", "system", "text", "thinking", "tool_use", "tool_result")
 
 
-def _wrong(why: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong", "{why}", {"why": why})
-
-
 def _blocks(content: Any) -> Any:
     """A text, or a list of blocks, as a list of blocks."""
     if content is None:
@@ -55,7 +51,7 @@ def _blocks(content: Any) -> Any:
         kind = block.get("type") if isinstance(block, dict) else block
         if kind not in ("text", "thinking", "tool_use", "tool_result"):
             why = "text, thinking, tool_use and tool_result are read; images, files and server tools are not"
-            raise _wrong(f"a block is {shown(kind)}: {why}")
+            raise wrong(f"a block is {shown(kind)}: {why}")
     return content
 
 
@@ -117,7 +113,7 @@ class _SystemTurn(TypedDict):
 def _client_tool(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
         why = "its server or its model knows it; give a tool with a name and an input_schema"
-        raise _wrong(f"a tool of type {shown(tool['type'])} is not known here: {why}")
+        raise wrong(f"a tool of type {shown(tool['type'])} is not known here: {why}")
     return tool
 
 

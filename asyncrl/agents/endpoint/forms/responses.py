@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticCustomError, to_json
+from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.answers import invalid, shown
-from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name
+from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name, wrong
 from asyncrl.agents.endpoint.forms.chat import Translated, Written
 from asyncrl.agents.endpoint.forms.responses_written import GivenResponse, KeptResponses, WrittenResponse
 from asyncrl.agents.endpoint.forms.thoughts import unsealed
@@ -39,10 +39,6 @@ KINDS = ("message", "reasoning", "function_call", "function_call_output")
 _TEXTS = ("input_text", "output_text", "text")
 
 
-def _wrong(why: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong", "{why}", {"why": why})
-
-
 def _parts(content: Any) -> Any:
     """A text, or the text of a list of parts."""
     if not isinstance(content, list):
@@ -50,7 +46,7 @@ def _parts(content: Any) -> Any:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else part
         if not isinstance(part, dict) or kind not in _TEXTS or not isinstance(part.get("text"), str):
-            raise _wrong(f"a part is {shown(kind)}; this model reads text: {', '.join(_TEXTS)}")
+            raise wrong(f"a part is {shown(kind)}; this model reads text: {', '.join(_TEXTS)}")
     return "".join(part["text"] for part in content)
 
 
@@ -63,9 +59,9 @@ def _item(item: Any) -> Any:
         return item
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "item_reference":
-        raise _wrong("item_reference is not resolved here: send the item, or previous_response_id")
+        raise wrong("item_reference is not resolved here: send the item, or previous_response_id")
     if kind not in KINDS:
-        raise _wrong(f"an item is {shown(kind)}; these are read: {', '.join(KINDS)}")
+        raise wrong(f"an item is {shown(kind)}; these are read: {', '.join(KINDS)}")
     return item | {"type": kind}
 
 
@@ -113,7 +109,7 @@ Item = Annotated[
 
 def _function_tool(tool: Any) -> Any:
     if isinstance(tool, dict) and tool.get("type") != "function":
-        raise _wrong(f"a tool is of type {shown(tool.get('type'))}; functions are the only ones here")
+        raise wrong(f"a tool is of type {shown(tool.get('type'))}; functions are the only ones here")
     return tool
 
 

@@ -43,22 +43,26 @@ class KeptResponses:
     lies here once; the bodies, which repeat tools and instructions, of the newest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        """`most`: the newest of them; a rollout has fewer calls, a user's key may have any number."""
+        self._most = most
         self._stored: dict[str, StoredResponse] = {}
         self._bodies: dict[str, bytes] = {}
 
     def add(self, name: str, stored: StoredResponse, body: bytes) -> None:
         self._stored[name] = stored
         self._bodies[name] = body
-        if len(self._bodies) > MAX_BODIES:
-            del self._bodies[next(iter(self._bodies))]
+        for kept, most in ((self._stored, self._most), (self._bodies, MAX_BODIES)):
+            if len(kept) > most:
+                del kept[next(iter(kept))]  # the oldest
 
     def get(self, name: str | None) -> StoredResponse | None:
         """The response that a call goes on from; None for None. Raises ApiError: 404."""
         if name is None:
             return None
         if name not in self._stored:
-            why = f"Response {shown(name)} is not kept: this session has not given it, or it had store=false."
+            why = f"Response {shown(name)} is not kept: it had store=false, or is not of this session, or is "
+            why += f"older than the newest {self._most}."
             code = "previous_response_not_found"
             raise ApiError(404, why, code=code, param="previous_response_id")
         return self._stored[name]
