@@ -157,6 +157,10 @@ class GatewayConfig(FrozenConfig):
     """A call that asks for another temperature or top_p than training has. use_config: it gets the configured
     one (logged once). honour: it gets what it asks for, and its tokens are context, never trained. refuse:
     400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
+    constrained: Literal["context", "exact"] = "exact"
+    """Training on answers whose form was asked for (response_format, a forced tool_choice). context: they are
+    context and carry no loss; strict tools are not enforced. exact: they are trained, and the trainer
+    renormalises over the same tokens that the grammar allowed."""
     tool_format: str = "auto"
     """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
     `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =

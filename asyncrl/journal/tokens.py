@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import PartialCompletion, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import GrammarSpan, PartialCompletion, Rollout, Trajectory, VersionSpan
 
 FORMAT = 1
 _LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time
@@ -43,6 +43,8 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
     }
     if trajectory.credits:
         head["credits"] = [astuple(credit) for credit in trajectory.credits]
+    if trajectory.grammars:
+        head["grammars"] = [astuple(span) for span in trajectory.grammars]
     text = _json(head).encode()
     parts = (
         _LENGTH.pack(len(text)),
@@ -77,6 +79,7 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
             metrics=head["metrics"],
             branch=branch,
             credits=tuple(Credit(*one) for one in head.get("credits", ())),
+            grammars=tuple(GrammarSpan(*one) for one in head.get("grammars", ())),
         )
     except (zlib.error, struct.error, ValueError, KeyError, TypeError) as error:
         name = f"g{group_id}/r{sample_index}" + (f", branch {branch}," if branch else "")

@@ -71,15 +71,20 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
             way_out="buffer.on_overdue=mask gives such tokens no weight.",
         )
     kept = arrays.loss_mask & ~old
-    if not kept.any():
+    check_any_loss(header, arrays, kept)
+    return kept
+
+
+def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> None:
+    """Refuse (409) a batch without a loss token."""
+    if not has_loss.any():
         raise Refused(
             409,
             f"batch {header.version} has no token that carries loss ({int(arrays.loss_mask.sum())} sampled, "
-            f"all older than version {header.min_version})",
+            f"all older than version {header.min_version}, or not allowed by their grammar)",
             rule="an optimizer step needs at least one loss token",
             way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
         )
-    return kept
 
 
 def _token_name(header: BatchHeader, index: int) -> str:

@@ -47,6 +47,8 @@ class GenerateBody(Message):
     top_p: float = 1.0
     stop: list[str] = []
     seed: int = 0
+    grammar: str | None = None
+    top_logprobs: int = 0
 
     def request(self) -> GenerateRequest:
         """As the engine takes it."""
@@ -83,6 +85,11 @@ class ServedLink(Generic[Of]):
                 self._runs.pop(row.number, None)  # serve() may have emptied it by now
         for first in range(0, len(known), FRAME_ROWS):
             self._send(frames.sampled_frame(known[first : first + FRAME_ROWS]))
+
+    def refused(self, number: int, refusal: Refused) -> None:
+        """Say so, from any one thread; the request is over."""
+        if self._runs.pop(number, None) is not None:
+            self._send(frames.refused_frame(number, refusal.status, refusal.body))
 
     async def serve(self) -> None:
         """Until the client leaves. Raises ValueError for what is no frame."""
@@ -177,6 +184,14 @@ class OneAnswer:
     def sampled(self, rows: Sequence[frames.Sampled]) -> None:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, rows)
+
+    def refused(self, number: int, refusal: Refused) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._refuse, refusal)
+
+    def _refuse(self, refusal: Refused) -> None:
+        if not self._done.done():
+            self._done.set_exception(refusal)
 
     def _take(self, rows: Sequence[frames.Sampled]) -> None:
         self._rows += rows
