@@ -1,0 +1,185 @@
+"""Agent frameworks as they come, in their own venv, against the gateway: each ends well, and what was sampled
+is trained once. docs/frameworks.md has the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from framework_cases import Framework, PlayedModel, playing, qwen3_tokenizer
+from gateway_cases import gateway_world, in_loop
+
+from asyncrl.messages.records import Outcome
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+pytestmark = pytest.mark.slow
+
+
+def call(name: str, /, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+ADD_TWICE = call("add", a=1, b=2) + "\n" + call("add", a=3, b=4)
+SUMS = (ADD_TWICE, call("add", a=3, b=7), "They are 10.")
+ADDED = ["They are 10.", 3]
+PARIS = {"name": "Paris", "people": 2}
+CODE = (
+    "Thought: add them.\n<code>\nx = add(1, 2)\ny = add(3, 4)\nprint(x, y)\n</code>",
+    "Thought: and their sum.\n<code>\nfinal_answer(add(3, 7))\n</code>",
+)
+THOUGHTS_AND_CODE = tuple(
+    json.dumps({"thought": "add them", "code": code})
+    for code in ("x = add(1, 2)\ny = add(3, 4)\nprint(x, y)", "final_answer(add(3, 7))")
+)
+SHELL = (
+    call("bash", command="echo done > answer.txt"),
+    call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+)
+SHELL_AS_TEXT = tuple(
+    f"THOUGHT: so be it.\n\n```mswea_bash_command\n{command}\n```"
+    for command in ("echo done > answer.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scenario of a script, what the model says in it, and what comes of it. `num_branches` above 1: the
+    framework rewrites what was said.
+    """
+
+    framework: str
+    scenario: str
+    says: tuple[str, ...] = SUMS
+    result: Any = None
+    num_branches: int = 1
+    has_thoughts: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.framework}-{self.scenario}" + ("-with_thoughts" if self.has_thoughts else "")
+
+    def thinking(self) -> Case:
+        says = tuple(f"<think>\nI should do it.\n</think>\n\n{text}" for text in self.says)
+        return replace(self, says=says, has_thoughts=True)
+
+
+CONVERSATIONS = [
+    Case("openai_client", "tools"),
+    Case("openai_client", "streamed_tools"),
+    Case("openai_client", "responses_tools"),
+    Case("anthropic_client", "tools"),
+    Case("anthropic_client", "streamed_tools"),
+    Case("anthropic_client", "thinking"),
+    Case("litellm_chat", "tools"),
+    Case("litellm_chat", "dumped_tools"),
+    Case("openai_agents", "tools"),
+    Case("openai_agents", "chat_tools"),
+    Case("langchain_agent", "tools"),
+    Case("langchain_agent", "streamed_tools"),
+    Case("langchain_agent", "responses_tools"),
+    Case("pydantic_ai_agent", "tools"),
+    Case("pydantic_ai_agent", "responses_tools"),
+    Case("pydantic_ai_agent", "anthropic_tools"),
+    Case("inspect_ai_eval", "tools"),
+    Case("inspect_ai_eval", "responses_tools"),
+    Case("inspect_ai_eval", "anthropic_tools"),
+    Case("smolagents_agents", "code", CODE, ["10", 3]),
+    Case("smolagents_agents", "litellm_code", CODE, ["10", 3]),
+    Case("mini_swe_agent", "tools", SHELL, ["Submitted", "done"]),
+    Case("mini_swe_agent", "text", SHELL_AS_TEXT, ["Submitted", "done"]),
+]
+"""Played with thoughts as well."""
+
+ALONE = [
+    Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2]),
+    # it sends its calls back as text: "Calling tools: [{'id': ..."
+    Case(
+        "smolagents_agents",
+        "tools",
+        (*SUMS[:2], call("final_answer", answer="10")),
+        ["10", 3],
+        num_branches=3,
+    ),
+]
+
+JSON = (json.dumps(PARIS),)
+STRUCTURED = [
+    Case("openai_client", "parse", JSON, PARIS),
+    Case("openai_client", "json_object", JSON, PARIS),
+    Case("openai_client", "strict_tool", (call("City", **PARIS),), PARIS),
+    Case("openai_client", "responses_parse", JSON, PARIS),
+    Case("anthropic_client", "forced_tool", (call("city", **PARIS),), PARIS),
+    Case("litellm_chat", "parse", JSON, PARIS),
+    Case("openai_agents", "output_type", JSON, PARIS),
+    Case("openai_agents", "chat_output_type", JSON, PARIS),
+    Case("langchain_agent", "json_schema", JSON, PARIS),
+    Case("langchain_agent", "function_calling", (call("City", **PARIS),), PARIS),
+    Case("langchain_agent", "json_mode", JSON, PARIS),
+    Case("langchain_agent", "tool_strategy", (call("City", **PARIS),), PARIS),
+    Case("langchain_agent", "provider_strategy", JSON, PARIS),
+    Case("pydantic_ai_agent", "tool_output", (call("final_result", **PARIS),), PARIS),
+    Case("pydantic_ai_agent", "native_output", JSON, PARIS),
+    Case("pydantic_ai_agent", "prompted_output", JSON, PARIS),
+    Case("inspect_ai_eval", "response_schema", JSON, PARIS),
+    Case("smolagents_agents", "structured_code", THOUGHTS_AND_CODE, ["10", 3]),
+]
+
+
+@pytest.fixture(scope="module")
+def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Framework]]:
+    with playing(tmp_path_factory.mktemp("home")) as find:
+        yield find
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
+    return qwen3_tokenizer(tmp_path_factory.mktemp("qwen3"))
+
+
+async def play(case: Case, framework: Framework, tokenizer: HFChatTokenizer, **config: Any) -> None:
+    model = PlayedModel(tokenizer, case.says)
+    limits = {"max_tokens": 4096, "max_prompt_tokens": 60_000, "max_length": 64_096}
+    async with gateway_world(
+        model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **limits, **config
+    ) as world:
+        result = await framework.play(case.scenario, world.url, world.session.key)
+        stats = world.gateway.stats()
+        branches = world.session.rollout(0, Outcome(), 1.0)
+    if isinstance(result, list):  # with the thought, if that is part of the text
+        result[0] = result[0].rpartition("</think>")[2].strip()
+    assert result == (case.result or ADDED)
+    assert dict(stats.refused) == {}
+    assert len(model.sampled) == len(case.says)
+    trained = [
+        tokenizer.decode(each.token_ids[each.loss_mask].tolist(), skip_special_tokens=False)
+        for each in branches
+    ]
+    assert "".join(trained) == "".join(model.sampled)
+    assert (len(branches), stats.forked) == (case.num_branches, case.num_branches - 1)
+
+
+@pytest.mark.parametrize("case", [*CONVERSATIONS, *ALONE], ids=str)
+@in_loop
+async def test_a_conversation_with_tools_ends_well_and_each_answer_is_trained_once(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
+    await play(case, framework(case.framework), tokenizer)
+
+
+@pytest.mark.parametrize("case", [case.thinking() for case in CONVERSATIONS], ids=str)
+@in_loop
+async def test_thoughts_before_the_answers_change_nothing_of_that(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
+    await play(case, framework(case.framework), tokenizer)
+
+
+@pytest.mark.parametrize("case", STRUCTURED, ids=str)
+@in_loop
+async def test_structured_output_in_all_the_ways_of_a_framework(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
+    await play(case, framework(case.framework), tokenizer)
