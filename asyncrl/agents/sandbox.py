@@ -130,7 +130,9 @@ class Bubblewrap(Sandbox):
 
 @dataclass(frozen=True)
 class Podman(Sandbox):
-    """A container of `image`, which has a python3, without a network."""
+    """A container of `image`, which has a python3, without a network. Where its memory is too small, the
+    kernel kills one of its processes.
+    """
 
     name = "podman"
     program = "podman"
