@@ -28,6 +28,7 @@ OFFLINE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
     "MSWEA_SILENT_STARTUP": "1",
+    "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
     "HF_HUB_OFFLINE": "1",
 }
 """What keeps frameworks from other servers than the gateway."""

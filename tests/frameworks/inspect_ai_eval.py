@@ -3,6 +3,9 @@
 import json
 import tempfile
 
+import acp  # noqa: F401  imported here, it is not imported anew in each play
+import anthropic  # noqa: F401
+import openai  # noqa: F401
 from inspect_ai import Task, eval
 from inspect_ai.dataset import Sample
 from inspect_ai.model import GenerateConfig, ResponseSchema, get_model
