@@ -17,7 +17,10 @@ CITY = {
     "description": "A city.",
     "input_schema": {
         "type": "object",
-        "properties": {"name": {"type": "string"}, "people": {"type": "integer"}},
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "people": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
         "required": ["name", "people"],
     },
 }

@@ -12,7 +12,7 @@ from inspect_ai.model import GenerateConfig, ResponseSchema, get_model
 from inspect_ai.solver import generate, use_tools
 from inspect_ai.tool import tool
 from inspect_ai.util import json_schema
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 
@@ -20,8 +20,8 @@ QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 class City(BaseModel):
     """A city."""
 
-    name: str
-    people: int
+    name: str = Field(max_length=12)
+    people: int = Field(ge=0, le=99)
 
 
 @tool

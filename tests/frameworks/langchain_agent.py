@@ -4,7 +4,7 @@ from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 
@@ -12,8 +12,8 @@ QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 class City(BaseModel):
     """A city."""
 
-    name: str
-    people: int
+    name: str = Field(max_length=12)
+    people: int = Field(ge=0, le=99)
 
 
 def calculator(**more):

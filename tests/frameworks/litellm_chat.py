@@ -3,7 +3,7 @@
 import json
 
 import litellm
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 ADD = {
@@ -20,8 +20,8 @@ ADD = {
 class City(BaseModel):
     """A city."""
 
-    name: str
-    people: int
+    name: str = Field(max_length=12)
+    people: int = Field(ge=0, le=99)
 
 
 def loop(kept, model="openai/policy"):

@@ -2,7 +2,7 @@
 
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
 from openai import AsyncOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 
@@ -10,8 +10,8 @@ QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 class City(BaseModel):
     """A city."""
 
-    name: str
-    people: int
+    name: str = Field(max_length=12)
+    people: int = Field(ge=0, le=99)
 
 
 def calculator(**more):

@@ -3,7 +3,7 @@
 import json
 
 from openai import OpenAI, pydantic_function_tool
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 PARAMETERS = {
@@ -17,8 +17,8 @@ ADD = {"name": "add", "description": "Add two numbers.", "parameters": PARAMETER
 class City(BaseModel):
     """A city."""
 
-    name: str
-    people: int
+    name: str = Field(max_length=12)
+    people: int = Field(ge=0, le=99)
 
 
 def tools():

@@ -1,6 +1,6 @@
 """pydantic-ai: its three kinds of OpenAI and Anthropic models, and its three kinds of typed output."""
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput
 
 QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
@@ -9,8 +9,8 @@ QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
 class City(BaseModel):
     """A city."""
 
-    name: str
-    people: int
+    name: str = Field(max_length=12)
+    people: int = Field(ge=0, le=99)
 
 
 def calculator(model):
