@@ -29,7 +29,9 @@ class CharRenderer:
     def __init__(self, habit: Habit = "plain") -> None:
         self.habit = habit
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, settings: Any = None
+    ) -> str:
         text = f"{START}tools\n{len(tools)}{END}\n" if tools else ""
         for message in messages:
             text += f"{START}{message['role']}\n{self._content(message)}{END}\n"
@@ -47,7 +49,12 @@ class CharRenderer:
         return str(content.upper() if self.habit == "shouts" else content)
 
     def render_on(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, after: Any = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        settings: Any = None,
+        after: Any = None,
     ) -> Rendered:
         return Rendered(self.render(messages, tools=tools))
 

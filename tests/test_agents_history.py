@@ -227,8 +227,8 @@ def test_a_template_that_is_continued_wrongly_is_rendered_as_a_whole_from_then_o
 class Whole(HFChatTokenizer):
     """Renders every chat as a whole."""
 
-    def render_on(self, messages: Any, *, tools: Any = None, after: Any = None) -> Rendered:
-        return Rendered(self.render(messages, tools=tools))
+    def render_on(self, messages: Any, *, after: Any = None, **options: Any) -> Rendered:
+        return Rendered(self.render(messages, **options))
 
 
 @dataclass

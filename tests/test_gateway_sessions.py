@@ -102,20 +102,94 @@ async def test_a_call_that_no_client_got_is_answered_to_the_next_equal_one_and_e
 
 
 @in_loop
-async def test_a_call_in_flight_is_joined_by_its_retry_and_one_refused_for_the_moment_is_sampled_later() -> (
-    None
-):
+async def test_a_call_in_flight_is_joined_by_its_retry_and_so_is_one_that_waits_its_turn() -> None:
     gate, body = asyncio.Event(), {"messages": HI}
-    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=2) as world:
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
         await cut_call(world, body)
-        both = [asyncio.ensure_future(world.post(body)) for _ in range(2)]
-        await until(lambda: len(world.engine.requests) == 2)
-        assert (await world.post(body))[0] == 429
+        waiting = asyncio.ensure_future(world.post(body | {"max_tokens": 5}))
+        await until(lambda: world.session.room.num_waiting == 1)
+        waiting.cancel()
+        await until(lambda: is_deserted(world))
+        retries = [asyncio.ensure_future(world.post(each)) for each in (body, body | {"max_tokens": 5})]
+        await until(lambda: len(open_clients(world)) == 2)
         gate.set()
-        names = [answer["id"] for _, answer in await asyncio.gather(*both)]
-        assert sorted(names) == ["chatcmpl-0", "chatcmpl-1"]
-        answers = [await world.post(body, headers=RETRY) for _ in range(2)]
-        assert [answer["id"] for _, answer in answers] == ["chatcmpl-2", "chatcmpl-2"]
+        names = [answer["id"] for _, answer in await asyncio.gather(*retries)]
+        assert names == ["chatcmpl-0", "chatcmpl-1"]
+        assert len(world.engine.requests) == 2
+
+
+def open_clients(world: World) -> list[Any]:
+    """Clients that are there, of calls in hand."""
+    calls = [call for same in world.session.calls.values() for call in same]
+    return [call for call in calls if not call.is_abandoned]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@in_loop
+async def test_a_call_that_is_left_is_given_up_after_a_moment_and_asked_again_later_is_the_same_call(
+    monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
+    gate, body = asyncio.Event(), {"messages": HI, "stream": is_streamed}
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
+        await cut_call(world, body)
+        await until(lambda: not world.gateway.stats().in_flight)
+        assert world.engine.cancelled == ["g0/r0/a0/c0"]
+        assert (world.session.room.num_held, world.session.calls, open_clients(world)) == (0, {}, [])
+        gate.set()
+        async with world.http.post(
+            world.url + "/v1/chat/completions", json=body, headers=world.headers
+        ) as response:
+            assert (response.status, b"chatcmpl-1" in await response.read()) == (200, True)
+        first, second = world.engine.requests
+        assert first.request_id != second.request_id
+        assert first.seed == second.seed, "an abandoned call does not count"
+        assert world.session.capture.num_completions == 1, "what was sampled of it is no part of the rollout"
+        assert sum(world.gateway.stats().refused.values()) == 0
+
+
+@in_loop
+async def test_one_that_waits_is_given_up_where_it_waits_and_those_behind_it_move_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
+    gate = asyncio.Event()
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=2) as world:
+        first = asyncio.ensure_future(world.ask("first"))
+        await world.engine.started.wait()
+        wide = asyncio.ensure_future(world.ask("wide", n=2))
+        await until(lambda: world.session.room.num_waiting == 1)
+        narrow = asyncio.ensure_future(world.ask("narrow"))
+        await until(lambda: world.session.room.num_waiting == 2)
+        assert len(world.engine.requests) == 1, "the wide one was first"
+        wide.cancel()
+        await until(lambda: len(world.engine.requests) == 2)
+        gate.set()
+        assert [(await each)[0] for each in (first, narrow)] == [200, 200]
+        assert world.session.room.num_held == 0
+
+
+@in_loop
+async def test_calls_that_wait_end_with_their_session() -> None:
+    async with gateway_world(ScriptedEngine(gate=asyncio.Event()), max_concurrent_calls=1) as world:
+        asking = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(9)]
+        await until(lambda: world.session.room.num_waiting == 3)  # the others wait unread
+        world.session.end_nowait("done")
+        assert [(await each)[0] for each in asking] == [410] * 9
+        assert (world.session.room.num_waiting, world.session.room.num_held) == (0, 0)
+
+
+@pytest.mark.parametrize("shapes", [({"max_tokens": 5}, {"max_tokens": 50}), ({"stop": "a"}, {"stop": "b"})])
+@in_loop
+async def test_seeds_do_not_depend_on_the_order_of_arrival(shapes: tuple[dict[str, Any], ...]) -> None:
+    found = []
+    for order in (shapes, shapes[::-1]):
+        async with gateway_world() as world:
+            for shape in (*order, {}):
+                assert (await world.ask("same", **shape))[0] == 200
+            found.append({(each.max_tokens, each.stop): each.seed for each in world.engine.requests})
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == 3
 
 
 @in_loop

@@ -5,6 +5,7 @@ from asyncrl.config.generation import EvalConfig as EvalConfig
 from asyncrl.config.generation import RolloutConfig as RolloutConfig
 from asyncrl.config.harnesses import GatewayConfig as GatewayConfig
 from asyncrl.config.harnesses import GeneratorConfig as GeneratorConfig
+from asyncrl.config.harnesses import OnOverflow as OnOverflow
 from asyncrl.config.harnesses import Outcomes as Outcomes
 from asyncrl.config.learning import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.learning import LoraConfig as LoraConfig

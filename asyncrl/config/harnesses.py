@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 from asyncrl.config.fields import FrozenConfig, Port
 
 Outcomes = Literal["returned", "posted", "none"]
+OnOverflow = Literal["truncate", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,10 @@ class GeneratorConfig(FrozenConfig):
     """Where rewards of a harness count. returned: what the function returns, the last line of the command.
     posted: what the program posts to /v1/outcome, with a key that comes with its task and opens nothing else.
     none: nowhere, the task's own reward alone."""
+    on_overflow: OnOverflow = "truncate"
+    """A rollout whose conversation no longer fits (rollout.max_prompt_tokens), or that has used up
+    gateway.max_calls or gateway.max_rollout_tokens. truncate: what was sampled is kept and scored, marked as
+    truncated, even if its harness fails of it. fail: it is failed, and tried again."""
     give_answer: bool = False
     """Give the harness the `answer` of each prompt, for a reward of its own. What a model's tools run may
     find it there.
@@ -132,6 +137,7 @@ class GeneratorConfig(FrozenConfig):
             "max_memory_mb": ["command"],
             "args": ["python", "verifiers"],
             "give_answer": kinds,
+            "on_overflow": kinds,
             "outcomes": ["command", "remote"] if self.outcomes == "posted" else kinds,
         }
         for name in self.given(*for_kinds):
@@ -167,22 +173,24 @@ class GatewayConfig(FrozenConfig):
     """Name in /v1/models (none = the last part of model.path, or `policy`). A call may name any model and
     gets this one.
     """
-    on_sampling_override: Literal["use_config", "refuse"] = "use_config"
-    """A call that asks for another temperature or top_p than training has: give it the configured one (logged
-    once), or 400.
-    """
+    on_sampling_override: Literal["auto", "use_config", "honour", "refuse"] = "auto"
+    """A call that asks for another temperature or top_p than training has. use_config: it gets the configured
+    one (logged once). honour: it gets what it asks for, and its tokens are context, never trained. refuse:
+    400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
     tool_format: str = "auto"
-    """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) ->
-    [(name, arguments), ...] or None (auto = from the chat template)."""
+    """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
+    `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =
+    from the chat template)."""
     max_calls: int = Field(default=256, ge=1)
-    """Calls that one rollout may make, 16 times as many with a key of `asyncrl serve gateway`; the next one
-    gets 429.
-    """
+    """Calls that one rollout may make; the next one gets 429, see generator.on_overflow. A key of `asyncrl
+    serve gateway` may make any number, and keeps the newest conversations of 16 times as many."""
     max_concurrent_calls: int = Field(default=16, ge=1)
-    """Answers of one rollout that are sampled at once: a call with n counts n times. One more gets 429."""
+    """Answers of one rollout that are sampled at once, 4 times as many with a key of `asyncrl serve gateway`:
+    a call with n counts n times. The next ones wait their turn."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
     """Tokens of all branches of one rollout together, which the trainer reads whole: context that branches
-    share counts in each. A rollout with more fails, and its calls get 410 (none = no limit)."""
+    share counts in each. With so many, its next call gets 429, see generator.on_overflow (none = no limit).
+    """
     max_body_bytes: int = Field(default=2**22, ge=2**10)
     """Largest body of a call; a larger one gets 413."""
     read_timeout_s: float = Field(default=30.0, gt=0)

@@ -220,7 +220,8 @@ class Parts:
                 ),
                 on_broken=broken.append,
             )
-            generator = HarnessGenerator(host, self.harnessing.queue, scorer)
+            on_overflow = config.generator.on_overflow
+            generator = HarnessGenerator(host, self.harnessing.queue, scorer, on_overflow=on_overflow)
         evaluator = Evaluator(
             generator,
             prompts,

@@ -199,7 +199,8 @@ def look(config: RunConfig) -> Found:
         notes += [] if config.generator.is_harness else _too_long("task", prompts, tokenizer, config)
         notes += [] if config.evaluates_agent else _too_long("eval task", eval_prompts, tokenizer, config)
     if tokenizer is not None or ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "" if tokenizer is None else tokenizer.template)
+        shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
+        find_tool_format(config.gateway.tool_format, *shown)
     kind = kind_of(config.generator)
     if kind is not None and kind.checked_in == "here":
         build_harness(config.generator, is_worker=False)
@@ -209,12 +210,14 @@ def look(config: RunConfig) -> Found:
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
     """That of the run, None while it, or a part of it, is on the hub alone."""
-    model, template = config.model, config.model.chat_template
+    model, template, settings = config.model, config.model.chat_template, config.model.chat_template_kwargs
     if template is not None:
         read_template(Path(template))
     if model.scratch is None:
         folder = find_on_disk(model)
-        return None if folder is None else HFChatTokenizer(folder, chat_template=template)
+        if folder is None:
+            return None
+        return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
@@ -222,7 +225,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
         except ValueError as error:
             raise ConfigError(str(error), way_out="correct model.scratch.characters.") from error
-        return HFChatTokenizer(made, chat_template=template)
+        return HFChatTokenizer(made, chat_template=template, chat_template_kwargs=settings)
 
 
 def _first_prompts(config: RunConfig, task: PromptTask) -> Sequence[Prompt]:

@@ -275,7 +275,12 @@ class Launcher:
     @cached_property
     def tokenizer(self) -> HFChatTokenizer:
         """Of the model. Blocks at first."""
-        return HFChatTokenizer(self.model_path, chat_template=self.config.model.chat_template)
+        model = self.config.model
+        return HFChatTokenizer(
+            self.model_path,
+            chat_template=model.chat_template,
+            chat_template_kwargs=model.chat_template_kwargs,
+        )
 
     def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
         """The client of an engine server, made before that is started. `meeting`: where it receives weights,

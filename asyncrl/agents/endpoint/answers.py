@@ -16,12 +16,13 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, ParsedAnswer, ToolFormat, overlap
+from asyncrl.agents.tool_arguments import Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 
 if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
     from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
-    from asyncrl.agents.endpoint.sessions import GatewayCall
 
 REPLACEMENT = "\ufffd"
 """What decoding writes for bytes that are not a character, for instance an incomplete one."""
@@ -149,7 +150,8 @@ class Answer:
     logprobs: list[dict[str, Any]] | None = None
 
     def __post_init__(self, asked: CallRequest) -> None:
-        self._has_logprobs = asked.has_logprobs
+        self._has_logprobs, self._has_one_call = asked.has_logprobs, asked.has_one_call
+        self._tools: Tools = getattr(asked, "tools", ())
         self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=self.tool_format.opens)
         self._text, self._held_from = "", 0
         self._completion: Completion | None = None
@@ -181,11 +183,11 @@ class Answer:
         self._text += self._answer.finish()
         self._completion, self.finish_reason = completion, completion.finish_reason
         text = self.prefill + self._text
-        parsed = self.tool_format.parse(text)
+        parsed = self.tool_format.parse(text, self._tools)
         if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
             parsed = ParsedAnswer(text)
         self.content = parsed.content
-        for number, call in enumerate(parsed.tool_calls):
+        for number, call in enumerate(parsed.tool_calls[: 1 if self._has_one_call else None]):
             function = {"name": call.name, "arguments": call.arguments}
             self.tool_calls.append({"id": f"{self.name}-{number}", "type": "function", "function": function})
         if self.tool_calls and self.finish_reason == "stop":
@@ -196,7 +198,7 @@ class Answer:
 
     def take_completion(self) -> Completion:
         """What was sampled, to be recorded; it is not kept any longer."""
-        completion, self._completion, self._text = self._completion, None, ""
+        completion, self._completion, self._text, self._tools = self._completion, None, "", ()
         assert completion is not None, "a completion is recorded once, after it is finished"
         return completion
 

@@ -15,7 +15,7 @@ from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.chats import PromptText
+    from asyncrl.agents.endpoint.chats import PromptText, RecordedChat
 
 Path = list["Node"]
 
@@ -26,9 +26,10 @@ class Node:
     sampled ones.
 
     `name` is the id of its answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from
-    the first sampled token. `order` is (number of the call, choice). `asked` is the text that the prompt's
-    ids spell, None where the template would write another. `num_path_ids`: length of all_ids(); `path_hash`:
-    their new_hash(), as little-endian int32.
+    the first sampled token. `order` is (number of the call, choice). `num_path_ids`: length of all_ids();
+    `path_hash`: their new_hash(), as little-endian int32. `chat`: what a later chat may go on from, None of a
+    prompt of ids. Not `is_trained`: sampled from another distribution than the run's, so that its tokens are
+    context.
     """
 
     name: str
@@ -40,9 +41,10 @@ class Node:
     version_spans: tuple[VersionSpan, ...]
     is_truncated: bool
     num_interruptions: int
-    asked: PromptText | None
+    chat: RecordedChat | None
     num_path_ids: int
     path_hash: blake2b
+    is_trained: bool = True
 
     @property
     def num_sampled(self) -> int:
@@ -53,6 +55,21 @@ class Node:
     def sampled_ids(self) -> npt.NDArray[np.int32]:
         """The last N ids."""
         return self.ids[self.num_added :]
+
+    @property
+    def num_trained(self) -> int:
+        """N, or 0."""
+        return self.num_sampled if self.is_trained else 0
+
+    @property
+    def num_messages(self) -> int:
+        """Of its chat, the answer included; 0 of a prompt of ids."""
+        return self.chat.num_messages if self.chat else 0
+
+    @property
+    def text(self) -> PromptText | None:
+        """That all its ids spell, None where the template would write another."""
+        return self.chat.text if self.chat else None
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
@@ -78,14 +95,19 @@ class Node:
 
 def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
     """The branches, in the order of their ids; each sampled token has its loss in the first branch that holds
-    it.
+    it. A completion that is not trained is context where a trained one goes on from it.
 
     The order, and the numbers of units with it, is that of the contents: calls of one harness that run at
-    once arrive in any order. Raises RolloutFailure if nothing was sampled, or the outcome names the
-    wrong completions.
+    once arrive in any order. Raises RolloutFailure if nothing was sampled that is trained, or the outcome
+    names the wrong completions.
     """
     nodes = _in_order(list(nodes), outcome)
-    paths = _paths([node for node in nodes if node.num_sampled])
+    paths = _paths([node for node in nodes if node.num_trained])
+    if not paths and (num_sampled := sum(node.num_sampled for node in nodes)):
+        what = f"none of the {num_sampled} tokens that the harness sampled is trained"
+        rule = "a call is trained if it was sampled from the run's own distribution"
+        way_out = "make at least one call without temperature, top_p or response_format of its own."
+        raise RolloutFailure(what, rule=rule, way_out=way_out)
     if not paths:
         what = f"the harness ended with {len(nodes)} completions and not one sampled token"
         raise RolloutFailure(
@@ -119,7 +141,7 @@ def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
 
 
 def _paths(nodes: Sequence[Node]) -> list[Path]:
-    """The paths to the nodes that no other node continues. Nodes that sampled nothing are left out, so no
+    """The paths to the nodes that no other of them continues. Nodes that trained nothing are left out, so no
     path is a part of another.
     """
     inner: set[Node] = set()
@@ -139,7 +161,7 @@ def _trajectory(
     end = 0
     for node in path:
         start, end = end + node.num_added, end + len(node.ids)
-        if node in own and start < end:
+        if node in own and node.is_trained and start < end:
             loss_mask[start:end] = True
             logprobs[start:end] = node.logprobs
             for span in node.version_spans:
@@ -168,7 +190,7 @@ def _credited(
     if unknown := sorted(set(rewards).difference(known)):
         raise _wrong_rewards(f"{which} names {_listed(unknown)}; this rollout has {_listed(known)}")
     if by_turn:
-        if missing := [node.name for node in nodes if node.num_sampled and node.name not in by_turn]:
+        if missing := [node.name for node in nodes if node.num_trained and node.name not in by_turn]:
             have = f"{len(rewards)} of {len(nodes)} completions"
             raise _wrong_rewards(f"{which} names {have}; not {_listed(missing)}")
         units = enumerate(nodes)

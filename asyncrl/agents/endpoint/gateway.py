@@ -10,11 +10,11 @@ import gc
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -27,10 +27,11 @@ from asyncrl.agents.endpoint.answers import (
     WrittenAnswer,
     invalid,
 )
+from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
-from asyncrl.agents.endpoint.requests import CallRequest, CallRules
-from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
+from asyncrl.agents.endpoint.requests import CallRules
+from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
@@ -165,7 +166,7 @@ class Gateway:
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py."""
-        names = ("calls", "extended", "realigned", "forked")
+        names = ("calls", "extended", "realigned", "edited", "uncut")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
         return counts | {"gateway/refused": self._refused.total()}
 
@@ -197,16 +198,14 @@ class Gateway:
     async def _complete(self, form: ChatForm, request: web.Request) -> web.StreamResponse:
         session, stream = self._sessions.find(shown_key(request)), _Stream(request)
         try:
-            async with session.in_hand():
+            async with session.in_hand(), session.begun:
                 async with session.reading:
-                    body = await read_body(request)
-                    body_hash, before = session.sent.find(body)
-                    digest, is_retry = _asked_as(form, body_hash, request)
-                    sent = Sent(form, body, digest, before, is_retry=is_retry)
-                    call, asked, is_new = await session.route.begin(session, sent)
-                with call.attended(stream.is_there):
-                    return await self._answer(session, call, asked, stream, is_new=is_new)
+                    call, written, is_new = await self._begin(session, form, stream)
+                with stream.watched(call.left_nowait), call.attended(stream.is_there):
+                    return await self._answer(session, call, written, stream, is_new=is_new)
         except ApiError as error:
+            if error.status == CLIENT_GONE:
+                return web.Response(status=CLIENT_GONE)
             if 400 <= error.status < 500 and error.status != 410:
                 session.refused_nowait()
             if not stream.has_begun:
@@ -214,14 +213,35 @@ class Gateway:
             self._refused[error.status] += 1
             return await stream.write(b"data: " + error.body() + b"\n\n")
 
+    async def _begin(
+        self, session: GatewaySession, form: ChatForm, stream: _Stream
+    ) -> tuple[GatewayCall, WrittenAnswer, bool]:
+        """The call, what its client gets, and whether it is new. A body is not kept: a call may wait long."""
+        try:
+            body = await read_body(stream.request)
+        except ConnectionError:
+            raise client_gone() from None
+        if not stream.is_there():
+            raise client_gone()
+        body_hash, before = session.sent.find(body)
+        digest, is_retry = _asked_as(form, body_hash, stream.request)
+        sent = Sent(form, body, digest, before, is_retry=is_retry)
+        call, asked, is_new = await session.route.begin(session, sent)
+        return call, WrittenAnswer(call, self._model, asked), is_new
+
     async def _answer(
-        self, session: GatewaySession, call: GatewayCall, asked: CallRequest, stream: _Stream, *, is_new: bool
+        self,
+        session: GatewaySession,
+        call: GatewayCall,
+        written: WrittenAnswer,
+        stream: _Stream,
+        *,
+        is_new: bool,
     ) -> web.StreamResponse:
         """Sample the call, unless it is one that was sampled before, and write what came of it."""
-        written = WrittenAnswer(call, self._model, asked)
         if is_new:
-            sampling = session.route.sample(session, call, is_streamed=asked.stream)
-            if asked.stream:
+            sampling = session.route.sample(session, call)
+            if call.is_streamed:
                 await asyncio.gather(sampling, self._write_news(call, written, stream))
             else:
                 await sampling
@@ -230,7 +250,7 @@ class Gateway:
             raise session_ended(session.ended)
         if stream.is_there():
             session.deliver_nowait(call)
-        if asked.stream:
+        if call.is_streamed:
             return await stream.write(written.end())
         return web.Response(body=written.whole(), content_type="application/json")
 
@@ -271,20 +291,30 @@ class _Stream:
     """
 
     def __init__(self, request: web.Request) -> None:
-        self._request = request
+        self.request = request
         self._response = web.StreamResponse(headers=_EVENT_STREAM)
         self.has_begun = False
 
     def is_there(self) -> bool:
         """Whether the client is still connected."""
-        return is_connected(self._request)
+        return is_connected(self.request)
+
+    @contextlib.contextmanager
+    def watched(self, left: Callable[[], None]) -> Iterator[None]:
+        """`left` is called when the client goes away."""
+        connection = cast("Connection", self.request.protocol)
+        connection.on_lost.append(left)
+        try:
+            yield
+        finally:
+            connection.on_lost.remove(left)
 
     async def write(self, events: bytes) -> web.StreamResponse:
         """Write, if the client is there; a client that goes away is no error of the call."""
         with contextlib.suppress(ConnectionError):
             if not self.has_begun:
                 self.has_begun = True
-                await self._response.prepare(self._request)
+                await self._response.prepare(self.request)
             await self._response.write(events)
         return self._response
 
@@ -323,11 +353,17 @@ class Connection(web.RequestHandler):
     more than `most` takes the place of the one that is idle longest; if none is, it is answered with 503.
     """
 
-    __slots__ = ("_most",)
+    __slots__ = ("_most", "on_lost")
 
     def __init__(self, server: web.Server, most: int, **settings: Any) -> None:
         super().__init__(server, auto_decompress=False, **settings)
         self._most = most
+        self.on_lost: list[Callable[[], None]] = []
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        for left in list(self.on_lost):
+            left()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert self._manager is not None

@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 from pydantic_core import from_json
 
-from asyncrl.agents.endpoint.capture import Draft
+from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.messages.work import new_hash
 
 MAX_CHATS = 16
