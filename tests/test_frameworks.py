@@ -101,8 +101,7 @@ CONVERSATIONS = [
 
 REWRITES = {("smolagents_agents", "apart"), ("smolagents_agents", "inline"), ("inspect_ai_eval", "inline")}
 """Frameworks that send another answer back than they got, by where its thoughts are. smolagents adds a line
-of its own to the answer, whose thought Qwen3's template then leaves out; inspect-ai writes the thought its own
-way.
+of its own to the answer, whose thought Qwen3's template then leaves out; inspect-ai writes thoughts its own way.
 """
 THOUGHTS = [
     case.thinking("apart", 2 if (case.framework, "apart") in REWRITES else 1) for case in CONVERSATIONS
@@ -221,7 +220,7 @@ async def test_structured_output_in_all_the_ways_of_a_framework(
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     """The embedded engine, with a model of random weights: whatever it says is the grammar's doing."""
     folder = make_qwen3(tmp_path_factory.mktemp("random"), vocab_size=259, eos_token_id=1, **SMALL)
-    qwen3_tokenizer.model_path)
+    qwen3_tokenizer(folder)
     with running_engine(folder, max_length=8000, slots=2) as running:
         yield InProcess(folder, running)
 
