@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from asyncrl.agents.command import hide_memory, passed_env
+from asyncrl.agents.command import passed_env
+from asyncrl.agents.command_processes import hide_memory
 from asyncrl.algorithms.registry import resolve
 from asyncrl.checkpoints.folder import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
