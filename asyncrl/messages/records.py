@@ -134,6 +134,8 @@ class Trajectory:
     history has more, and each sampled token is in the loss_mask of exactly one of them. `reward` is the
     rollout's. `credits`, if there are any, say which tokens answer for which reward, cover every token with
     loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
+    teacher_logprobs float32 [T] in nats: those of a teacher for the same tokens, 0 where loss_mask is false;
+    None where no teacher was asked.
     """
 
     sample_index: int
@@ -147,6 +149,7 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     branch: int = 0
     credits: tuple[Credit, ...] = ()
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
 
     @property
     def oldest_version(self) -> int:
