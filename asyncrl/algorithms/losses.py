@@ -1,5 +1,5 @@
-"""What the loss is made of: surrogates, corrections for stale data, KL, distillation, and the weights by which the losses
-of tokens become one number. None of them knows another.
+"""What the loss is made of: surrogates, corrections for stale data, KL, a teacher's advantages, and the
+weights by which the losses of tokens become one number. None of them knows another.
 
 Surrogates have one signature, which a loss of your own has too (algorithm.loss=module:function):
 

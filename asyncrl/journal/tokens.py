@@ -1,9 +1,9 @@
 """Token records as bytes and back, bit for bit: what the journal and recordings hold.
 
 A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss
-mask (one bit a token), and where a teacher was asked its logprobs (float32). Numbers are little endian, in byte planes: first the lowest byte of each, and so on,
-which packs much better. zlib brings a checksum, and the head says where the blob belongs, so a changed byte
-on disk is found when the blob is read.
+mask (one bit a token), and where a teacher was asked its logprobs (float32). Numbers are little endian, in
+byte planes: first the lowest byte of each, and so on, which packs much better. zlib brings a checksum, and
+the head says where the blob belongs, so a changed byte on disk is found when the blob is read.
 """
 
 from __future__ import annotations

@@ -119,6 +119,8 @@ GAUGES: Mapping[str, Gauge] = {
     "harness/lost": Gauge("total", "rollouts", "that failed because their worker was gone"),
     "harness/abandoned": Gauge("total", "calls", "of harnesses that were left behind, too slow"),
     "harness/restarts": Gauge("total", "", "workers started again"),
+    "teacher/tokens": Gauge("run", "tokens", "that the teacher has scored", is_progress=True),
+    "teacher/restarts": Gauge("run", "", "of the teacher's process", is_progress=True),
     "trainer/restarts": Gauge("run", "", "of the trainer's processes", is_progress=True),
     "trainer/down": Gauge("run", "0 or 1", "the trainer is being started again", is_progress=True),
     "trainer/version": Gauge("run", "", "of its processes, as /health says", is_progress=True),

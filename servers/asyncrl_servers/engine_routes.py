@@ -239,7 +239,8 @@ def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Appl
 
     app.router.add_get("/link", link)
     add_route(app, "GET", "/health", health)
-    for act in (generate, prepare, load_chunk, commit, sleep, wake, *more):
+    acts: tuple[Act, ...] = (generate, prepare, load_chunk, commit, sleep, wake, *more)
+    for act in acts:
         add_route(app, "POST", f"/{act.__name__}", act)
     return app
 

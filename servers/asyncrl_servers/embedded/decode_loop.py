@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
@@ -141,7 +142,8 @@ class Engine:
 
     def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
         """Logprobs of given tokens, where the engine has a scorer; the future may carry Refused (400)."""
-        return self._ask(lambda answer: self._scorer and self._scorer.add(request, answer))
+        assert self._scorer is not None, "the route is there where the engine has one"
+        return self._ask(partial(self._scorer.add, request))
 
     def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
         """Run `action` in the loop's thread; the future has its result, or the refusal that it raises. None:

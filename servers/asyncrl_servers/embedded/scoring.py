@@ -70,7 +70,7 @@ class Scorer(Runner):
         # Nothing follows from the last token.
         for parts in cut_calls([(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]):
             logits, row = self._logits(parts), 0
-            for slot, ids, start, end in parts:
+            for slot, _, start, end in parts:
                 of_part, row = logits[row : row + end - start], row + end - start
                 targets = torch.from_numpy(texts[slot].ids[start + 1 : end + 1]).to(logits.device)
                 logprobs = torch.log_softmax(of_part.float() / texts[slot].request.temperature, dim=-1)
