@@ -14,9 +14,9 @@ from asyncrl.serving import fail
 from asyncrl.weights.adapters import linear_parameters
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
+from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import NO_INTS, Runner
-from asyncrl_servers.embedded.scoring import Scorer
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Largest difference between our logits and the model's own attention, relative to the largest logit."""

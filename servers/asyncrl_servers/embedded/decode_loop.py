@@ -22,9 +22,9 @@ from asyncrl.messages.scoring import ScoreRequest, ScoreResponse
 from asyncrl.serving import Refused
 from asyncrl_servers.embedded.admission import Prefill, admit
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner, moves_after_removal
-from asyncrl_servers.embedded.scoring import Scorer
 from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, sample
 from asyncrl_servers.served_engine import Listener, check_request
 
