@@ -275,8 +275,8 @@ class Launcher:
     def teacher(self, folder: Path) -> Server:
         """The server that scores what was sampled, of the model in `folder`."""
         config, device = self.config, self.placement.teacher
-        assert config.teacher is not None, "asked for where config.teacher is given"
-        assert device is not None, "placed where config.teacher is given"
+        assert config.teacher is not None, "asked for where there is one"
+        assert device is not None, "placed where there is one"
         spec = {
             "name": TEACHER,
             "slots": 1,

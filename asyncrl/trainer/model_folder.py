@@ -112,7 +112,8 @@ def _find_given(name: str, key: str) -> Path | None:
     if is_id and owner not in (".", "..", "models") and not Path(owner).is_dir():
         return None
     rule = "it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner"
-    way_out = f"correct {key}; `python examples/smollm2.py` makes models/smollm2-135m-instruct."
+    made = "; `python examples/smollm2.py` makes models/smollm2-135m-instruct" if key == MODEL_KEY else ""
+    way_out = f"correct {key}{made}."
     raise ConfigError(f"{key}={name}: there is no such folder", rule=rule, way_out=way_out)
 
 
