@@ -12,8 +12,10 @@ from examples.words import exact, shortest, words_of
 
 
 def rows(name: str) -> list[dict[str, str]]:
+    """The last question of each chat, with its answer."""
     path: Path = ROOT / "examples" / "data" / f"{name}.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{"prompt": row["prompt"][-1]["content"], "answer": row["answer"]} for row in found]
 
 
 def test_no_question_holds_its_answer_and_what_is_held_out_is_asked_nowhere_else() -> None:
