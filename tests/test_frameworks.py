@@ -101,7 +101,8 @@ CONVERSATIONS = [
 
 REWRITES = {("smolagents_agents", "apart"), ("smolagents_agents", "inline"), ("inspect_ai_eval", "inline")}
 """Frameworks that send another answer back than they got, by where its thoughts are. smolagents adds a line
-of its own to the answer, whose thought Qwen3's template then leaves out; inspect-ai writes thoughts its own way.
+of its own to the answer, whose thought Qwen3's template then leaves out; inspect-ai writes thoughts its own
+way.
 """
 THOUGHTS = [
     case.thinking("apart", 2 if (case.framework, "apart") in REWRITES else 1) for case in CONVERSATIONS
