@@ -157,6 +157,7 @@ async def test_a_call_that_is_left_is_given_up_after_a_moment_and_asked_again_la
         assert first.seed == second.seed, "an abandoned call does not count"
         assert world.session.capture.num_completions == 1, "what was sampled of it is no part of the rollout"
         assert sum(world.gateway.stats().refused.values()) == 0
+        assert world.gateway.stats().edited == 0, "the second one begins the session"
 
 
 @in_loop

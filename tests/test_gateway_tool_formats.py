@@ -22,7 +22,7 @@ from asyncrl.agents.endpoint.tool_calls import (
     find_tool_format,
 )
 from asyncrl.agents.endpoint.tool_formats import FORMATS
-from asyncrl.agents.tool_arguments import typed
+from asyncrl.agents.tool_markup import typed
 from asyncrl.errors import ConfigError
 
 Calls = list[tuple[str, dict[str, Any]]]
@@ -103,6 +103,7 @@ CASES: dict[str, Calls] = {
     "none": [("f", {"z": None})],
     "numbers": [("f", {"n": -3, "x": 1e-7, "b": False})],
     "quotes": [("f", {"s": 'it\'s "q" \\n \\ end', "t": "'"})],
+    "no letters": [("f", {"list": ["\xa0 \u3000\u2028 \U000e0101"], "s": "\xa0"})],
     "markup": [("f", {"s": "</tool_call><b></arg_value></parameter>\n</parameter> [TOOL_CALLS]", "n": 1})],
 }
 ONE_CALL = {"gptoss", "gptoss_training", "llama3_1", "llama3_2"}
@@ -268,7 +269,7 @@ def test_nothing_of_a_call_is_shown_and_a_cut_one_is_text_or_says_no_other_thing
     assert whole.content == (said or None)
     for length in range(len(text)):
         cut = text[:length]
-        assert tool_format.hold_from(cut) <= len(said)
+        assert said.startswith(tool_format.show(cut)[0])
         parsed = tool_format.parse(cut, TOOLS)
         if not parsed.tool_calls:
             assert name in CHANNELS or parsed.content == cut, "text to the letter"
@@ -333,12 +334,12 @@ def test_whatever_is_written_is_read_and_what_is_shown_before_is_how_the_content
     parts = [*PIECES, *tool_format.opens, *tool_format.thinking, raw, *re.split(r"(?<=[>\n])", raw)]
     text = "".join(data.draw(st.lists(st.sampled_from(parts), max_size=12)))
     content = tool_format.parse(text, TOOLS).content or ""
-    shown = at = 0
+    shown, at, cut = "", 0, 0
     for length in [*cuts, len(text)]:
-        at += length
-        start, shown = shown, tool_format.hold_from(text[:at], shown)
-        assert shown >= start, "what was shown stays"
-        assert content.startswith(text[:shown])
+        cut += length
+        piece, at = tool_format.show(text[:cut], at)
+        shown += piece
+        assert content.startswith(shown)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -358,11 +359,12 @@ def test_an_answer_in_channels_is_what_it_says_to_the_user_and_never_has_their_m
     for tool_format in (found("gptoss"), found("gptoss").without_tools()):
         text = f"{thought}<|start|>assistant<|channel|>final<|message|>Four.<|return|>"
         assert tool_format.parse(text) == ParsedAnswer("Four.")
-        assert tool_format.hold_from(text) == 0
+        assert tool_format.show(text) == ("Four.", len(text))
+        assert tool_format.show(text[:-10]) == ("Four.", len(text) - 10), "it is streamed"
         assert tool_format.parse("<|channel|>final<|message|>Fo") == ParsedAnswer("Fo")
     called = f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.f<|message|>{F}"
     assert found("gptoss").parse(called).content == "I look."
-    plain = f"commentaryI look.assistant to=functions.f{F}"
+    plain = f"I look.assistant to=functions.f{F}"
     assert found("gptoss").without_tools().parse(called) == ParsedAnswer(plain)
     assert found("gptoss").parse(called + "}") == ParsedAnswer(f"{plain}}}")
     assert found("gptoss").parse(called.replace("functions.f", "python")).tool_calls == ()

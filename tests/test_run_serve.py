@@ -126,6 +126,33 @@ def test_a_persons_key_without_outcomes_keeps_its_newest_conversations_and_what_
     assert len(records) == 1 or most < 60
 
 
+def test_a_call_in_flight_whose_conversation_is_forgotten_is_recorded_with_all_of_its_context(
+    tmp_path: Path,
+) -> None:
+    gate = asyncio.Event()
+    engine = ScriptedEngine(gate=gate)
+
+    async def story(desk: Desk) -> None:
+        session: Any = desk.world.gateway._sessions.find(desk.people.key)
+        gate.set()
+        _, answer = await desk.ask("a long talk")
+        gate.clear()
+        going_on = asyncio.ensure_future(
+            desk.ask("a long talk", answer["choices"][0]["message"]["content"], "and?")
+        )
+        await until(lambda: len(engine.requests) == 2)
+        assert len(session.capture.forget_oldest(0, 0.0)) == 1
+        assert (session.num_completions, session.capture.num_branch_tokens) == (0, 0)
+        gate.set()
+        assert (await going_on)[0] == 200
+        assert (await desk.outcome(reward=1.0))[0] == 200
+
+    (record,) = at_desk(story, tmp_path / "r.jsonl", engine=engine)
+    (branch,) = record.rollout
+    prompt_ids = list(engine.requests[1].prompt_ids)
+    assert (branch.token_ids[: len(prompt_ids)].tolist(), branch.num_sampled) == (prompt_ids, 13)
+
+
 def test_an_outcome_of_calls_that_set_their_temperature_is_taken_and_not_recorded(tmp_path: Path) -> None:
     async def story(desk: Desk) -> None:
         body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.5}

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, num_until
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, ParsedAnswer, ToolFormat, overlap
-from asyncrl.agents.tool_arguments import Tools
+from asyncrl.agents.tool_markup import Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 
@@ -164,7 +164,7 @@ class Answer:
         self._tools: Tools = getattr(asked, "tools", ())
         marks = self.thoughts.marks if self.thoughts is not None else ()
         self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=(*self.tool_format.opens, *marks))
-        self._text, self._held_from = "", 0
+        self._text, self._shown, self._held_from = "", "", 0
         self._completion: Completion | None = None
 
     @property
@@ -191,8 +191,9 @@ class Answer:
         if self.finish_reason:
             return (self.content or "")[start:]
         if not self.prefill:
-            self._held_from = self.tool_format.hold_from(self._text, self._held_from)
-        return self._text[start : self._held_from]
+            piece, self._held_from = self.tool_format.show(self._text, self._held_from)
+            self._shown += piece
+        return self._shown[start:]
 
     def finish(self, completion: Completion) -> None:
         """Everything is sampled: parse it."""
@@ -217,7 +218,8 @@ class Answer:
 
     def take_completion(self) -> Completion:
         """What was sampled, to be recorded; it is not kept any longer."""
-        completion, self._completion, self._text, self._tools = self._completion, None, "", ()
+        completion, self._completion = self._completion, None
+        self._text, self._shown, self._tools = "", "", ()
         assert completion is not None, "a completion is recorded once, after it is finished"
         return completion
 

@@ -15,7 +15,7 @@ from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.chats import PromptText, RecordedChat
+    from asyncrl.agents.endpoint.chats import RecordedChat
 
 Path = list["Node"]
 
@@ -67,8 +67,8 @@ class Node:
         return self.chat.num_messages if self.chat else 0
 
     @property
-    def text(self) -> PromptText | None:
-        """That all its ids spell, None where the template would write another."""
+    def text(self) -> tuple[int, bytes] | None:
+        """Length and hash of what all its ids spell, None where the template would write another."""
         return self.chat.text if self.chat else None
 
     @property

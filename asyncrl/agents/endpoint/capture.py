@@ -138,6 +138,11 @@ class Capture:
         parent = max(ends, key=lambda node: ends[node])  # of equal ones the first
         return self._planned("extended" if parent else "edited", ids[ends[parent] :], parent, None)
 
+    def withdraw(self, planned: Planned) -> None:
+        """It has no answer, and never will."""
+        if planned.how == "new":
+            self._has_root = False
+
     def record(
         self,
         planned: Planned,
@@ -178,10 +183,10 @@ class Capture:
             self._recorded.add(node, draft.chain, other_forms)
 
     def _recorded_chat(self, draft: Draft, token_ids: Sequence[int], message: Message) -> RecordedChat:
-        text = draft.asked
-        if text is not None:
-            text = text.then(self._renderer.decode(token_ids, skip_special_tokens=False))
-        return RecordedChat(len(draft.messages) + 1, draft.chain.with_answer(message), text)
+        text = None
+        if draft.asked is not None:
+            text = draft.asked.then(self._renderer.decode(token_ids, skip_special_tokens=False)).place
+        return RecordedChat(len(draft.messages) + 1, draft.chain.key_with(message), text)
 
     def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[Node, ...]:
         """Keep the conversations that were gone on with last, with at most so many completions and tokens in

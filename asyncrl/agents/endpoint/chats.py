@@ -26,6 +26,11 @@ class PromptText:
     num_chars: int
     hashed: blake2b
 
+    @property
+    def place(self) -> tuple[int, bytes]:
+        """To be compared."""
+        return self.num_chars, self.hashed.digest()
+
     @classmethod
     def of(cls, whole: Rendered, prefill: str = "") -> PromptText:
         """All of the chat, and the prefill. Raises ValueError if the text is no Unicode."""
@@ -43,17 +48,17 @@ class PromptText:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedChat:
-    """A chat with its answer, which a later one may begin with: the number of its messages, their hash in a
-    Chain, and the text that its ids spell, None where the template would write another.
+    """A chat with its answer, which a later one may begin with: the number of its messages, their key in a
+    Chain, and length and hash of the text that its ids spell, None where the template would write another.
     """
 
     num_messages: int
-    chained: blake2b
-    text: PromptText | None
+    key: bytes
+    text: tuple[int, bytes] | None
 
 
-Settle = Callable[[bytes], blake2b | None]
-"""The hash of a recorded chat, by a key of it."""
+Settle = Callable[[bytes], bytes | None]
+"""The key of a recorded chat as it was given, by any key of it."""
 
 
 class Chain:
@@ -81,7 +86,7 @@ class Chain:
                 key = self._state.digest()
                 self.answers.append((index, key))
                 settled = self._settle(key)
-                self._state = self._state if settled is None else settled.copy()
+                self._state = new_hash(settled or key)
 
     def after(self, known: Messages, messages: Messages) -> Chain:
         """That of `messages`, which begin with the `known` ones of this chain."""
@@ -90,11 +95,11 @@ class Chain:
         chain._add(enumerate(messages[len(known) :], len(known)))
         return chain
 
-    def with_answer(self, answer: Message) -> blake2b:
-        """Hash of this chat with one more message; its digest is the key."""
+    def key_with(self, answer: Message) -> bytes:
+        """Key of this chat with one more message."""
         state = self._state.copy()
         state.update(canonical(answer, self._thinking))
-        return state
+        return state.digest()
 
 
 def answer_forms(message: Message, sampled: str, thinking: tuple[str, str]) -> list[Message]:
@@ -187,21 +192,22 @@ def left_out(messages: Messages, text: str, thinking: tuple[str, str] = THINKING
     Of an answer, its last line is looked for, or the names of its calls: templates leave out thoughts, each
     its own way, and what stands beside a call. White space, capitals and JSON escapes do not count.
     """
-    written: list[_Written] = [_Written(text, write) for write in (str.strip, _escaped, _escaped_ascii)]
+    at, squeezed = 0, ""
     for index, message in enumerate(messages):
-        for said in _sayings(message, thinking):
-            if not said.strip():
-                continue
-            found = next((each for each in written if each.has_next(said)), None)
-            if found is None:
-                if len(written) == 3:
-                    written.append(_Written(_squeezed(text), _squeezed))
-                found = next((each for each in written if each.has(said)), None)
-            if found is None:
+        for said in filter(None, map(str.strip, _sayings(message, thinking))):
+            ways = dict.fromkeys((said, _escaped(said), _escaped(said, ensure_ascii=True)))
+            spans = [(at + NEAR, at), (len(text), at), (len(text), 0)]  # mostly it is the next one
+            places = (text.find(way, start, end + len(way)) for end, start in spans for way in ways)
+            found = next((place for place in places if place >= 0), None)
+            squeezed = squeezed or (_squeezed(text) if found is None else "")
+            if found is None and _squeezed(said) not in squeezed:
                 return index
-            written.remove(found)
-            written.insert(0, found)  # most often the next one is written in the same way
+            at = max(at, found or 0)
     return None
+
+
+NEAR = 2**12
+"""Characters in which a message is looked for at first, so that many of them cost no more than the text."""
 
 
 def _sayings(message: Message, thinking: tuple[str, str]) -> Sequence[str]:
@@ -212,27 +218,8 @@ def _sayings(message: Message, thinking: tuple[str, str]) -> Sequence[str]:
     return str(message.get("content") or "").rpartition(thinking[1])[2].strip().splitlines()[-1:]
 
 
-class _Written:
-    """A text in which messages are written in one way, looked through from its beginning to its end."""
-
-    def __init__(self, text: str, write: Callable[[str], str]) -> None:
-        self._text, self._write, self._at = text, write, 0
-
-    def has_next(self, said: str) -> bool:
-        at = self._text.find(self._write(said), self._at)
-        self._at = at if at >= 0 else self._at
-        return at >= 0
-
-    def has(self, said: str) -> bool:
-        return self._write(said) in self._text
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text.strip(), ensure_ascii=False)[1:-1]
-
-
-def _escaped_ascii(text: str) -> str:
-    return json.dumps(text.strip())[1:-1]
+def _escaped(text: str, *, ensure_ascii: bool = False) -> str:
+    return json.dumps(text, ensure_ascii=ensure_ascii)[1:-1]
 
 
 def _squeezed(text: str) -> str:

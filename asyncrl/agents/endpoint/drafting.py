@@ -12,10 +12,9 @@ None of these ways is taken if a text that came after the answer would not be in
 from __future__ import annotations
 
 import contextlib
-from bisect import insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any, Literal
 
 from asyncrl.agents.endpoint.branches import Node
@@ -118,17 +117,16 @@ class Recorded:
         """
         assert node.chat is not None, "it answers a chat"
         rank = (node.order[1], node.content)
-        keys = [node.chat.chained.digest(), *(chain.with_answer(form).digest() for form in other_forms)]
+        keys = [node.chat.key, *map(chain.key_with, other_forms)]
         for key in dict.fromkeys(keys):
             # in another form it may be one of several, which the harness cannot tell apart: the first stays
             own = (0, *rank) if key == keys[0] else (1,)
             known = self._by_chat.get(key)
             if known is None or own < known[0]:
                 self._by_chat[key] = (own, node)
-        if (text := node.chat.text) is not None:
-            place = text.num_chars, text.hashed.digest()
+        if (place := node.chat.text) is not None:
             if place not in self._by_text:
-                insort(self._lengths, text.num_chars)
+                insort(self._lengths, place[0])
             known = self._by_text.get(place)
             if known is None or rank < known[0]:
                 self._by_text[place] = (rank, node)
@@ -137,12 +135,12 @@ class Recorded:
         """Forget all others."""
         self._by_chat = {key: known for key, known in self._by_chat.items() if known[1] in nodes}
         self._by_text = {place: known for place, known in self._by_text.items() if known[1] in nodes}
-        self._lengths = sorted({length for length, _ in self._by_text})
+        self._lengths = sorted(length for length, _ in self._by_text)
 
-    def settled(self, key: bytes) -> blake2b | None:
-        """Hash of the chat with this key, in the form that the harness got its answers in."""
+    def settled(self, key: bytes) -> bytes | None:
+        """Key of the chat with this key, in the form that the harness got its answers in."""
         node = self.answer(key)
-        return None if node is None or node.chat is None else node.chat.chained
+        return None if node is None or node.chat is None else node.chat.key
 
     def answer(self, key: bytes) -> Node | None:
         """The completion that a chat with this key ends with."""
@@ -155,9 +153,9 @@ class Recorded:
         """
         text, start = rendered.text + prefill, rendered.num_before
         hashed, at, found = rendered.before.copy(), start, None
-        for length in tuple(self._lengths):
-            if not start <= length <= start + len(text):
-                continue
+        lengths = tuple(self._lengths)
+        most = bisect_right(lengths, start + len(text))
+        for length in lengths[bisect_left(lengths, start) : most]:
             hashed.update(text[at - start : length - start].encode())
             at = length
             found = self._by_text.get((length, hashed.digest()), found)
@@ -177,8 +175,9 @@ class Drafting:
         If the known completion has no text, its ids never spell what the template writes: where the next chat
         could not go on from this one's text either, that render is saved.
         """
-        (known_at, known), rendered, by_text = self._known(chat), chat.rendered_before, None
-        can_go_on = chat.before is not None and (rendered is None or rendered.state is not None)
+        (known_at, known), rendered, by_text = self._known(chat), None, None
+        before = chat.rendered_before
+        can_go_on = chat.before is not None and (before is None or before.state is not None)
         if known is None or known.text is not None or can_go_on:
             rendered = self._render_if_taken(chat, known is not None)
             by_text = None if rendered is None else self._recorded.longest(rendered, chat.prefill)
@@ -213,9 +212,8 @@ class Drafting:
 
     def _from_known(self, chat: Chat, at: int, node: Node, rendered: Rendered | None) -> Draft | None:
         """What follows the recorded answer `messages[at]`. None: there is no place to cut."""
-        text = node.text
-        if text is not None and rendered is not None:
-            if rendered.num_before > text.num_chars:
+        if node.text is not None and rendered is not None:
+            if rendered.num_before > node.text[0]:
                 rendered = self._render(chat.messages, chat)
             found = self._from_text(chat, node, at + 1, rendered, at)
             if found is not None:
@@ -223,20 +221,20 @@ class Drafting:
         for rest in self._cuts(chat, at, node):
             if self._has_all(chat.messages[at + 1 :], rest + chat.prefill):
                 how = _how("realigned", chat, at + 1, at)
-                return chat.draft(rest + chat.prefill, how, node, rendered, is_whole=False)
+                kept = rendered or chat.rendered_before
+                return chat.draft(rest + chat.prefill, how, node, kept, is_whole=False)
         return None
 
     def _from_text(
         self, chat: Chat, node: Node, num_covered: int, rendered: Rendered, known_at: int
     ) -> Draft | None:
         """What follows the text of this completion, if the chat's text begins with it."""
-        text, whole = node.text, rendered.text + chat.prefill
-        end = text.num_chars - rendered.num_before if text else -1
-        if text is None or not 0 <= end <= len(whole):
-            return None
+        assert node.text is not None, "it was found by its text"
+        (num_chars, digest), whole = node.text, rendered.text + chat.prefill
+        end = num_chars - rendered.num_before
         hashed = rendered.before.copy()
         hashed.update(whole[:end].encode())
-        if hashed.digest() != text.hashed.digest():
+        if not 0 <= end <= len(whole) or hashed.digest() != digest:
             return None
         if not self._has_all(chat.messages[num_covered:], whole[end:]):
             return None
@@ -266,7 +264,8 @@ class Drafting:
         """What may follow the recorded answer messages[at], generation prompt included; the best first.
 
         An answer's calls stay, since a template may write their results by them. What then stands between the
-        last argument and the end of the answer, closes the call: it is found at the end of what was sampled.
+        last argument and the end of the answer closes the call: it is found at the end of what was sampled,
+        unless the call was written in another form.
         """
         ids, end = node.sampled_ids.tolist(), ""
         if ids and ids[-1] in self._renderer.end_ids:  # the end of the turn was sampled
@@ -274,14 +273,21 @@ class Drafting:
         if calls := chat.messages[at].get("tool_calls"):
             _, found, behind = self._swapped(chat, at, stand_in(calls)).rpartition(str(NUMBER))
             sampled = self._renderer.decode(ids, skip_special_tokens=False).removesuffix(end)
-            closing = _closing(sampled, behind) if found else None
-            if closing is not None:
-                yield _after_end(behind[closing:], end)
-            if found and end and end in behind:  # the call was written in another form
+            closed = behind[_closing(sampled, behind) :] if found else ""
+            if self._is_special(closed):  # all of what closes the call was found
+                yield _after_end(closed, end)
+            if found and end and end in behind:
                 yield behind.partition(end)[2]
         _, found, after = self._swapped(chat, at, stand_in()).partition(SENTINEL)
         if found and SENTINEL not in after:
             yield _after_end(after, end)
+        if calls and len(closed) < len(behind):
+            yield _after_end(closed, end)
+
+    def _is_special(self, text: str) -> bool:
+        """Whether it begins with a special token, as the end of a turn does, and not that of a call."""
+        ids = self._renderer.encode(text.lstrip()[:MAX_CLOSING])
+        return bool(ids) and not self._renderer.decode(ids[:1])
 
     def _swapped(self, chat: Chat, at: int, answer: Message) -> str:
         """The chat's text with another answer in place of messages[at], "" if the template refuses it; with
@@ -314,9 +320,9 @@ MAX_CLOSING = 200
 """Characters that close a tool call, at most."""
 
 
-def _closing(sampled: str, behind: str) -> int | None:
+def _closing(sampled: str, behind: str) -> int:
     """Number of characters at the beginning of `behind` that `sampled` ends with; white space does not count
-    if it differs. None if there are none.
+    if it differs.
     """
     squeezed = "".join(sampled[-2 * MAX_CLOSING :].split())
     for sampled_end, squeeze in ((sampled.rstrip(), str), (squeezed, lambda text: "".join(text.split()))):
@@ -324,7 +330,7 @@ def _closing(sampled: str, behind: str) -> int | None:
             head = behind[:length]
             if not head[-1].isspace() and sampled_end.endswith(squeeze(head)):
                 return length
-    return None
+    return 0
 
 
 def _after_end(text: str, end: str) -> str:

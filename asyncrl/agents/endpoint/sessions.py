@@ -59,6 +59,11 @@ def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
 
 
+def used_up(why: str) -> ApiError:
+    """429, and waiting does not help."""
+    return ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
+
+
 @dataclass(eq=False, repr=False)
 class GatewaySession:
     """One attempt of a rollout: its key, what was sampled under it, and its calls in hand.
@@ -91,7 +96,7 @@ class GatewaySession:
         self.capture = Capture(self.route.tokenizer, self.route.counts)
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
         """Gets what a user's key does not keep any longer."""
-        self.sent = SentChats()
+        self.sent = SentChats(self.room.most)
         self.responses = KeptResponses(USER_SHARE * self.limits.max_calls)
         self.num_counted = 0
         self.opening: Messages | None = None
@@ -114,7 +119,7 @@ class GatewaySession:
         """Held from the search for an equal call until a new one is in `calls`."""
         self.calls: dict[bytes, list[GatewayCall]] = {}
         """By what was asked."""
-        self._kept: deque[GatewayCall] = deque()
+        self._newest: deque[GatewayCall] = deque()
         """Calls that are done and can be asked again, oldest first."""
         self._times_asked: OrderedDict[bytes, tuple[int, list[int]]] = OrderedDict()
         """By the hash of what was asked: how many equal calls there were, and which of their numbers are
@@ -132,7 +137,7 @@ class GatewaySession:
             return
         self.ended = reason
         self.calls.clear()
-        self._kept.clear()
+        self._newest.clear()
         self._times_asked.clear()
         self.sent, self.responses = SentChats(), KeptResponses(0)
         self.sessions.expire(self)
@@ -161,7 +166,7 @@ class GatewaySession:
         most = REFUSALS_PER_CALL * self.limits.max_calls
         if self.num_counted >= most and not self.is_users:
             why = f"{most} chats were counted, {REFUSALS_PER_CALL} for each of gateway.max_calls."
-            raise ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
+            raise used_up(why)
         self.num_counted += 1
 
     def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
@@ -174,13 +179,15 @@ class GatewaySession:
 
     def keep_nowait(self, call: GatewayCall) -> None:
         """It is done: it can be asked again, until max_calls others have been."""
-        self._kept.append(call)
-        if len(self._kept) > self.limits.max_calls:
-            self._drop(self._kept.popleft())
+        self._newest.append(call)
+        if len(self._newest) > self.limits.max_calls:
+            self._drop(self._newest.popleft())
 
     def forget_nowait(self, call: GatewayCall) -> None:
         """It has no answer: the next one like it is a call of its own, with the same seed."""
         self._drop(call)
+        if call.undelivered is not None:
+            self.capture.withdraw(call.undelivered)
         digest, number = call.time_asked or (b"", 0)
         if digest in self._times_asked:
             heapq.heappush(self._times_asked[digest][1], number)
@@ -240,7 +247,7 @@ class GatewaySession:
             if limit is not None and number >= limit and not self.is_users:
                 why = f"This rollout has {number} {what}; gateway.{name}={limit} is the limit."
                 self.overflowed_nowait(why)
-                raise ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
+                raise used_up(why)
 
     def overflowed_nowait(self, why: str, cut: Node | None = None) -> None:
         """A limit has ended a conversation: that after `cut`, or any of them."""

@@ -8,16 +8,19 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic_core import from_json
 
-from asyncrl.agents.tool_arguments import (
+from asyncrl.agents.tool_markup import (
     MALFORMED,
     SPACE,
-    ReadArguments,
+    ReadCalls,
+    ToolCall,
     Tools,
-    parameters_of,
+    call_of,
+    json_calls,
+    make_call,
     read_json,
     skip,
 )
@@ -26,14 +29,6 @@ from asyncrl.user_code import load_function, raised
 
 MAX_TOOLS = 128
 """Tools that a call may give, and calls that a message may hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """`arguments`: a JSON object, as text."""
-
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +76,11 @@ class ToolFormat:
         """
         return len(text)
 
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        """(what may be shown of text[start:] by now, where to go on once more text has come)."""
+        end = self.hold_from(text, start)
+        return text[start:end], end
+
     def prefill(self, name: str | None) -> str | None:
         """Text that the answer is begun with, so that it is a call of this tool, or of any. None: this format
         cannot. It ends without a space, which is part of the next token.
@@ -116,83 +116,6 @@ def hold_marker(text: str, marker: str, start: int) -> int:
     if at < 0:
         at = max(start, len(text) - overlap(text, marker))
     return start + len(text[start:at].rstrip()) if at > start else at
-
-
-# ---- reading calls
-
-_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-
-
-def call_of(value: Any, keys: Sequence[str]) -> ToolCall:
-    """The call `{"name": ..., KEY: {...}}`, one of `keys` holding its arguments."""
-    (arguments,) = [value[key] for key in keys if key in value]
-    return make_call(value.get("name"), arguments)
-
-
-def make_call(name: Any, arguments: Any) -> ToolCall:
-    """A call that a harness can read and may send back."""
-    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
-        raise ValueError("a call needs the name of a tool, and an object of arguments")
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    from_json(text)  # as it is read when it is sent back: no lone surrogates, and not too deep
-    return ToolCall(name, text)
-
-
-# ---- how calls are written
-
-ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int]]
-"""(text, where a marker of calls ends, tools) -> (the calls there, where they end). Raises one of
-MALFORMED.
-"""
-
-
-def json_calls(end: str) -> ReadCalls:
-    """JSON objects with a name and arguments, or lists of them; `end`: a pattern of what follows."""
-    ends = re.compile(end)
-
-    def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
-        calls: list[ToolCall] = []
-        while not calls or text.startswith(("{", "["), at):
-            value, at = read_json(text, at)
-            several = value if isinstance(value, list) else [value]
-            calls += [call_of(each, ("arguments",)) for each in several]
-            if not several:
-                break
-        return calls, _after(ends, text, at)
-
-    return read
-
-
-def named_calls(
-    head: str, read_arguments: ReadArguments, tail: str, *, between: str | None = None, end: str = ""
-) -> ReadCalls:
-    """Calls that begin with their name. All are patterns: `head` has a group `name`, `tail` ends a call,
-    `between` lies before the next one (None: there is one only), `end` follows the last.
-    """
-    heads, tails, ends = re.compile(head), re.compile(tail), re.compile(end)
-    gaps = None if between is None else re.compile(between)
-
-    def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
-        calls: list[ToolCall] = []
-        begun = heads.match(text, skip(SPACE, text, at))
-        while begun:
-            arguments, at = read_arguments(text, begun.end(), parameters_of(tools, begun["name"]))
-            calls.append(make_call(begun["name"], arguments))
-            at = _after(tails, text, at)
-            gap = gaps and gaps.match(text, at)
-            begun = heads.match(text, gap.end()) if gap else None
-        if not calls:
-            raise ValueError("there is no call after the marker")
-        return calls, _after(ends, text, at)
-
-    return read
-
-
-def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    if found is None:
-        raise ValueError(f"a call does not go on with {pattern.pattern}")
-    return found.end()
 
 
 # ---- formats
@@ -312,6 +235,55 @@ class LlamaFormat(ToolFormat):
         return f"{self.prefill(name)} ", "}"
 
 
+class ResponseTemplateFormat(MarkedFormat):
+    """What the `response_template` of a tokenizer reads (transformers 5.15 and later), for models whose calls
+    no format above knows.
+
+    Content is what comes before the first call. What transformers finds malformed is text; what it leaves out
+    in silence, is left out.
+    """
+
+    def __init__(self, template: Any) -> None:
+        """Raises ConfigError if there is none, or if it reads no tool calls."""
+        way_out = "set gateway.tool_format to auto or to another format."
+        try:
+            from transformers.utils.chat_parsing import ResponseParser
+            from transformers.utils.chat_parsing.response_templates import load_response_template
+
+            self._template = load_response_template(template or {})
+            ResponseParser(self._template, prefix="", tools=[])
+            opens = self._template.fields["tool_calls"].open_re
+        except (ImportError, TypeError) as error:
+            what = f"gateway.tool_format=response_template: this version of transformers cannot: {error}"
+            raise ConfigError(what, way_out="install transformers 5.15 or later.") from error
+        except (ValueError, KeyError) as error:
+            what = f"the tokenizer has no response_template that reads tool calls: {error}"
+            raise ConfigError(f"gateway.tool_format=response_template: {what}", way_out=way_out) from error
+        self.name, self._opens = "response_template", opens
+
+    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
+        from transformers.utils.chat_parsing import parse_response
+
+        begun = self._opens.search(text, text.find(self.thinking[1]) + 1)
+        if begun is None:
+            return ParsedAnswer(text)
+        try:
+            found = parse_response(text, self._template, prefix="", tools=list(tools) or None)
+            functions = [call["function"] for call in found.get("tool_calls") or ()]
+            calls = tuple(make_call(each["name"], each["arguments"]) for each in functions)
+        except (*MALFORMED, KeyError):
+            return ParsedAnswer(text)
+        return ParsedAnswer(text[: begun.start()].rstrip() or None, calls) if calls else ParsedAnswer(text)
+
+    def hold_from(self, text: str, start: int = 0) -> int:
+        begun = self._opens.search(text, start, partial=True)
+        at = len(text) if begun is None else begun.start()
+        return start + len(text[start:at].rstrip()) if at > start else at
+
+    def prefill(self, name: str | None) -> None:  # type: ignore[override]
+        return None
+
+
 USAGE = "parse(text) -> [(name, arguments), ...], (content, [(name, arguments), ...]) or None"
 
 
@@ -375,7 +347,7 @@ def find_tool_format(name: str, template: str, response_template: Any = None) ->
 
     `template` is empty where the model is not known. A format that must refuse tools says why in `refusal`.
     """
-    from asyncrl.agents.endpoint.tool_formats import FORMATS, ResponseTemplateFormat, name_from
+    from asyncrl.agents.endpoint.tool_formats import FORMATS, name_from
 
     known = f"{', '.join(['llama', *FORMATS])}, response_template"
     is_auto, found = name == "auto", ToolFormat()

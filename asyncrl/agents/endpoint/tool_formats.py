@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
 
 from asyncrl.agents.endpoint.tool_calls import (
     CLOSE,
@@ -14,39 +14,42 @@ from asyncrl.agents.endpoint.tool_calls import (
     HermesFormat,
     MarkedFormat,
     ParsedAnswer,
-    ToolCall,
     ToolFormat,
-    json_calls,
-    make_call,
-    named_calls,
+    overlap,
 )
-from asyncrl.agents.tool_arguments import (
+from asyncrl.agents.tool_markup import (
     MALFORMED,
     SPACE,
+    ToolCall,
     Tools,
     Values,
     json_arguments,
+    json_calls,
+    make_call,
+    named_calls,
     python_string,
     skip,
     tagged,
 )
-from asyncrl.errors import ConfigError
 
 # ---- formats that write an answer in channels
 
+_START, _MESSAGE = "<|start|>assistant", "<|message|>"
+
 
 class ChannelFormat(ToolFormat):
-    """An answer in messages of several channels: thoughts, calls, and what is for the user.
+    """An answer in messages, each with a head that says its channel: a thought, a call, or for the user.
 
     Content is what the messages for the user hold, and no thought: these templates refuse to take one back
-    in it. What cannot be read is text without the marks. An answer is streamed in one piece.
+    in it. From a message on that cannot be read, or from the first call if a later one cannot, all is text,
+    without the marks.
     """
 
     def __init__(
         self,
         name: str,
-        message: str,
-        read: Callable[[re.Match[str], Tools], list[ToolCall] | str | None],
+        head: str,
+        read: Callable[[str, str, Tools], list[ToolCall]],
         prefills: tuple[str, str],
         *,
         ends: Sequence[str],
@@ -54,38 +57,67 @@ class ChannelFormat(ToolFormat):
         thinking: tuple[str, str],
         has_json: bool = False,
     ) -> None:
-        """`message`: pattern of one, from after `<|start|>assistant` on. `read`: its calls, its text, or None
-        for a thought. `ends`: what may close one.
+        """`head`: pattern of one, with the group of its channel: `thought` or `call`, none for the user.
+        `read`: the calls of (head, body, tools). `ends`: what may close a message.
         """
         self.name, self.thinking, self._prefills = name, thinking, prefills
-        self.opens = (*ends, *marks)
+        self.opens, self._ends = (*ends, *marks, _START.removesuffix("assistant"), _MESSAGE), ends
         self._marks = re.compile("|".join(map(re.escape, self.opens)))
-        self._message, self._read = re.compile(message, re.DOTALL), read
-        self._reads_calls, self._has_json = True, has_json
+        self._head = re.compile(head)
+        self._end = re.compile("|".join([*map(re.escape, ends), rf"(?={re.escape(_START)})"]))
+        self._read, self._reads_calls, self._has_json = read, True, has_json
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
         calls: list[ToolCall] = []
         content: list[str] = []
-        at = 0
+        at, sure = 0, None
         try:
             while at < len(text):
-                start = at + len(_START) if text.startswith(_START, at) else at
-                message = self._message.match(text, start)
-                if message is None or message.end() == start:
-                    raise ValueError("this is no message")
-                found, at = self._read(message, tools), message.end()
-                if isinstance(found, list):
-                    calls += found
-                else:
-                    content.append(found or "")
+                head, channel, body, end, behind = self._message_at(text, at)
+                if channel == "call":
+                    sure = sure or (len(content), at)
+                    if not self._reads_calls:
+                        raise ValueError("no tools are given")
+                    calls += self._read(head, text[body:end], tools)
+                elif channel != "thought":
+                    content.append(text[body:end])
+                at = behind
         except MALFORMED:
-            return ParsedAnswer(self._marks.sub("", text))
-        if calls and not self._reads_calls:
-            return ParsedAnswer(self._marks.sub("", text))
+            num, at = sure or (len(content), at)
+            return ParsedAnswer("".join(content[:num]) + self._marks.sub("", text[at:]))
         return ParsedAnswer("".join(content) or (None if calls else ""), tuple(calls))
 
+    def show(self, text: str, start: int = 0) -> tuple[str, int]:
+        pieces: list[str] = []
+        at, shown = max(text.rfind(_START, 0, start), 0), start
+        with contextlib.suppress(ValueError):  # a head that is not whole yet, or never will be
+            while at < len(text):
+                _, channel, body, end, behind = self._message_at(text, at)
+                if channel == "call":
+                    break
+                if is_open := end == behind == len(text):
+                    held = [overlap(text[body:], mark) for mark in (*self._ends, _START)]
+                    end = max(body, end - max(held))
+                if channel != "thought":
+                    pieces.append(text[max(body, shown) : end])
+                at = behind
+                shown = max(shown, end if is_open else behind)
+        return "".join(pieces), shown
+
+    def _message_at(self, text: str, at: int) -> tuple[str, str | None, int, int, int]:
+        """(head, channel, where the body begins, where it ends, where the next message begins)."""
+        at += len(_START) if text.startswith(_START, at) else 0
+        body = text.find(_MESSAGE, at)
+        head = self._head.fullmatch(text, at, max(body, at))
+        if body < 0 or head is None:
+            raise ValueError("this is no message")
+        body += len(_MESSAGE)
+        end = self._end.search(text, body)
+        ends = (len(text), len(text)) if end is None else (end.start(), end.end())
+        return head[0], head.lastgroup, body, *ends
+
     def hold_from(self, text: str, start: int = 0) -> int:
-        return 0
+        return self.show(text, start)[1]
 
     def prefill(self, name: str | None) -> str:
         """Up to the name, or to the arguments."""
@@ -96,23 +128,19 @@ class ChannelFormat(ToolFormat):
         return (self.prefill(name), "") if self._has_json else None
 
     def without_tools(self) -> ToolFormat:
-        """Channels are read without tools, too; an answer with a call is text."""
+        """Channels are read without tools, too; a call is text."""
         found = copy(self)
         found._reads_calls = False
         return found
 
 
-_START = "<|start|>assistant"
 _RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 
 
-def _harmony(message: re.Match[str], tools: Tools) -> list[ToolCall] | str | None:
+def _harmony(head: str, body: str, tools: Tools) -> list[ToolCall]:
     """A call goes `to=functions.NAME`; other recipients are tools that nobody has given."""
-    head, body = message["head"], message["body"]
-    if "to=" in head:
-        recipient = _RECIPIENT.search(head)
-        return [make_call(recipient[1] if recipient else None, json.loads(body))]
-    return None if "<|channel|>analysis" in head else body
+    recipient = _RECIPIENT.search(head)
+    return [make_call(recipient[1] if recipient else None, json.loads(body))]
 
 
 _ATEM = r'\s*<atem:parameter name="(?P<key>[^"]*)">(?P<value>.*?)</atem:parameter>'
@@ -124,68 +152,11 @@ _read_atem = named_calls(
 )
 
 
-def _muse(message: re.Match[str], tools: Tools) -> list[ToolCall] | str | None:
-    head, body = message["head"].strip(), message["body"]
-    if head == "to=self":
-        return None
-    if head in ("", "to=user"):
-        return body
+def _muse(head: str, body: str, tools: Tools) -> list[ToolCall]:
     calls, end = _read_atem(body, 0, tools)
     if body[end:].strip():
         raise ValueError("there is text after a call")
     return calls
-
-
-# ---- what transformers reads
-
-
-class ResponseTemplateFormat(MarkedFormat):
-    """What the `response_template` of a tokenizer reads (transformers 5.15 and later), for models whose calls
-    no format above knows.
-
-    Content is what comes before the first call. What transformers finds malformed is text; what it leaves out
-    in silence, is left out.
-    """
-
-    def __init__(self, template: Any) -> None:
-        """Raises ConfigError if there is none, or if it reads no tool calls."""
-        way_out = "set gateway.tool_format to auto or to another format."
-        try:
-            from transformers.utils.chat_parsing import ResponseParser
-            from transformers.utils.chat_parsing.response_templates import load_response_template
-
-            self._template = load_response_template(template or {})
-            ResponseParser(self._template, prefix="", tools=[])
-            opens = self._template.fields["tool_calls"].open_re
-        except (ImportError, TypeError) as error:
-            what = f"gateway.tool_format=response_template: this version of transformers cannot: {error}"
-            raise ConfigError(what, way_out="install transformers 5.15 or later.") from error
-        except (ValueError, KeyError) as error:
-            what = f"the tokenizer has no response_template that reads tool calls: {error}"
-            raise ConfigError(f"gateway.tool_format=response_template: {what}", way_out=way_out) from error
-        self.name, self._opens = "response_template", opens
-
-    def parse(self, text: str, tools: Tools = ()) -> ParsedAnswer:
-        from transformers.utils.chat_parsing import parse_response
-
-        begun = self._opens.search(text, text.find(self.thinking[1]) + 1)
-        if begun is None:
-            return ParsedAnswer(text)
-        try:
-            found = parse_response(text, self._template, prefix="", tools=list(tools) or None)
-            functions = [call["function"] for call in found.get("tool_calls") or ()]
-            calls = tuple(make_call(each["name"], each["arguments"]) for each in functions)
-        except (*MALFORMED, KeyError):
-            return ParsedAnswer(text)
-        return ParsedAnswer(text[: begun.start()].rstrip() or None, calls) if calls else ParsedAnswer(text)
-
-    def hold_from(self, text: str, start: int = 0) -> int:
-        begun = self._opens.search(text, start, partial=True)
-        at = len(text) if begun is None else begun.start()
-        return start + len(text[start:at].rstrip()) if at > start else at
-
-    def prefill(self, name: str | None) -> None:  # type: ignore[override]
-        return None
 
 
 # ---- the table
@@ -328,12 +299,12 @@ def _lfm2(template: str) -> ToolFormat:
 def _gpt_oss(template: str) -> ToolFormat:
     return ChannelFormat(
         "gpt_oss",
-        r"(?P<head>[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)<\|message\|>"
-        r"(?P<body>.*?)(?:<\|end\|>|<\|return\|>|<\|call\|>|\Z)",
+        r"(?P<call>(?=[^\n]*\bto=)[^<]*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?)"
+        r"|(?P<thought>\s*<\|channel\|>analysis\s*)|\s*(?:<\|channel\|>[^<]*)?(?:<\|constrain\|>[^<]*)?",
         _harmony,
         (" to=functions.", " to=functions.NAME<|channel|>commentary json<|message|>"),
         ends=("<|end|>", "<|return|>", "<|call|>"),
-        marks=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+        marks=("<|channel|>", "<|constrain|>"),
         thinking=("<|channel|>analysis<|message|>", "<|end|>"),
         has_json=True,
     )
@@ -342,11 +313,11 @@ def _gpt_oss(template: str) -> ToolFormat:
 def _muse_glimmer(template: str) -> ToolFormat:
     return ChannelFormat(
         "muse_glimmer",
-        r"(?P<head>[^<]*)<\|message\|>(?P<body>.*?)(?:<\|eom\|>|<\|eot\|>|\Z)",
+        r"(?P<thought>\s*to=self\s*)|\s*(?:to=user)?\s*|(?P<call>[^<]*)",
         _muse,
         (" to=", ' to=NAME<|message|><atem:function_calls>\n<atem:invoke name="NAME">'),
         ends=("<|eom|>", "<|eot|>"),
-        marks=("<|start|>", "<|message|>"),
+        marks=(),
         thinking=("to=self<|message|>", "<|eom|>"),
     )
 

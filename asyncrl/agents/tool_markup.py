@@ -1,4 +1,4 @@
-"""Arguments of tool calls, in the languages that models write them in: JSON, text between tags, Python."""
+"""How models write tool calls and their arguments: JSON, text between tags, Python. What reads each."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from typing import Any, TypeAlias
+
+from pydantic_core import from_json
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 """As a call gives them: `{"type": "function", "function": {"name": ..., "parameters": {...}}}`."""
@@ -208,7 +211,7 @@ def _word(word: re.Match[str] | None) -> Any:
 
 def python_string(quoted: str) -> str:
     """The text of a Python string in quotes of either kind. What is no escape of JSON stays as it is."""
-    text = re.sub(r"\\(.)|\"", _as_json, quoted, flags=re.DOTALL)
+    text = re.sub(r"\\(x[0-9a-fA-F]{2}|U[0-9a-fA-F]{8}|.)|\"", _as_json, quoted, flags=re.DOTALL)
     value: str = scanstring(f'{text}"', 0, False)[0]
     return value
 
@@ -216,4 +219,89 @@ def python_string(quoted: str) -> str:
 def _as_json(found: re.Match[str]) -> str:
     if found[1] is None:
         return '\\"'
+    if len(found[1]) > 1:
+        return json.dumps(chr(int(found[1][1:], 16)))[1:-1]
     return found[0] if found[1] in '"\\/bfnrtu' else found[1] if found[1] == "'" else f"\\\\{found[1]}"
+
+
+# ---- calls
+
+_TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments`: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+ReadCalls: TypeAlias = Callable[[str, int, Tools], tuple[list[ToolCall], int]]
+"""(text, where a marker of calls ends, tools) -> (the calls there, where they end). Raises one of
+MALFORMED.
+"""
+
+
+def call_of(value: Any, keys: Sequence[str]) -> ToolCall:
+    """The call `{"name": ..., KEY: {...}}`, one of `keys` holding its arguments."""
+    (arguments,) = [value[key] for key in keys if key in value]
+    return make_call(value.get("name"), arguments)
+
+
+def make_call(name: Any, arguments: Any) -> ToolCall:
+    """A call that a harness can read and may send back."""
+    if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
+        raise ValueError("a call needs the name of a tool, and an object of arguments")
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    from_json(text)  # as it is read when it is sent back: no lone surrogates, and not too deep
+    return ToolCall(name, text)
+
+
+def json_calls(end: str) -> ReadCalls:
+    """JSON objects with a name and arguments, or lists of them; `end`: a pattern of what follows."""
+    ends = re.compile(end)
+
+    def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
+        calls: list[ToolCall] = []
+        while not calls or text.startswith(("{", "["), at):
+            value, at = read_json(text, at)
+            several = value if isinstance(value, list) else [value]
+            calls += [call_of(each, ("arguments",)) for each in several]
+            if not several:
+                break
+        return calls, _after(ends, text, at)
+
+    return read
+
+
+def named_calls(
+    head: str, read_arguments: ReadArguments, tail: str, *, between: str | None = None, end: str = ""
+) -> ReadCalls:
+    """Calls that begin with their name. All are patterns: `head` has a group `name`, `tail` ends a call,
+    `between` lies before the next one (None: there is one only), `end` follows the last.
+    """
+    heads, tails, ends = re.compile(head), re.compile(tail), re.compile(end)
+    gaps = None if between is None else re.compile(between)
+
+    def read(text: str, at: int, tools: Tools) -> tuple[list[ToolCall], int]:
+        calls: list[ToolCall] = []
+        begun = heads.match(text, skip(SPACE, text, at))
+        while begun:
+            arguments, at = read_arguments(text, begun.end(), parameters_of(tools, begun["name"]))
+            calls.append(make_call(begun["name"], arguments))
+            at = _after(tails, text, at)
+            gap = gaps and gaps.match(text, at)
+            begun = heads.match(text, gap.end()) if gap else None
+        if not calls:
+            raise ValueError("there is no call after the marker")
+        return calls, _after(ends, text, at)
+
+    return read
+
+
+def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    if found is None:
+        raise ValueError(f"a call does not go on with {pattern.pattern}")
+    return found.end()
