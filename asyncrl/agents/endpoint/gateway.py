@@ -22,8 +22,10 @@ from asyncrl.agents.endpoint.calls.connections import Connection
 from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
 from asyncrl.agents.endpoint.engine_route import LONG_BODY, EngineRoute, OnBroken, SeedOf, Sent
-from asyncrl.agents.endpoint.forms.chat import Form, Translated, Written
-from asyncrl.agents.endpoint.forms.served import ROUTES, error_body, forms_by_path, model_body
+from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
+from asyncrl.agents.endpoint.forms.anthropic_written import error_body, model_body
+from asyncrl.agents.endpoint.forms.chat import ChatForm, Form, TextForm, Translated, Written
+from asyncrl.agents.endpoint.forms.responses import ResponsesForm
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
@@ -47,6 +49,7 @@ _EVENT_STREAM = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+_ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models."
 
 
 class Gateway:
@@ -79,7 +82,8 @@ class Gateway:
         parts = tokenizer, tool_format, rules, seed_of, on_broken
         self._route = EngineRoute(self._sessions, engine, *parts)
         self.open_nowait = self._route.open_nowait
-        self._forms = forms_by_path(getattr(tokenizer, "template", ""))
+        can_turn_off = "enable_thinking" in getattr(tokenizer, "template", "")
+        self._messages_form = MessagesForm(can_turn_off=can_turn_off)
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
         app = self._app(extra_routes)
@@ -88,8 +92,14 @@ class Gateway:
     def _app(self, extra_routes: Sequence[web.RouteDef]) -> web.Application:
         app = web.Application(middlewares=[self._in_form], client_max_size=self._config.max_body_bytes)
         app[READ_TIMEOUT_S] = self._config.read_timeout_s
+        forms: dict[str, Form] = {
+            "chat/completions": ChatForm(),
+            "completions": TextForm(),
+            "responses": ResponsesForm(),
+            "messages": self._messages_form,
+        }
         for prefix in ("/v1", "/s/{key}/v1"):
-            for path, form in self._forms.items():
+            for path, form in forms.items():
                 app.router.add_post(f"{prefix}/{path}", partial(self._complete, form))
             app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
             app.router.add_get(f"{prefix}/responses/{{name}}", self._stored)
@@ -268,7 +278,7 @@ class Gateway:
         session = self._sessions.find(shown_key(request))
         try:
             async with session.in_hand(), session.reading:
-                told = await self._translated(self._forms["messages"], session, _Stream(request))
+                told = await self._translated(self._messages_form, session, _Stream(request))
                 num_tokens = await session.route.count(session, told.body)
         except ApiError as error:
             if 400 <= error.status < 500 and error.status != 410:
@@ -287,7 +297,7 @@ class Gateway:
     def _http_error(self, error: web.HTTPException) -> ApiError:
         """What aiohttp refuses by itself. The address is not shown, for it may hold a key."""
         words = {
-            404: f"Invalid URL. {ROUTES}",
+            404: f"Invalid URL. {_ROUTES}",
             413: f"The body is larger than gateway.max_body_bytes={self._config.max_body_bytes}.",
         }
         allow = {name: value for name, value in error.headers.items() if name == "Allow"}

@@ -1,7 +1,8 @@
-"""Anthropic's messages: what is answered."""
+"""Anthropic's messages: what is answered, and what is said to clients of both kinds: errors, models."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import from_json, to_json
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-_ERROR_TYPES = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -23,13 +24,33 @@ _ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
+"""Anthropic's types of errors, by status; the rest are invalid requests."""
 
 
 def anthropic_error(error: ApiError) -> bytes:
     """Its body, as Anthropic's clients read it."""
-    kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
+    kind = ERROR_TYPES.get(error.status, "invalid_request_error")
     told = {"type": kind, "message": error.error["message"]}
     return to_json({"type": "error", "error": told, "request_id": None}, inf_nan_mode="null")
+
+
+def error_body(error: ApiError, path: str, headers: Mapping[str, str]) -> bytes:
+    """In the form of the client that called `path`."""
+    is_anthropics = "/v1/messages" in path or "anthropic-version" in headers
+    return anthropic_error(error) if is_anthropics else error.body()
+
+
+def model_body(model: str, name: str | None) -> dict[str, Any]:
+    """The one model, or for None the list of it, as both OpenAI's clients and Anthropic's read it. Raises
+    ApiError for another name.
+    """
+    if name not in (None, model):
+        raise ApiError(404, f"There is one model here, {model}.", code="model_not_found", param="model")
+    told = {"id": model, "object": "model", "created": 0, "owned_by": "asyncrl"}
+    told |= {"type": "model", "display_name": model, "created_at": "1970-01-01T00:00:00Z"}
+    if name is not None:
+        return told
+    return {"object": "list", "data": [told], "has_more": False, "first_id": model, "last_id": model}
 
 
 class WrittenMessage:
