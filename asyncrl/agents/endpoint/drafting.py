@@ -129,8 +129,8 @@ class Recorded:
 
     def keep(self, nodes: Collection[Node]) -> None:
         """Forget all others."""
-        self._by_chat = {key: known for key, known in self._by_chat.items() if known[1] in nodes}
-        self._by_text = {place: known for place, known in self._by_text.items() if known[1] in nodes}
+        self._by_chat = {key: known for key, known in self._by_chat.items() if known in nodes}
+        self._by_text = {place: known for place, known in self._by_text.items() if known in nodes}
         self._lengths = sorted(length for length, _ in self._by_text)
 
     def settled(self, key: bytes) -> bytes | None:
