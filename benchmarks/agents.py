@@ -121,9 +121,9 @@ async def measure(port: int, arguments: argparse.Namespace) -> float:
         )
         before = anew | {"turn": turn + 1}
     stats = await ask(wire, "/bench/stats", {})
-    names = ("calls", "extended", "realigned", "forked")
+    names = ("calls", "extended", "realigned", "edited", "uncut")
     print("calls: " + ", ".join(f"{stats[name]} {name}" for name in names))
-    if stats["forked"] or stats["refused"]:
+    if stats["edited"] or stats["uncut"] or stats["refused"]:
         raise SystemExit(f"calls did not go on from what was recorded, or were refused: {stats}")
     for each in (wire, *(agent.wire for agent in agents)):
         each.close()

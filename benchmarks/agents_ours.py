@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from asyncrl.agents.endpoint.gateway import Gateway, collect_less
+from asyncrl.agents.endpoint.calls.connections import collect_less
+from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
 from asyncrl.config import GatewayConfig

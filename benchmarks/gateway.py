@@ -241,9 +241,9 @@ async def run(arguments: argparse.Namespace, folder: Path) -> None:
         stats = await ours.stats()
         print(
             f"\nour calls: {stats['calls']}, extended {stats['extended']}, realigned {stats['realigned']}, "
-            f"forked {stats['forked']}"
+            f"edited {stats['edited']}, uncut {stats['uncut']}"
         )
-        if stats["forked"] or stats["refused"] or stats["sessions"]:
+        if stats["edited"] or stats["uncut"] or stats["refused"] or stats["sessions"]:
             raise SystemExit(f"conversations did not go on from what was recorded, or were refused: {stats}")
     print(f"load average at the end: {' '.join(f'{each:.1f}' for each in os.getloadavg())}")
     if python is None:

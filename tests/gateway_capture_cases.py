@@ -29,7 +29,9 @@ class CharRenderer:
     def __init__(self, habit: Habit = "plain") -> None:
         self.habit = habit
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, settings: Any = None
+    ) -> str:
         text = f"{START}tools\n{len(tools)}{END}\n" if tools else ""
         for message in messages:
             text += f"{START}{message['role']}\n{self._content(message)}{END}\n"
@@ -47,7 +49,12 @@ class CharRenderer:
         return str(content.upper() if self.habit == "shouts" else content)
 
     def render_on(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, after: Any = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        settings: Any = None,
+        after: Any = None,
     ) -> Rendered:
         return Rendered(self.render(messages, tools=tools))
 
@@ -94,14 +101,22 @@ class Play:
         self.num_recorded = 0
 
     def answer(
-        self, planned: Planned, raw: str, message: Message | None = None, *, ids: Any = None, **kwargs: Any
+        self,
+        planned: Planned,
+        raw: str,
+        message: Message | None = None,
+        *,
+        ids: Any = None,
+        is_trained: bool = True,
+        **kwargs: Any,
     ) -> None:
         """Record that `raw` was sampled; the harness got `message`, or the text without special tokens."""
         ids = self.renderer.encode(raw) if ids is None else ids
         name = f"chatcmpl-{self.num_recorded}"
         self.num_recorded += 1
         got = assistant(self.renderer.decode(ids, skip_special_tokens=True)) if message is None else message
-        self.capture.record(planned, completion(ids, -float(self.num_recorded), **kwargs), got, name)
+        sampled = completion(ids, -float(self.num_recorded), **kwargs)
+        self.capture.record(planned, sampled, got, name, is_trained=is_trained)
 
     def ask(self, messages: Sequence[Message], raw: str, **kwargs: Any) -> Planned:
         """A whole call."""

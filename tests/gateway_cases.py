@@ -48,7 +48,9 @@ class ByteTokenizer:
     text_ids = frozenset(range(256))
     byte_ids: frozenset[int] = frozenset()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, settings: Any = None
+    ) -> str:
         parts = [f"<|start|>tools\n{[tool['function']['name'] for tool in tools]}<|end|>"] if tools else []
         for message in messages:
             functions = [call["function"] for call in message.get("tool_calls") or ()]
@@ -57,7 +59,12 @@ class ByteTokenizer:
         return "".join(parts) + "<|start|>assistant\n"
 
     def render_on(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, after: Any = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Any = None,
+        settings: Any = None,
+        after: Any = None,
     ) -> Rendered:
         return Rendered(self.render(messages, tools=tools))
 
@@ -164,6 +171,12 @@ async def until(condition: Callable[[], bool]) -> None:
     """Return once it holds. Sockets give no other sign that the gateway has seen what a client did."""
     while not condition():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+def num_forked(world: World) -> int:
+    """Calls that went on from no recorded answer although they have a history."""
+    stats = world.gateway.stats()
+    return stats.edited + stats.uncut
 
 
 def is_deserted(world: World) -> bool:

@@ -19,9 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from text_tokenizers import END, byte_level, save
 
-from asyncrl.agents.endpoint.answers import ApiError, ChatForm
+from asyncrl.agents.endpoint.answers import ApiError
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
 from asyncrl.agents.endpoint.engine_route import EngineRoute, Sent
+from asyncrl.agents.endpoint.forms.chat import ChatForm
 from asyncrl.agents.endpoint.sent_chats import SentChats
 from asyncrl.agents.endpoint.sessions import Sessions
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
@@ -227,8 +228,8 @@ def test_a_template_that_is_continued_wrongly_is_rendered_as_a_whole_from_then_o
 class Whole(HFChatTokenizer):
     """Renders every chat as a whole."""
 
-    def render_on(self, messages: Any, *, tools: Any = None, after: Any = None) -> Rendered:
-        return Rendered(self.render(messages, tools=tools))
+    def render_on(self, messages: Any, *, after: Any = None, **options: Any) -> Rendered:
+        return Rendered(self.render(messages, **options))
 
 
 @dataclass

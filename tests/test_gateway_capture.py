@@ -27,17 +27,20 @@ def called(arguments: object, *, id: str = "call_1", **fields: object) -> Messag
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3"}
 
 
-def test_what_does_not_count_when_histories_are_compared() -> None:
+def test_what_does_not_count_is_what_the_template_does_not_write_and_how_a_message_is_put() -> None:
     four, called_add = Play(), Play()
     four.ask([user("1+2")], f"4{END}")
     called_add.ask([user("1+2")], f"<add>{END}", message=called('{"a":1,"b":2}'))
     for play, sent_back, how in (
         (four, assistant("4", refusal=None, tool_calls=None), "extended"),
         (four, {"content": " 4\n", "role": "assistant"}, "realigned"),
-        (four, assistant("4", name="bob"), "forked"),
+        (four, assistant("4", name="bob"), "extended"),
+        (four, assistant("5"), "edited"),
+        (four, assistant("4", tool_calls=called({})["tool_calls"]), "edited"),
         (called_add, called({"b": 2, "a": 1}, index=0), "extended"),
-        (called_add, called('{"a":1,"b":3}'), "forked"),
-        (called_add, called('{"a":1,"b":2}', id="call_2"), "forked"),  # templates may write the id
+        (called_add, called('{"a":1,"b":3}'), "extended"),  # this template writes the name alone
+        (called_add, called('{"a":1,"b":2}', id="call_2"), "extended"),
+        (called_add, assistant("<sub>"), "edited"),
     ):
         assert plan(play.capture, [user("1+2"), sent_back, RESULT]).how == how
 
@@ -47,7 +50,7 @@ def test_other_tools_are_another_chat() -> None:
     play.answer(plan(play.capture, [user("hi")], [TOOL]), f"yo{END}")
     chat = [user("hi"), assistant("yo"), user("more")]
     assert plan(play.capture, chat, [json.loads(json.dumps(TOOL, sort_keys=True))]).how == "extended"
-    assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "forked"
+    assert plan(play.capture, chat, None).how == plan(play.capture, chat, [TOOL, TOOL]).how == "edited"
 
 
 def test_the_templates_end_of_a_turn_follows_another_end_and_is_not_said_twice_after_its_own() -> None:
@@ -82,7 +85,7 @@ def test_a_prompt_of_ids_goes_on_from_the_ids_it_begins_with() -> None:
     capture.record(second, completion([7]), assistant(""), "cmpl-1")
     assert capture.plan_ids([1, 2, 3, 4, 5, 6, 7]).num_reused == 7, "a cut answer may be gone on from"
     assert capture.plan_ids([1, 2, 3, 4, 5, 8]).num_reused == 5
-    assert capture.plan_ids([1, 2, 3, 4]).how == capture.plan_ids([9]).how == "forked"
+    assert capture.plan_ids([1, 2, 3, 4]).how == capture.plan_ids([9]).how == "edited"
     (branch,) = capture.rollout(0, Outcome(), 1.0)
     assert branch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
     assert branch.loss_mask.tolist() == [False, False, False, True, True, False, True]

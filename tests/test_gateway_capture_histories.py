@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
+from asyncrl.agents.endpoint.chats import THINKING, split_thought
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
@@ -50,7 +51,7 @@ CHOICE = st.builds(
     Choice,
     raw=ANSWER,
     is_delivered=st.integers(0, 4).map(bool),
-    sent_back_as=st.sampled_from(["same", "nones", "spaced"]),
+    sent_back_as=st.sampled_from(["same", "nones", "spaced", "apart", "left out"]),
 )
 CALL = st.builds(
     Call,
@@ -90,7 +91,8 @@ class History:
 
     def __init__(self, habit: Habit) -> None:
         self.renderer, self.counts, self.engine = CharRenderer(habit), GatewayStats(), ModelEngine()
-        self.capture = Capture(self.renderer, self.counts)
+        self.thinking = ("<", "|") if habit == "strips" else THINKING
+        self.capture = Capture(self.renderer, self.counts, self.thinking)
         self.chats: list[list[Message]] = []
         self.planned: list[Planned] = []
 
@@ -125,7 +127,8 @@ class History:
         if parent is not None:
             prompt_ids, sampled = self.engine.sampled[parent.name]
             assert tuple(planned.prompt_ids.tolist())[: planned.num_reused] == prompt_ids + sampled.token_ids
-        if planned.how != "realigned":
+        if planned.draft is not None and planned.draft.asked is not None:
+            assert planned.how != "realigned"
             text = self.renderer.decode(tuple(planned.prompt_ids.tolist()), skip_special_tokens=False)
             assert text == self.renderer.render(messages) + prefill
 
@@ -139,10 +142,13 @@ class History:
         content = call.prefill + text
         self.capture.record(planned, completion, assistant(content), completion_id, choice=index)
         self.engine.sampled[completion_id] = (tuple(planned.prompt_ids.tolist()), completion)
+        thought, answer = split_thought(assistant(content), self.thinking)
         sent_back = {
             "same": assistant(content),
             "nones": {"tool_calls": None, "content": content, "role": "assistant", "refusal": None},
             "spaced": assistant(f" {content.strip()}\n"),
+            "apart": assistant(answer, reasoning_content=thought),
+            "left out": assistant(answer),
         }
         self.chats.append([*messages, sent_back[choice.sent_back_as]])
 
@@ -198,7 +204,9 @@ def test_what_is_trained_is_what_was_sampled_after_what_was_sent(
     for calls, order in story:
         history.round(calls, order)
     counts, planned = history.counts, history.planned
-    assert counts.calls == len(planned) == counts.extended + counts.realigned + counts.forked + 1
+    assert (
+        counts.calls == len(planned) == 1 + counts.extended + counts.realigned + counts.edited + counts.uncut
+    )
     assert [plan.number for plan in planned if plan.how == "new"] == [0]
     history.check()
 

@@ -124,7 +124,7 @@ TABLE: list[tuple[str, list[Turn], str]] = [
     ("inst", CUT, "new extended extended"),
     ("merges_white_space", INNER_SPACE, "new realigned realigned"),
     ("forgets", PLAIN, "new extended realigned realigned"),  # the first answer is gone once there is a second
-    ("shouts", PLAIN, "new forked forked forked"),
+    ("shouts", PLAIN, "new uncut uncut uncut"),
 ]
 
 

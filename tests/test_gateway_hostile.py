@@ -46,7 +46,19 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "an image": (with_messages(IMAGE), "text parts"),
     "an unknown role": (with_messages({"role": "wizard", "content": "x"}), "wizard"),
     "a tool that is no function": (with_fields(tools=[{"type": "web_search"}]), "tools"),
-    "an unknown key": (with_messages({"role": "user", "content": "x", "cache": 1}), "cache"),
+    "audio": (with_messages(*HI, {"role": "assistant", "audio": {"id": "a"}}), "reads text"),
+    "a function call": (
+        with_messages(*HI, {"role": "assistant", "function_call": {"name": "f"}}),
+        "tool_calls",
+    ),
+    "calls of a user": (with_messages({"role": "user", "content": "x", "tool_calls": [1]}), "assistant"),
+    "a setting that is fixed": (
+        with_fields(chat_template_kwargs={"messages": 1}),
+        "'messages' cannot be set",
+    ),
+    "a setting that is no value": (with_fields(chat_template_kwargs={"x": [1]}), "a list of 1 entries"),
+    "settings without end": (with_fields(chat_template_kwargs={"x": "y" * 5000}), "4096 is the most"),
+    "an effort that is no word": (with_fields(reasoning_effort="<|end|>"), "reasoning_effort"),
     "arguments that are no object": (with_messages(*HI, tool_call("[1]")), "arguments"),
     "arguments with a surrogate": (with_messages(*HI, tool_call('{"a": "\\ud800"}')), "arguments"),
     "a choice that is not there": (with_fields(tool_choice="required"), "tool_choice"),
@@ -81,6 +93,14 @@ async def test_what_means_off_or_changes_nothing_is_taken_and_what_is_ignored_is
             assert (request.temperature, request.top_p, request.max_tokens) == (1.0, 1.0, 400)
         told = [record.getMessage() for record in caplog.records if "endpoint" in record.name]
         assert sorted(line.split()[3] for line in told) == ["`store`,", "`user`,", "asks"]
+    settings = ({"temperature": 0.0, "top_p": 0.5}, {"top_p": 0.5}, {"top_p": 0}, {"temperature": 0.001}, {})
+    async with gateway_world(on_sampling_override="honour") as world:
+        for asked in settings:
+            assert (await world.ask(**asked))[0] == 200
+        found = [(each.temperature, each.top_p) for each in world.engine.requests]
+        assert found == [(0, 1), (1, 0.5), (0, 1), (0, 1), (1, 1)]
+        rollout = world.session.rollout(0, Outcome(1.0), 1.0)
+        assert sum(branch.num_sampled for branch in rollout) == 13, "of the last call alone"
     async with gateway_world(on_sampling_override="refuse") as world:
         status, answer = await world.ask(temperature=0.3)
         assert (status, answer["error"]["param"]) == (400, "temperature")
@@ -216,22 +236,36 @@ async def test_every_route_asks_for_the_key_before_it_reads_a_body() -> None:
     await queue.aclose()
 
 
+class CountingEngine(ScriptedEngine):
+    """Knows how many answers it sampled at once."""
+
+    num_now = num_most = 0
+
+    async def generate(self, request: Any, **more: Any) -> Any:
+        self.num_now += 1
+        self.num_most = max(self.num_most, self.num_now)
+        try:
+            return await super().generate(request, **more)
+        finally:
+            self.num_now -= 1
+
+
 @in_loop
-async def test_a_harness_that_floods_gets_429_by_its_choices_and_another_session_is_served() -> None:
+async def test_a_harness_that_floods_waits_by_its_choices_until_its_calls_are_used_up() -> None:
     gate = asyncio.Event()
-    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=4, max_calls=6) as world:
+    engine = CountingEngine(gate=gate)
+    async with gateway_world(engine, max_concurrent_calls=4, max_calls=6) as world:
         status, answer = await world.ask(n=5)
         assert (status, answer["error"]["param"]) == (400, "n"), "it never could be"
         first = asyncio.ensure_future(world.ask("first", n=3))
         await world.engine.started.wait()
-        assert (await world.ask("second", n=2))[0] == 429
-        flood = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(40)]
-        await until(lambda: world.gateway.stats().refused.get(429, 0) == 40)
+        flood = [asyncio.ensure_future(world.ask(f"call {number}", n=2)) for number in range(40)]
+        await until(lambda: world.gateway.stats().refused.get(429, 0) == 35)
         gate.set()
         assert (await first)[0] == 200
         statuses = [status for status, _ in await asyncio.gather(*flood)]
-        assert (statuses.count(200), statuses.count(429)) == (1, 39)
-        assert [(await world.ask(f"late {number}"))[0] for number in range(5)] == [200] * 4 + [429]
+        assert (statuses.count(200), statuses.count(429)) == (5, 35)
+        assert engine.num_most == 4
         url = world.url + "/v1/chat/completions"
         async with world.http.post(url, json={"messages": HI}, headers=world.headers) as response:
             assert (response.status, response.headers["x-should-retry"]) == (429, "false")
@@ -291,16 +325,46 @@ async def test_a_flood_that_does_not_stop_at_its_refusals_fails_the_rollout_at_o
                 pass
 
 
+LIMITS: dict[str, tuple[dict[str, int], int]] = {
+    "context": ({"max_prompt_tokens": 60}, 400),
+    "calls": ({"max_calls": 2}, 429),
+    "tokens": ({"max_rollout_tokens": 60}, 429),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 @in_loop
-async def test_a_rollout_whose_branches_grow_too_large_fails_with_the_numbers() -> None:
-    async with gateway_world(ScriptedEngine(lambda _: "x" * 9), max_rollout_tokens=100) as world:
-        assert (await world.ask("a"))[0] == 200
-        first = world.session.capture.num_branch_tokens
-        assert (await world.ask("c", n=5))[0] == 200, "it was sampled: the harness may have it"
-        assert (await world.ask("d"))[0] == 410
-        said = rf"have {6 * first} tokens after 2 calls.*max_rollout_tokens"
-        with pytest.raises(RolloutFailure, match=said):
-            world.session.rollout(0, Outcome(1.0), 1.0)
+async def test_a_rollout_that_meets_a_limit_keeps_what_was_sampled_and_says_that_it_was_cut(
+    limit: str,
+) -> None:
+    config, expected = LIMITS[limit]
+    async with gateway_world(**config) as world:
+        assert (await world.ask("aside"))[0] == 200
+        messages = [*HI]
+        for _ in range(9):
+            status, answer = await world.post({"messages": messages})
+            if status != 200:
+                break
+            assert world.session.overflow is None
+            messages += [answer["choices"][0]["message"], *HI]
+        assert status == expected
+        assert answer["error"]["message"] == world.session.overflow
+        aside, talk = sorted(
+            world.session.rollout(0, Outcome(), 0.0), key=lambda branch: len(branch.token_ids)
+        )
+        assert (aside.is_truncated, talk.is_truncated) == (limit != "context", True)
+        assert talk.num_sampled
+
+
+@in_loop
+async def test_a_harness_that_shortens_its_conversation_and_goes_on_has_met_no_limit_in_the_end() -> None:
+    async with gateway_world(max_prompt_tokens=40) as world:
+        assert (await world.ask("Hi"))[0] == 200
+        assert (await world.ask("Hi" * 40))[0] == 400
+        assert world.session.overflow is not None
+        assert (await world.ask("Ho"))[0] == 200
+        assert world.session.overflow is None
+        assert not any(branch.is_truncated for branch in world.session.rollout(0, Outcome(), 0.0))
 
 
 @in_loop

@@ -11,7 +11,18 @@ import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, make_gateway, until
 
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
+from asyncrl.messages.records import (
+    Completion,
+    GroupId,
+    Outcome,
+    Prompt,
+    Rollout,
+    SamplingRequest,
+    VersionSpan,
+    Work,
+)
+from asyncrl.rollouts.generators import HarnessGenerator
+from asyncrl.rollouts.rollout import RolloutAttempt
 
 
 @in_loop
@@ -102,20 +113,95 @@ async def test_a_call_that_no_client_got_is_answered_to_the_next_equal_one_and_e
 
 
 @in_loop
-async def test_a_call_in_flight_is_joined_by_its_retry_and_one_refused_for_the_moment_is_sampled_later() -> (
-    None
-):
+async def test_a_call_in_flight_is_joined_by_its_retry_and_so_is_one_that_waits_its_turn() -> None:
     gate, body = asyncio.Event(), {"messages": HI}
-    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=2) as world:
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
         await cut_call(world, body)
-        both = [asyncio.ensure_future(world.post(body)) for _ in range(2)]
-        await until(lambda: len(world.engine.requests) == 2)
-        assert (await world.post(body))[0] == 429
+        waiting = asyncio.ensure_future(world.post(body | {"max_tokens": 5}))
+        await until(lambda: world.session.room.num_waiting == 1)
+        waiting.cancel()
+        await until(lambda: is_deserted(world))
+        retries = [asyncio.ensure_future(world.post(each)) for each in (body, body | {"max_tokens": 5})]
+        await until(lambda: len(open_clients(world)) == 2)
         gate.set()
-        names = [answer["id"] for _, answer in await asyncio.gather(*both)]
-        assert sorted(names) == ["chatcmpl-0", "chatcmpl-1"]
-        answers = [await world.post(body, headers=RETRY) for _ in range(2)]
-        assert [answer["id"] for _, answer in answers] == ["chatcmpl-2", "chatcmpl-2"]
+        names = [answer["id"] for _, answer in await asyncio.gather(*retries)]
+        assert names == ["chatcmpl-0", "chatcmpl-1"]
+        assert len(world.engine.requests) == 2
+
+
+def open_clients(world: World) -> list[Any]:
+    """Clients that are there, of calls in hand."""
+    calls = [call for same in world.session.calls.values() for call in same]
+    return [call for call in calls if not call.is_abandoned]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@in_loop
+async def test_a_call_that_is_left_is_given_up_after_a_moment_and_asked_again_later_is_the_same_call(
+    monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
+    gate, body = asyncio.Event(), {"messages": HI, "stream": is_streamed}
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
+        await cut_call(world, body)
+        await until(lambda: not world.gateway.stats().in_flight)
+        assert world.engine.cancelled == ["g0/r0/a0/c0"]
+        assert (world.session.room.num_held, world.session.calls, open_clients(world)) == (0, {}, [])
+        gate.set()
+        async with world.http.post(
+            world.url + "/v1/chat/completions", json=body, headers=world.headers
+        ) as response:
+            assert (response.status, b"chatcmpl-1" in await response.read()) == (200, True)
+        first, second = world.engine.requests
+        assert first.request_id != second.request_id
+        assert first.seed == second.seed, "an abandoned call does not count"
+        assert world.session.capture.num_completions == 1, "what was sampled of it is no part of the rollout"
+        assert sum(world.gateway.stats().refused.values()) == 0
+        assert world.gateway.stats().edited == 0, "the second one begins the session"
+
+
+@in_loop
+async def test_one_that_waits_is_given_up_where_it_waits_and_those_behind_it_move_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
+    gate = asyncio.Event()
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=2) as world:
+        first = asyncio.ensure_future(world.ask("first"))
+        await world.engine.started.wait()
+        wide = asyncio.ensure_future(world.ask("wide", n=2))
+        await until(lambda: world.session.room.num_waiting == 1)
+        narrow = asyncio.ensure_future(world.ask("narrow"))
+        await until(lambda: world.session.room.num_waiting == 2)
+        assert len(world.engine.requests) == 1, "the wide one was first"
+        wide.cancel()
+        await until(lambda: len(world.engine.requests) == 2)
+        gate.set()
+        assert [(await each)[0] for each in (first, narrow)] == [200, 200]
+        assert world.session.room.num_held == 0
+
+
+@in_loop
+async def test_calls_that_wait_end_with_their_session() -> None:
+    async with gateway_world(ScriptedEngine(gate=asyncio.Event()), max_concurrent_calls=1) as world:
+        asking = [asyncio.ensure_future(world.ask(f"call {number}")) for number in range(9)]
+        await until(lambda: world.session.room.num_waiting == 3)  # the others wait unread
+        world.session.end_nowait("done")
+        assert [(await each)[0] for each in asking] == [410] * 9
+        assert (world.session.room.num_waiting, world.session.room.num_held) == (0, 0)
+
+
+@pytest.mark.parametrize("shapes", [({"max_tokens": 5}, {"max_tokens": 50}), ({"stop": "a"}, {"stop": "b"})])
+@in_loop
+async def test_seeds_do_not_depend_on_the_order_of_arrival(shapes: tuple[dict[str, Any], ...]) -> None:
+    found = []
+    for order in (shapes, shapes[::-1]):
+        async with gateway_world() as world:
+            for shape in (*order, {}):
+                assert (await world.ask("same", **shape))[0] == 200
+            found.append({(each.max_tokens, each.stop): each.seed for each in world.engine.requests})
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == 3
 
 
 @in_loop
@@ -159,3 +245,48 @@ async def test_an_answer_that_comes_as_the_session_ends_is_no_part_of_the_rollou
         world.session.end_nowait("its harness has finished")
         assert (await asking)[0] == 410
         assert world.session.capture.num_completions == 0
+
+
+class TalkingWorker:
+    """A queue whose worker talks on until a call is refused, and fails of that; and a task of reward 0.25."""
+
+    has_score = True
+
+    def __init__(self, world: World, *, is_stubborn: bool) -> None:
+        self._world, self._is_stubborn = world, is_stubborn
+
+    async def run(self, work: Work, *, started: Any) -> Outcome:
+        started()
+        messages, headers = [*HI], {"Authorization": f"Bearer {work.key}"}
+        while True:
+            status, answer = await self._world.post({"messages": messages}, headers=headers)
+            if status == 200:
+                messages += [answer["choices"][0]["message"], *HI]
+            elif not self._is_stubborn:
+                raise RolloutFailure("exit code 1")
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        assert completion == "Hello there."
+        return 0.25
+
+
+@pytest.mark.parametrize("is_stubborn", [False, True])
+@pytest.mark.parametrize("limit", [{"max_prompt_tokens": 80}, {"max_calls": 2}, {"max_rollout_tokens": 80}])
+@in_loop
+async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that_the_task_scores(
+    limit: dict[str, int], is_stubborn: bool
+) -> None:
+    limit = {"max_calls": 3} | limit
+    async with gateway_world(**limit) as world:
+        worker: Any = TalkingWorker(world, is_stubborn=is_stubborn)
+
+        def attempt(on_overflow: Any) -> Any:
+            prompt = Prompt("p0", tuple(HI))
+            about = RolloutAttempt(f"g0/{on_overflow}", GroupId(0), prompt, 0, 0, lambda: None)
+            return HarnessGenerator(world.gateway, worker, worker, on_overflow=on_overflow).run_attempt(about)
+
+        rollout: Rollout = await attempt("truncate")
+        assert [(branch.reward, branch.is_truncated) for branch in rollout] == [(0.25, True)]
+        assert rollout[0].num_sampled >= 2 * 13
+        with pytest.raises(RolloutFailure, match=r"limit|exit code 1"):
+            await attempt("fail")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_cases import RULES, gateway_world, in_loop
+from gateway_cases import RULES, ScriptedEngine, gateway_world, in_loop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,6 +93,21 @@ MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "</think>", F, "<too
 texts = st.lists(st.sampled_from([*"<tool_>/{}[];: \nab", *MARKERS]), max_size=12).map("".join)
 
 
+@in_loop
+async def test_the_schema_of_the_call_gives_the_types_of_its_arguments() -> None:
+    values = "\n".join(f"<parameter={key}>\n1\n</parameter>" for key in "xy")
+    text = f"So:\n<tool_call>\n<function=f>\n{values}\n</function>\n</tool_call>"
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}, "y": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    async with gateway_world(ScriptedEngine(lambda _: text), tool_format="qwen3_coder") as world:
+        _, told = await world.ask(tools=tools)
+        message = told["choices"][0]["message"]
+        assert message["content"] == "So:"
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"x": 1, "y": "1"}
+        _, told = await world.ask("Hello")
+        assert told["choices"][0]["message"]["content"] == text, "without tools it is text"
+
+
 @given(calls=st.lists(CALL, min_size=1, max_size=3))
 def test_arguments_are_those_that_the_model_wrote_and_can_be_sent_back(
     calls: list[tuple[str, dict[str, Any], bool, int | None]],
@@ -154,7 +169,9 @@ def test_auto_reads_the_format_off_the_chat_template() -> None:
     for template, name in (
         ("within <tool_call></tool_call>:\\n<tool_call>\\n{name}", "hermes"),
         ('Environment: ipython. Respond like {"name": name, "parameters": dictionary}.', "llama"),
-        ("<tool_call>\n<function=example>\n<parameter=x>", "none"),
+        ("<tool_call>\n<function=example>\n<parameter=x>", "qwen3_coder"),
+        ('<TOOLCALL>[{"name": ...}]</TOOLCALL>', "toolcall"),
+        ("functools[...]", "none"),
         ('<|python_tag|> <function=example>{"example": 1}</function> "parameters"', "none"),
     ):
         assert find_tool_format("auto", template).name == name
@@ -169,6 +186,7 @@ def raises(text): return {}[text]
 def wrong_pair(text): return [("f", {}, 1)]
 def no_json(text): return [("f", {"x": {1, 2}})]
 def two(text, more): return None
+def with_content(text): return (text[:3], [("f", '{"x": 1}')]) if "f" in text else (text, None)
 """
 
 
@@ -183,7 +201,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_function_of_ones_own_reads_calls_and_what_it_finds_malformed_is_text(own: Any) -> None:
     assert own("parse").parse('CALL {"x": 1}') == ParsedAnswer(None, (CALL_F,))
     assert own("as_text").parse(' {"x":1}') == ParsedAnswer(None, (CALL_F,))
-    for name, text in (("parse", "hello"), ("parse", "CALL [1]"), ("as_text", "{"), ("no_json", "a")):
+    assert own("with_content").parse("Yes f") == ParsedAnswer("Yes", (CALL_F,))
+    texts = (("parse", "hello"), ("parse", "CALL [1]"), ("as_text", "{"), ("no_json", "a"))
+    for name, text in (*texts, ("with_content", "Yes")):
         assert own(name).parse(text) == ParsedAnswer(text)
     assert own("parse").hold_from("hello") == 0
 
@@ -212,7 +232,7 @@ async def test_a_wrong_function_fails_the_rollout_of_the_call_by_name(own: Any, 
 @pytest.mark.usefixtures("own")
 def test_a_format_that_is_not_there_or_takes_more_is_refused_at_the_start() -> None:
     for name, why in (
-        ("mistral", "tool_format=mistral is not known"),
+        ("cohere", "tool_format=cohere is not known.\n  Way out: set it to auto, llama, hermes, qwen3"),
         ("own_tool_format:nothing", "has no nothing"),
         ("own_tool_format:two", r"cannot be called as parse\(text\)"),
     ):

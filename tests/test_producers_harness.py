@@ -25,9 +25,14 @@ PROMPT = Prompt("e0/3", ({"role": "user", "content": "hi"},), answer="7")
 
 class FakeSession:
     reason = ""
+    overflow: str | None = None
 
     def __init__(self, key: str, log: list[str], text: str | None) -> None:
         self.key, self.log, self.text = key, log, text
+
+    @property
+    def num_completions(self) -> int:
+        return int(self.text is not None)
 
     def end_nowait(self, reason: str) -> None:
         if not self.reason:
@@ -47,7 +52,8 @@ class FakeSession:
 
 
 class FakeHost:
-    def __init__(self, text: str | None = "the answer") -> None:
+    def __init__(self, text: str | None = "the answer", *, overflow: str | None = None) -> None:
+        self.has_score, self._overflow = True, overflow
         self.log: list[str] = []
         self.sessions: list[FakeSession] = []
         self.opened: list[tuple[str, dict[str, Any]]] = []
@@ -56,6 +62,7 @@ class FakeHost:
     def open_nowait(self, rollout_id: str, **about: Any) -> RolloutSession:
         self.opened.append((rollout_id, about))
         self.sessions.append(FakeSession(f"key-{len(self.sessions)}", self.log, self._text))
+        self.sessions[-1].overflow = self._overflow
         return self.sessions[-1]
 
     async def score(self, prompt: Prompt, completion: str) -> float:
@@ -80,11 +87,12 @@ class FakeQueue:
         return self._outcome
 
 
-def run(host: FakeHost, queue: FakeQueue, *, retries: int = 0) -> Any:
+def run(host: FakeHost, queue: FakeQueue, *, retries: int = 0, **options: Any) -> Any:
     """What RolloutRunner makes of it: a Rollout, or a FailedRollout."""
 
     async def story() -> Any:
-        runner = RolloutRunner(HarnessGenerator(host, queue, host), timeout_s=10.0, retries=retries)
+        generator = HarnessGenerator(host, queue, host, **options)
+        runner = RolloutRunner(generator, timeout_s=10.0, retries=retries)
 
         class LoggingSlots(Slots):
             async def wait(self, name: str) -> None:
@@ -137,6 +145,27 @@ def test_a_failure_of_the_worker_ends_the_session_and_each_attempt_has_its_own()
     assert (failed.num_attempts, str(failed.failure)) == (2, "worker w is gone.")
     assert [session.reason for session in host.sessions] == ["the rollout failed: worker w is gone"] * 2
     assert [(work.key, work.attempt) for work in queue.works] == [("key-0", 0), ("key-1", 1)]
+
+
+FAILED = RolloutFailure("exit code 1")
+FULL = "This prompt has 9 tokens"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "has_score", "reward"),
+    [(FAILED, True, 0.25), (FAILED, False, 0.0), (Outcome(0.5), True, 0.5), (Outcome(), True, 0.25)],
+)
+def test_a_rollout_that_has_met_a_limit_is_kept_with_the_reward_that_there_is_or_fails_if_so_configured(
+    outcome: Any, has_score: bool, reward: float
+) -> None:
+    host = FakeHost(overflow=FULL)
+    host.has_score = has_score
+    (trajectory,) = run(host, FakeQueue(outcome))
+    assert trajectory.reward == reward
+    failed = run(FakeHost(overflow=FULL), FakeQueue(outcome), on_overflow="fail")
+    assert ("exit code" if outcome is FAILED else FULL) in str(failed.failure)
+    nothing = run(FakeHost(text=None, overflow=FULL), FakeQueue(FAILED))
+    assert "exit code 1" in str(nothing.failure), "there is nothing to keep"
 
 
 def test_time_in_the_queue_does_not_count_and_time_with_a_worker_does() -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
-from gateway_cases import ScriptedEngine, World, gateway_world
+from gateway_cases import ScriptedEngine, World, gateway_world, until
 from recorded_cases import SAMPLED_BY, make_branch, make_prompt
 from rollout_cases import virtual
 
@@ -102,21 +101,82 @@ def test_an_outcome_ends_what_was_sampled_so_far_and_the_same_key_goes_on(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("limit", "told"),
-    [({"max_calls": 1}, "16 calls"), ({"max_rollout_tokens": 20}, "tokens in its branches")],
+    ("limit", "most"), [({"max_calls": 1}, 16), ({"max_rollout_tokens": 50}, 22), ({}, 60)]
 )
-def test_what_a_persons_key_holds_without_an_outcome_is_bounded_and_an_outcome_frees_it(
-    limit: dict[str, int], told: str
+def test_a_persons_key_without_outcomes_keeps_its_newest_conversations_and_what_it_forgets_is_recorded(
+    tmp_path: Path, limit: dict[str, int], most: int
 ) -> None:
     async def story(desk: Desk) -> None:
-        answers = [await desk.ask(f"Hi {number}") for number in range(17)]
-        status, answer = answers[-1]
-        assert (answers[0][0], status, answer["error"]["code"]) == (200, 429, "rate_limit_exceeded")
-        assert re.search(f"{told}.*Post an outcome to /v1/outcome", answer["error"]["message"], re.DOTALL)
+        session: Any = desk.world.gateway._sessions.find(desk.people.key)
+        _, answer = await desk.ask("a long talk")
+        text = answer["choices"][0]["message"]["content"]
+        for number in range(59):
+            assert (await desk.ask(f"Hi {number}"))[0] == 200
+            num_kept.append(session.num_completions)
+            assert len(session.calls) <= session.limits.max_calls
+        assert max(num_kept) == most
+        assert (await desk.ask("a long talk", text, "and?"))[0] == 200, "forgotten or not"
         assert (await desk.outcome(reward=1.0))[0] == 200
-        assert (await desk.ask("Hi"))[0] == 200
 
-    at_desk(story, **limit)
+    num_kept: list[int] = []
+    records = at_desk(story, tmp_path / "r.jsonl", **limit)
+    num_tokens = [sum(branch.num_sampled for branch in record.rollout) for record in records]
+    assert [record.reward for record in records] == [None] * (len(records) - 1) + [1.0]
+    assert sum(num_tokens) == 61 * 13, "each token is recorded once"
+    assert len(records) == 1 or most < 60
+
+
+def test_a_call_in_flight_whose_conversation_is_forgotten_is_recorded_with_all_of_its_context(
+    tmp_path: Path,
+) -> None:
+    gate = asyncio.Event()
+    engine = ScriptedEngine(gate=gate)
+
+    async def story(desk: Desk) -> None:
+        session: Any = desk.world.gateway._sessions.find(desk.people.key)
+        gate.set()
+        _, answer = await desk.ask("a long talk")
+        gate.clear()
+        going_on = asyncio.ensure_future(
+            desk.ask("a long talk", answer["choices"][0]["message"]["content"], "and?")
+        )
+        await until(lambda: len(engine.requests) == 2)
+        assert len(session.capture.forget_oldest(0, 0.0)) == 1
+        assert (session.num_completions, session.capture.num_branch_tokens) == (0, 0)
+        gate.set()
+        assert (await going_on)[0] == 200
+        assert (await desk.outcome(reward=1.0))[0] == 200
+
+    (record,) = at_desk(story, tmp_path / "r.jsonl", engine=engine)
+    (branch,) = record.rollout
+    prompt_ids = list(engine.requests[1].prompt_ids)
+    assert (branch.token_ids[: len(prompt_ids)].tolist(), branch.num_sampled) == (prompt_ids, 13)
+
+
+def test_an_outcome_of_calls_that_set_their_temperature_is_taken_and_not_recorded(tmp_path: Path) -> None:
+    async def story(desk: Desk) -> None:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.5}
+        assert (await desk.world.post(body, headers=desk.headers))[0] == 200
+        assert (await desk.outcome(reward=1.0))[0] == 200
+        assert (await desk.ask("Hi"))[1]["id"] == "chatcmpl-0", "the next rollout"
+        assert (await desk.outcome(reward=1.0))[0] == 200
+
+    (record,) = at_desk(story, tmp_path / "r.jsonl", on_sampling_override="honour")
+    assert (record.reward, record.rollout[0].num_sampled) == (1.0, 13)
+
+
+def test_a_persons_key_samples_four_times_the_answers_of_a_rollout_at_once() -> None:
+    gate = asyncio.Event()
+    engine = ScriptedEngine(gate=gate)
+
+    async def story(desk: Desk) -> None:
+        asking = [asyncio.ensure_future(desk.ask(f"Hi {number}")) for number in range(70)]
+        session: Any = desk.world.gateway._sessions.find(desk.people.key)
+        await until(lambda: len(engine.requests) == 64 and session.room.num_waiting == 6)
+        gate.set()
+        assert {(await each)[0] for each in asking} == {200}
+
+    at_desk(story, engine=engine)
 
 
 def test_a_call_under_way_when_the_outcome_comes_is_in_no_rollout(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from asyncrl.config.generation import EvalConfig as EvalConfig
 from asyncrl.config.generation import RolloutConfig as RolloutConfig
 from asyncrl.config.harnesses import GatewayConfig as GatewayConfig
 from asyncrl.config.harnesses import GeneratorConfig as GeneratorConfig
+from asyncrl.config.harnesses import OnOverflow as OnOverflow
 from asyncrl.config.harnesses import Outcomes as Outcomes
 from asyncrl.config.learning import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.learning import LoraConfig as LoraConfig
+from asyncrl.config.learning import TeacherConfig as TeacherConfig
 from asyncrl.config.learning import TrainerConfig as TrainerConfig
 from asyncrl.config.load import load_config as load_config
 from asyncrl.config.load import run_config_yaml as run_config_yaml

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 from asyncrl.config.fields import FrozenConfig, Port
 
 Outcomes = Literal["returned", "posted", "none"]
+OnOverflow = Literal["truncate", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,27 @@ class GeneratorConfig(FrozenConfig):
     """Names of environment variables of the run that a command gets, too: a judge's key, say. Their values
     stand in no file of the run.
     """
+    sandbox: Literal["none", "auto", "bubblewrap", "podman"] = "none"
+    """How a command runs: as any program of the worker's user (none), or with no network but the gateway,
+    and no files but the system's, its own, and sandbox_paths. auto: bubblewrap or else podman; where there is
+    neither, the run does not start.
+    """
+    sandbox_paths: list[str] = []
+    """Files and folders that a command in a sandbox can read, beside the system's and those that `command`
+    names.
+    """
+    sandbox_image: str | None = None
+    """Image for podman, which is not fetched; it has a python3."""
+    max_memory_mb: PositiveInt | None = None
+    """Memory of a command in a sandbox, in MiB; with more its rollout fails (none = no limit)."""
     outcomes: Outcomes = "returned"
     """Where rewards of a harness count. returned: what the function returns, the last line of the command.
     posted: what the program posts to /v1/outcome, with a key that comes with its task and opens nothing else.
     none: nowhere, the task's own reward alone."""
+    on_overflow: OnOverflow = "truncate"
+    """A rollout whose conversation no longer fits (rollout.max_prompt_tokens), or that has used up
+    gateway.max_calls or gateway.max_rollout_tokens. truncate: what was sampled is kept and scored, marked as
+    truncated, even if its harness fails of it. fail: it is failed, and tried again."""
     give_answer: bool = False
     """Give the harness the `answer` of each prompt, for a reward of its own. What a model's tools run may
     find it there.
@@ -113,8 +131,13 @@ class GeneratorConfig(FrozenConfig):
             "stop": ["a single turn"],
             "env": ["command"],
             "pass_env": ["command"],
+            "sandbox": ["command"],
+            "sandbox_paths": ["command"],
+            "sandbox_image": ["command"],
+            "max_memory_mb": ["command"],
             "args": ["python", "verifiers"],
             "give_answer": kinds,
+            "on_overflow": kinds,
             "outcomes": ["command", "remote"] if self.outcomes == "posted" else kinds,
         }
         for name in self.given(*for_kinds):
@@ -123,6 +146,9 @@ class GeneratorConfig(FrozenConfig):
                     f"generator.{name}={getattr(self, name)} is for {' or '.join(for_kinds[name])}, and the "
                     f"generator is {kind}; remove it"
                 )
+        of_sandbox = self.given("sandbox_paths", "sandbox_image", "max_memory_mb")
+        if self.sandbox == "none" and of_sandbox:
+            raise ValueError(f"generator.{of_sandbox[0]} is of a sandbox, and generator.sandbox is none")
         if both := sorted(set(self.env) & set(self.pass_env)):
             raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from one of them")
         return self
@@ -147,26 +173,31 @@ class GatewayConfig(FrozenConfig):
     """Name in /v1/models (none = the last part of model.path, or `policy`). A call may name any model and
     gets this one.
     """
-    on_sampling_override: Literal["use_config", "refuse"] = "use_config"
-    """A call that asks for another temperature or top_p than training has: give it the configured one (logged
-    once), or 400.
-    """
+    on_sampling_override: Literal["auto", "use_config", "honour", "refuse"] = "auto"
+    """A call that asks for another temperature or top_p than training has. use_config: it gets the configured
+    one (logged once). honour: it gets what it asks for, and its tokens are context, never trained. refuse:
+    400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
     constrained: Literal["context", "exact"] = "exact"
     """Training on answers whose form was asked for (response_format, a forced tool_choice). context: they are
     context and carry no loss; strict tools are not enforced. exact: they are trained, and the trainer
     renormalises over the same tokens that the grammar allowed."""
     tool_format: str = "auto"
-    """How the model writes tool calls: hermes, llama, none, or `module:function` of your own, parse(text) ->
-    [(name, arguments), ...] or None (auto = from the chat template)."""
+    """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
+    `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =
+    from the chat template)."""
+    thoughts: Literal["inline", "apart"] = "inline"
+    """Where an answer of /v1/chat/completions has the model's thoughts. inline: in `content`, as the model
+    wrote them. apart: in `reasoning_content`. Responses and messages always have them apart."""
     max_calls: int = Field(default=256, ge=1)
-    """Calls that one rollout may make, 16 times as many with a key of `asyncrl serve gateway`; the next one
-    gets 429.
-    """
+    """Calls that one rollout may make; the next one gets 429, see generator.on_overflow. A key of `asyncrl
+    serve gateway` may make any number, and keeps the newest conversations of 16 times as many."""
     max_concurrent_calls: int = Field(default=16, ge=1)
-    """Answers of one rollout that are sampled at once: a call with n counts n times. One more gets 429."""
+    """Answers of one rollout that are sampled at once, 4 times as many with a key of `asyncrl serve gateway`:
+    a call with n counts n times. The next ones wait their turn."""
     max_rollout_tokens: int | None = Field(default=2**18, ge=1)
     """Tokens of all branches of one rollout together, which the trainer reads whole: context that branches
-    share counts in each. A rollout with more fails, and its calls get 410 (none = no limit)."""
+    share counts in each. With so many, its next call gets 429, see generator.on_overflow (none = no limit).
+    """
     max_body_bytes: int = Field(default=2**22, ge=2**10)
     """Largest body of a call; a larger one gets 413."""
     read_timeout_s: float = Field(default=30.0, gt=0)

@@ -32,6 +32,8 @@ class ModelConfig(FrozenConfig):
     amx_bf16, else float32; the run's config.yaml has what it was, and a run that goes on keeps it)."""
     chat_template: str | None = None
     """Jinja file that replaces the tokenizer's chat template (none = the tokenizer's own)."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as enable_thinking: false; a harness may set them in a call."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -362,7 +362,7 @@ class BatchArrays(BaseModel):
 
     token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
     where a token was not sampled; engines int16 [N], the number of the engine server that sampled it, -1
-    where that is not known.
+    where that is not known; teacher_logprobs float32 [N] in nats, None without a teacher.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -374,12 +374,14 @@ class BatchArrays(BaseModel):
     engines: npt.NDArray[np.int16] = Field(
         default_factory=lambda given: np.full(len(given["token_ids"]), -1, np.int16)
     )
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
 
 
 def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
     """Body of POST /train: one safetensors blob, the header as JSON in its first array."""
     blob = np.frombuffer(header.model_dump_json().encode(), dtype=np.uint8)
-    body: bytes = save_safetensors({"header": blob, **dict(arrays)})
+    given = {name: array for name, array in arrays if array is not None}
+    body: bytes = save_safetensors({"header": blob, **given})
     return body
 
 

@@ -151,6 +151,8 @@ class Trajectory:
     rollout's. `credits`, if there are any, say which tokens answer for which reward, cover every token with
     loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
     `grammars`: where tokens with loss_mask were sampled from what a grammar allows.
+    teacher_logprobs float32 [T] in nats: those of a teacher for the same tokens, 0 where loss_mask is false;
+    None where no teacher was asked.
     """
 
     sample_index: int
@@ -165,6 +167,7 @@ class Trajectory:
     branch: int = 0
     credits: tuple[Credit, ...] = ()
     grammars: tuple[GrammarSpan, ...] = ()
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
 
     @property
     def oldest_version(self) -> int:

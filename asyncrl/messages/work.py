@@ -148,6 +148,13 @@ class RolloutSession(Protocol):
 
     key: str
     """The bearer token. Unguessable; dies with the session."""
+    overflow: str | None
+    """The limit that its calls have met and not gone on from; None if there is none."""
+
+    @property
+    def num_completions(self) -> int:
+        """Answers that its harness got."""
+        ...
 
     def end_nowait(self, reason: str) -> None:
         """No call is answered any more (410 with `reason`), those in hand included. Idempotent: the first
@@ -229,9 +236,15 @@ class ChatRenderer(Protocol):
     """Tokens that end a turn."""
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat as text, up to the assistant's next turn. Raises ValueError if the template refuses it."""
+        """The chat as text, up to the assistant's next turn. `settings`: variables of the template. Raises
+        ValueError if it refuses the chat or the settings.
+        """
         ...
 
     def render_on(
@@ -239,10 +252,11 @@ class ChatRenderer(Protocol):
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
         after: Rendered | None = None,
     ) -> Rendered:
-        """The same text. `after`: of the first of these very messages, with the same tools; what it has of
-        the text may be left out.
+        """The same text. `after`: of the first of these very messages, with the same tools and settings; what
+        it has of the text may be left out.
         """
         ...
 

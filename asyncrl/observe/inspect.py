@@ -312,7 +312,7 @@ def _rollout_text(rollout: Mapping[str, Any]) -> str:
     """What it is, in a line."""
     match rollout["state"]:
         case "finished":
-            cut = ", cut at rollout.max_tokens" if rollout["is_truncated"] else ""
+            cut = ", truncated" if rollout["is_truncated"] else ""
             interrupted = f"{rollout['num_interruptions']} interruptions"
             return f"reward {plain(rollout['reward'])}, {rollout['num_sampled']} tokens, {interrupted}{cut}"
         case "failed" if rollout["attempts"]:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.teacher import Teacher
 from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
@@ -21,7 +23,7 @@ from asyncrl.messages.records import (
     VersionSpan,
     Work,
 )
-from asyncrl.messages.work import SessionHost, WorkQueue
+from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
@@ -124,10 +126,19 @@ class HarnessGenerator:
     """Session opened -> work run by a worker -> session ended -> reward -> branches. No state of its own.
 
     The clock of rollout.timeout_s is held while the work is queued, and runs on once a worker has taken it.
+    A rollout that has met a limit (RolloutSession.overflow) is truncated or failed, as `on_overflow` says. A
+    truncated one whose harness fails is scored by the task; without a reward of the task's it gets 0.
     """
 
-    def __init__(self, host: SessionHost, queue: WorkQueue, scorer: TaskScorer) -> None:
-        self._host, self._queue, self._scorer = host, queue, scorer
+    def __init__(
+        self,
+        host: SessionHost,
+        queue: WorkQueue,
+        scorer: TaskScorer,
+        *,
+        on_overflow: OnOverflow = "truncate",
+    ) -> None:
+        self._host, self._queue, self._scorer, self._on_overflow = host, queue, scorer, on_overflow
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
         """All branches of the rollout. Raises RolloutFailure if the harness or its worker fails, or there is
@@ -142,11 +153,11 @@ class HarnessGenerator:
         try:
             attempt.clock.hold()
             work = Work(name, prompt, index, number, session.key, attempt.clock.left_s)
-            async with session.while_open():
-                outcome = await self._queue.run(work, started=attempt.clock.resume)
+            outcome, is_cut = await self._outcome(session, work, attempt)
             session.end_nowait("its harness has finished")  # before the reward: what it left would sample on
             attempt.stopped_sampling()
-            if (reward := own_reward(outcome)) is None:
+            reward = 0.0 if is_cut and not self._scorer.has_score else own_reward(outcome)
+            if reward is None:
                 reward = await self._scorer.score(prompt, session.last_text())
             return session.rollout(index, outcome, reward)
         except RolloutFailure as failure:
@@ -155,6 +166,22 @@ class HarnessGenerator:
         finally:
             session.end_nowait(ends)
 
+    async def _outcome(
+        self, session: RolloutSession, work: Work, attempt: RolloutAttempt
+    ) -> tuple[Outcome, bool]:
+        """(what its harness says, whether it said nothing because a limit has ended it)."""
+        try:
+            async with session.while_open():
+                outcome = await self._queue.run(work, started=attempt.clock.resume)
+        except RolloutFailure:
+            if session.overflow is None or self._on_overflow == "fail" or not session.num_completions:
+                raise
+            return Outcome(), True
+        if session.overflow is not None and self._on_overflow == "fail":
+            way_out = "have the harness keep within it, raise it, or set generator.on_overflow to truncate."
+            raise RolloutFailure(f"{work.rollout_id} has met a limit: {session.overflow}", way_out=way_out)
+        return outcome, False
+
 
 def own_reward(outcome: Outcome) -> float | None:
     """What the harness says, else the mean of its parts; None: the task's own reward of the last completion
@@ -162,6 +189,26 @@ def own_reward(outcome: Outcome) -> float | None:
     """
     parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
     return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """Rollouts of another generator, with what a teacher says of each sampled token.
+
+    The clock of rollout.timeout_s is held meanwhile: the teacher's answer has a limit of its own, and a
+    rollout is not to fail because the teacher is started again.
+    """
+
+    generator: Generator
+    teacher: Teacher
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        """Raises what the generator raises, and RequestRefused if the teacher cannot read the tokens."""
+        rollout = await self.generator.run_attempt(attempt)
+        attempt.clock.hold()
+        judged = await self.teacher.judge(rollout)
+        attempt.clock.resume()
+        return judged
 
 
 RECORDED_VERSION = 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError
+from jinja2.meta import find_undeclared_variables
 
 from asyncrl.errors import ConfigError
 from asyncrl.messages.work import Rendered
@@ -28,6 +29,9 @@ ARGUMENTS_ARE_STRING = re.compile(r"arguments\s+is\s+string")
 
 PREPARED = "{{ {'messages': messages, 'tools': tools}|tojson }}"
 """A template that shows what transformers makes of messages and tools before any template sees them."""
+
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+"""Variables that no one sets but a rendering itself."""
 
 CHECKED_MESSAGES = 32
 """A rendering that went on is compared with a whole one if the chat has at most so many messages, and ..."""
@@ -56,6 +60,8 @@ class HFChatTokenizer:
 
     template: str
     """The Jinja text that renders chats; where the model has several, the one for chats with tools."""
+    response_template: dict[str, Any] | None
+    """How transformers reads an answer, where the tokenizer says it."""
     vocab_size: int
     """Ids that the model knows (config.json); it may be more than the vocabulary has."""
     end_ids: frozenset[int]
@@ -69,10 +75,18 @@ class HFChatTokenizer:
     empty.
     """
 
-    def __init__(self, model_path: str | Path, *, chat_template: str | Path | None = None) -> None:
-        """Load it. `chat_template`: a Jinja file that replaces the tokenizer's own.
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Load it. `chat_template`: a Jinja file that replaces the tokenizer's own; `chat_template_kwargs`:
+        variables of the template, in each rendering that does not set them otherwise.
 
-        Raises ConfigError if the tokenizer or the file cannot be read, or if there is no chat template.
+        Raises ConfigError if the tokenizer or the file cannot be read, if there is no chat template, or if it
+        does not read one of those variables.
         """
         self.model_path = str(model_path)
         self._tokenizer = tokenizer = _load(self.model_path)
@@ -84,9 +98,18 @@ class HFChatTokenizer:
             raise ConfigError(f"the tokenizer of {self.model_path} has no chat template", way_out=way_out)
         if not isinstance(template, str):
             template = template.get("tool_use") or template.get("default") or next(iter(template.values()))
-        self.template = template
+        self.template, self.response_template = template, getattr(tokenizer, "response_template", None)
         compiled = _compile(template, f"the chat template of {self.model_path}")
         self._resumable, self._num_unchecked = _resumable(compiled, template), itertools.count(1)
+        self._settings = dict(chat_template_kwargs or {})
+        known = template_variables(compiled, template)
+        self._variables = known.difference(RESERVED, tokenizer.special_tokens_map)
+        if unknown := sorted(set(self._settings) - self._variables):
+            what = f"the chat template of {self.model_path} does not read {', '.join(unknown)}"
+            known_names = ", ".join(sorted(self._variables)) or "nothing here"
+            way_out = f"model.chat_template_kwargs may set {known_names}."
+            raise ConfigError(what, way_out=way_out)
+        self._has_developer = "developer" in template
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -106,18 +129,31 @@ class HFChatTokenizer:
             token_id for token, token_id in vocabulary.items() if falls_back and BYTE_TOKEN.fullmatch(token)
         )
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token, the special ones included."""
+        return dict(self._tokenizer.get_vocab())
+
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat as text, up to the assistant's next turn. Raises ValueError, with what the template says,
         if the template refuses it.
+
+        `settings` are variables of the template, which go before the run's own; those that it does not read
+        change nothing. A developer is the system, where the template knows no developer.
 
         The arguments of tool calls may be objects or JSON texts. They reach the template as objects, for most
         would quote a text once more; one that asks whether they `is string` gets them as they are, and one
         that fails on objects gets texts.
         """
         options = {"tools": [dict(tool) for tool in tools] if tools else None, "add_generation_prompt": True}
-        chat = [dict(message) for message in messages]
+        options |= self._all_settings(settings)
+        chat = self._with_roles(messages)
         if ARGUMENTS_ARE_STRING.search(self.template) or not any(one.get("tool_calls") for one in chat):
             return self._apply_template(chat, options)
         try:
@@ -133,24 +169,25 @@ class HFChatTokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        settings: Mapping[str, Any] | None = None,
         after: Rendered | None = None,
     ) -> Rendered:
         """The text of render(), after what `after` has of it: the Rendered of the first of these messages
-        with the same tools. Raises as render() does.
+        with the same tools and settings. Raises as render() does.
 
         Only what the new messages change is rendered (chat_template.py says why that is exact). Should
         a check find another text all the same, this template is rendered as a whole from then on.
         """
         if self._resumable is None:
-            return Rendered(self.render(messages, tools=tools))
+            return Rendered(self.render(messages, tools=tools, settings=settings))
         try:
-            found = self._render_on(self._resumable, messages, tools, after)
+            found = self._render_on(self._resumable, messages, tools, settings, after)
         except RecursionError:
             raise
         except Exception:  # what the template does is not followed, or it refuses: render() says why
-            return Rendered(self.render(messages, tools=tools))
+            return Rendered(self.render(messages, tools=tools, settings=settings))
         if len(messages) <= CHECKED_MESSAGES and _is_checked(next(self._num_unchecked)):
-            whole = Rendered(self.render(messages, tools=tools))
+            whole = Rendered(self.render(messages, tools=tools, settings=settings))
             if not _are_equal(whole, found):
                 log.error("the chat template is rendered as a whole from now on: it was continued wrongly")
                 self._resumable = None
@@ -158,11 +195,11 @@ class HFChatTokenizer:
         return found
 
     def _render_on(
-        self, resumable: ResumableTemplate, messages: Any, tools: Any, after: Rendered | None
+        self, resumable: ResumableTemplate, messages: Any, tools: Any, settings: Any, after: Rendered | None
     ) -> Rendered:
         state: _State | None = after.state if after else None
         known = state.messages if state else []
-        new = list(messages[len(known) :])
+        new = self._with_roles(messages[len(known) :])
         if not ARGUMENTS_ARE_STRING.search(self.template):
             new = _with_arguments(new, _as_object)
         prepared: dict[str, Any] = json.loads(
@@ -172,7 +209,7 @@ class HFChatTokenizer:
         )
         chat, given = [*known, *prepared["messages"]], state.tools if state else prepared["tools"]
         variables = {**self._tokenizer.special_tokens_map, "tools": given, "documents": None}
-        variables["add_generation_prompt"] = True
+        variables |= {"add_generation_prompt": True, **self._all_settings(settings)}
         text, num_before, checkpoint = resumable.render(chat, variables, state.checkpoint if state else None)
         next_state = _State(chat, given, checkpoint) if checkpoint else None
         if not num_before:
@@ -180,6 +217,19 @@ class HFChatTokenizer:
         before = after.hash_of(num_before) if after else None
         assert before is not None, "a checkpoint lies in the text of its own rendering"
         return Rendered(text, num_before, before, next_state)
+
+    def _all_settings(self, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The run's and the call's, those that the template reads."""
+        found = {**self._settings, **(settings or {})}
+        return {name: value for name, value in found.items() if name in self._variables}
+
+    def _with_roles(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with roles that the template knows."""
+        chat = [dict(message) for message in messages]
+        for message in chat:
+            if message.get("role") == "developer" and not self._has_developer:
+                message["role"] = "system"
+        return chat
 
     def _apply_template(self, chat: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         try:
@@ -250,6 +300,12 @@ def _compile(template: str, name: str) -> Template:
     return compiled
 
 
+def template_variables(compiled: Template, template: str) -> frozenset[str]:
+    """Names that the template reads and does not set: what it may be given."""
+    environment = compiled.environment
+    return frozenset(find_undeclared_variables(environment.parse(template)) - set(environment.globals))
+
+
 def _resumable(compiled: Template, template: str) -> ResumableTemplate | None:
     """None for a template whose loop over the messages cannot be followed."""
     try:
@@ -286,6 +342,11 @@ def _as_object(arguments: Any) -> Any:
 
 def _as_text(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def read_vocabulary(folder: Path) -> dict[str, int]:
+    """Of a model that need not have a chat template. Raises ConfigError."""
+    return dict(_load(str(folder)).get_vocab())
 
 
 def _read_json(model_path: str, name: str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from asyncrl.rollouts.recording import (
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.start import START_TIMEOUT_S
+from asyncrl.run.teaching import look_at_teacher
 from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
@@ -198,8 +199,10 @@ def look(config: RunConfig) -> Found:
                 tokenizer.render([{"role": "user", "content": "Hello"}])
         notes += [] if config.generator.is_harness else _too_long("task", prompts, tokenizer, config)
         notes += [] if config.evaluates_agent else _too_long("eval task", eval_prompts, tokenizer, config)
+    lines += look_at_teacher(config, tokenizer)
     if tokenizer is not None or ":" in config.gateway.tool_format:
-        find_tool_format(config.gateway.tool_format, "" if tokenizer is None else tokenizer.template)
+        shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
+        find_tool_format(config.gateway.tool_format, *shown)
     kind = kind_of(config.generator)
     if kind is not None and kind.checked_in == "here":
         build_harness(config.generator, is_worker=False)
@@ -209,12 +212,14 @@ def look(config: RunConfig) -> Found:
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
     """That of the run, None while it, or a part of it, is on the hub alone."""
-    model, template = config.model, config.model.chat_template
+    model, template, settings = config.model, config.model.chat_template, config.model.chat_template_kwargs
     if template is not None:
         read_template(Path(template))
     if model.scratch is None:
-        folder = find_on_disk(model)
-        return None if folder is None else HFChatTokenizer(folder, chat_template=template)
+        folder = find_on_disk(str(model.path))
+        if folder is None:
+            return None
+        return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
     check_model_type(model.scratch.architecture.get("model_type"), "model.scratch.architecture")
     with tempfile.TemporaryDirectory(prefix="asyncrl-check-") as made:
         characters, has_tool_role = model.scratch.characters, model.scratch.has_tool_role
@@ -222,7 +227,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
             make_character_tokenizer(characters, has_tool_role=has_tool_role).save_pretrained(made)
         except ValueError as error:
             raise ConfigError(str(error), way_out="correct model.scratch.characters.") from error
-        return HFChatTokenizer(made, chat_template=template)
+        return HFChatTokenizer(made, chat_template=template, chat_template_kwargs=settings)
 
 
 def _first_prompts(config: RunConfig, task: PromptTask) -> Sequence[Prompt]:
@@ -312,7 +317,7 @@ def check_in_child(config: RunConfig) -> None:
     if kind is not None and kind.checked_in == "child":
         build_harness(config.generator, is_worker=False)
     model, lora = config.model, config.trainer.lora
-    if lora is not None and (model.scratch is not None or find_on_disk(model) is not None):
+    if lora is not None and (model.scratch is not None or find_on_disk(str(model.path)) is not None):
         _check_targets(model, lora)
 
 
@@ -325,7 +330,7 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
 
     try:
         if model.scratch is None:
-            architecture = AutoConfig.from_pretrained(find_on_disk(model))
+            architecture = AutoConfig.from_pretrained(find_on_disk(str(model.path)))
         else:
             tokenizer = make_character_tokenizer(model.scratch.characters)
             architecture = scratch_config(model.scratch.architecture, tokenizer)

@@ -200,7 +200,9 @@ def sampled_by(config: RunConfig, model_path: Path, placement: Placement) -> Sam
     dtype = "bfloat16" if item_bytes(config.model.dtype, placement.rollout[0]) == 2 else "float32"
     weights = _digest(model_path, WEIGHTS) if config.rollout.facts.has_model else "simulated"
     template = config.model.chat_template and Path(config.model.chat_template).read_text(encoding="utf-8")
-    tokenizer = _digest(model_path, TOKENIZER, json.dumps(template))
+    settings = config.model.chat_template_kwargs
+    more = json.dumps(template) + (json.dumps(settings, sort_keys=True) if settings else "")
+    tokenizer = _digest(model_path, TOKENIZER, more)
     return SampledBy(weights, dtype, tokenizer, config.rollout.temperature)
 
 

@@ -11,13 +11,15 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
-from asyncrl.agents.endpoint.gateway import Gateway, collect_less
+from asyncrl.agents.endpoint.calls.connections import collect_less
+from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.agents.endpoint.requests import CallRules
 from asyncrl.agents.endpoint.sessions import GatewaySession
 from asyncrl.agents.endpoint.tool_calls import find_tool_format
@@ -61,12 +63,20 @@ def num_rollouts(config: RunConfig) -> int:
 
 
 def make_gateway(
-    life: Life, engines: EnginePool, tokenizer: HFChatTokenizer, worker_key: str
+    life: Life,
+    engines: EnginePool,
+    tokenizer: HFChatTokenizer,
+    worker_key: str,
+    *,
+    is_for_users: bool = False,
 ) -> tuple[Gateway, RolloutQueue]:
     """The gateway with the queue of work on the same port; not open yet. Raises ConfigError for a tool format
     that is not known.
     """
     config, seed, rollout = life.config, life.config.seed, life.config.rollout
+    override = config.gateway.on_sampling_override
+    if override == "auto":
+        override = "honour" if is_for_users else "use_config"
     queue = RolloutQueue(
         worker_key=worker_key,
         model=model_name(config),
@@ -85,13 +95,14 @@ def make_gateway(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_length=rollout.max_length,
         vocab_size=tokenizer.vocab_size,
-        on_sampling_override=config.gateway.on_sampling_override,
+        on_sampling_override=override,
+        reads_effort="reasoning_effort" in tokenizer.template,
         constrained=config.gateway.constrained,
     )
     gateway = Gateway(
         engines,
         tokenizer,
-        find_tool_format(config.gateway.tool_format, tokenizer.template),
+        find_tool_format(config.gateway.tool_format, tokenizer.template, tokenizer.response_template),
         rules,
         config.gateway,
         seed_of=lambda prompt, sample, attempt, call: derive_seed(seed, prompt, sample, call, attempt),
@@ -185,7 +196,8 @@ def make_generator(
 ) -> Generator:
     """What runs one rollout: a harness, or a single turn of our own."""
     if harnessing is not None:
-        return HarnessGenerator(harnessing.gateway, harnessing.queue, scorer)
+        gateway, queue, on_overflow = harnessing.gateway, harnessing.queue, config.generator.on_overflow
+        return HarnessGenerator(gateway, queue, scorer, on_overflow=on_overflow)
     return SingleTurn(
         engines,
         EncodedPrompts(tokenizer),
@@ -203,7 +215,8 @@ class UserKey:
     again.
 
     Life: open -> calls -> an outcome is posted: what was sampled since the last one is a rollout, and is
-        recorded -> a new session -> ... -> close: what has no outcome yet is recorded without a reward.
+        recorded -> a new session -> ... -> close: what has no outcome yet is recorded without a reward. So
+        are the oldest conversations, when there are more than a key keeps (USER_SHARE).
     Invariant: a completion is in one rollout: the calls that are in hand when an outcome comes are answered
         410 and are in none.
     """
@@ -227,18 +240,31 @@ class UserKey:
 
     def _open(self, number: int) -> GatewaySession:
         name, prompt_id = f"{self._name}/{number}", self._name
-        return self._gateway.open_nowait(
+        session = self._gateway.open_nowait(
             name, prompt_id=prompt_id, sample_index=number, attempt=0, route_key=name, user_key=self.key
         )
+        session.on_forgotten = partial(self._forgotten, session)
+        return session
+
+    def _forgotten(self, session: GatewaySession, rollout: Rollout) -> None:
+        try:
+            self._keep(session, None, rollout)
+        except RoomError as error:
+            self._life.on_broken(error)
 
     def _take(self, outcome: Outcome) -> None:
         """An outcome was posted. Raises RolloutFailure, and nothing has changed, if it does not fit what was
         sampled.
         """
         reward, session = own_reward(outcome), self._session
-        rollout = session.rollout(0, outcome, reward or 0.0)
+        is_empty = bool(session.num_completions) and not session.has_trained
+        rollout = None if is_empty else session.rollout(0, outcome, reward or 0.0)
         session.end_nowait("an outcome was posted: it ended this rollout, and the key goes on with a new one")
         self._session = self._open(session.sample_index + 1)
+        if rollout is None:
+            why = "its calls have set temperature or top_p (gateway.on_sampling_override)"
+            self._life.say(f"rollout {session.sample_index}: not recorded, {why}")
+            return
         try:
             self._keep(session, reward, rollout)
         except RoomError as error:

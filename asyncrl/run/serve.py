@@ -20,7 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.command import hide_memory, passed_env
+from asyncrl.agents.command import passed_env
+from asyncrl.agents.command_processes import hide_memory
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
@@ -179,7 +180,9 @@ class GatewayServing(Serving):
 
     async def _serve_people(self) -> int:
         config, name = self.config, model_name(self.config)
-        gateway, queue = make_gateway(self, self._pool, self._tokenizer, secrets.token_urlsafe(24))
+        gateway, queue = make_gateway(
+            self, self._pool, self._tokenizer, secrets.token_urlsafe(24), is_for_users=True
+        )
         self.closes("work queue", queue.aclose)
         self.closes("gateway", gateway.aclose)
         url, people = await gateway.start(), UserKey(gateway, queue, self._recorder, self)
@@ -233,7 +236,8 @@ class GatewayServing(Serving):
         stats = gateway.stats()
         went_on, refused = stats.extended + stats.realigned, sum(stats.refused.values())
         tokens = f"{stats.prompt_tokens} prompt and {stats.completion_tokens} sampled tokens"
-        rest = f"{went_on} went on from recorded tokens, {stats.forked} forked, {refused} refused"
+        began = stats.edited + stats.uncut
+        rest = f"{went_on} went on from recorded tokens, {began} began a branch, {refused} refused"
         self.say(f"{stats.calls} calls, {tokens}; {rest}")
 
 

@@ -43,7 +43,7 @@ class TaskScorer:
         kind = config.reward_pool
         if kind == "auto":
             kind = "process" if config.reward == "math" else "thread"
-        self._score, self._has_score = task.score, config.has_score
+        self._score, self.has_score = task.score, config.has_score
         self._timeout_s = config.reward_timeout_s
         name = f"the reward function {config.reward or config.python}"
         self._calls = UserCalls(name, error=partial(TaskError, "tasks"), warn=warn)
@@ -67,7 +67,7 @@ class TaskScorer:
         """A finite reward. Raises RewardFailure (data), or TaskError if nothing can be scored any more (ends
         the run).
         """
-        if not self._has_score:
+        if not self.has_score:
             raise no_reward(prompt)
         try:
             self._calls.check()

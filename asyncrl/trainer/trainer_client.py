@@ -286,12 +286,14 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
             )
     loss_mask = np.concatenate([one.loss_mask for one in trajectories])
     versions, engines = sampled_by(trajectories, loss_mask)
+    taught = [one.teacher_logprobs for one in trajectories if one.teacher_logprobs is not None]
     arrays = BatchArrays(
         token_ids=np.concatenate([one.token_ids for one in trajectories]),
         loss_mask=loss_mask,
         behaviour_logprobs=np.concatenate([one.behaviour_logprobs for one in trajectories]),
         versions=versions,
         engines=engines,
+        teacher_logprobs=np.concatenate(taught) if len(taught) == len(trajectories) else None,
     )
     bound = {"version": batch.version, "min_version": batch.min_version, "mask_older": batch.mask_older}
     return BatchHeader(**bound, trajectories=headers, grammars=list(grammars)), arrays

@@ -8,11 +8,12 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic
 
 from aiohttp import WSMsgType, web
+from pydantic import BaseModel
 
 from asyncrl.messages import frames
 from asyncrl.messages.base import SECRET_ENV, Message, Moved
@@ -208,8 +209,13 @@ def check_queue(num_free: int) -> None:
         raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
 
 
-def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
-    """The routes of an engine server over `engine`, for bearers of the secret alone."""
+Act = Callable[..., Awaitable[BaseModel]]
+
+
+def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Application:
+    """The routes of an engine server over `engine`, for bearers of the secret alone. `more`: what this kind
+    answers beside, each POST under its name.
+    """
     app = make_app(secret)
 
     async def link(request: web.Request) -> web.WebSocketResponse:
@@ -248,14 +254,15 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
 
     app.router.add_get("/link", link)
     add_route(app, "GET", "/health", health)
-    for act in (generate, prepare, load_chunk, commit, sleep, wake):
+    acts: tuple[Act, ...] = (generate, prepare, load_chunk, commit, sleep, wake, *more)
+    for act in acts:
         add_route(app, "POST", f"/{act.__name__}", act)
     return app
 
 
-def serve_engine(engine: ServedEngine[Of], fd: int) -> None:
+def serve_engine(engine: ServedEngine[Of], fd: int, *more: Act) -> None:
     """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
-    serve(engine_routes(engine, secret_of(SECRET_ENV)), fd, cancels_handlers=True)
+    serve(engine_routes(engine, secret_of(SECRET_ENV), *more), fd, cancels_handlers=True)
 
 
 async def _answered(future: AnyFuture[Answer]) -> Answer:

@@ -1,5 +1,5 @@
-"""Answers: sampled tokens -> text as it gets final, tool calls, logprobs -> OpenAI's form, whole or streamed;
-and errors in that form.
+"""Answers: sampled tokens -> thought and text as they get final, tool calls, logprobs; and errors. The forms
+write them.
 
 A token may hold a part of a character, and a stop string may begin in one token and end in a later one. So
 some text is held back until more tokens have come. Text that was handed out never changes.
@@ -7,21 +7,21 @@ some text is held back until more tokens have come. Text that was handed out nev
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 from pydantic_core import to_json
 
+from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, num_until
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS, ParsedAnswer, ToolFormat, overlap
+from asyncrl.agents.tool_markup import Tools
 from asyncrl.messages.records import Completion
 from asyncrl.messages.work import ChatRenderer
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
-    from asyncrl.agents.endpoint.sessions import GatewayCall
+    from asyncrl.agents.endpoint.requests import CallRequest
 
 REPLACEMENT = "\ufffd"
 """What decoding writes for bytes that are not a character, for instance an incomplete one."""
@@ -68,8 +68,12 @@ class AnswerText:
         self._context: list[int] = []
         self._run: list[int] = []  # byte tokens whose run may go on
         self._has_unsure = False  # the context's text ends in a replacement character that was not handed out
-        self.is_stopped = False
-        """A stop string was found: nothing is shown any more."""
+        self.stopped_by: str | None = None
+        """The stop string that was found: nothing is shown any more."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_by is not None
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take more tokens; returns the text that got final with them."""
@@ -89,10 +93,9 @@ class AnswerText:
     def _until_stop(self, text: str) -> str:
         """Text that can be handed out: no stop string begins in it."""
         held = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
-        self.is_stopped = bool(found)
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := held.find(stop)) >= 0]
         keep = len(held) - max((overlap(held, stop) for stop in self._stop), default=0)
-        end = min(found)[1] if found else keep
+        _, end, self.stopped_by = min(found) if found else (0, keep, None)
         self._held = held[end:]
         return held[:end]
 
@@ -128,8 +131,9 @@ class Answer:
 
     Life: feed(), a few tokens at a time, and take() of what may be shown by then -> finish() -> the rest by
         take().
-    Invariant: all that take() ever returned, joined, is `content`; nothing of a tool call is ever shown as
-        text before it is known not to be one.
+    Invariant: all that take() ever returned, joined, is `content`, and what take_thought() returned is
+        `thought`; nothing of a tool call, or of the marks of a thought, is ever shown as text before it is
+        known not to be one.
     """
 
     index: int
@@ -142,22 +146,33 @@ class Answer:
     """Beginning of the answer that was not sampled."""
     name: str
     """It makes ids of tool calls."""
+    thoughts: ThoughtCutter | None = None
+    """Cuts the thought from the text; None: the text stays as the model wrote it."""
     finish_reason: str = ""
     num_tokens: int = 0
     content: str | None = None
+    thought: str = ""
+    num_thought_tokens: int = 0
+    """Its closing mark included, where that is made of tokens of its own; else by its share of the text."""
+    stopped_by: str | None = None
+    """The stop text that ended it."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[dict[str, Any]] | None = None
 
     def __post_init__(self, asked: CallRequest) -> None:
-        self._has_logprobs = asked.has_logprobs
-        self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=self.tool_format.opens)
-        self._text, self._held_from = "", 0
+        self._has_logprobs, self._has_one_call = asked.has_logprobs, asked.has_one_call
+        self._tools: Tools = getattr(asked, "tools", ())
+        marks = self.thoughts.marks if self.thoughts is not None else ()
+        self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=(*self.tool_format.opens, *marks))
+        self._text, self._shown, self._held_from = "", "", 0
         self._completion: Completion | None = None
 
     @property
     def message(self) -> dict[str, Any]:
         """The assistant message, as the client gets it."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.thought:
+            message["reasoning_content"] = self.thought
         if self.tool_calls:
             message["tool_calls"] = self.tool_calls
         return message
@@ -165,50 +180,82 @@ class Answer:
     def feed(self, token_ids: Sequence[int]) -> None:
         """Some more tokens were sampled."""
         self.num_tokens += len(token_ids)
-        self._text += self._answer.feed(token_ids)
+        self._add(self._answer.feed(token_ids))
+
+    def take_thought(self, start: int) -> str:
+        """Text of the thought that may be shown, from `start` on."""
+        return self.thought[start:]
 
     def take(self, start: int) -> str:
         """Text that may be shown, from `start` on."""
         if self.finish_reason:
             return (self.content or "")[start:]
         if not self.prefill:
-            self._held_from = self.tool_format.hold_from(self._text, self._held_from)
-        return self._text[start : self._held_from]
+            piece, self._held_from = self.tool_format.show(self._text, self._held_from)
+            self._shown += piece
+        return self._shown[start:]
 
     def finish(self, completion: Completion) -> None:
         """Everything is sampled: parse it."""
         self.feed(completion.token_ids[self.num_tokens :])
-        self._text += self._answer.finish()
+        self._add(self._answer.finish())
+        if self.thoughts is not None:
+            self._end_thought(self.thoughts, completion)
         self._completion, self.finish_reason = completion, completion.finish_reason
+        self.stopped_by = self._answer.stopped_by
         text = self.prefill + self._text
-        parsed = self.tool_format.parse(text)
+        parsed = self.tool_format.parse(text, self._tools)
         if len(parsed.tool_calls) > MAX_TOOLS:  # the harness could not send them back
             parsed = ParsedAnswer(text)
         self.content = parsed.content
-        for number, call in enumerate(parsed.tool_calls):
+        for number, call in enumerate(parsed.tool_calls[: 1 if self._has_one_call else None]):
             function = {"name": call.name, "arguments": call.arguments}
             self.tool_calls.append({"id": f"{self.name}-{number}", "type": "function", "function": function})
         if self.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         if self._has_logprobs:
-            pairs = zip(completion.token_ids, completion.behaviour_logprobs, strict=True)
-            self.logprobs = [self._logprob(token, logprob) | {"top_logprobs": []} for token, logprob in pairs]
-            for entry, top in zip(self.logprobs, completion.top_logprobs, strict=False):
-                entry["top_logprobs"] = [self._logprob(*one) for one in top]
+            self.logprobs = [self._logprob(*each) for each in _with_tops(completion)]
 
     def take_completion(self) -> Completion:
         """What was sampled, to be recorded; it is not kept any longer."""
-        completion, self._completion, self._text = self._completion, None, ""
+        completion, self._completion = self._completion, None
+        self._text, self._shown, self._tools = "", "", ()
         assert completion is not None, "a completion is recorded once, after it is finished"
         return completion
 
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+    def _add(self, text: str) -> None:
+        if self.thoughts is not None:
+            thought, text = self.thoughts.feed(text)
+            self.thought += thought
+        self._text += text
+
+    def _end_thought(self, thoughts: ThoughtCutter, completion: Completion) -> None:
+        thought, text = thoughts.finish()
+        self.thought += thought
+        self._text += text
+        self.num_thought_tokens = self.num_tokens if self.thought else 0
+        if thoughts.is_closed:
+            found = num_until(completion.token_ids, self.tokenizer.encode(thoughts.marks[1]))
+            share = len(self.thought) / (len(self.thought) + len(self._text))
+            self.num_thought_tokens = round(share * self.num_tokens) if found is None else found
+
+    def _logprob(self, token: int, logprob: float, tops: Sequence[tuple[int, float]]) -> dict[str, Any]:
+        others = [self._token(*each) for each in tops]
+        return {**self._token(token, logprob), "top_logprobs": others}
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.tokenizer.decode((token,), skip_special_tokens=False)
         as_bytes = None if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": as_bytes}
 
 
-# ---- OpenAI's form of errors
+def _with_tops(completion: Completion) -> Iterable[tuple[int, float, Sequence[tuple[int, float]]]]:
+    """Each token, its logprob, and those of the likeliest ones in its place, if the engine has told them."""
+    tops = getattr(completion, "top_logprobs", ()) or [()] * len(completion.token_ids)
+    return zip(completion.token_ids, completion.behaviour_logprobs, tops, strict=True)
+
+
+# ---- errors
 
 NO_RETRY = {"x-should-retry": "false"}
 """Tells an OpenAI client not to retry."""
@@ -217,7 +264,7 @@ _LONGEST_SHOWN = 80
 
 
 class ApiError(Exception):
-    """One call is answered with an error in OpenAI's form; the session and the run go on."""
+    """One call is answered with an error; the session and the run go on. body() has OpenAI's form."""
 
     def __init__(
         self,
@@ -237,9 +284,11 @@ class ApiError(Exception):
     def body(self) -> bytes:
         return to_json({"error": self.error}, inf_nan_mode="null")
 
-    def response(self) -> web.Response:
+    def response(self, body: bytes | None = None) -> web.Response:
+        """`body`: in another form."""
+        body = self.body() if body is None else body
         return web.Response(
-            body=self.body(), status=self.status, headers=self.headers, content_type="application/json"
+            body=body, status=self.status, headers=self.headers, content_type="application/json"
         )
 
 
@@ -261,119 +310,3 @@ def shown(value: object) -> str:
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)} entries"
     text = repr(value[: _LONGEST_SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= _LONGEST_SHOWN else text[:_LONGEST_SHOWN] + "..."
-
-
-# ---- and of answers
-
-
-class ChatForm:
-    """/v1/chat/completions: how a body is read, and what a choice is in its answers."""
-
-    name, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-    """The first event of a choice: who speaks."""
-
-    def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
-        return reader.chat(body)
-
-    def whole(self, choice: Answer) -> dict[str, Any]:
-        return {"message": choice.message, "logprobs": self._logprobs(choice)}
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}}
-
-    def end(self, choice: Answer) -> list[dict[str, Any]]:
-        """After the last text: tool calls, logprobs (the engines report them with the last token)."""
-        calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
-        parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
-        if choice.logprobs is not None:
-            parts.append({"delta": {}, "logprobs": self._logprobs(choice)})
-        return [*parts, {"delta": {}}]
-
-    def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
-        return None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
-
-
-class TextForm(ChatForm):
-    """/v1/completions."""
-
-    name, whole_object, event_object = "cmpl", "text_completion", "text_completion"
-    first = None
-
-    def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
-        return reader.text(body)
-
-    def whole(self, choice: Answer) -> dict[str, Any]:
-        return {"text": choice.content or "", "logprobs": self._logprobs(choice)}
-
-    def piece(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def end(self, choice: Answer) -> list[dict[str, Any]]:
-        return [{"text": "", "logprobs": self._logprobs(choice)}]
-
-    def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
-        """Lists beside each other."""
-        if choice.logprobs is None:
-            return None
-        tokens = [each["token"] for each in choice.logprobs]
-        offsets = [0, *itertools.accumulate(len(token) for token in tokens)][: len(tokens)]
-        values = [each["logprob"] for each in choice.logprobs]
-        tops = [{one["token"]: one["logprob"] for one in each["top_logprobs"]} for each in choice.logprobs]
-        top = tops if any(tops) else None
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-class WrittenAnswer:
-    """What is sent of one call: whole() at its end; or events, news() whenever there is some and end()."""
-
-    def __init__(self, call: GatewayCall, model: str, asked: CallRequest) -> None:
-        self._call, self._form, self._first = call, call.form, call.form.first
-        self._num_shown, self._has_usage = [0] * len(call.choices), asked.include_usage
-        self._head: dict[str, Any] = {"id": call.name, "created": call.created_s, "model": model}
-
-    def whole(self) -> bytes:
-        choices = [
-            {"index": each.index, **self._form.whole(each), "finish_reason": each.finish_reason}
-            for each in self._call.choices
-        ]
-        body = {"object": self._form.whole_object, "choices": choices, "usage": self._usage()}
-        return to_json(self._head | body)
-
-    def news(self) -> bytes:
-        """Text that may be shown by now and was not yet; maybe nothing."""
-        events = b""
-        for index, choice in enumerate(self._call.choices):
-            if text := choice.take(self._num_shown[index]):
-                self._num_shown[index] += len(text)
-                events += self._event(choice, self._form.piece(text))
-        return self._begin() + events if events else b""
-
-    def end(self) -> bytes:
-        """The last text, and what comes after it."""
-        events = self.news() or self._begin()
-        for choice in self._call.choices:
-            *parts, last = self._form.end(choice)
-            events += b"".join(self._event(choice, part) for part in parts)
-            events += self._event(choice, last, choice.finish_reason)
-        if self._has_usage:
-            events += self._written([], self._usage())
-        return events + b"data: [DONE]\n\n"
-
-    def _begin(self) -> bytes:
-        first, self._first = self._first, None
-        return b"".join(self._event(choice, first) for choice in self._call.choices if first)
-
-    def _event(self, choice: Answer, part: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
-        of_choice = {"index": choice.index, "logprobs": None, **part, "finish_reason": finish_reason}
-        return self._written([of_choice], None)
-
-    def _written(self, choices: list[dict[str, Any]], usage: dict[str, int] | None) -> bytes:
-        event = self._head | {"object": self._form.event_object, "choices": choices}
-        event |= {"usage": usage} if self._has_usage else {}
-        return b"data: " + to_json(event, inf_nan_mode="null") + b"\n\n"
-
-    def _usage(self) -> dict[str, int]:
-        """Tokens; those of the prompt once, as OpenAI counts them."""
-        prompt, completion = self._call.num_prompt_tokens, self._call.num_completion_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -15,7 +15,7 @@ from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import GrammarSpan, Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
-    from asyncrl.agents.endpoint.chats import PromptText
+    from asyncrl.agents.endpoint.chats import RecordedChat
 
 Path = list["Node"]
 
@@ -26,10 +26,10 @@ class Node:
     sampled ones.
 
     `name` is the id of its answer. ids int32 [A + N]; logprobs float32 [N] in nats; version_spans count from
-    the first sampled token. `order` is (number of the call, choice). `asked` is the text that the prompt's
-    ids spell, None where the template would write another. `num_path_ids`: length of all_ids(); `path_hash`:
-    their new_hash(), as little-endian int32. Not `is_trained`: its tokens are context.
-    `grammar`: what they were sampled from.
+    the first sampled token. `order` is (number of the call, choice). `num_path_ids`: length of all_ids();
+    `path_hash`: their new_hash(), as little-endian int32. `chat`: what a later chat may go on from, None of a
+    prompt of ids. Not `is_trained`: sampled from another distribution than the run's, so that its tokens are
+    context. `grammar`: what they were sampled from.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Node:
     version_spans: tuple[VersionSpan, ...]
     is_truncated: bool
     num_interruptions: int
-    asked: PromptText | None
+    chat: RecordedChat | None
     num_path_ids: int
     path_hash: blake2b
     is_trained: bool = True
@@ -61,6 +61,16 @@ class Node:
     def num_trained(self) -> int:
         """N, or 0."""
         return self.num_sampled if self.is_trained else 0
+
+    @property
+    def num_messages(self) -> int:
+        """Of its chat, the answer included; 0 of a prompt of ids."""
+        return self.chat.num_messages if self.chat else 0
+
+    @property
+    def text(self) -> tuple[int, bytes] | None:
+        """Length and hash of what all its ids spell, None where the template would write another."""
+        return self.chat.text if self.chat else None
 
     @property
     def content(self) -> tuple[bytes, int, bytes, tuple[tuple[int, int, int], ...], bool, int]:
@@ -86,11 +96,11 @@ class Node:
 
 def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
     """The branches, in the order of their ids; each sampled token has its loss in the first branch that holds
-    it.
+    it. A completion that is not trained is context where a trained one goes on from it.
 
     The order, and the numbers of units with it, is that of the contents: calls of one harness that run at
-    once arrive in any order. Raises RolloutFailure if nothing was sampled, or the outcome names the
-    wrong completions.
+    once arrive in any order. Raises RolloutFailure if nothing was sampled that is trained, or the outcome
+    names the wrong completions.
     """
     nodes = _in_order(list(nodes), outcome)
     paths = _paths([node for node in nodes if node.num_trained])
@@ -132,7 +142,7 @@ def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
 
 
 def _paths(nodes: Sequence[Node]) -> list[Path]:
-    """The paths to the nodes that no other node continues. Nodes that sampled nothing are left out, so no
+    """The paths to the nodes that no other of them continues. Nodes that trained nothing are left out, so no
     path is a part of another.
     """
     inner: set[Node] = set()

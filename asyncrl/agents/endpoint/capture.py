@@ -5,67 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.branches import Node, make_rollout
-from asyncrl.agents.endpoint.chats import SENTINEL, Chain, Message, Messages, PromptText
+from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, RecordedChat, answer_forms
+from asyncrl.agents.endpoint.drafting import Chat, Draft, Drafting, How, Recorded
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout
-from asyncrl.messages.work import ChatRenderer, Rendered, new_hash
-
-How = Literal["new", "extended", "realigned", "forked"]
-"""How the prompt of a call was made. new: the session's first prompt. extended: recorded ids and then new
-ones; their text is what the template writes for the whole chat. realigned: also recorded ids and then new
-ones, but the template would write the history differently (reasoning stripped, white space merged, tool calls
-rendered its own way). forked: the whole chat rendered again, because its history was not recorded, or was
-edited.
-"""
+from asyncrl.messages.work import ChatRenderer, new_hash
 
 
 @dataclass(slots=True)
 class GatewayStats:
-    """`calls` were planned so far, and `extended`, `realigned` or `forked` (the rest began a session);
-    `refused` counts errors by status. Tokens are of calls that were sampled to their end. `in_flight` is of
-    now.
+    """`calls` were planned so far, by How their prompts were made (the rest were new); `refused` counts
+    errors by status. Tokens are of calls that were sampled to their end. `in_flight` is of now.
     """
 
     calls: int = 0
     extended: int = 0
     realigned: int = 0
-    forked: int = 0
+    edited: int = 0
+    uncut: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     in_flight: int = 0
     refused: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Draft:
-    """A chat that is not planned yet: `text` is to be encoded behind the ids of `parent`, or is the whole
-    prompt. `asked`: all of the text that the prompt's ids spell, None if the template writes another.
-
-    The rest is for a later chat that begins with these `messages`: what the template writes for them, unless
-    that was of no use, and the tools as they were given.
-    """
-
-    text: str
-    parent: Node | None
-    chain: Chain
-    asked: PromptText | None
-    messages: Messages
-    rendered: Rendered | None
-    tools_json: bytes
-
-    def to_go_on_from(self) -> Draft:
-        """The same, for a later chat alone: without the texts that it would not read."""
-        rendered = self.rendered
-        if rendered is not None and rendered.state is None:
-            rendered = Rendered("")
-        return replace(self, text="", rendered=rendered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,16 +74,20 @@ class Capture:
         (make_rollout).
     """
 
-    def __init__(self, renderer: ChatRenderer, counts: GatewayStats) -> None:
-        self._renderer, self._counts = renderer, counts
+    def __init__(
+        self, renderer: ChatRenderer, counts: GatewayStats, thinking: tuple[str, str] = THINKING
+    ) -> None:
+        """`thinking`: the texts around a thought in this model's answers."""
+        self._renderer, self._counts, self._thinking = renderer, counts, thinking
         self._nodes: dict[str, Node] = {}  # by name
-        self._by_chat: dict[bytes, Node] = {}
+        self._recorded = Recorded()
+        self._drafting = Drafting(renderer, self._recorded, thinking)
         self._num_calls = 0
         self._has_root = False
         self._gone_on_from: set[Node] = set()
         self.num_branch_tokens = 0
-        """Tokens of all branches that a rollout would have now: a prefix that branches share counts in each
-        of them.
+        """Tokens of all branches that a rollout would have now, were each completion trained: a prefix that
+        branches share counts in each of them.
         """
 
     @property
@@ -123,30 +95,37 @@ class Capture:
         return len(self._nodes)
 
     def draft(
-        self, messages: Messages, tools: Messages | None, *, prefill: str = "", before: Draft | None = None
+        self,
+        messages: Messages,
+        tools: Messages | None,
+        *,
+        prefill: str = "",
+        before: Draft | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> Draft:
         """The text of a chat, or of what is new where it goes on from a recorded answer. It changes nothing,
         and may run in a thread beside record().
 
         `prefill` is text after the generation prompt that the model goes on from. `before`: the draft of a
-        chat whose messages these begin with, the very same ones; it costs what is new then. Raises
-        ValueError if the template refuses the chat, it is no Unicode, or nested too deep.
+        chat whose messages these begin with, the very same ones; it costs what is new then. `settings`: the
+        template's own variables in this call. Raises ValueError if the template refuses the chat or leaves
+        out what a message says, it is no Unicode, or nested too deep.
         """
         try:
-            tools_json = to_json(tools)
-            if before is not None and before.tools_json != tools_json:
+            given = to_json([tools, settings or {}])
+            if before is not None and before.given != given:
                 before = None
-            chain = (
-                Chain(messages, tools) if before is None else before.chain.after(before.messages, messages)
-            )
-            return self._draft(_Chat(messages, tools, tools_json, prefill, chain, before))
+            if before is None:
+                chain = Chain(messages, tools, self._thinking, self._recorded.settled)
+            else:
+                chain = before.chain.after(before.messages, messages)
+            return self._drafting.draft(Chat(messages, tools, settings, given, prefill, chain, before))
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None
 
     def plan(self, draft: Draft, ids: Sequence[int]) -> Planned:
         """The prompt of a drafted chat; `ids` are those of the draft's text."""
-        how: How = "realigned" if draft.asked is None else "extended"
-        return self._planned(how, np.array(ids, dtype=np.int32), draft.parent, draft)
+        return self._planned(draft.how, np.array(ids, dtype=np.int32), draft.parent, draft)
 
     def plan_ids(self, prompt_ids: Sequence[int]) -> Planned:
         """A prompt of ids: it goes on from the longest recorded prompt and completion that it begins with."""
@@ -157,7 +136,12 @@ class Capture:
             if start is not None and np.array_equal(ids[start : start + len(node.ids)], node.ids):
                 ends[node] = start + len(node.ids)
         parent = max(ends, key=lambda node: ends[node])  # of equal ones the first
-        return self._planned("extended", ids[ends[parent] :], parent, None)
+        return self._planned("extended" if parent else "edited", ids[ends[parent] :], parent, None)
+
+    def withdraw(self, planned: Planned) -> None:
+        """It has no answer, and never will."""
+        if planned.how == "new":
+            self._has_root = False
 
     def record(
         self,
@@ -171,11 +155,13 @@ class Capture:
         grammar: str | None = None,
     ) -> None:
         """The harness got this answer: `message` is the assistant message as it got it. Not `is_trained`: it
-        is context alone. `grammar`: that it was sampled from.
+        is context alone, since it was sampled from another distribution than the run's. `grammar`: that it
+        was sampled from.
         """
         assert name not in self._nodes, f"{name} is recorded already"
-        sampled = np.array(completion.token_ids, dtype=np.int32)
-        path_hash = _hash_on(planned.prompt_hash, sampled)
+        if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten meanwhile
+            planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
+        sampled, draft = np.array(completion.token_ids, dtype=np.int32), planned.draft
         node = Node(
             name=name,
             order=(planned.number, choice),
@@ -186,20 +172,52 @@ class Capture:
             version_spans=completion.version_spans,
             is_truncated=completion.finish_reason == "length",
             num_interruptions=completion.num_interruptions,
-            asked=planned.draft.asked if planned.draft else None,
+            chat=self._recorded_chat(draft, completion.token_ids, message) if draft else None,
             num_path_ids=planned.num_prompt + len(sampled),
-            path_hash=path_hash,
+            path_hash=_hash_on(planned.prompt_hash, sampled),
             is_trained=is_trained,
             grammar=grammar,
         )
         self._nodes[name] = node
         self._count_branch(node)
-        if planned.draft is not None:
-            key = planned.draft.chain.key_with(message)
-            known = self._by_chat.get(key)
-            rank = (choice, node.content)  # the same answer twice: one of them, whichever came first
-            if known is None or rank < (known.order[1], known.content):
-                self._by_chat[key] = node
+        if draft is not None:
+            sampled_text = self._renderer.decode(completion.token_ids)
+            other_forms = answer_forms(message, sampled_text, self._thinking)
+            self._recorded.add(node, draft.chain, other_forms)
+
+    def _recorded_chat(self, draft: Draft, token_ids: Sequence[int], message: Message) -> RecordedChat:
+        text = None
+        if draft.asked is not None:
+            text = draft.asked.then(self._renderer.decode(token_ids, skip_special_tokens=False)).place
+        return RecordedChat(len(draft.messages) + 1, draft.chain.key_with(message), text)
+
+    def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[Node, ...]:
+        """Keep the conversations that were gone on with last, with at most so many completions and tokens in
+        their branches. Returns the completions of the others.
+        """
+        trees, root_of = dict[Node, list[Node]](), dict[Node, Node]()
+        for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
+            root_of[node] = node if node.parent is None else root_of[node.parent]
+            trees.setdefault(root_of[node], []).append(node)
+        kept: list[Node] = []
+        self._count_anew(kept)
+        for tree in sorted(trees.values(), key=lambda tree: tree[-1].order, reverse=True):
+            for node in tree:
+                self._count_branch(node)
+            if len(kept) + len(tree) > num_completions or self.num_branch_tokens > num_tokens:
+                break
+            kept += tree
+        self._count_anew(kept)
+        found = set(kept)
+        forgotten = tuple(node for node in self._nodes.values() if node not in found)
+        self._nodes = {node.name: node for node in kept}
+        self._recorded.keep(found)
+        return forgotten
+
+    def _count_anew(self, nodes: Sequence[Node]) -> None:
+        self.num_branch_tokens, self._gone_on_from = 0, set()
+        for node in nodes:
+            self._count_branch(node)
 
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
@@ -230,8 +248,8 @@ class Capture:
     def _planned(
         self, how: How, added: npt.NDArray[np.int32], parent: Node | None, draft: Draft | None
     ) -> Planned:
-        if parent is None:
-            how, self._has_root = ("forked" if self._has_root else "new"), True
+        if parent is None and not self._has_root:
+            how, self._has_root = "new", True
         num_reused, path_hash = (0, new_hash()) if parent is None else (parent.num_path_ids, parent.path_hash)
         prompt_hash = _hash_on(path_hash, added)
         planned = Planned(self._num_calls, how, added, num_reused, parent, draft, prompt_hash)
@@ -240,87 +258,6 @@ class Capture:
         if how != "new":
             setattr(self._counts, how, getattr(self._counts, how) + 1)
         return planned
-
-    def _draft(self, chat: _Chat) -> Draft:
-        for index, key in reversed(chat.chain.answers):
-            parent = self._by_chat.get(key)
-            if parent is None or index + 1 == len(chat.messages):
-                continue
-            found = self._continue(parent, chat, index)
-            if found is not None:
-                return found
-            break
-        whole = self._rendered_anew(chat)
-        return chat.draft(whole.text + chat.prefill, None, PromptText.of(whole, chat.prefill), whole)
-
-    def _rendered_anew(self, chat: _Chat) -> Rendered:
-        """All of its text, for what begins or is compared earlier than what the last chat has in store."""
-        return self._renderer.render_on(chat.messages, tools=chat.tools)
-
-    def _rendered(self, chat: _Chat) -> Rendered:
-        return self._renderer.render_on(chat.messages, tools=chat.tools, after=chat.rendered_before)
-
-    # Recorded ids are never made from text again: the template's text of a longer chat is cut where they end.
-    # - Its text begins with what was asked and sampled, to the letter: what follows is new.
-    # - It writes the history otherwise (strips reasoning, renders a tool call its own way, says the date):
-    #   the answer is replaced by a sentinel, and what follows the sentinel is new.
-    # - It refuses the sentinel, or swallows it: there is no place to cut.
-
-    def _continue(self, parent: Node, chat: _Chat, at: int) -> Draft | None:
-        """What follows the recorded answer `messages[at]`, generation prompt and prefill included;
-        None: there is no place to cut.
-
-        If the parent has no `asked`, its text never is what the template writes: where the next chat could
-        not go on from this one's text either, that render is saved.
-        """
-        renderer, asked, sampled_ids = self._renderer, parent.asked, parent.sampled_ids.tolist()
-        before = chat.rendered_before
-        rendered = before
-        if asked is not None or (chat.before is not None and (before is None or before.state is not None)):
-            rendered = self._rendered(chat)
-        if asked is not None:
-            assert rendered is not None, "it was rendered just now"
-            if rendered.num_before > asked.num_chars:
-                rendered = self._rendered_anew(chat)
-            sampled = renderer.decode(sampled_ids, skip_special_tokens=False)
-            text, end = rendered.text + chat.prefill, asked.num_chars - rendered.num_before
-            if text.startswith(sampled, end) and asked.begins(rendered, chat.prefill):
-                rest = text[end + len(sampled) :]
-                return chat.draft(rest, parent, PromptText.of(rendered, chat.prefill), rendered)
-        stand_in = {"role": "assistant", "content": SENTINEL}
-        shown = [*chat.messages[:at], stand_in, *chat.messages[at + 1 :]]
-        is_new = chat.before is not None and at >= len(chat.before.messages)
-        try:
-            swapped = renderer.render_on(shown, tools=chat.tools, after=before if is_new else None)
-            _, rest = swapped.text.split(SENTINEL)
-        except ValueError:
-            return None
-        if sampled_ids and sampled_ids[-1] in renderer.end_ids:  # the end of the turn was sampled
-            turn_end = renderer.decode(sampled_ids[-1:], skip_special_tokens=False)
-            between, found, after = rest.partition(turn_end)
-            rest = after if found and not between.strip() else rest
-        return chat.draft(rest + chat.prefill, parent, None, rendered)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chat:
-    """What draft() is asked for."""
-
-    messages: Messages
-    tools: Messages | None
-    tools_json: bytes
-    prefill: str
-    chain: Chain
-    before: Draft | None
-
-    @property
-    def rendered_before(self) -> Rendered | None:
-        return self.before.rendered if self.before else None
-
-    def draft(
-        self, text: str, parent: Node | None, asked: PromptText | None, rendered: Rendered | None
-    ) -> Draft:
-        return Draft(text, parent, self.chain, asked, self.messages, rendered, self.tools_json)
 
 
 def _hash_on(before: blake2b, ids: npt.NDArray[np.int32]) -> blake2b:

@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from asyncrl.agents.endpoint.answers import (
     NO_RETRY,
     Answer,
     ApiError,
-    ChatForm,
     GatewayTokenizer,
     invalid,
     too_long,
 )
-from asyncrl.agents.endpoint.capture import Draft, GatewayStats, Planned
-from asyncrl.agents.endpoint.grammars import (
-    STRICT_NEEDS,
-    GrammarChecks,
-    asks_strict_alone,
-    grammar_of,
-    thinks,
-)
-from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatMessage, ChatRequest, RequestReader
+from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, client_gone
+from asyncrl.agents.endpoint.calls.sent_messages import ChatMessage
+from asyncrl.agents.endpoint.capture import GatewayStats, Planned
+from asyncrl.agents.endpoint.drafting import Draft
+from asyncrl.agents.endpoint.forms.chat import Form
+from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
+from asyncrl.agents.endpoint.grammars import GrammarChecks, asks_strict_alone, grammar_of, thinks
+from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
-from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
+from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.messages.records import SamplingRequest
-
-log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -51,6 +46,9 @@ NUM_ENCODING = 4
 """Texts that are tokenised at once. Each of them occupies a core, and memory of many times its length."""
 MAX_CHARACTERS = 64
 """Most characters of a text for each token of the longest prompt. A longer text is refused untokenised."""
+NUM_OF_END = 32
+"""Tokens of a prompt whose text tells how it ends."""
+TOO_LONG = too_long("", "").error["code"]
 SeedOf = Callable[[str, int, int, int], int]
 """Seed of a request from (prompt_id, sample_index, attempt, key of the call)."""
 OnBroken = Callable[[RoomError], None]
@@ -62,7 +60,7 @@ class Sent:
     goes on from; `is_retry`: its client says that it asks again.
     """
 
-    form: ChatForm
+    form: Form
     body: bytes
     digest: bytes
     before: SentChat | None
@@ -88,7 +86,8 @@ class EngineRoute:
 
     Life: read() and begin() check and plan a call, sample() asks the engine; then the call holds its answers,
         or its error.
-    Waits: begin sleeps in a thread, sample in the engine, both within the session's in_hand().
+    Waits: begin sleeps in a thread, sample in the session's room and in the engine, both within the session's
+        in_hand(). A call that all its clients have left ends there after GRACE_S, wherever it is.
     Invariant: what reaches the engine is ids, numbers in bounds and stop texts, all checked by RequestReader
         and begin(). An engine that is broken is given to `on_broken` and answered with 503; one that refuses
         a request, with 400. A tool-call format of the user's that goes wrong fails the rollout.
@@ -104,35 +103,28 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts, self._reader = GatewayStats(), RequestReader(self.rules)
-        self._checks, self._has_warned = GrammarChecks(), False
+        self._checks = GrammarChecks()
         self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
     async def begin(self, session: GatewaySession, sent: Sent) -> tuple[GatewayCall, AnyRequest, bool]:
         """(the call of this body, its parsed request, whether it is new). A call that is not new was sent
         before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
-
-        From its return on the choices of a new call count as sampling, until sample() has ended.
         """
         digest, num_new = sent.digest, len(sent.body) - (sent.before.num_bytes if sent.before else 0)
         read = self._read_on(sent) if num_new < LONG_BODY else None
         if read is None:
             read_now = partial(self._read_whole if num_new < LONG_BODY else self._read, sent)
-            read = await _beside(self._rendering, read_now) if len(sent.body) >= LONG_BODY else read_now()
+            with _noting_overflow(session):
+                read = await _beside(self._rendering, read_now) if len(sent.body) >= LONG_BODY else read_now()
         async with session.beginning:
             call = session.find_call(digest, is_retry=sent.is_retry)
             if call is not None:
                 return call, read.asked, False
-            try:
-                call, draft = await self._new_call(session, sent, read)
-            except ApiError as error:
-                if "Retry-After" in error.headers:
-                    session.calls.setdefault(digest, []).append(None)
-                raise
+            call, draft = await self._new_call(session, sent, read)
         if draft is not None and read.place is not None:
             session.sent.add(sent.body, sent.before, read.place, draft)
         session.calls.setdefault(digest, []).append(call)
-        session.num_sampling += len(call.choices)
         return call, read.asked, True
 
     def _read(self, sent: Sent) -> ReadCall:
@@ -166,13 +158,21 @@ class EngineRoute:
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
         tool_format, prefill = ToolFormat(), ""
-        if isinstance(asked, ChatRequest) and asked.tools:
-            tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
-        planned = await self._plan(session, read, prefill)
+        if isinstance(asked, ChatRequest):
+            tool_format = self.tool_format.without_tools()
+            if asked.tools:
+                tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
+        with _noting_overflow(session):
+            planned = await self._plan(session, read, prefill)
+        with _noting_overflow(session, planned):
+            budget = self._budget(planned, asked)
         grammar = await self._grammar(asked, planned, prefill)
         if session.is_users and session.opening is None:
             session.opening = asked.messages
-        budget, keys = self._budget(planned, asked), _keys(session, planned, asked)
+        keys, time_asked = _keys(session, planned, asked, grammar or "")
+        stop = tuple(asked.stop)
+        if asked.has_one_call and tool_format.close is not None:
+            stop += (tool_format.close,)
         request_id = f"{session.rollout_id}/a{session.attempt}/c{planned.number}"
         prompt_ids, parent = planned.prompt_ids, planned.parent
         spans = () if parent is None else parent.version_spans
@@ -180,14 +180,17 @@ class EngineRoute:
         for index, key in enumerate(keys):
             # the name may become a part of the next prompt, so it is not made of the call's number
             name = f"call_{key:016x}"
-            answer = Answer(index, self.tokenizer, tool_format, asked, prefill=prefill, name=name)
+            thoughts = self._thoughts(planned) if sent.form.is_apart(session.limits.thoughts) else None
+            answer = Answer(
+                index, self.tokenizer, tool_format, asked, prefill=prefill, name=name, thoughts=thoughts
+            )
             sampled[answer] = SamplingRequest(
                 request_id=request_id if index == 0 else f"{request_id}/{index}",
                 prompt_ids=prompt_ids,
                 max_tokens=budget,
-                temperature=self.rules.temperature,
-                top_p=self.rules.top_p,
-                stop=tuple(asked.stop),
+                temperature=self.rules.temperature if asked.temperature is None else asked.temperature,
+                top_p=self.rules.top_p if asked.top_p is None else asked.top_p,
+                stop=stop,
                 seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
                 route_key=session.route_key,
                 after=spans[-1] if spans else session.last_span,
@@ -195,23 +198,23 @@ class EngineRoute:
                 top_logprobs=asked.num_top_logprobs,
             )
         call = GatewayCall(sent.form, sent.digest, planned, sampled)
-        call.is_trained = grammar is None or self.rules.constrained == "exact"
+        call.is_streamed, call.order, call.time_asked = asked.stream, session.num_calls, time_asked
+        call.is_trained = asked.is_as_configured and (grammar is None or self.rules.constrained == "exact")
         return call, planned.draft
 
-    async def sample(self, session: GatewaySession, call: GatewayCall, *, is_streamed: bool) -> None:
-        """Sample the call; the result is in its choices, or in its error. Only cancellation, and a mistake of
-        our own, are raised.
+    async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
+        """Sample the call in its turn; the result is in its choices, or in its error. Only cancellation, and
+        a mistake of our own, are raised.
         """
         self.counts.in_flight += 1
         try:
-            indices = range(len(call.requests))
-            asked = [self._sample_answer(session, call, each, is_streamed=is_streamed) for each in indices]
-            for failure in await asyncio.gather(*asked, return_exceptions=True):
-                if failure is not None:
-                    raise failure
-            self.counts.prompt_tokens += call.num_prompt_tokens
-            self.counts.completion_tokens += call.num_completion_tokens
-            call.done_nowait()
+            async with asyncio.timeout(None) as scope:
+                call.give_up = partial(_give_up, session, call, scope)
+                async with session.room.places(len(call.choices)):
+                    await self._sample_all(session, call)
+        except TimeoutError:
+            if not call.is_done:  # else it was given up
+                raise
         except RequestRefused as refusal:
             call.done_nowait(invalid(f"The engine refused this call: {refusal}"))
         except RolloutFailure as failure:  # of a tool-call format of the user's: it would fail again
@@ -228,25 +231,57 @@ class EngineRoute:
                 # not cancelled by the session's end, so a mistake of ours: what it holds is not to be trusted
                 session.end_nowait(f"the gateway made a mistake in {call.name}; its log says which")
                 call.done_nowait(session_ended(session.ended or ""))
-            same = session.calls.get(call.digest, [])
-            if call.error is not None and call in same:  # the next one like it is a call of its own
-                same.remove(call)
-            session.num_sampling -= len(call.choices)
+            if call.error is None:
+                session.keep_nowait(call)
+            else:
+                session.forget_nowait(call)
             self.counts.in_flight -= 1
 
-    async def _sample_answer(
-        self, session: GatewaySession, call: GatewayCall, index: int, *, is_streamed: bool
-    ) -> None:
-        on_tokens = partial(call.feed, index) if is_streamed else None
+    async def _sample_all(self, session: GatewaySession, call: GatewayCall) -> None:
+        indices = range(len(call.requests))
+        asked = [self._sample_answer(session, call, each) for each in indices]
+        for failure in await asyncio.gather(*asked, return_exceptions=True):
+            if failure is not None:
+                raise failure
+        self.counts.prompt_tokens += call.num_prompt_tokens
+        self.counts.completion_tokens += call.num_completion_tokens
+        call.done_nowait()
+
+    async def _sample_answer(self, session: GatewaySession, call: GatewayCall, index: int) -> None:
+        on_tokens = partial(call.feed, index) if call.is_streamed else None
         completion = await self.engine.generate(call.requests[index], on_tokens=on_tokens)
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
         call.choices[index].finish(completion)
 
+    async def beside(self, function: Callable[[], Value]) -> Value:
+        """Run what reads a long body in a thread, in turn with others."""
+        return await _beside(self._rendering, function)
+
+    async def count(self, session: GatewaySession, body: bytes) -> int:
+        """Tokens of the prompt that this chat would be. Raises ApiError."""
+        session.count_nowait()
+        asked = self._reader.chat(body)
+        prefill = self._prefill(asked.tool_choice) if asked.tools else ""
+        settings = asked.chat_template_kwargs or None
+        tools = asked.tools or None
+        draft_now = partial(session.capture.draft, asked.messages, tools, prefill=prefill, settings=settings)
+        try:
+            draft = await self.beside(draft_now) if len(body) >= LONG_BODY else draft_now()
+            ids = await self._encode(draft.text, asked)
+        except ValueError as error:
+            raise invalid(f"{error}.", asked.param) from None
+        return len(ids) + (draft.parent.num_path_ids if draft.parent is not None else 0)
+
+    def _thoughts(self, planned: Planned) -> ThoughtCutter:
+        """Cuts the thought of an answer to this prompt, whose own end may open it."""
+        marks = self.tool_format.thinking
+        end = self.tokenizer.decode(planned.added[-NUM_OF_END:].tolist(), skip_special_tokens=False)
+        return ThoughtCutter(marks, is_open=end.rstrip().endswith(marks[0]))
+
     def _prefill(self, tool_choice: str) -> str:
         """Beginning of the answer that forces a tool call, where the call asks for one. Raises ApiError."""
-        if self.tool_format.name == "none":
-            why = "gateway.tool_format names no format, or its auto found none in the chat template."
-            raise invalid(f"tools are refused: {why}", "tools")
+        if self.tool_format.refusal:
+            raise invalid(f"tools are refused: {self.tool_format.refusal}", "tools")
         if tool_choice == "auto":
             return ""
         name = None if tool_choice == "required" else tool_choice.removeprefix("function:")
@@ -263,9 +298,7 @@ class EngineRoute:
         prompt = planned.draft.text if planned.draft else ""
         found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
         if asks_strict_alone(asked) and (found is None or self.rules.constrained == "context"):
-            if not self._has_warned:  # in context, a harness whose tools are all strict would train nothing
-                self._has_warned = True
-                log.warning("gateway: `strict` of tools is not enforced (%s)", STRICT_NEEDS)
+            self._checks.note_not_enforced()  # in context, all-strict tools would leave nothing to train
             return None
         if found is None:
             return None
@@ -278,7 +311,10 @@ class EngineRoute:
         try:
             if isinstance(asked, ChatRequest):
                 tools = asked.tools or None
-                draft_now = partial(capture.draft, asked.messages, tools, prefill=prefill, before=read.before)
+                more: dict[str, Any] = {"prefill": prefill, "before": read.before}
+                if asked.chat_template_kwargs:
+                    more["settings"] = asked.chat_template_kwargs
+                draft_now = partial(capture.draft, asked.messages, tools, **more)
                 draft = await _beside(self._rendering, draft_now) if read.is_long else draft_now()
                 return capture.plan(draft, await self._encode(draft.text, asked))
             prompt = asked.prompt
@@ -307,19 +343,40 @@ class EngineRoute:
         return min(asked.max_tokens or rules.max_tokens, rules.max_tokens, rules.max_length - length)
 
 
-def _keys(session: GatewaySession, planned: Planned, asked: AnyRequest) -> list[int]:
-    """One key for each choice; its seed is made of it. The key depends on the content of the call and on how
-    many equal calls came before, never on the time.
+@contextmanager
+def _noting_overflow(session: GatewaySession, planned: Planned | None = None) -> Iterator[None]:
+    """A block whose refusal of a conversation as too long is told to the session."""
+    try:
+        yield
+    except ApiError as error:
+        if error.error["code"] == TOO_LONG:
+            session.overflowed_nowait(str(error), None if planned is None else planned.parent)
+        raise
+
+
+def _give_up(session: GatewaySession, call: GatewayCall, scope: asyncio.Timeout) -> None:
+    """Nobody wants its answer: what was sampled of it is dropped, and it holds no place any more."""
+    call.done_nowait(client_gone())
+    session.forget_nowait(call)
+    scope.reschedule(0.0)
+
+
+def _keys(
+    session: GatewaySession, planned: Planned, asked: AnyRequest, grammar: str
+) -> tuple[list[int], tuple[bytes, int] | None]:
+    """(one key for each choice, of which its seed is made; what they are made of). They depend on the content
+    of the call and on how many equal calls came before, never on the time.
 
     Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
     """
-    digest = planned.prompt_hash.digest()
-    number = f"seed {asked.seed}"
-    if asked.seed is None:
-        times = session.times_asked[digest] = session.times_asked.get(digest, -1) + 1
-        number = f"time {times}"
+    digest, shape = planned.prompt_hash.digest(), asked.shape() + grammar.encode()
+    if shape:
+        digest = blake2b(digest + shape, digest_size=16).digest()
+    time_asked = None if asked.seed is not None else (digest, session.number_of(digest))
+    number = f"seed {asked.seed}" if time_asked is None else f"time {time_asked[1]}"
     contents = [digest + f"/{number}/{index}".encode() for index in range(asked.n)]
-    return [int.from_bytes(blake2b(each, digest_size=8).digest(), "big") >> 1 for each in contents]
+    keys = [int.from_bytes(blake2b(each, digest_size=8).digest(), "big") >> 1 for each in contents]
+    return keys, time_asked
 
 
 async def _beside(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:

@@ -1,36 +1,33 @@
-"""The gateway: an OpenAI-compatible endpoint whose sessions record what was sampled. Its routes check the
-key, read the call, and write the answer, whole or as a stream.
+"""The gateway: an endpoint in OpenAI's and Anthropic's forms whose sessions record what was sampled. Its
+routes check the key, read the call, and write the answer, whole or as a stream.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import cast
 
 from aiohttp import web
 
-from asyncrl.agents.endpoint.answers import (
-    NO_RETRY,
-    ApiError,
-    ChatForm,
-    GatewayTokenizer,
-    TextForm,
-    WrittenAnswer,
-    invalid,
-)
+from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer, invalid
+from asyncrl.agents.endpoint.calls.connections import Connection
+from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
-from asyncrl.agents.endpoint.requests import CallRequest, CallRules
-from asyncrl.agents.endpoint.sessions import GatewayCall, GatewaySession, Sessions, session_ended
+from asyncrl.agents.endpoint.engine_route import LONG_BODY, EngineRoute, OnBroken, SeedOf, Sent
+from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
+from asyncrl.agents.endpoint.forms.anthropic_written import error_body, model_body
+from asyncrl.agents.endpoint.forms.chat import ChatForm, Form, TextForm, Translated, Written
+from asyncrl.agents.endpoint.forms.responses import ResponsesForm
+from asyncrl.agents.endpoint.requests import CallRules
+from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.config import GatewayConfig
 from asyncrl.engines.pool import EnginePool
@@ -52,7 +49,7 @@ _EVENT_STREAM = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-_FULL = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_ROUTES = "There are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages and /v1/models."
 
 
 class Gateway:
@@ -64,7 +61,7 @@ class Gateway:
     Waits: handlers sleep in the client's body, the engine, and the client's reading, all bounded by
         read_timeout_s or the session.
     Invariant: nothing that a client sends reaches an engine unchecked, and no call is answered after its
-        session. Whatever a client sends is answered in OpenAI's form; errors are counted by status.
+        session. Whatever a client sends is answered in its endpoint's form; errors are counted by status.
     """
 
     def __init__(
@@ -85,6 +82,8 @@ class Gateway:
         parts = tokenizer, tool_format, rules, seed_of, on_broken
         self._route = EngineRoute(self._sessions, engine, *parts)
         self.open_nowait = self._route.open_nowait
+        can_turn_off = "enable_thinking" in getattr(tokenizer, "template", "")
+        self._messages_form = MessagesForm(can_turn_off=can_turn_off)
         self._socket: socket.socket | None = None
         self._listener: asyncio.Server | None = None
         app = self._app(extra_routes)
@@ -93,9 +92,17 @@ class Gateway:
     def _app(self, extra_routes: Sequence[web.RouteDef]) -> web.Application:
         app = web.Application(middlewares=[self._in_form], client_max_size=self._config.max_body_bytes)
         app[READ_TIMEOUT_S] = self._config.read_timeout_s
+        forms: dict[str, Form] = {
+            "chat/completions": ChatForm(),
+            "completions": TextForm(),
+            "responses": ResponsesForm(),
+            "messages": self._messages_form,
+        }
         for prefix in ("/v1", "/s/{key}/v1"):
-            app.router.add_post(f"{prefix}/chat/completions", partial(self._complete, ChatForm()))
-            app.router.add_post(f"{prefix}/completions", partial(self._complete, TextForm()))
+            for path, form in forms.items():
+                app.router.add_post(f"{prefix}/{path}", partial(self._complete, form))
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._count)
+            app.router.add_get(f"{prefix}/responses/{{name}}", self._stored)
             app.router.add_get(f"{prefix}/models", self._models)
             app.router.add_get(f"{prefix}/models/{{model:.+}}", self._models)
         app.add_routes(extra_routes)
@@ -165,7 +172,7 @@ class Gateway:
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py."""
-        names = ("calls", "extended", "realigned", "forked")
+        names = ("calls", "extended", "realigned", "edited", "uncut")
         counts = {f"gateway/{name}": getattr(self._route.counts, name) for name in names}
         return counts | {"gateway/refused": self._refused.total()}
 
@@ -173,7 +180,7 @@ class Gateway:
 
     @web.middleware
     async def _in_form(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors in OpenAI's form."""
+        """Errors in the form of the endpoint that was called."""
         try:
             return await handler(request)
         except ApiError as error:
@@ -189,39 +196,63 @@ class Gateway:
             why = "The gateway made a mistake; its log says which."
             failure = ApiError(500, why, type="server_error", headers=NO_RETRY)
         self._refused[failure.status] += 1
-        response = failure.response()
+        response = failure.response(error_body(failure, request.path, request.headers))
         if failure.status in (408, 500):
             response.force_close()
         return response
 
-    async def _complete(self, form: ChatForm, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, form: Form, request: web.Request) -> web.StreamResponse:
         session, stream = self._sessions.find(shown_key(request)), _Stream(request)
         try:
-            async with session.in_hand():
+            async with session.in_hand(), session.begun:
                 async with session.reading:
-                    body = await read_body(request)
-                    body_hash, before = session.sent.find(body)
-                    digest, is_retry = _asked_as(form, body_hash, request)
-                    sent = Sent(form, body, digest, before, is_retry=is_retry)
-                    call, asked, is_new = await session.route.begin(session, sent)
-                with call.attended(stream.is_there):
-                    return await self._answer(session, call, asked, stream, is_new=is_new)
+                    call, is_new = await self._begin(session, form, stream)
+                with stream.watched(call.left_nowait), call.attended(stream.is_there):
+                    return await self._answer(session, call, stream, is_new=is_new)
         except ApiError as error:
+            if error.status == CLIENT_GONE:
+                return web.Response(status=CLIENT_GONE)
             if 400 <= error.status < 500 and error.status != 410:
                 session.refused_nowait()
             if not stream.has_begun:
                 raise
+            assert stream.written is not None, "it has written the beginning"
             self._refused[error.status] += 1
-            return await stream.write(b"data: " + error.body() + b"\n\n")
+            return await stream.write(stream.written.failed(error))
+
+    async def _begin(self, session: GatewaySession, form: Form, stream: _Stream) -> tuple[GatewayCall, bool]:
+        """The call, and whether it is new; `stream` knows what its client gets. A body is not kept: a call
+        may wait long.
+        """
+        told = await self._translated(form, session, stream)
+        body_hash, before = session.sent.find(told.body)
+        digest, is_retry = _asked_as(form, body_hash, stream.request)
+        sent = Sent(form, told.body, digest, before, is_retry=is_retry)
+        call, asked, is_new = await session.route.begin(session, sent)
+        stream.written = form.written(call, self._model, asked, told.given)
+        return call, is_new
+
+    async def _translated(self, form: Form, session: GatewaySession, stream: _Stream) -> Translated:
+        """The body in terms of chat completions; a long one is translated beside the loop."""
+        try:
+            body = await read_body(stream.request)
+        except ConnectionError:
+            raise client_gone() from None
+        if not stream.is_there():
+            raise client_gone()
+        if form.translates and len(body) >= LONG_BODY:
+            return await session.route.beside(partial(form.translated, body, session.responses))
+        return form.translated(body, session.responses)
 
     async def _answer(
-        self, session: GatewaySession, call: GatewayCall, asked: CallRequest, stream: _Stream, *, is_new: bool
+        self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
     ) -> web.StreamResponse:
         """Sample the call, unless it is one that was sampled before, and write what came of it."""
-        written = WrittenAnswer(call, self._model, asked)
+        written = stream.written
+        assert written is not None, "_begin() has made it"
         if is_new:
-            sampling = session.route.sample(session, call, is_streamed=asked.stream)
-            if asked.stream:
+            sampling = session.route.sample(session, call)
+            if call.is_streamed:
                 await asyncio.gather(sampling, self._write_news(call, written, stream))
             else:
                 await sampling
@@ -230,30 +261,43 @@ class Gateway:
             raise session_ended(session.ended)
         if stream.is_there():
             session.deliver_nowait(call)
-        if asked.stream:
+            written.keep(session.responses)
+        if call.is_streamed:
             return await stream.write(written.end())
         return web.Response(body=written.whole(), content_type="application/json")
 
-    async def _write_news(self, call: GatewayCall, written: WrittenAnswer, stream: _Stream) -> None:
+    async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
         """Text as it comes, until the end or until the client is gone."""
         while not call.is_done and stream.is_there():
             await call.wait_news()
             if not call.is_done and (text := written.news()):
                 await stream.write(text)
 
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        """Tokens of a chat, which is neither sampled nor recorded."""
+        session = self._sessions.find(shown_key(request))
+        try:
+            async with session.in_hand(), session.reading:
+                told = await self._translated(self._messages_form, session, _Stream(request))
+                num_tokens = await session.route.count(session, told.body)
+        except ApiError as error:
+            if 400 <= error.status < 500 and error.status != 410:
+                session.refused_nowait()
+            raise
+        return web.json_response({"input_tokens": num_tokens})
+
+    async def _stored(self, request: web.Request) -> web.StreamResponse:
+        body = self._sessions.find(shown_key(request)).responses.body(request.match_info["name"])
+        return web.Response(body=body, content_type="application/json")
+
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._sessions.find(shown_key(request))
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncrl"}
-        name = request.match_info.get("model")
-        if name is not None and name != self._model:
-            why = f"There is one model here, {self._model}."
-            raise ApiError(404, why, code="model_not_found", param="model")
-        return web.json_response(model if name is not None else {"object": "list", "data": [model]})
+        return web.json_response(model_body(self._model, request.match_info.get("model")))
 
     def _http_error(self, error: web.HTTPException) -> ApiError:
         """What aiohttp refuses by itself. The address is not shown, for it may hold a key."""
         words = {
-            404: "Invalid URL. There are /v1/chat/completions, /v1/completions and /v1/models.",
+            404: f"Invalid URL. {_ROUTES}",
             413: f"The body is larger than gateway.max_body_bytes={self._config.max_body_bytes}.",
         }
         allow = {name: value for name, value in error.headers.items() if name == "Allow"}
@@ -271,34 +315,46 @@ class _Stream:
     """
 
     def __init__(self, request: web.Request) -> None:
-        self._request = request
+        self.request = request
         self._response = web.StreamResponse(headers=_EVENT_STREAM)
         self.has_begun = False
+        self.written: Written | None = None
+        """What is written to it."""
 
     def is_there(self) -> bool:
         """Whether the client is still connected."""
-        return is_connected(self._request)
+        return is_connected(self.request)
+
+    @contextlib.contextmanager
+    def watched(self, left: Callable[[], None]) -> Iterator[None]:
+        """`left` is called when the client goes away."""
+        connection = cast("Connection", self.request.protocol)
+        connection.on_lost.append(left)
+        try:
+            yield
+        finally:
+            connection.on_lost.remove(left)
 
     async def write(self, events: bytes) -> web.StreamResponse:
         """Write, if the client is there; a client that goes away is no error of the call."""
         with contextlib.suppress(ConnectionError):
             if not self.has_begun:
                 self.has_begun = True
-                await self._response.prepare(self._request)
+                await self._response.prepare(self.request)
             await self._response.write(events)
         return self._response
 
 
 def shown_key(request: web.Request) -> str:
-    """The key in the address, or the bearer token; empty if there is none."""
+    """The key in the address, the bearer token, or Anthropic's x-api-key; empty if there is none."""
     key = request.match_info.get("key")
     if key is None:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        key = token if scheme.lower() == "bearer" else ""
+        key = token if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
     return key.strip()
 
 
-def _asked_as(form: ChatForm, body_hash: bytes, request: web.Request) -> tuple[bytes, bool]:
+def _asked_as(form: Form, body_hash: bytes, request: web.Request) -> tuple[bytes, bool]:
     """What tells one call from another, and whether its client says that it asks again."""
     key = request.headers.get("Idempotency-Key", "")
     digest = blake2b(
@@ -316,52 +372,3 @@ async def read_body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise ApiError(408, f"The body of this request did not arrive within {slow_s} s.") from None
-
-
-class Connection(web.RequestHandler):
-    """One connection. aiohttp closes one that is idle, or within a request's head, for read_timeout_s. One
-    more than `most` takes the place of the one that is idle longest; if none is, it is answered with 503.
-    """
-
-    __slots__ = ("_most",)
-
-    def __init__(self, server: web.Server, most: int, **settings: Any) -> None:
-        super().__init__(server, auto_decompress=False, **settings)
-        self._most = most
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert self._manager is not None
-        others = [each for each in self._manager.connections if each.transport is not None]
-        if len(others) >= self._most:
-            idle = [each for each in others if each._waiter is not None and not each._waiter.done()]
-            if not idle:
-                assert isinstance(transport, asyncio.Transport)
-                transport.set_protocol(asyncio.Protocol())
-                transport.write(_FULL)
-                transport.close()
-                return
-            idle[0].force_close()
-        super().connection_made(transport)
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """Called by aiohttp for bytes that are not HTTP. They are a mistake of the client and are not
-        logged.
-        """
-
-
-YOUNG = 10_000
-"""Objects made and not freed yet until Python looks for cycles among them; its own number is 700, less than a
-few calls in flight have.
-"""
-
-
-def collect_less() -> None:
-    """Exclude all present objects from garbage collection, and collect new ones less often. Call it when all
-    is imported and built.
-
-    A collection of everything stands still for all calls at once: some 80 ms with what the imports of a run
-    leave (110,000 objects). Almost nothing here is in a cycle.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(YOUNG, 10, 10)

@@ -5,15 +5,23 @@ engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
-from pydantic_core import PydanticCustomError, from_json
-from typing_extensions import TypedDict
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationError
+from pydantic_core import from_json, to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, invalid, shown, too_long
+from asyncrl.agents.endpoint.calls.sent_messages import (
+    ROLES,
+    STRICT,
+    ChatMessage,
+    GivenTool,
+    ResponseFormat,
+    wrong,
+)
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
 from asyncrl.messages.calls import MAX_TOP_LOGPROBS
 
@@ -21,10 +29,16 @@ log = logging.getLogger(__name__)
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
-ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_SETTINGS_BYTES = 4096
+"""Most bytes of chat_template_kwargs, as JSON."""
+MAX_LOGGED = 256
+"""Names of what is ignored that are logged: a client may make up any number."""
+LOWEST_TEMPERATURE = 0.01
+"""A lower one is greedy: vLLM samples from none, and the most likely token is all that is left of it."""
 
 _IGNORED = (
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction"
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction "
+    "verbosity"
 )
 IGNORED = frozenset(_IGNORED.split())
 """Change nothing of what is sampled."""
@@ -38,7 +52,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), _CHANGES),
     "top_k": ((-1, 0), _CHANGES),
     "min_p": ((0,), _CHANGES),
-    "parallel_tool_calls": ((True,), "the model's tool-call format has no way to forbid a second call"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "best_of": ((1,), "every sampled completion is an answer"),
     "echo": ((False,), "prompts are not echoed"),
@@ -46,8 +59,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "function_call": ((), "it is deprecated; use tool_choice"),
     "audio": ((), _TEXT_ONLY),
     "suffix": ((), "this model completes, it does not fill in"),
-    "reasoning_effort": ((), "the engines cannot control how long this model thinks"),
-    "verbosity": ((), "the engines cannot control how much this model writes"),
     "web_search_options": ((), "there is no web search here"),
 }
 """Parameters, the values of them that mean "off", and why others are refused."""
@@ -65,126 +76,10 @@ class CallRules:
     max_length: int
     """Of prompt and completion together, in the engines."""
     vocab_size: int
-    on_sampling_override: Literal["use_config", "refuse"] = "use_config"
+    on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
     constrained: Literal["context", "exact"] = "exact"
-
-
-# ---- chat messages and tools, as a call sends them and as a chat template reads them
-
-
-def _wrong(why: str) -> PydanticCustomError:
-    return PydanticCustomError("wrong", "{why}", {"why": why})
-
-
-def _joined(content: Any) -> Any:
-    """Text, or the text of a list of text parts."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise _wrong(f"a part is {shown(kind)}; this model reads text parts alone")
-    return "".join(part["text"] for part in content)
-
-
-def _parsed(arguments: Any) -> Any:
-    """Arguments as an object, which is how templates read them."""
-    try:
-        return from_json(arguments, allow_inf_nan=False)
-    except (ValueError, TypeError) as error:
-        raise _wrong(f"arguments must be the text of a JSON object: {error}") from None
-
-
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
-Content = Annotated[str, BeforeValidator(_joined)]
-STRICT = ConfigDict(strict=True, extra="forbid")
-OPEN = ConfigDict(strict=True, extra="ignore")
-
-
-class _CalledFunction(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-    name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(_parsed)]
-
-
-class _SentCall(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-    id: str
-    type: NotRequired[Literal["function"]]
-    function: _CalledFunction
-
-
-class _Message(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
-    name: NotRequired[str]
-    content: Content
-
-
-class _Plain(_Message):
-    role: Literal["system", "developer", "user"]
-
-
-class _Assistant(_Message):
-    role: Literal["assistant"]
-    reasoning_content: NotRequired[str]
-    tool_calls: NotRequired[Annotated[list[_SentCall], Field(max_length=MAX_TOOLS)]]
-
-
-class _ToolResult(_Message):
-    role: Literal["tool"]
-    tool_call_id: Annotated[str, Field(min_length=1)]
-
-
-_EMPTY = ("refusal", "audio", "annotations", "function_call", "parsed", "tool_calls")
-"""Keys that OpenAI's own client writes into an answer that it sends back, where they say nothing."""
-
-
-def _tidy(message: Any) -> Any:
-    """Without keys that say nothing. An answer of calls alone has empty content: some templates (SmolLM2,
-    Phi 3) take no message without it.
-    """
-    if not isinstance(message, dict):
-        return message
-    said = {key: value for key, value in message.items() if value or not (value is None or key in _EMPTY)}
-    return {"content": "", **said} if said.get("role") == "assistant" else said
-
-
-ChatMessage = Annotated[
-    _Plain | _Assistant | _ToolResult, Field(discriminator="role"), BeforeValidator(_tidy)
-]
-
-
-class _Described(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-    name: Name
-    description: NotRequired[str | None]
-    parameters: NotRequired[dict[str, Any]]
-    strict: NotRequired[bool | None]
-
-
-class _GivenTool(TypedDict):
-    __pydantic_config__ = OPEN  # type: ignore[misc]
-    type: Literal["function"]
-    function: _Described
-
-
-class _JsonSchema(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
-    name: Name
-    description: NotRequired[str | None]
-    schema: NotRequired[dict[str, Any]]
-    strict: NotRequired[bool | None]
-
-
-class _JsonObjectFormat(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
-    type: Literal["json_object"]
-
-
-class _JsonSchemaFormat(TypedDict):
-    __pydantic_config__ = STRICT  # type: ignore[misc]
-    type: Literal["json_schema"]
-    json_schema: _JsonSchema
+    reads_effort: bool = False
+    """The chat template reads `reasoning_effort`."""
 
 
 def _tool_choice(value: Any) -> str:
@@ -194,7 +89,28 @@ def _tool_choice(value: Any) -> str:
             return str(value)
         case {"type": "function", "function": {"name": str(name)}}:
             return f"function:{name}"
-    raise _wrong("it must be none, auto, required, or name a function")
+    raise wrong("it must be none, auto, required, or name a function")
+
+
+_FIXED_SETTINGS = frozenset(
+    "messages conversation tools documents chat_template add_generation_prompt continue_final_message "
+    "tokenize padding truncation max_length return_tensors return_dict return_assistant_tokens_mask "
+    "tokenizer_kwargs raise_exception strftime_now range dict lipsum cycler joiner namespace loop".split()
+)
+"""What the gateway gives to every rendering, or a template relies on."""
+_SETTING = re.compile(r"[a-zA-Z][a-zA-Z0-9_]{0,63}")
+
+
+def _settings(value: Any) -> Any:
+    """Keyword arguments of the chat template: plain values under names that are free."""
+    for name, each in value.items() if isinstance(value, dict) else ():
+        if not _SETTING.fullmatch(name) or name in _FIXED_SETTINGS or name.endswith("_token"):
+            raise wrong(f"{shown(name)} cannot be set by a call")
+        if not isinstance(each, (str, int, float, type(None))):
+            raise wrong(f"{name} is {shown(each)}; a text, a number, true, false or null is taken")
+    if (num_bytes := len(to_json(value))) > MAX_SETTINGS_BYTES:
+        raise wrong(f"they have {num_bytes} bytes; {MAX_SETTINGS_BYTES} is the most")
+    return value
 
 
 def _prompt(value: Any) -> Any:
@@ -202,15 +118,23 @@ def _prompt(value: Any) -> Any:
         value = value[0]
     is_ids = isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
     if not value or not (is_ids or isinstance(value, str)):
-        raise _wrong("it must be a text that is not empty, or a list of token ids, one of them in a call")
+        raise wrong("it must be a text that is not empty, or a list of token ids, one of them in a call")
     return value
 
 
 # ---- calls
 
+_NO_SHAPE = frozenset(
+    "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
+    "max_completion_tokens chat_template_kwargs reasoning_effort".split()
+)
+"""Parameters that lie in the prompt, are a key of their own, or change no token of the answer."""
+
 
 class CallRequest(BaseModel):
-    """The body of a call, whichever route it came by."""
+    """The body of a call, whichever route it came by. Once it is read, `temperature` and `top_p` are None
+    where the run's own hold.
+    """
 
     model_config = STRICT
     param: ClassVar[str]
@@ -244,28 +168,54 @@ class CallRequest(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options.get("include_usage") is True
 
+    @property
+    def is_as_configured(self) -> bool:
+        """It is sampled from the run's own distribution."""
+        return self.temperature is None and self.top_p is None
+
+    @property
+    def has_one_call(self) -> bool:
+        """Its answers may hold one tool call, and no more."""
+        return False
+
+    def shape(self) -> bytes:
+        """What shapes its answers beside the prompt, as far as the call says it; empty if it says nothing.
+        Calls of other shapes are other calls, with other seeds.
+        """
+        said = self.model_dump(exclude=set(_NO_SHAPE), exclude_defaults=True)
+        return to_json(said) if said else b""
+
 
 class ChatRequest(CallRequest):
     """Of /v1/chat/completions. Once it is read, `tool_choice` is none, auto, required or function:NAME,
-    `tools` is empty with none, and `max_tokens` is the smaller of the two limits.
+    `tools` is empty with none, `max_tokens` is the smaller of the two limits, and `chat_template_kwargs` hold
+    the reasoning_effort of a template that reads it.
     """
 
     param = "messages"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
-    tools: Annotated[list[_GivenTool], Field(max_length=MAX_TOOLS)] = []
+    tools: Annotated[list[GivenTool], Field(max_length=MAX_TOOLS)] = []
     tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
+    parallel_tool_calls: bool = True
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    response_format: Annotated[
-        Annotated[_JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")] | None,
-        BeforeValidator(lambda value: None if value == {"type": "text"} else value),
-    ] = None
+    response_format: ResponseFormat = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    reasoning_effort: Annotated[str, Field(pattern=r"^[a-z]{1,16}\z")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_settings)] = {}
 
     @property
     def num_top_logprobs(self) -> int:
         return self.top_logprobs
+
+    @property
+    def has_one_call(self) -> bool:
+        return bool(self.tools) and not self.parallel_tool_calls
+
+    def shape(self) -> bytes:
+        forced = self.tool_choice.encode() if self.tool_choice not in ("none", "auto") else b""
+        return super().shape() + forced
 
 
 class TextRequest(CallRequest):
@@ -300,7 +250,7 @@ class RequestReader:
 
     def chat(self, body: bytes) -> ChatRequest:
         """A call of /v1/chat/completions. Raises ApiError; for too many messages before any is looked at."""
-        given, most = _parse_json(body), self._rules.max_prompt_tokens
+        given, most = parse_json(body), self._rules.max_prompt_tokens
         messages = given.get("messages")
         if isinstance(messages, list) and len(messages) > most:
             why = f"{len(messages)} messages are more than rollout.max_prompt_tokens={most}: each is a token."
@@ -316,11 +266,17 @@ class RequestReader:
         asked.tools = [] if asked.tool_choice == "none" else given["tools"]  # as they are, keys in order
         limits = [each for each in (asked.max_completion_tokens, asked.max_tokens) if each is not None]
         asked.max_tokens = min(limits, default=None)
+        if (effort := asked.reasoning_effort) is not None and self._rules.reads_effort:
+            asked.chat_template_kwargs = {"reasoning_effort": effort, **asked.chat_template_kwargs}
+        elif effort is not None:
+            self._log_once(
+                "reasoning_effort", "calls give `reasoning_effort`, which the template does not read"
+            )
         return asked
 
     def text(self, body: bytes) -> TextRequest:
         """A call of /v1/completions. Raises ApiError."""
-        asked, known = self._checked(_parse_json(body), TextRequest), self._rules.vocab_size
+        asked, known = self._checked(parse_json(body), TextRequest), self._rules.vocab_size
         if isinstance(asked.prompt, list) and (largest := max(asked.prompt)) >= known:
             raise invalid(f"prompt holds {shown(largest)}; the model knows ids 0 to {known - 1}.", "prompt")
         return asked
@@ -339,26 +295,41 @@ class RequestReader:
             else:
                 given[name] = value
         try:
-            asked = shape.model_validate(given)
+            asked = shape.model_validate(given, context=self._log_ignored)
         except ValidationError as error:
-            raise _refused(error) from None
-        for name in ("temperature", "top_p"):
-            value, fixed = getattr(asked, name), getattr(self._rules, name)
-            if value in (None, fixed):
-                continue
-            if self._rules.on_sampling_override == "refuse":
-                why = f"training samples at {name}={fixed}. Leave it out, or set gateway.on_sampling_override"
-                raise invalid(f"{name}={value} is refused: {why} to use_config.", name)
-            self._log_once(name, f"a call asks for {name}={value} and gets {name}={fixed}, as every one will")
+            raise refused(error) from None
+        self._settle_sampling(asked)
         return asked
 
+    def _settle_sampling(self, asked: CallRequest) -> None:
+        """Temperature and top_p: the call's own, or None where the run's hold. Raises ApiError."""
+        rule = self._rules.on_sampling_override
+        if asked.temperature == 0 or asked.top_p == 0 or (asked.temperature or 1) < LOWEST_TEMPERATURE:
+            asked.temperature, asked.top_p = 0.0, None  # greedy: the most likely token
+        for name in ("temperature", "top_p"):
+            value, fixed = getattr(asked, name), getattr(self._rules, name)
+            if value is None or (value != fixed and rule == "honour"):
+                continue
+            if value != fixed and rule == "refuse":
+                why = f"training samples at {name}={fixed}. Leave it out, or set gateway.on_sampling_override"
+                raise invalid(f"{name}={value} is refused: {why} to use_config.", name)
+            if value != fixed:
+                self._log_once(
+                    name, f"a call asks for {name}={value} and gets {name}={fixed}, as every one will"
+                )
+            setattr(asked, name, None)
+
+    def _log_ignored(self, keys: Collection[str]) -> None:
+        for key in sorted(keys):
+            self._log_once(f"messages.{key}", f"messages have `{key[:80]}`, which no template gets")
+
     def _log_once(self, name: str, text: str) -> None:
-        if name not in self._logged:
+        if name not in self._logged and len(self._logged) < MAX_LOGGED:
             self._logged.add(name)
             log.warning("gateway: %s", text)
 
 
-def _parse_json(body: bytes) -> dict[str, Any]:
+def parse_json(body: bytes) -> dict[str, Any]:
     """The body as an object. The parser bounds its depth and refuses lone surrogates. Raises ApiError."""
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -369,10 +340,17 @@ def _parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _refused(error: ValidationError) -> ApiError:
-    """The first thing that is wrong, where it stands in the body, and what stands there."""
+def refused(error: ValidationError, kinds: Collection[str] = ROLES) -> ApiError:
+    """The first thing that is wrong, where it stands in the body, and what stands there. `kinds`: of the
+    entries of lists, which pydantic names, too.
+    """
     first = error.errors(include_url=False)[0]
-    loc = [part for part in first["loc"] if part not in ROLES]  # pydantic names the kind of a message, too
+    given_at, before = first["loc"], [None, *first["loc"]]
+    loc = [
+        part
+        for part, last in zip(given_at, before, strict=False)
+        if not (part in kinds and isinstance(last, int))
+    ]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")[:200]
     given = "" if first["type"] in ("missing", "wrong") else f", not {shown(first['input'])}"
     code = "unknown_parameter" if first["type"] == "extra_forbidden" else None

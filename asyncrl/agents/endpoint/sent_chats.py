@@ -15,12 +15,12 @@ from hashlib import blake2b
 
 from pydantic_core import from_json
 
-from asyncrl.agents.endpoint.capture import Draft
+from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.messages.work import new_hash
 
 MAX_CHATS = 16
-"""Chats of a session that its next calls may go on from: as many as the default of
-gateway.max_concurrent_calls.
+"""Chats of a session that its next calls may go on from, if it has no more calls at once: as many as the
+default of gateway.max_concurrent_calls.
 """
 
 _MESSAGES = re.compile(rb'"messages"[ \t\r\n]*:[ \t\r\n]*\[')
@@ -75,10 +75,10 @@ class SentChat:
 
 
 class SentChats:
-    """The newest MAX_CHATS of one session."""
+    """The newest ones of one session: as many as it may have calls at once, MAX_CHATS at least."""
 
-    def __init__(self) -> None:
-        self._chats: deque[SentChat] = deque(maxlen=MAX_CHATS)
+    def __init__(self, num_calls: int = 0) -> None:
+        self._chats: deque[SentChat] = deque(maxlen=max(MAX_CHATS, num_calls))
 
     def find(self, body: bytes) -> tuple[bytes, SentChat | None]:
         """(hash of the body, the longest chat that it goes on from)."""

@@ -1,23 +1,32 @@
-"""Sessions: their keys, their limits and their calls. It knows neither HTTP nor engines."""
+"""Sessions: their keys, their limits, and their calls, which wait their turn. It knows neither HTTP nor
+engines.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
+import math
 import secrets
-import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import KW_ONLY, dataclass
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from asyncrl.agents.endpoint.answers import NO_RETRY, Answer, ApiError, ChatForm, invalid
-from asyncrl.agents.endpoint.capture import Capture, Planned
+import numpy as np
+
+from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, invalid
+from asyncrl.agents.endpoint.branches import Node, make_rollout
+from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, Room
+from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.chats import Messages
+from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
 from asyncrl.agents.endpoint.sent_chats import SentChats
 from asyncrl.config import GatewayConfig
 from asyncrl.errors import RolloutFailure
-from asyncrl.messages.records import Outcome, Rollout, SamplingRequest, VersionSpan
+from asyncrl.messages.records import Outcome, Rollout, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.engine_route import EngineRoute
@@ -25,16 +34,23 @@ if TYPE_CHECKING:
 MAX_EXPIRED = 10_000
 """Sessions whose end can still be explained to a call that comes too late."""
 USER_SHARE = 16
-"""A user's key may make this many times the calls of one rollout, and hold this many times its tokens, until
-an outcome is posted.
+"""A user's key keeps this many times the completions that one rollout may have, and this many times its
+tokens, until an outcome is posted. With one more, its oldest conversations are forgotten.
 """
+USER_ROOM = 4
+"""A user's key has this many times the max_concurrent_calls of one rollout."""
+BEGUN_SHARE = 4
+"""Calls of a session that are read, for each that is sampled: the next ones wait unread."""
+MAX_TIMES = 2**16
+"""Different calls of a session whose equal ones are counted."""
 REFUSALS_PER_CALL = 10
 """Calls of one rollout that may be refused, for each that it may make."""
 
 
 def unknown_key() -> ApiError:
     """401. The key itself is never shown: answers end up in logs."""
-    why = "Unknown or missing session key. Send `Authorization: Bearer KEY`, or call /s/KEY/v1/...."
+    why = "Unknown or missing session key. Send `Authorization: Bearer KEY` or `x-api-key: KEY`, or call "
+    why += "/s/KEY/v1/...."
     return ApiError(401, why, code="invalid_api_key")
 
 
@@ -43,85 +59,9 @@ def session_ended(reason: str) -> ApiError:
     return ApiError(410, f"This session has ended: {reason}", code="session_ended", headers=NO_RETRY)
 
 
-def rate_limited(message: str, headers: Mapping[str, str]) -> ApiError:
-    """429; `headers` say whether waiting helps."""
-    return ApiError(429, message, type="requests", code="rate_limit_exceeded", headers=headers)
-
-
-class GatewayCall:
-    """One sampling, and all clients that want its answer.
-
-    Life: sampled by the request that made it -> done, with answers or an error -> delivered, to the clients
-        that are there by then. What was sampled is kept until it is delivered, and recorded then, once.
-    Waits: wait_done, and wait_news for a stream; both are woken by the sampling.
-    Invariant: a completion is in the capture if and only if it was written to a client that was there:
-        GatewaySession.deliver_nowait alone records.
-    """
-
-    def __init__(
-        self, form: ChatForm, digest: bytes, planned: Planned, sampled: Mapping[Answer, SamplingRequest]
-    ) -> None:
-        """`digest`: of what was asked, by which it is known when it is asked again."""
-        self.form, self.digest, self.created_s = form, digest, int(time.time())
-        self.choices = tuple(sampled)
-        self.requests: tuple[SamplingRequest, ...] = tuple(sampled.values())
-        """What is asked of the engine, until it is done."""
-        self.num_prompt_tokens = planned.num_prompt
-        self.name = f"{form.name}-{planned.number}"
-        self.error: ApiError | None = None
-        self.is_trained = True
-        """Sampled from the run's own distribution."""
-        self.grammar = next((one.grammar for one in self.requests), None)
-        self.undelivered: Planned | None = planned
-        self._clients: list[Callable[[], bool]] = []
-        self._news, self._done = asyncio.Event(), asyncio.Event()
-
-    @property
-    def is_done(self) -> bool:
-        """Sampling has ended, well or not."""
-        return self._done.is_set()
-
-    @property
-    def is_abandoned(self) -> bool:
-        """No client got the answer, and none is there to get it."""
-        return self.undelivered is not None and not any(is_there() for is_there in self._clients)
-
-    @property
-    def num_completion_tokens(self) -> int:
-        return sum(choice.num_tokens for choice in self.choices)
-
-    @contextmanager
-    def attended(self, is_there: Callable[[], bool]) -> Iterator[None]:
-        """A client waits for the answer, and is connected while `is_there()`."""
-        self._clients.append(is_there)
-        try:
-            yield
-        finally:
-            self._clients.remove(is_there)
-
-    def done_nowait(self, error: ApiError | None = None) -> None:
-        """Sampling has ended. Idempotent: the first end stays."""
-        if not self.is_done:
-            self.error, self.requests = error, ()  # a call is kept as long as its session
-            self._done.set()
-            self._news.set()
-
-    def feed(self, index: int, token_ids: Sequence[int]) -> None:
-        """Some more tokens of a choice were sampled."""
-        self.choices[index].feed(token_ids)
-        self._news.set()
-
-    async def wait_news(self) -> None:
-        """Return once there is more text, or the end, since this was asked last."""
-        await self._news.wait()
-        if not self.is_done:
-            self._news.clear()
-
-    async def wait_done(self) -> None:
-        """Return once sampling has ended. Raises ApiError if it failed."""
-        await self._done.wait()
-        if self.error is not None:
-            raise self.error
+def used_up(why: str) -> ApiError:
+    """429, and waiting does not help."""
+    return ApiError(429, why, type="requests", code="rate_limit_exceeded", headers=NO_RETRY)
 
 
 @dataclass(eq=False, repr=False)
@@ -131,7 +71,8 @@ class GatewaySession:
     Life: open -> ended, with a reason. Then the gateway forgets it but for the reason; its owner may still
         ask for the rollout, and what was sampled dies with the owner's reference. One that the gateway has
         ended for what its harness did (fail_nowait) has no rollout.
-    Waits: none; its calls sleep in the engine, within in_hand(), and its owner in while_open().
+    Waits: none; its calls sleep in `room` and in the engine, within in_hand(), and its owner in while_open().
+        A call that waits for room holds no lock.
     Invariant: no call outlives the session: end_nowait cancels every in_hand() block, which raises ApiError
         410. What is in `capture` was given to a client: deliver_nowait alone records.
     """
@@ -151,24 +92,39 @@ class GatewaySession:
     def __post_init__(self) -> None:
         self.key, self.is_users = self.user_key or secrets.token_urlsafe(24), self.user_key is not None
         self.limits = self.sessions.limits
+        self.room = Room(self.limits.max_concurrent_calls * (USER_ROOM if self.is_users else 1))
         self.capture = Capture(self.route.tokenizer, self.route.counts)
-        self.sent = SentChats()
+        self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
+        """Gets what a user's key does not keep any longer."""
+        self.sent = SentChats(self.room.most)
+        self.responses = KeptResponses(USER_SHARE * self.limits.max_calls)
+        self.num_counted = 0
         self.opening: Messages | None = None
         """Messages of the first call, kept of a user's session alone."""
         self.last_span: VersionSpan | None = None
         """The end of the newest completion: its engine has the conversation in its cache."""
         self.ended: str | None = None
         """Why it has ended; None while it is open."""
-        self.num_calls = self.num_refused = self.num_sampling = 0
-        """Sampling: choices, each of which is a request to the engine."""
-        self.reading = asyncio.Semaphore(self.limits.max_concurrent_calls)
+        self.num_calls = self.num_refused = 0
+        self.has_trained = False
+        """An answer was sampled from the run's own distribution."""
+        self.overflow: str | None = None
+        """The limit that a call has met, if no call that began later was answered."""
+        self._overflow_order, self._overflowed = 0, list[Node | None]()
+        self.begun = asyncio.Semaphore(BEGUN_SHARE * self.room.most)
+        """Held from before a call is read until it is answered; bounds the prompts in memory."""
+        self.reading = asyncio.Semaphore(self.room.most)
         """Held while a call is being sent; bounds the bodies in memory."""
         self.beginning = asyncio.Lock()
         """Held from the search for an equal call until a new one is in `calls`."""
-        self.calls: dict[bytes, list[GatewayCall | None]] = {}
-        """By what was asked. None: a call that was refused for now, and will be asked again."""
-        self.times_asked: dict[bytes, int] = {}
-        """How many calls had the same prompt, by its hash."""
+        self.calls: dict[bytes, list[GatewayCall]] = {}
+        """By what was asked."""
+        self._newest: deque[GatewayCall] = deque()
+        """Calls that are done and can be asked again, oldest first."""
+        self._times_asked: OrderedDict[bytes, tuple[int, list[int]]] = OrderedDict()
+        """By the hash of what was asked: how many equal calls there were, and which of their numbers are
+        free again.
+        """
         self._scopes: set[asyncio.Timeout] = set()
         self._failure: RolloutFailure | None = None
         self.sessions.add(self)
@@ -181,8 +137,9 @@ class GatewaySession:
             return
         self.ended = reason
         self.calls.clear()
-        self.times_asked.clear()
-        self.sent = SentChats()
+        self._newest.clear()
+        self._times_asked.clear()
+        self.sent, self.responses = SentChats(), KeptResponses(0)
         self.sessions.expire(self)
         for scope in self._scopes:
             scope.reschedule(0.0)
@@ -197,22 +154,59 @@ class GatewaySession:
         """One of its calls was refused. That costs time too, so a harness that goes on is stopped."""
         self.num_refused += 1
         if self.num_refused > REFUSALS_PER_CALL * self.limits.max_calls and not self.is_users:
+            if self.overflow is not None:
+                self.end_nowait(f"it has met a limit, and called on: {self.overflow}")
+                return
             what = f"{self.rollout_id}: {self.num_refused} of its calls were refused"
             rule = f"{REFUSALS_PER_CALL} times gateway.max_calls={self.limits.max_calls} is the limit"
             self.fail_nowait(RolloutFailure(what, rule=rule, way_out="have the harness read the errors."))
+
+    def count_nowait(self) -> None:
+        """One of its chats is counted. Raises ApiError (429) for the one that is too much."""
+        most = REFUSALS_PER_CALL * self.limits.max_calls
+        if self.num_counted >= most and not self.is_users:
+            why = f"{most} chats were counted, {REFUSALS_PER_CALL} for each of gateway.max_calls."
+            raise used_up(why)
+        self.num_counted += 1
 
     def find_call(self, digest: bytes, *, is_retry: bool) -> GatewayCall | None:
         """The call that this one repeats: the client says so, or it is equal and its answer reached no
         client.
         """
         same = self.calls.get(digest, [])
-        abandoned = next((call for call in same if call is not None and call.is_abandoned), None)
-        if abandoned is not None or not is_retry or not same:
-            return abandoned
-        if None in same:  # the retry of one that was refused, and not of its twin
-            same.remove(None)
-            return None
-        return same[-1]
+        abandoned = next((call for call in same if call.is_abandoned), None)
+        return same[-1] if abandoned is None and is_retry and same else abandoned
+
+    def keep_nowait(self, call: GatewayCall) -> None:
+        """It is done: it can be asked again, until max_calls others have been."""
+        self._newest.append(call)
+        if len(self._newest) > self.limits.max_calls:
+            self._drop(self._newest.popleft())
+
+    def forget_nowait(self, call: GatewayCall) -> None:
+        """It has no answer: the next one like it is a call of its own, with the same seed."""
+        self._drop(call)
+        if call.undelivered is not None:
+            self.capture.withdraw(call.undelivered)
+        digest, number = call.time_asked or (b"", 0)
+        if digest in self._times_asked:
+            heapq.heappush(self._times_asked[digest][1], number)
+
+    def _drop(self, call: GatewayCall) -> None:
+        same = self.calls.get(call.digest, [])
+        if call in same:
+            same.remove(call)
+        if not same:
+            self.calls.pop(call.digest, None)
+
+    def number_of(self, digest: bytes) -> int:
+        """The smallest number that no equal call has, as far as it is known."""
+        times, free = self._times_asked.pop(digest, (0, []))
+        number = heapq.heappop(free) if free else times
+        self._times_asked[digest] = max(times, number + 1), free
+        if len(self._times_asked) > MAX_TIMES:
+            self._times_asked.popitem(last=False)
+        return number
 
     def deliver_nowait(self, call: GatewayCall) -> None:
         """The answer goes out to a client that is there: from here on it is part of the rollout."""
@@ -224,49 +218,67 @@ class GatewaySession:
             completion, number = choice.take_completion(), choice.index
             about: dict[str, Any] = {"is_trained": call.is_trained, "grammar": call.grammar}
             self.capture.record(planned, completion, choice.message, name, choice=number, **about)
-        num_tokens, most = self.capture.num_branch_tokens, self.limits.max_rollout_tokens
-        if most is not None and num_tokens > most and not self.is_users:
-            what = f"{self.rollout_id}: its branches have {num_tokens} tokens after {self.num_calls} calls"
-            rule = f"gateway.max_rollout_tokens={most}; context that branches share counts in each"
-            way_out = "have the harness keep its history, so that calls go on from each other, or raise it."
-            self.fail_nowait(RolloutFailure(what, rule=rule, way_out=way_out))
+        self.has_trained |= call.is_trained
+        if call.order > self._overflow_order:
+            self.overflow = None
+        if self.is_users:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        """Keep to a quarter less than a user's key may hold, if it holds more."""
+        tokens, limits = self.limits.max_rollout_tokens, self.limits
+        most, most_tokens = USER_SHARE * limits.max_calls, math.inf if tokens is None else USER_SHARE * tokens
+        if self.capture.num_completions <= most and self.capture.num_branch_tokens <= most_tokens:
+            return
+        forgotten = self.capture.forget_oldest(3 * most // 4, 0.75 * most_tokens)
+        with contextlib.suppress(RolloutFailure):  # nothing of it is to be trained
+            self.on_forgotten(make_rollout(forgotten, 0, Outcome(), 0.0))
 
     def check_limits(self, num_choices: int) -> None:
         """Raise ApiError if it may not sample one call more, with so many choices: 429, or 400 if it never
-        may.
+        may. A user's key may: it forgets instead.
         """
-        most, share, more = self.limits.max_concurrent_calls, 1, ""
-        if num_choices > most:
-            raise invalid(f"n={num_choices} is refused: gateway.max_concurrent_calls={most}.", "n")
-        if self.is_users:
-            share, more = USER_SHARE, f", {USER_SHARE} times for a user. Post an outcome to /v1/outcome with "
-            more += "the outcome key: it begins the next rollout"
+        if num_choices > self.room.most:
+            raise invalid(f"n={num_choices} is refused: gateway.max_concurrent_calls={self.room.most}.", "n")
         for number, what, name in (
             (self.num_calls, "calls", "max_calls"),
             (self.capture.num_branch_tokens, "tokens in its branches", "max_rollout_tokens"),
         ):
             limit = getattr(self.limits, name)
-            if limit is not None and number >= share * limit:
-                why = f"This rollout has {number} {what}; gateway.{name}={limit} is the limit{more}."
-                raise rate_limited(why, NO_RETRY)
-        if self.num_sampling + num_choices > most:
-            why = (
-                f"{self.num_sampling} answers of this rollout are being sampled, {num_choices} more are asked"
-            )
-            why += f" for; gateway.max_concurrent_calls={most} is the most at once."
-            raise rate_limited(why, {"Retry-After": "1"})
+            if limit is not None and number >= limit and not self.is_users:
+                why = f"This rollout has {number} {what}; gateway.{name}={limit} is the limit."
+                self.overflowed_nowait(why)
+                raise used_up(why)
+
+    def overflowed_nowait(self, why: str, cut: Node | None = None) -> None:
+        """A limit has ended a conversation: that after `cut`, or any of them."""
+        self.overflow, self._overflow_order = why, self.num_calls
+        self._overflowed.append(cut)
+
+    @property
+    def num_completions(self) -> int:
+        """Answers that its harness got."""
+        return self.capture.num_completions
 
     def last_text(self) -> str:
         """Text of the completion that was asked for last. Raises RolloutFailure if there is none."""
         return self.capture.last_text()
 
     def rollout(self, sample_index: int, outcome: Outcome, reward: float) -> Rollout:
-        """Everything that was sampled, by branches. Raises RolloutFailure if that is nothing, or `outcome`
-        names what is not there.
+        """Everything that was sampled, by branches. One that a limit has ended is truncated; all are, if it
+        could have ended any. Raises RolloutFailure if there is nothing, or `outcome` names what is not there.
         """
         if self._failure is not None:
             raise self._failure
-        return self.capture.rollout(sample_index, outcome, reward)
+        rollout = self.capture.rollout(sample_index, outcome, reward)
+        ends = [node.all_ids() for node in self._overflowed if node is not None]
+        is_any = self.overflow is not None and self._overflowed[-1] is None
+        return tuple(
+            replace(branch, is_truncated=True)
+            if is_any or any(np.array_equal(branch.token_ids, ids) for ids in ends)
+            else branch
+            for branch in rollout
+        )
 
     def in_hand(self) -> AbstractAsyncContextManager[None]:
         """A block that is left with ApiError 410 when the session ends."""

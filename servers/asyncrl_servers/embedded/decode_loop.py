@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
@@ -17,10 +18,12 @@ from torch import Tensor
 from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
+from asyncrl.messages.scoring import ScoreRequest, ScoreResponse
 from asyncrl.serving import Refused
 from asyncrl_servers.embedded.admission import Prefill, admit
 from asyncrl_servers.embedded.constraints import Constraints
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner, moves_after_removal
 from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, sample
@@ -51,8 +54,10 @@ class Engine:
         runner: Runner,
         weights: Weights,
         on_crash: Callable[[BaseException], None] | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         self.spec, self.runner, self.weights, self._on_crash = spec, runner, weights, on_crash
+        self._scorer = scorer
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queued: OrderedDict[Sequence, None] = OrderedDict()
         self._interrupted: dict[Sequence, None] = {}
@@ -137,6 +142,11 @@ class Engine:
         """Take memory for these parts; the future may carry Refused (400, 409, 507)."""
         return self._ask(lambda _: self._wake(request))
 
+    def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
+        """Logprobs of given tokens, where the engine has a scorer; the future may carry Refused (400)."""
+        assert self._scorer is not None, "the route is there where the engine has one"
+        return self._ask(partial(self._scorer.add, request))
+
     def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
         """Run `action` in the loop's thread; the future has its result, or the refusal that it raises. None:
         it will answer later.
@@ -183,6 +193,8 @@ class Engine:
         """
         while not self._inbox.empty():
             self._inbox.get_nowait()()
+        if self._scorer is not None:
+            self._scorer.run()
         started_s = time.perf_counter()
         if self._rows or self._may_admit:
             self._step()

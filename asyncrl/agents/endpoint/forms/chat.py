@@ -1,0 +1,204 @@
+"""OpenAI's chat completions and completions; and what all forms have in common."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic_core import to_json
+
+from asyncrl.agents.endpoint.answers import Answer, ApiError
+
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
+    from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
+    from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Translated:
+    """A body in terms of chat completions. `given`: what its form needs of the original, to write the
+    answer.
+    """
+
+    body: bytes
+    given: Any = None
+
+
+class Written(Protocol):
+    """What is sent of one call: whole() at its end; or events, news() whenever there is some and end(), or
+    failed().
+    """
+
+    def whole(self) -> bytes: ...
+
+    def news(self) -> bytes:
+        """What may be shown by now and was not yet; maybe nothing."""
+
+    def end(self) -> bytes:
+        """The last text, and what comes after it."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The call failed after its first event."""
+
+    def keep(self, kept: KeptResponses) -> None:
+        """The answer goes out: keep what later calls of this session may ask for."""
+
+
+class Form(Protocol):
+    """How one endpoint asks and answers."""
+
+    name: str
+    """What the ids of its answers begin with."""
+    translates: bool
+    """translated() costs time by the length of a body, and may run in a thread."""
+
+    def is_apart(self, configured: str) -> bool:
+        """Whether thoughts are cut from the text; `configured` is gateway.thoughts."""
+
+    def translated(self, body: bytes, kept: KeptResponses) -> Translated:
+        """The call as one of chat completions. Equal messages become equal bytes, so that a longer chat
+        begins with those of a shorter one. `kept`: what answers of the session have kept. Raises ApiError.
+        """
+
+    def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
+        """A translated body. Raises ApiError."""
+
+    def written(self, call: GatewayCall, model: str, asked: CallRequest, given: Any) -> Written: ...
+
+
+class ChatForm:
+    """/v1/chat/completions: how a body is read, and what a choice is in its answers."""
+
+    name, whole_object, event_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    translates = False
+    first: Mapping[str, Any] | None = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+    """The first event of a choice: who speaks."""
+
+    def is_apart(self, configured: str) -> bool:
+        return configured == "apart"
+
+    def translated(self, body: bytes, kept: KeptResponses) -> Translated:
+        return Translated(body)
+
+    def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
+        return reader.chat(body)
+
+    def written(self, call: GatewayCall, model: str, asked: CallRequest, given: Any) -> Written:
+        return WrittenChoices(self, call, model, asked)
+
+    def choice(self, choice: Answer) -> dict[str, Any]:
+        """All of a choice."""
+        return {"message": choice.message, "logprobs": self._logprobs(choice)}
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def end(self, choice: Answer) -> list[dict[str, Any]]:
+        """After the last text: tool calls, logprobs (the engines report them with the last token)."""
+        calls = [{"index": index, **call} for index, call in enumerate(choice.tool_calls)]
+        parts: list[dict[str, Any]] = [{"delta": {"tool_calls": calls}}] if calls else []
+        if choice.logprobs is not None:
+            parts.append({"delta": {}, "logprobs": self._logprobs(choice)})
+        return [*parts, {"delta": {}}]
+
+    def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
+        return None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
+
+
+class TextForm(ChatForm):
+    """/v1/completions."""
+
+    name, whole_object, event_object = "cmpl", "text_completion", "text_completion"
+    first = None
+
+    def is_apart(self, configured: str) -> bool:
+        return False
+
+    def read(self, reader: RequestReader, body: bytes) -> AnyRequest:
+        return reader.text(body)
+
+    def choice(self, choice: Answer) -> dict[str, Any]:
+        return {"text": choice.content or "", "logprobs": self._logprobs(choice)}
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def end(self, choice: Answer) -> list[dict[str, Any]]:
+        return [{"text": "", "logprobs": self._logprobs(choice)}]
+
+    def _logprobs(self, choice: Answer) -> dict[str, Any] | None:
+        """Lists beside each other."""
+        if choice.logprobs is None:
+            return None
+        tokens = [each["token"] for each in choice.logprobs]
+        offsets = [0, *itertools.accumulate(len(token) for token in tokens)][: len(tokens)]
+        values = [each["logprob"] for each in choice.logprobs]
+        tops = [{one["token"]: one["logprob"] for one in each["top_logprobs"]} for each in choice.logprobs]
+        top = tops if any(tops) else None
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+class WrittenChoices:
+    """An answer of either, or its events."""
+
+    def __init__(self, form: ChatForm, call: GatewayCall, model: str, asked: CallRequest) -> None:
+        self._call, self._form, self._first = call, form, form.first
+        self._num_shown, self._has_usage = [0] * len(call.choices), asked.include_usage
+        self._num_thought = [0] * len(call.choices)
+        self._head: dict[str, Any] = {"id": call.name, "created": call.created_s, "model": model}
+
+    def whole(self) -> bytes:
+        choices = [
+            {"index": each.index, **self._form.choice(each), "finish_reason": each.finish_reason}
+            for each in self._call.choices
+        ]
+        body = {"object": self._form.whole_object, "choices": choices, "usage": self._usage()}
+        return to_json(self._head | body)
+
+    def news(self) -> bytes:
+        events = b""
+        for index, choice in enumerate(self._call.choices):
+            if thought := choice.take_thought(self._num_thought[index]):
+                self._num_thought[index] += len(thought)
+                events += self._event(choice, {"delta": {"reasoning_content": thought}})
+            if text := choice.take(self._num_shown[index]):
+                self._num_shown[index] += len(text)
+                events += self._event(choice, self._form.piece(text))
+        return self._begin() + events if events else b""
+
+    def end(self) -> bytes:
+        events = self.news() or self._begin()
+        for choice in self._call.choices:
+            *parts, last = self._form.end(choice)
+            events += b"".join(self._event(choice, part) for part in parts)
+            events += self._event(choice, last, choice.finish_reason)
+        if self._has_usage:
+            events += self._written([], self._usage())
+        return events + b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    def keep(self, kept: KeptResponses) -> None:
+        """Nothing: a chat is sent whole each time."""
+
+    def _begin(self) -> bytes:
+        first, self._first = self._first, None
+        return b"".join(self._event(choice, first) for choice in self._call.choices if first)
+
+    def _event(self, choice: Answer, part: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
+        of_choice = {"index": choice.index, "logprobs": None, **part, "finish_reason": finish_reason}
+        return self._written([of_choice], None)
+
+    def _written(self, choices: list[dict[str, Any]], usage: dict[str, int] | None) -> bytes:
+        event = self._head | {"object": self._form.event_object, "choices": choices}
+        event |= {"usage": usage} if self._has_usage else {}
+        return b"data: " + to_json(event, inf_nan_mode="null") + b"\n\n"
+
+    def _usage(self) -> dict[str, int]:
+        """Tokens; those of the prompt once, as OpenAI counts them."""
+        prompt, completion = self._call.num_prompt_tokens, self._call.num_completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,0 +1,278 @@
+"""OpenAI's responses: what is answered, and what a session keeps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
+
+from asyncrl.agents.endpoint.answers import ApiError, shown
+from asyncrl.agents.endpoint.forms.thoughts import sealed
+
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
+    from asyncrl.agents.endpoint.requests import CallRequest
+
+
+MAX_BODIES = 16
+"""Responses of a session that can be read again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredResponse:
+    """A response that was given, and the one it went on from. `messages`: of its input, and its answer, as
+    the chat has them.
+    """
+
+    before: StoredResponse | None
+    messages: tuple[bytes, ...]
+
+    def chain(self) -> list[bytes]:
+        """All messages up to its own, without instructions."""
+        found, each = [self], self.before
+        while each is not None:
+            found.append(each)
+            each = each.before
+        return [message for stored in reversed(found) for message in stored.messages]
+
+
+class KeptResponses:
+    """What a session keeps of its responses: one a call at most. The messages of all of them, each of which
+    lies here once; the bodies, which repeat tools and instructions, of the newest.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: the newest of them; a rollout has fewer calls, a user's key may have any number."""
+        self._most = most
+        self._stored: dict[str, StoredResponse] = {}
+        self._bodies: dict[str, bytes] = {}
+
+    def add(self, name: str, stored: StoredResponse, body: bytes) -> None:
+        self._stored[name] = stored
+        self._bodies[name] = body
+        for kept, most in ((self._stored, self._most), (self._bodies, MAX_BODIES)):
+            if len(kept) > most:
+                del kept[next(iter(kept))]  # the oldest
+
+    def get(self, name: str | None) -> StoredResponse | None:
+        """The response that a call goes on from; None for None. Raises ApiError: 404."""
+        if name is None:
+            return None
+        if name not in self._stored:
+            why = f"Response {shown(name)} is not kept: it had store=false, or is not of this session, or is "
+            why += f"older than the newest {self._most}."
+            code = "previous_response_not_found"
+            raise ApiError(404, why, code=code, param="previous_response_id")
+        return self._stored[name]
+
+    def body(self, name: str) -> bytes:
+        """As it was given. Raises ApiError: 404."""
+        if name not in self._bodies:
+            self.get(name)
+            raise ApiError(404, f"Response {shown(name)} is not among the newest {MAX_BODIES}.")
+        return self._bodies[name]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenResponse:
+    """What a call has asked for: its body, the response it goes on from, its new messages. `is_sealed`:
+    thoughts shall come in encrypted_content, too.
+    """
+
+    body: Mapping[str, Any]
+    before: StoredResponse | None
+    messages: tuple[bytes, ...]
+    _: KW_ONLY
+    is_stored: bool
+    is_sealed: bool
+
+
+_ECHOED: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": {"effort": None, "summary": None},
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_p": None,
+    "truncation": "disabled",
+}
+"""What a response says of its own call, and what it says where the call said nothing."""
+
+
+class WrittenResponse:
+    """A response, or its events: items one after the other, the thought, the text, then the tool calls."""
+
+    def __init__(self, call: GatewayCall, model: str, asked: CallRequest, given: GivenResponse) -> None:
+        (self._choice,), self._call, self._given = call.choices, call, given
+        echo = {name: given.body.get(name) for name in _ECHOED}
+        echo |= {name: value for name, value in _ECHOED.items() if echo[name] is None}
+        head = {"id": call.name, "object": "response", "created_at": call.created_s, "model": model}
+        self._head = head | {"background": False, "error": None, "incomplete_details": None} | echo
+        self._number = 0
+        """Of the next event."""
+        self._open: str | None = None
+        """The kind of the item that is being told."""
+        self._num_items = 0
+        self._num_told = {"reasoning": 0, "message": 0}
+
+    def whole(self) -> bytes:
+        return to_json(self._whole(), inf_nan_mode="null")
+
+    def news(self) -> bytes:
+        events = b""
+        for kind, take in (("reasoning", self._choice.take_thought), ("message", self._choice.take)):
+            if text := take(self._num_told[kind]):
+                begun = self._begin() + self._item_begun(kind)
+                self._num_told[kind] += len(text)
+                more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+                events += begun + self._of_part(f"{_TEXT_OF[kind]}.delta", delta=text, **more)
+        return events
+
+    def end(self) -> bytes:
+        events = self.news() or self._begin()
+        events += self._item_ended()
+        for index, call in enumerate(self._choice.tool_calls):
+            item = self._call_item(index, call)
+            events += self._event(
+                "response.output_item.added", **self._at(), item=_not_done(item, arguments="")
+            )
+            where = {"item_id": item["id"], **self._at()}
+            arguments, kind = item["arguments"], "response.function_call_arguments"
+            events += self._event(f"{kind}.delta", **where, delta=arguments)
+            events += self._event(f"{kind}.done", **where, name=item["name"], arguments=arguments)
+            events += self._event("response.output_item.done", **self._at(), item=item)
+            self._num_items += 1
+        if not self._num_items:
+            events += self._item_begun("message") + self._item_ended()
+        whole = self._whole()
+        return events + self._event(f"response.{whole['status']}", response=whole)
+
+    def failed(self, error: ApiError) -> bytes:
+        """`error` is for clients that look for it alone, as OpenAI's own do."""
+        told = error.error
+        return self._event(
+            "error", code=told["code"], message=told["message"], param=told["param"], error=told
+        )
+
+    def keep(self, kept: KeptResponses) -> None:
+        if self._given.is_stored:
+            message = {name: value for name, value in self._choice.message.items() if name != "refusal"}
+            messages = (*self._given.messages, to_json(message | {"content": message["content"] or ""}))
+            kept.add(self._call.name, StoredResponse(self._given.before, messages), self.whole())
+
+    # ---- the response
+
+    def _whole(self) -> dict[str, Any]:
+        choice = self._choice
+        items = [self._item("reasoning")] if choice.thought else []
+        if choice.content or not (choice.thought or choice.tool_calls):
+            items.append(self._item("message"))
+        items += [self._call_item(index, call) for index, call in enumerate(choice.tool_calls)]
+        is_cut = choice.finish_reason == "length"
+        ending: dict[str, Any] = {"status": "incomplete" if is_cut else "completed", "output": items}
+        if is_cut:
+            ending["incomplete_details"] = {"reason": "max_output_tokens"}
+        return self._head | ending | {"usage": self._usage()}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt, sampled = self._call.num_prompt_tokens, self._choice.num_tokens
+        return {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": self._choice.num_thought_tokens},
+            "total_tokens": prompt + sampled,
+        }
+
+    def _item(self, kind: str) -> dict[str, Any]:
+        """The thought or the text, as far as it is told; all of it at the end."""
+        choice = self._choice
+        is_over = bool(choice.finish_reason)
+        if kind == "reasoning":
+            text = choice.thought if is_over else choice.take_thought(0)
+            item = {"id": self._id(kind), "type": kind, "summary": [], "content": [self._part(kind, text)]}
+            if self._given.is_sealed:
+                item["encrypted_content"] = sealed(text)
+            return item | {"status": "completed"}
+        status = "incomplete" if choice.finish_reason == "length" else "completed"
+        item = {"id": self._id(kind), "type": kind, "role": "assistant", "status": status}
+        return item | {"content": [self._part(kind, choice.content or "")]}
+
+    def _part(self, kind: str, text: str) -> dict[str, Any]:
+        if kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = self._choice.logprobs or []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _id(self, kind: str) -> str:
+        """Of the answer's own name, so that it is the same however often it is told."""
+        prefix = {"reasoning": "rs", "message": "msg"}[kind]
+        return self._choice.name.replace("call", prefix, 1)
+
+    def _call_item(self, index: int, call: Mapping[str, Any]) -> dict[str, Any]:
+        item_id = call["id"].replace("call", "fc", 1)
+        item = {"id": item_id, "type": "function_call", "call_id": call["id"], "status": "completed"}
+        return item | dict(call["function"])
+
+    # ---- its events
+
+    def _begin(self) -> bytes:
+        if self._number:
+            return b""
+        response = self._head | {"status": "in_progress", "output": [], "usage": None}
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def _item_begun(self, kind: str) -> bytes:
+        """An item of this kind is open, and its part."""
+        if self._open == kind:
+            return b""
+        ended, self._open = self._item_ended(), kind
+        item = _not_done(self._item(kind), content=[])
+        item.pop("encrypted_content", None)
+        added = self._event("response.output_item.added", **self._at(), item=item)
+        part = self._part(kind, "") | ({"logprobs": []} if kind == "message" else {})
+        return ended + added + self._of_part("content_part.added", part=part)
+
+    def _item_ended(self) -> bytes:
+        """No item is open."""
+        kind = self._open
+        if kind is None:
+            return b""
+        item = self._item(kind)
+        (part,) = item["content"]
+        more = {"logprobs": part["logprobs"]} if kind == "message" else {}
+        events = self._of_part(f"{_TEXT_OF[kind]}.done", text=part["text"], **more)
+        events += self._of_part("content_part.done", part=part)
+        events += self._event("response.output_item.done", **self._at(), item=item)
+        self._open, self._num_items = None, self._num_items + 1
+        return events
+
+    def _of_part(self, name: str, **told: Any) -> bytes:
+        assert self._open is not None, "a part belongs to an open item"
+        where = {"item_id": self._id(self._open), **self._at(), "content_index": 0}
+        return self._event(f"response.{name}", **where, **told)
+
+    def _at(self) -> dict[str, int]:
+        return {"output_index": self._num_items}
+
+    def _event(self, kind: str, **told: Any) -> bytes:
+        event = to_json({"type": kind, "sequence_number": self._number, **told}, inf_nan_mode="null")
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + event + b"\n\n"
+
+
+_TEXT_OF = {"reasoning": "reasoning_text", "message": "output_text"}
+
+
+def _not_done(item: Mapping[str, Any], **empty: Any) -> dict[str, Any]:
+    """An item as it is before any of it has come."""
+    return {**item, "status": "in_progress", **empty}

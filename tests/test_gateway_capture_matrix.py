@@ -1,0 +1,315 @@
+"""Capture with every chat template that trl ships, for conversations of every kind: what was sampled is
+trained once and exactly, what came after it is sent, and no conversation that only grows begins a branch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_capture_cases import Message, Play, assistant, plan, user
+from text_tokenizers import byte_level, save
+from tokenizers import AddedToken
+
+from asyncrl.messages.records import Outcome
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+# the originals say what day it is: a test that runs at midnight sees one day
+TEMPLATES = {
+    Path(file.name).stem: file.read_text(encoding="utf-8").replace("strftime_now is defined", "false")
+    for file in (resources.files("trl") / "chat_templates").iterdir()
+    if file.name.endswith(".jinja")
+}
+NO_TEXT = {"idefics3", "llava_next", "smolvlm"}
+"""They write the parts of a message, and nothing of a message that is a text."""
+NO_TOOLS = {"cohere", "cohere2", "deepseek_r1_distill", "deepseekv3", "gemma", "gemma3", "lfm2", "llama3"}
+NO_TOOLS |= {"phi3", "phi3_5", "qwen2_5_vl"}
+REWRITES = {name for name in TEMPLATES if name.startswith(("deepseek", "nemotron_3"))}
+REWRITES |= {"qwen3_5_think", "qwen3_5_nothink", "qwen3_6"}
+"""The prompt of an answer says something of thoughts that is not in the history."""
+ONE_CALL = {"llama3_1", "llama3_2", "gptoss"}
+"""They refuse a message with two calls, or write the first one alone."""
+
+SPECIAL = re.compile(
+    r"<\|[^|<>\s]+\|?>|<[^|<>\s]+\|>|<｜[^｜]+｜>|<(?:start|end)_of_(?:turn|utterance)>|</s>|<eos>|\[/?INST\]"
+)
+END = re.compile(
+    r"<\|(?:im_end|eot_id|eom_id|eot|eom|end|return|call|END_OF_TURN_TOKEN|observation|user)\|>"
+    r"|<end_of_turn>|<turn\|>|<\|tool_response>|<｜end▁of▁sentence｜>|</s>|<eos>"
+)
+"""What ends an answer: some models write the beginning of the next turn."""
+
+ADD = {
+    "name": "add",
+    "description": "Add.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+TOOLS = [{"type": "function", "function": ADD}]
+THOUGHT = "<think>\nhm\n</think>\n\n"
+HERMES = '<tool_call>{ "arguments":{"a" : 7}, "name":"add"}</tool_call>'
+"""A form in which no template writes a call, to the letter."""
+
+
+def base(name: str) -> str:
+    return name.removesuffix("_training")
+
+
+@pytest.fixture(scope="module")
+def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFChatTokenizer]:
+    """One tokenizer, with the special tokens of all templates."""
+    special = sorted({token for text in TEMPLATES.values() for token in SPECIAL.findall(text)})
+    tokenizer, folder = byte_level(), tmp_path_factory.mktemp("matrix")
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    save(tokenizer, folder)
+    ends = [tokenizer.token_to_id(token) for token in special if END.fullmatch(token)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+
+    @functools.cache
+    def renderer(name: str) -> HFChatTokenizer:
+        file = folder / f"{name}.jinja"
+        file.write_text(TEMPLATES[name], encoding="utf-8")
+        return HFChatTokenizer(folder, chat_template=file)
+
+    return renderer
+
+
+# ---- stories
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the harness sends after the last answer, how the answer to that is sampled, what the harness makes
+    of it, and what it sends back.
+    """
+
+    new: list[Message]
+    sampled: Callable[[Teller], str]
+    got: Message
+    back: Message
+
+
+@dataclass(frozen=True)
+class Teller:
+    """Writes answers as the template does, for the chat that they answer."""
+
+    renderer: HFChatTokenizer
+    chat: list[Message]
+    tools: Any
+
+    def answer(self, message: Message, *then: Message, last: str, instead: str = "", before: str = "") -> str:
+        """The answer with its end; `then` is what may come after it, `last` the last of it that one sees.
+        `before` is said first, `instead` in its place.
+        """
+        try:
+            asked = self.renderer.render(self.chat, tools=self.tools)
+            whole = self.renderer.render([*self.chat, message, *then], tools=self.tools)
+        except ValueError:  # of a history with two calls
+            return before + (instead or last)
+        start = next(
+            (at for at, pair in enumerate(zip(asked, whole, strict=False)) if len(set(pair)) > 1), len(asked)
+        )
+        shown = whole.find(last, start) + len(last)
+        end = END.search(whole, shown)
+        if end is None:
+            return before + (instead or whole[start:shown])
+        return before + (instead or whole[start : end.start()].rstrip("\n")) + end.group()
+
+    def thought(self, rest: str) -> str:
+        """A thought and the rest, after a prompt that may begin it."""
+        begins = self.renderer.render(self.chat, tools=self.tools).rstrip().endswith("<think>")
+        rest = re.sub(r"^\s*(<think>)?\s*</think>\s*", "", rest)
+        return THOUGHT.removeprefix("<think>\n" if begins else "") + rest
+
+
+def said(text: str) -> Callable[[Teller], str]:
+    return lambda teller: teller.answer(assistant(text), user("more"), last=text)
+
+
+def plain(new: list[Message], text: str) -> Turn:
+    return Turn(new, said(text), assistant(text), assistant(text))
+
+
+def called(number: int, content: str = "", *, count: int = 1, **fields: Any) -> Message:
+    calls = [
+        {"id": f"call{at:05d}", "type": "function", "function": {"name": "add", "arguments": {"a": 70 + at}}}
+        for at in range(number, number + count)
+    ]
+    return assistant(content, tool_calls=calls, **fields)
+
+
+def result(number: int) -> Message:
+    return {
+        "role": "tool",
+        "tool_call_id": f"call{number:05d}",
+        "name": "add",
+        "content": f'tool "says" {number}',
+    }
+
+
+def calling(new: list[Message], number: int, got: Message, back: Message, **forms: str) -> Turn:
+    """A call as the template writes it; `forms`: of Teller.answer."""
+
+    def sampled(teller: Teller) -> str:
+        return teller.answer(called(number), result(number), last=str(70 + number), **forms)
+
+    return Turn(new, sampled, got, back)
+
+
+def thinking(turn: Turn, how: str) -> Turn:
+    """The turn with a thought, which is sent back in one of three ways."""
+    got = {**turn.got, "content": THOUGHT + turn.got["content"]}
+    apart = {**turn.back, "reasoning_content": "hm"}
+    back = {"as it was": got, "apart": apart, "left out": turn.back}[how]
+    return Turn(turn.new, lambda teller: teller.thought(turn.sampled(teller)), got, back)
+
+
+def stopped(new: list[Message], text: str, before: str) -> Turn:
+    """A stop text ends the answer: it is sampled, not shown, and put back by the harness."""
+    shown = f"{before}Look.\n<code>{text}"
+    return Turn(new, lambda _: f"{shown}</code>", assistant(shown), assistant(f"{shown}</code>"))
+
+
+PLAIN = [plain([user("one")], "Four."), plain([user("two")], "Five."), plain([user("three")], "Six.")]
+
+
+def plain_stories() -> Iterator[tuple[str, list[Turn]]]:
+    yield "plain", PLAIN
+    for how in ("as it was", "apart", "left out"):
+        yield f"thoughts {how}", [thinking(turn, how) for turn in PLAIN]
+    for name, before in (("stop text", ""), ("stop text after a thought", THOUGHT)):
+        yield name, [stopped([user(f"u{number}")], str(number), before) for number in range(3)]
+
+
+def tool_stories(name: str) -> Iterator[tuple[str, list[Turn]]]:
+    forms: list[tuple[str, str, dict[str, str]]] = [
+        ("tools", "", {}),
+        ("text before a call", "I add.", {"before": "I add."}),
+        ("text before a call, not shown", "", {"before": "I add."}),
+        ("a call in another form", "", {"instead": HERMES}),
+    ]
+    for title, content, form in forms:
+        messages = [called(number, content) for number in range(3)]
+        one, two, three = (
+            calling([user("go") if not at else result(at - 1)], at, message, message, **form)
+            for at, message in enumerate(messages)
+        )
+        yield (
+            title,
+            [
+                one,
+                two,
+                plain([result(1)], "Done."),
+                Turn([user("again")], three.sampled, three.got, three.back),
+            ],
+        )
+    for how in ("as it was", "apart", "left out"):
+        one, two = (calling([user("go")], 0, *[called(0)] * 2), calling([result(0)], 1, *[called(1)] * 2))
+        turns = [thinking(one, how), thinking(two, how), plain([result(1)], "Done."), *PLAIN[:1]]
+        yield f"tools, thoughts {how}", turns
+    both, answers = called(0, count=2), [result(0), result(1)]
+    if base(name) in ONE_CALL:
+        yield "parallel calls", [calling([user("go")], 0, both, both), plain(answers, "Done."), *PLAIN[:1]]
+    else:
+
+        def sampled(teller: Teller) -> str:
+            return teller.answer(both, *answers, last="71")
+
+        yield "parallel calls", [Turn([user("go")], sampled, both, both), plain(answers, "Done."), *PLAIN[:1]]
+
+
+class Told:
+    """A story that is played: what was sent and sampled."""
+
+    def __init__(self, renderer: HFChatTokenizer, tools: Any) -> None:
+        self.play, self.renderer, self.tools = Play(renderer), renderer, tools
+        self.chat: list[Message] = []
+        self.hows: list[str] = []
+        self.sampled: list[tuple[list[int], list[int]]] = []
+
+    def turn(self, turn: Turn) -> None:
+        self.chat += turn.new
+        planned = plan(self.play.capture, self.chat, self.tools)
+        self.hows.append(planned.how)
+        self._check_prompt(planned.prompt_ids.tolist(), is_whole=planned.how in ("new", "extended"))
+        ids = self.renderer.encode(turn.sampled(Teller(self.renderer, self.chat, self.tools)))
+        self.play.answer(planned, "", turn.got, ids=ids)
+        self.sampled.append((planned.prompt_ids.tolist(), list(ids)))
+        self.chat.append(turn.back)
+
+    def _check_prompt(self, ids: list[int], *, is_whole: bool) -> None:
+        sent = self.renderer.decode(ids, skip_special_tokens=False)
+        for message in self.chat:
+            if message["role"] != "assistant":
+                text = message["content"]
+                assert text in sent or json.dumps(text)[1:-1] in sent, "nothing is dropped in silence"
+        try:
+            assert not is_whole or sent == self.renderer.render(self.chat, tools=self.tools)
+        except ValueError:
+            assert not is_whole, "what the template refuses is gone on from all the same"
+
+    def check_training(self) -> int:
+        """Each completion is trained once, after the prompt it was sampled with; the number of branches."""
+        branches = self.play.capture.rollout(0, Outcome(), 1.0)
+        trained = []
+        for branch in branches:
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], branch.loss_mask.astype(int), [0]])))
+            for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+                logprobs = branch.behaviour_logprobs[start:end].tolist()
+                trained.append(
+                    (-logprobs[0], branch.token_ids[:start].tolist(), branch.token_ids[start:end].tolist())
+                )
+                assert logprobs == [logprobs[0] - place / 1024 for place in range(end - start)]
+        assert sorted(trained) == [(number, *each) for number, each in enumerate(self.sampled, 1)]
+        return len(branches)
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if base(name) not in NO_TEXT))
+def test_a_conversation_that_only_grows_is_one_branch_and_is_trained_as_it_was_sampled(
+    name: str, renderer_for: Callable[[str], HFChatTokenizer]
+) -> None:
+    stories = [(title, turns, None) for title, turns in plain_stories()]
+    if base(name) not in NO_TOOLS:
+        stories += [(title, turns, TOOLS) for title, turns in tool_stories(name)]
+    for title, turns, tools in stories:
+        told = Told(renderer_for(name), tools)
+        for turn in turns:
+            told.turn(turn)
+        assert set(told.hows[1:]) <= {"extended", "realigned"}, title
+        assert told.hows[0] == "new"
+        assert told.check_training() == 1, title
+        if title == "plain":
+            assert ("realigned" in told.hows) == (name in REWRITES), title
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if base(name) not in NO_TEXT))
+@pytest.mark.parametrize("kind", ["edited", "trimmed"])
+def test_an_edited_history_begins_one_branch_and_goes_on_there(
+    kind: str, name: str, renderer_for: Callable[[str], HFChatTokenizer]
+) -> None:
+    told = Told(renderer_for(name), None)
+    for turn in PLAIN[:2]:
+        told.turn(turn)
+    if kind == "edited":
+        told.chat[-1] = assistant("Edited.")
+    else:
+        told.chat = told.chat[2:]
+    told.turn(PLAIN[2])
+    told.turn(plain([user("four")], "Seven."))
+    assert (told.hows[2], "edited" in told.hows[3:], "uncut" in told.hows) == ("edited", False, False)
+    assert told.check_training() == 2
+
+
+@pytest.mark.parametrize("name", sorted(name for name in TEMPLATES if base(name) in NO_TEXT))
+def test_a_template_that_writes_no_texts_is_refused_with_the_reason(
+    name: str, renderer_for: Callable[[str], HFChatTokenizer]
+) -> None:
+    with pytest.raises(ValueError, match=r"leaves out what messages\[0\] says: (.|\n)*model.chat_template"):
+        Told(renderer_for(name), None).turn(PLAIN[0])

@@ -1,0 +1,203 @@
+"""Thoughts are cut from an answer while it comes: however it is cut into pieces, the same two texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+import openai
+import pytest
+from gateway_cases import HI, ByteTokenizer, ScriptedEngine, gateway_world, in_loop, num_forked
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl.agents.endpoint.answers import Answer
+from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter, sealed, signature_of, unsealed
+from asyncrl.agents.endpoint.requests import ChatRequest
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.config import GatewayConfig
+from asyncrl.messages.records import Completion, Outcome, VersionSpan
+
+MARKS = ("<think>", "</think>")
+
+
+def cut(text: str, lengths: Sequence[int] = (), *, is_open: bool = False) -> tuple[str, str]:
+    """(thought, text) when it comes in pieces of these lengths, and the rest at once."""
+    cutter, at, found = ThoughtCutter(MARKS, is_open=is_open), 0, []
+    for length in lengths:
+        found.append(cutter.feed(text[at : at + length]))
+        at += length
+    found += [cutter.feed(text[at:]), cutter.finish()]
+    return "".join(thought for thought, _ in found), "".join(shown for _, shown in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "thought", "shown"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.", False, "Hm.", "Yes."),
+        ("Hm.\n</think>\n\nYes.", True, "Hm.", "Yes."),
+        ("<think>Hm.</think>Yes.", True, "Hm.", "Yes."),
+        ("\n <think>a  b</think>  ", False, "a  b", ""),
+        ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
+        ("<think>\nHm, and", False, "Hm, and", ""),
+        ("Hm, and", True, "Hm, and", ""),
+        ("<think>Hm </thi", False, "Hm </thi", ""),
+        ("<thi", False, "", "<thi"),
+        ("", True, "", ""),
+        ("  Yes. <think>no</think>", False, "", "  Yes. <think>no</think>"),
+        ("Yes.</think>", False, "", "Yes.</think>"),
+        ("<think>a</think>b<think>c</think>", False, "a", "b<think>c</think>"),
+        ("<think>a <think> b</think>c", False, "a <think> b", "c"),
+    ],
+)
+def test_a_thought_is_what_an_answer_begins_with_between_the_marks(
+    text: str, is_open: bool, thought: str, shown: str
+) -> None:
+    assert cut(text, is_open=is_open) == (thought, shown)
+    assert cut(text, [1] * len(text), is_open=is_open) == (thought, shown)
+
+
+TEXTS = st.lists(st.sampled_from([*MARKS, "<th", "</", "ink>", " ", "\n", "a", "é", "<"]), max_size=9).map(
+    "".join
+)
+
+
+@given(TEXTS, st.booleans(), st.lists(st.integers(0, 5), max_size=30))
+def test_in_any_cuts_both_texts_are_the_same(text: str, is_open: bool, lengths: list[int]) -> None:
+    assert cut(text, lengths, is_open=is_open) == cut(text, is_open=is_open)
+
+
+@given(st.text())
+def test_a_sealed_thought_can_be_opened_and_a_changed_one_has_another_signature(thought: str) -> None:
+    assert unsealed(sealed(thought)) == thought
+    assert signature_of(thought) != signature_of(thought + " ")
+    for other in (thought, sealed(thought)[:-1] + "!"):
+        with pytest.raises(ValueError, match=r"was not made here|base64|Invalid|padded|characters"):
+            unsealed(other)
+
+
+THINK, END_THINK = 258, 259
+
+
+@dataclass
+class Opening(ByteTokenizer):
+    """Its template opens the thought, and the marks are special tokens."""
+
+    names: dict[str, int] = field(default_factory=lambda: {"<think>": THINK, "</think>": END_THINK})
+
+    def render(self, messages: Any, *, tools: Any = None) -> str:
+        return super().render(messages, tools=tools) + "<think>\n"
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        for name, token in self.names.items():
+            before, found, after = text.partition(name)
+            if found:
+                return (*self.encode(before), token, *self.encode(after))
+        return super().encode(text)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        texts = {token: name for name, token in self.names.items()}
+        out, run = "", list[int]()
+        for token in [*token_ids, None]:
+            if token is not None and token not in texts:
+                run.append(token)
+                continue
+            out, run = out + super().decode(run, skip_special_tokens=skip_special_tokens), []
+            out += "" if token is None or skip_special_tokens else texts[token]
+        return out
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("opens", [False, True])
+@in_loop
+async def test_a_chat_has_them_apart_if_the_config_says_so_and_they_come_back_to_one_branch(
+    opens: bool, streamed: bool
+) -> None:
+    text = "Hm.\n</think>\n\nYes." if opens else "<think>\nHm.\n</think>\n\nYes."
+    tokenizer = Opening() if opens else ByteTokenizer()
+    engine = ScriptedEngine(lambda _: text, tokenizer=tokenizer)
+    async with gateway_world(engine, thoughts="apart", vocab_size=260) as world:
+        async with openai.AsyncOpenAI(base_url=world.url + "/v1", api_key=world.session.key) as client:
+            messages: list[Any] = list(HI)
+            for _ in range(2):
+                told = {"reasoning_content": "", "content": ""}
+                if streamed:
+                    stream: Any = await client.chat.completions.create(
+                        model="m", messages=messages, stream=True
+                    )
+                    async for chunk in stream:
+                        for name, before in told.items():
+                            told[name] = before + (getattr(chunk.choices[0].delta, name, None) or "")
+                else:
+                    answer: Any = await client.chat.completions.create(model="m", messages=messages)
+                    told = {name: getattr(answer.choices[0].message, name) for name in told}
+                assert told == {"reasoning_content": "Hm.", "content": "Yes."}
+                messages += [{"role": "assistant", **told}, {"role": "user", "content": "Sure?"}]
+        assert num_forked(world) == 0
+        (trajectory,) = world.session.rollout(0, Outcome(), 1.0)
+        assert trajectory.loss_mask.sum() == 2 * (len(tokenizer.encode(text)) + 1)
+
+
+@in_loop
+async def test_inline_an_answer_is_what_the_model_wrote_and_text_completions_are_never_cut() -> None:
+    text = "<think>\nHm.\n</think>\n\nYes."
+    assert GatewayConfig().thoughts == "inline"
+    async with gateway_world(ScriptedEngine(lambda _: text)) as world:
+        _, answer = await world.ask()
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+    async with gateway_world(ScriptedEngine(lambda _: text), thoughts="apart") as world:
+        _, answer = await world.post({"prompt": "x", "max_tokens": 99}, path="/v1/completions")
+        assert answer["choices"][0]["text"] == text
+
+
+@in_loop
+async def test_a_thought_that_is_never_closed_is_no_answer_and_a_call_in_a_thought_is_none() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for text, content, num_calls in (
+        (f"<think>\nI could {call}", "", 0),
+        (f"<think>{call}</think>No.", "No.", 0),
+        (f"<think>Yes.</think>{call}", None, 1),
+    ):
+        async with gateway_world(ScriptedEngine(lambda _, text=text: text), thoughts="apart") as world:  # type: ignore[misc]
+            _, answer = await world.ask(tools=tools)
+            message = answer["choices"][0]["message"]
+            assert (message["content"], len(message.get("tool_calls", []))) == (content, num_calls)
+            assert "<think>" not in message["reasoning_content"]
+
+
+HARMONY = "<|channel|>analysis<|message|>Two and two.<|end|>"
+FINAL = "<|start|>assistant<|channel|>final<|message|>Four."
+CALL = '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content", "num_calls"),
+    [
+        ("gptoss", HARMONY + FINAL, "Four.", 0),
+        ("gptoss", HARMONY + CALL, None, 1),
+        ("gptoss", HARMONY, "", 0),
+        ("gemma4", "<|channel>thought\nTwo and two.\n<channel|>Four.", "Four.", 0),
+        ("qwen3", "<think>\nTwo and two.\n</think>\n\nFour.", "Four.", 0),
+    ],
+)
+@pytest.mark.parametrize("length", [1, 5, 1000])
+def test_each_tool_format_has_marks_of_its_own(
+    template: str, text: str, content: str | None, num_calls: int, length: int
+) -> None:
+    source = (resources.files("trl") / "chat_templates" / f"{template}.jinja").read_text(encoding="utf-8")
+    tool_format, tokenizer = find_tool_format("auto", source), ByteTokenizer()
+    thoughts, asked = ThoughtCutter(tool_format.thinking), ChatRequest(messages=HI)
+    answer = Answer(0, tokenizer, tool_format, asked, prefill="", name="call_0", thoughts=thoughts)
+    ids, shown = tokenizer.encode(text), {"thought": "", "content": ""}
+    for at in range(0, len(ids), length):
+        answer.feed(ids[at : at + length])
+        shown["thought"] += answer.take_thought(len(shown["thought"]))
+        shown["content"] += answer.take(len(shown["content"]))
+    answer.finish(Completion(ids, (-0.5,) * len(ids), (VersionSpan(0, len(ids), 0),), "stop"))
+    assert shown["thought"] == answer.thought == "Two and two."
+    assert (answer.content, len(answer.tool_calls)) == (content, num_calls)
+    assert (content or "").startswith(shown["content"])
+    assert 0 < answer.num_thought_tokens <= len(ids)
