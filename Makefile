@@ -5,10 +5,11 @@
 # make check         install, then lint, types and the plan of the house
 # make setup         the install step of all of them; seconds when nothing changed
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
+# make setup-frameworks  install agent frameworks into .venv-frameworks, for the tests that run them unmodified (about a minute)
 # make bench         every benchmark, a short table each
 # make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
 # make docs          write docs/configuration.md anew from the settings
-.PHONY: setup setup-vllm quickstart test test-slow test-vllm test-runs test-all check bench fuzz docs
+.PHONY: setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-all check bench fuzz docs
 
 BIN := .venv/bin
 
@@ -17,6 +18,9 @@ setup:
 
 setup-vllm:
 	@bash scripts/setup_vllm.sh
+
+setup-frameworks:
+	@bash scripts/setup_frameworks.sh
 
 quickstart: setup
 	$(BIN)/asyncrl run configs/quickstart.yaml

@@ -42,6 +42,7 @@ def make_trajectory(group_id: int, sample_index: int, num_tokens: int = 12, vers
     draw = np.random.default_rng([group_id, sample_index])
     mask = np.arange(num_tokens) >= 2
     logprobs = np.where(mask, -draw.exponential(size=num_tokens), 0).astype(np.float32)
+    is_taught = (group_id + sample_index) % 2 == 1
     return Trajectory(
         sample_index,
         draw.integers(0, 50_000, num_tokens).astype(np.int32),
@@ -50,6 +51,7 @@ def make_trajectory(group_id: int, sample_index: int, num_tokens: int = 12, vers
         (VersionSpan(2, num_tokens, version),),
         reward=float(draw.random()),
         metrics={"turns": 1.0},
+        teacher_logprobs=np.where(mask, 2 * logprobs, 0).astype(np.float32) if is_taught else None,
     )
 
 

@@ -11,6 +11,7 @@ from asyncrl.placement.devices import CudaDevice, Placement, place
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, slots: 10, num_prompts: 5}"
+TAUGHT = ["teacher.path=m", "algorithm.distill_weight=1"]
 TURNS = ["placement.rollout=trainer", "buffer.max_staleness=0"]
 VLLM = "rollout.engine=vllm"
 URLS = [VLLM, "model.scratch=none", "model.path=m", "rollout.urls=['http://127.0.0.1:8000']"]

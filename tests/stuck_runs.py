@@ -92,9 +92,10 @@ class House:
         publisher = Publisher(
             trainer, targets, interrupt="abort", timeout_s=1e9, on_served=buffer.set_served_nowait
         )
-        absent = dict.fromkeys(["eval_server", "evaluation", "harnessing"])
+        absent = dict.fromkeys(["eval_server", "evaluation", "harnessing", "teaching"])
         self.rooms: Any = SimpleNamespace(
             servers=(),
+            beside=(),
             supervisors=(),
             buffer=buffer,
             producers=producers,

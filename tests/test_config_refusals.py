@@ -14,6 +14,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.placement.devices import place
 
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
+TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"
 OWN = "task.verifiers=true task.files=none task.reward=none"
 REFUSED = r"""
 buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_staleness=2
@@ -42,6 +43,12 @@ checkpoint.keep_best=true -> must divide eval.every=None
 checkpoint.keep_every=7 -> keep_every=7 is not a multiple of every=50
 algorithm.overlong_tokens=900 -> above rollout.max_tokens=256
 algorithm.kl_coefficient=0.1 algorithm.kl_in=reward -> set algorithm.kl_estimator=k1
+algorithm.distill_weight=1 -> with no section `teacher`: set both, teacher.path and a weight above 0, or none
+teacher.path=a/b -> algorithm.distill_weight=0.0 with a section `teacher`: set both
+algorithm.reward_weight=0 -> reward_weight=0 with distill_weight=0 leaves nothing to learn from
+TAUGHT buffer.filter=equal_rewards -> learns from each token of them; set buffer.filter=none
+TAUGHT rollout.engine=simulated -> the tokens of rollout.engine=simulated are no model's
+TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> a penalty in the reward has no effect
 rollout.simulated.sigma=0 -> rollout.simulated is for rollout.engine=simulated
 rollout.engine=simulated trainer.logprob_gap_limit=0.1 -> logprob_gap_limit=0.1 compares
 rollout.vllm={block-size: 32} -> rollout.vllm is for rollout.engine=vllm, and rollout.engine=embedded; set
@@ -65,6 +72,7 @@ weight_sync.transport=ipc -> is vLLM's own weight transfer, and rollout.engine=e
 TAKEN = r"""
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
 rollout.engine=vllm weight_sync.rolling=true weight_sync.canary_limit=none
+TAUGHT algorithm.reward_weight=0 rollout.group_size=1
 weight_sync.canary_limit=0.01 rollout.num_engines=2 rollout.ports=[8000, 8001]
 rollout.engine=vllm rollout.urls=['http://[::1]:1']
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.transport=disk weight_sync.disk_dir=/data
@@ -79,7 +87,9 @@ def path(tmp_path: Path) -> Path:
 
 
 def settings(line: str) -> list[str]:
-    return re.split(r" (?=[a-z_]+\.)", line.replace("HERE", HERE).replace("OWN", OWN))
+    for word, meant in {"HERE": HERE, "OWN": OWN, "TAUGHT": TAUGHT}.items():
+        line = line.replace(word, meant)
+    return re.split(r" (?=[a-z_]+\.)", line)
 
 
 @pytest.mark.parametrize("line", REFUSED.strip().splitlines())

@@ -20,7 +20,8 @@ def drawn(
     """A token a row, of seeds 0, 1, ..."""
     num = len(logits)
     temperatures, top_ps = np.full(num, temperature, np.float32), np.full(num, top_p)
-    return sample(logits, temperatures, top_ps, np.arange(num, dtype=np.uint64), np.full(num, position))
+    seeds, positions = np.arange(num, dtype=np.uint64), np.full(num, position)
+    return sample(logits, temperatures, top_ps, seeds, positions)[:2]
 
 
 def test_draws_are_uniform_over_seeds_and_over_positions() -> None:

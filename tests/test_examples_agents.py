@@ -105,6 +105,34 @@ def test_the_search_agent_finds_passages_rewards_an_exact_match_and_ends_after_i
     assert asked[1]["messages"][-1]["content"] == "No passage found."
 
 
+@pytest.mark.parametrize(
+    ("says", "reward"),
+    [
+        ("Baikal", 0.7),
+        ("It is Lake Baikal, I think.", 0.1 + 0.6 * 2 / 6),
+        ("<answer>Baikal</answer>", 1.0),
+        ("No", 0.1),
+    ],
+)
+def test_a_shaped_reward_of_the_search_agent_grows_with_the_share_of_the_right_answer(
+    says: str, reward: float
+) -> None:
+    pytest.importorskip("bm25s")
+    question, right = "What is the deepest lake on Earth?", ["Lake Baikal", "Baikal"]
+    model = (said(None, "search", query="deepest lake"), said(says))
+    outcome, _ = run_agent("examples.search.agent:run", question, right, *model, is_shaped=True)
+    assert outcome.reward == pytest.approx(reward)
+
+
+def test_the_questions_that_the_search_agent_learns_from_are_not_those_it_is_judged_by() -> None:
+    every, train, held_out = (
+        [row["prompt"] for row in read_lines(ROOT / f"examples/search/{name}.jsonl")]
+        for name in ("questions", "questions_train", "questions_held_out")
+    )
+    assert sorted(every) == sorted([*train, *held_out])
+    assert not set(train) & set(held_out)
+
+
 def test_every_question_of_the_search_agent_is_answered_by_a_passage() -> None:
     mentions = load_object("examples.search.agent:mentions", "test")
     texts = [f"{row['title']} {row['text']}" for row in read_lines(ROOT / "examples/search/corpus.jsonl")]
@@ -154,7 +182,13 @@ def test_the_chat_template_of_the_examples_shows_the_tools_and_reads_the_calls_b
 
 
 @pytest.mark.parametrize(
-    "name", ["configs/agent.yaml", "examples/search/search.yaml", "examples/shell_agent/shell_agent.yaml"]
+    "name",
+    [
+        "configs/agent.yaml",
+        "examples/search/search.yaml",
+        "examples/search/learn.yaml",
+        "examples/shell_agent/shell_agent.yaml",
+    ],
 )
 def test_the_agents_configs_load_and_their_prompts_fit(name: str) -> None:
     config = load_config(ROOT / name)

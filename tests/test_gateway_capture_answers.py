@@ -6,31 +6,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gateway_capture_cases import END, CharRenderer, Message, Play, assistant, completion, plan, user
+from gateway_cases import gateway_world, in_loop
 from text_tokenizers import byte_level, save
 from tokenizers import AddedToken
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats
 from asyncrl.agents.endpoint.chats import left_out
 from asyncrl.errors import ConfigError, RolloutFailure
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Completion, Outcome, SamplingRequest
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 Load = Callable[..., HFChatTokenizer]
 EOT = "<|eot_id|>"
 IM_END = "<|im_end|>"
+SPECIAL = ["<|im_start|>", IM_END, "<|tool_response>", "<tool_response|>", "<|turn>", "<turn|>", '<|"|>']
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """A tokenizer with a template that trl ships."""
     folder, tokenizer = tmp_path_factory.mktemp("answers"), byte_level()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in ("<|im_start|>", IM_END)])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     save(tokenizer, folder)
     ends = {"eos_token_id": [tokenizer.token_to_id(token) for token in (IM_END, EOT)]}
     (folder / "generation_config.json").write_text(json.dumps(ends))
@@ -261,3 +264,57 @@ def test_thoughts_have_the_marks_of_the_model() -> None:
     play.ask([user("a")], f"[THINK]hm[/THINK]yes{END}")
     planned = plan(play.capture, [user("a"), assistant("yes", reasoning_content="hm"), user("b")])
     assert planned.how == "realigned"
+
+
+# ---- over HTTP
+
+
+@dataclass
+class SaysInTurn:
+    """An engine that says these texts, one a call."""
+
+    tokenizer: HFChatTokenizer
+    texts: list[str]
+    prompts: list[str] = field(default_factory=list)
+
+    async def generate(self, request: SamplingRequest, **_: Any) -> Completion:
+        self.prompts.append(self.tokenizer.decode(request.prompt_ids, skip_special_tokens=False))
+        return completion(self.tokenizer.encode(self.texts[len(self.prompts) - 1]))
+
+
+def gemma_call(text: str) -> list[tuple[str, str]] | None:
+    """A tool format of one's own."""
+    return [("add", '{"a": 1}')] if "call:add" in text else None
+
+
+@in_loop
+async def test_a_tools_result_reaches_a_gemma_that_spoke_before_its_call(load: Load) -> None:
+    renderer = load("gemma4")
+    engine = SaysInTurn(renderer, ["I should add.<|tool_call>call:add{a:1}<tool_call|>", "It is 42."])
+    function = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    tool_format = f"{__name__}:gemma_call"
+    async with gateway_world(engine, tokenizer=renderer, tool_format=tool_format) as world:
+        chat = [user("What is 1+1?")]
+        _, answer = await world.post({"messages": chat, "tools": tools})
+        message = answer["choices"][0]["message"]
+        result = {
+            "role": "tool",
+            "tool_call_id": message["tool_calls"][0]["id"],
+            "content": "THE TOOL SAYS 42",
+        }
+        status, _ = await world.post({"messages": [*chat, message, result], "tools": tools})
+        behind = engine.prompts[1].removeprefix(engine.prompts[0] + engine.texts[0])
+        assert (status, world.gateway.stats().realigned) == (200, 1)
+        quoted = '<|"|>THE TOOL SAYS 42<|"|>'
+        assert behind == "<|tool_response>response:add{value:" + quoted + "}<tool_response|>"
+
+
+@in_loop
+async def test_what_a_template_leaves_out_is_a_400_that_says_so(load: Load) -> None:
+    renderer = load("qwen3_vl")
+    async with gateway_world(SaysInTurn(renderer, []), tokenizer=renderer) as world:
+        chat = [user("Hi."), {"role": "developer", "content": "Secret."}]
+        status, answer = await world.post({"messages": chat})
+        assert (status, answer["error"]["param"]) == (400, "messages")
+        assert "the chat template leaves out what messages[1] says" in answer["error"]["message"]

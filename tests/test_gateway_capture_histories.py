@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl.agents.endpoint.capture import Capture, GatewayStats, Planned
-from asyncrl.agents.endpoint.chats import THINKING
+from asyncrl.agents.endpoint.chats import THINKING, split_thought
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout, VersionSpan
 
@@ -51,7 +51,7 @@ CHOICE = st.builds(
     Choice,
     raw=ANSWER,
     is_delivered=st.integers(0, 4).map(bool),
-    sent_back_as=st.sampled_from(["same", "nones", "spaced"]),
+    sent_back_as=st.sampled_from(["same", "nones", "spaced", "apart", "left out"]),
 )
 CALL = st.builds(
     Call,
@@ -91,8 +91,8 @@ class History:
 
     def __init__(self, habit: Habit) -> None:
         self.renderer, self.counts, self.engine = CharRenderer(habit), GatewayStats(), ModelEngine()
-        thinking = ("<", "|") if habit == "strips" else THINKING
-        self.capture = Capture(self.renderer, self.counts, thinking)
+        self.thinking = ("<", "|") if habit == "strips" else THINKING
+        self.capture = Capture(self.renderer, self.counts, self.thinking)
         self.chats: list[list[Message]] = []
         self.planned: list[Planned] = []
 
@@ -142,10 +142,13 @@ class History:
         content = call.prefill + text
         self.capture.record(planned, completion, assistant(content), completion_id, choice=index)
         self.engine.sampled[completion_id] = (tuple(planned.prompt_ids.tolist()), completion)
+        thought, answer = split_thought(assistant(content), self.thinking)
         sent_back = {
             "same": assistant(content),
             "nones": {"tool_calls": None, "content": content, "role": "assistant", "refusal": None},
             "spaced": assistant(f" {content.strip()}\n"),
+            "apart": assistant(answer, reasoning_content=thought),
+            "left out": assistant(answer),
         }
         self.chats.append([*messages, sent_back[choice.sent_back_as]])
 

@@ -21,7 +21,8 @@ from gateway_cases import in_loop
 from harness_gateway import open_gateway, settled
 
 from asyncrl.agents import Outcome, Session, Task
-from asyncrl.agents.command import MARK_ENV, CommandHarness, find_group, last_line_outcome
+from asyncrl.agents.command import CommandHarness, last_line_outcome
+from asyncrl.agents.command_processes import MARK_ENV, find_group
 from asyncrl.agents.worker import Worker
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure

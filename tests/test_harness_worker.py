@@ -18,7 +18,7 @@ from harness_gateway import WORKER_KEY, TestGateway, open_gateway, settled
 from typer.testing import CliRunner
 
 from asyncrl.agents import Harness, Outcome, Session, Task
-from asyncrl.agents.command import find_group
+from asyncrl.agents.command_processes import find_group
 from asyncrl.agents.harness import AnyTask, build_harness
 from asyncrl.agents.worker import Worker, WorkerSpec, _key_in, gateway_url
 from asyncrl.cli import app

@@ -125,6 +125,7 @@ class House:
             evaluation=None,
             eval_server=None,
             harnessing=None,
+            teaching=None,
             pin=SimpleNamespace(write=ignore),
         )
         watchdog = SimpleNamespace(run=for_ever, look=ignore)

@@ -278,6 +278,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(st.dictionaries(st.text(), NUMBERS, max_size=3)),
         draw(st.integers(0, 3)),
         tuple(draw(st.lists(CREDITS, max_size=3))),
+        draw(st.none() | hnp.arrays(np.uint32, num_tokens).map(lambda bits: bits.view(np.float32))),
     )
 
 

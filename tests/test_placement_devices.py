@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from placement_cases import EVAL, TURNS, URLS, VLLM, load, placed
+from placement_cases import EVAL, TAUGHT, TURNS, URLS, VLLM, load, placed
 
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
 from asyncrl.config.operation import device_numbers
@@ -115,6 +115,7 @@ def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
         (2, [VLLM, "weight_sync.transport=ipc"], "weight_sync.transport=ipc"),
         (1, [EVAL, *TURNS], "set placement.eval=cpu"),
         (2, [EVAL, "placement.eval=0"], "set placement.eval=cpu"),
+        (1, [*TAUGHT, *TURNS], "set placement.teacher=cpu"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(
@@ -140,6 +141,22 @@ def test_the_eval_engine_takes_a_device_that_is_free_else_the_least_used_of_the_
     num_cuda: int, overrides: list[str], device: str
 ) -> None:
     assert placed(num_cuda, EVAL, *overrides).evaluation == device
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides", "device"),
+    [
+        (0, [], "cpu"),
+        (2, [], "cuda:1"),
+        (3, [], "cuda:2"),
+        (4, [EVAL], "cuda:3"),
+        (2, ["placement.teacher=cpu"], "cpu"),
+    ],
+)
+def test_the_teacher_takes_a_device_beside_trainer_engines_and_evaluation_if_there_is_one(
+    num_cuda: int, overrides: list[str], device: str
+) -> None:
+    assert placed(num_cuda, *TAUGHT, *overrides).teacher == device
 
 
 def test_whatever_is_not_refused_keeps_the_rules() -> None:

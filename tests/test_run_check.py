@@ -143,7 +143,7 @@ def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run(here: Path, 
     download = partial(snapshot_download, cache_dir=here / "cache")
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     config = load_config(write_config(here, model={"scratch": None, "path": "who/half"}))
-    assert find_on_disk(config.model) is None
+    assert find_on_disk(str(config.model.path)) is None
     assert "model: who/half is fetched from the hub" in look(config).lines[-1]
 
 

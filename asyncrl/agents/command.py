@@ -3,20 +3,14 @@
 It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
 OPENAI_MODEL, beside PATH, HOME, LANG, TMPDIR and generator.env. What it starts inherits the environment and
 does not find the answer or the outcome key there: those come with the task, through a pipe that is read once.
-This keeps rollouts apart from each other and from the run's settings. It is not a sandbox: a command may read
-and write everything that the worker's user may.
-
-The processes of a command are its process group, and every process with the command's mark in its
-environment. Children inherit the mark, so a process with a session of its own (setsid, a daemon) is found
-too. Two kinds are not found: a process that has its own session and was started without the mark (`setsid env
--i ...`), and one of another user.
+This keeps rollouts apart from each other and from the run's settings. Without generator.sandbox a command may
+read and write everything that the worker's user may (sandbox.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import itertools
 import json
@@ -25,17 +19,23 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import psutil
 from pydantic import ValidationError
 
+from asyncrl.agents.command_processes import (
+    MARK_ENV,
+    end_group,
+    kill_group_nowait,
+    reap_orphans,
+    start_guard,
+)
 from asyncrl.agents.harness import OUTCOME, AnyTask, Session, first_fault
+from asyncrl.agents.sandbox import check_usage, find_sandbox, is_file
+from asyncrl.agents.sandbox_door import Door, ProcessReadings
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import Outcome
@@ -46,28 +46,10 @@ KEPT_ENV = ("PATH", "HOME", "LANG")
 ROLLOUT_ENV = ("TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
 OWN_PREFIX = "ASYNCRL_"
 """Prefix of asyncrl's own variables: MARK_ENV, keys and secrets. A command gets none of them."""
-MARK_ENV = "ASYNCRL_COMMAND"
-GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL; less than the worker itself is given."""
 STDERR_TAIL_BYTES = 2000
 _CHUNK_BYTES = 2**16
-_POLL_S, _KILL_WAIT_S = 0.02, 5.0
-_KILL_ROUNDS = 20
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
-
-_GUARD = """
-read _
-for round in 1 2 3 4 5 6 7 8; do
-    for file in $(grep -ls "$1" /proc/[0-9]*/environ); do
-        pid=${file#/proc/}
-        kill -9 "${pid%/environ}"
-    done
-done
-rm -rf "$2"
-"""
-"""Started by a worker, it waits until that has ended, in whatever way; then it kills all that has the text $1
-in its environment, those included that they start meanwhile, and removes the folder $2.
-"""
+_WATCH_S = 1.0
+"""Between two looks at what a sandbox uses."""
 
 
 class CommandHarness:
@@ -85,18 +67,21 @@ class CommandHarness:
         leaves behind, and if this process itself is killed they are killed too. Arguments that name files of
         the working directory are given as absolute paths: the command runs in another one.
 
-        Raises ConfigError if there is no such program, generator.env sets what is not its own, or a variable
-        of generator.pass_env is not set.
+        Raises ConfigError if there is no such program or sandbox, generator.env sets what is not its own, or
+        a variable of generator.pass_env is not set.
         """
         _refuse_own("generator.env", config.env)
         kept = {name: os.environ[name] for name in KEPT_ENV if name in os.environ}
         self._env = kept | passed_env(config.pass_env) | config.env
         command = config.command or []
-        self.command = [str(Path(part).absolute()) if Path(part).is_file() else part for part in command]
-        if shutil.which(self.command[0], path=self._env.get("PATH")) is None:
+        self.command = [str(Path(part).absolute()) if is_file(part) else part for part in command]
+        program = shutil.which(self.command[0], path=self._env.get("PATH"))
+        if program is None and config.sandbox_image is None:  # an image has programs of its own
             what = f"generator.command: there is no program {command[0]}"
             rule = f"it is looked for in {Path.cwd()} and on PATH={self._env.get('PATH', '')}"
             raise ConfigError(what, rule=rule, way_out="correct the name, or make the file executable.")
+        self.sandbox = find_sandbox(config, [program or "", *self.command])
+        self._readings = ProcessReadings()
         self.max_output_bytes = config.max_output_bytes
         self.token = secrets.token_hex(8)
         """Prefix of the marks of all commands of this harness."""
@@ -106,33 +91,28 @@ class CommandHarness:
         self._folder: str | None = None
         if is_worker:
             self._folder = tempfile.mkdtemp(prefix="asyncrl-commands-")
-            self._guard = subprocess.Popen(
-                ["/bin/sh", "-c", _GUARD, "guard", f"{MARK_ENV}={self.token}", self._folder],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                env={},
-            )
+            self._guard = start_guard(self.token, self._folder)
             self._own_children.add(self._guard.pid)
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     async def run(self, task: AnyTask, session: Session) -> Outcome:
         """The outcome on the command's last line (empty where outcomes are posted). Raises RolloutFailure for
         any exit code but 0, too much output, or a last line that is not an outcome.
         """
         folder = Path(tempfile.mkdtemp(prefix="asyncrl-command-", dir=self._folder))
+        door = None if self.sandbox is None else Door(session.base_url)
         try:
-            (folder / "work").mkdir()
-            (folder / "tmp").mkdir()
+            for name in ("work", "tmp", "shm"):
+                (folder / name).mkdir()
             with (
                 contextlib.closing(OutputPipe("standard output", self.max_output_bytes)) as output,
                 contextlib.closing(OutputPipe("standard error", self.max_output_bytes)) as errors,
             ):
-                code = await self._run(task, session, folder, output, errors)
+                code = await self._run(task, session, folder, door, output, errors)
                 text = self._output(code, output, errors)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
         finally:
+            if door is not None:
+                await door.aclose()
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def kill_all_nowait(self) -> None:
@@ -140,16 +120,22 @@ class CommandHarness:
         kill_group_nowait(self.token)
 
     async def _run(
-        self, task: AnyTask, session: Session, folder: Path, output: OutputPipe, errors: OutputPipe
+        self,
+        task: AnyTask,
+        session: Session,
+        folder: Path,
+        door: Door | None,
+        output: OutputPipe,
+        errors: OutputPipe,
     ) -> int:
         mark = f"{self.token}.{next(self._numbers)}."
-        environment = self._env | {
-            "TMPDIR": str(folder / "tmp"),
-            "OPENAI_BASE_URL": session.base_url,
-            "OPENAI_API_KEY": session.api_key,
-            "OPENAI_MODEL": session.model,
-            MARK_ENV: mark,
-        }
+        if door is not None:
+            session = replace(session, base_url=door.inner_url)
+        command, environment = self.command, self._environment(session, folder, mark)
+        fds = tuple[int, ...]()
+        if door is not None and self.sandbox is not None:
+            fds = (door.their_end.fileno(),)
+            command, environment = self.sandbox.around(command, environment, folder, fds[0], mark)
         reading_end, writing_end = os.pipe()  # read once: a pipe keeps nothing
         feed, _ = await asyncio.get_running_loop().connect_write_pipe(
             asyncio.BaseProtocol, os.fdopen(writing_end, "wb", buffering=0)
@@ -161,13 +147,14 @@ class CommandHarness:
             self._num_starting += 1
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *self.command,
+                    *command,
                     stdin=reading_end,
                     stdout=output.writing_end,
                     stderr=errors.writing_end,
                     cwd=folder / "work",
                     env=environment,
                     start_new_session=True,
+                    pass_fds=fds,
                 )
             except OSError as error:
                 raise RolloutFailure(f"command {self.command[0]} cannot be started: {error}") from error
@@ -177,15 +164,37 @@ class CommandHarness:
             self._own_children.add(process.pid)
             for pipe in (output, errors):
                 pipe.read(on_overflow=functools.partial(kill_group_nowait, mark, process.pid))
-            return await process.wait()
+            if door is not None:
+                await door.wait_open()
+            return await self._ended(process)
         finally:
             if feed.get_write_buffer_size():  # else all is written, and it is closed
                 feed.abort()
             await self._end(process, mark)
 
+    def _environment(self, session: Session, folder: Path, mark: str) -> dict[str, str]:
+        return self._env | {
+            "TMPDIR": str(folder / "tmp"),
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "OPENAI_MODEL": session.model,
+            MARK_ENV: mark,
+        }
+
+    async def _ended(self, process: asyncio.subprocess.Process) -> int:
+        """Its exit code. Raises RolloutFailure once it uses more than its sandbox allows."""
+        while self.sandbox is not None and self.sandbox.is_watched:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WATCH_S):
+                    return await process.wait()
+            check_usage(self.sandbox, *self._readings.of(process.pid))
+        return await process.wait()
+
     async def _end(self, process: asyncio.subprocess.Process | None, mark: str) -> None:
         group = process.pid if process else None
         try:
+            if self.sandbox is not None:
+                await asyncio.to_thread(self.sandbox.cleanup, mark)
             if survivors := await end_group(mark, group):
                 log.error("processes of command %s survive SIGKILL: %s", self.command[0], survivors)
             if process is not None:
@@ -307,78 +316,3 @@ class OutputPipe:
             if not chunk:
                 break
         asyncio.get_running_loop().remove_reader(self._reading_end)
-
-
-# ---- the processes of a command
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
-
-
-def hide_memory() -> None:
-    """Hide this process's environment, memory and files in /proc from others of this user: what a model runs
-    is of the same user, and a worker and a run's controller have the worker key, and the answers of their
-    rollouts.
-
-    An exec ends it, so child processes are not hidden. Linux only; root can still read everything.
-    """
-    _prctl(_PR_SET_DUMPABLE, 0)
-
-
-def find_group(mark: str, group: int | None = None) -> list[int]:
-    """Live processes of the group, or with a mark that has this prefix; never this process itself."""
-    wanted = b"\0" + f"{MARK_ENV}={mark}".encode()
-    found = []
-    for pid in psutil.pids():
-        with contextlib.suppress(OSError, psutil.Error):  # it is gone, or another user's
-            if pid == os.getpid() or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                continue
-            if os.getpgid(pid) == group or wanted in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                found.append(pid)
-    return found
-
-
-async def end_group(mark: str, group: int | None) -> list[int]:
-    """SIGTERM, and after GRACE_S SIGKILL, to all of them; returns once none lives, or those that would not
-    die.
-    """
-    now_s, found = asyncio.get_running_loop().time, list[int]()
-    for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, _KILL_WAIT_S)):
-        until_s, pause_s, signalled = now_s() + limit_s, _POLL_S, set[int]()
-        while found := find_group(mark, group):
-            for pid in found:
-                if pid not in signalled:
-                    _signal(pid, number)
-            signalled.update(found)
-            if now_s() >= until_s:
-                break
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, until_s - now_s())
-        else:
-            return []
-    return found
-
-
-def kill_group_nowait(mark: str, group: int | None = None) -> None:
-    """SIGKILL to all of them, those included that they start meanwhile; waits for none."""
-    for _ in range(_KILL_ROUNDS):
-        found = find_group(mark, group)
-        for pid in found:
-            _signal(pid, signal.SIGKILL)
-        if not found:
-            return
-
-
-def reap_orphans(but: set[int]) -> None:
-    """Reap adopted processes that have ended; `but` are this process's own children, which asyncio reaps."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error, ChildProcessError):
-            if child.pid not in but and child.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(child.pid, os.WNOHANG)
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)

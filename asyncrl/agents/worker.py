@@ -27,7 +27,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, Field
 
-from asyncrl.agents.command import hide_memory
+from asyncrl.agents.command_processes import hide_memory
 from asyncrl.agents.harness import Harness, Session, build_harness, make_http_client, run_item
 from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import HARNESSES

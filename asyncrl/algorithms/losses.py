@@ -1,5 +1,5 @@
-"""What the loss is made of: surrogates, corrections for stale data, KL, and the weights by which the losses
-of tokens become one number. None of them knows another.
+"""What the loss is made of: surrogates, corrections for stale data, KL, a teacher's advantages, and the
+weights by which the losses of tokens become one number. None of them knows another.
 
 Surrogates have one signature, which a loss of your own has too (algorithm.loss=module:function):
 
@@ -236,6 +236,18 @@ def kl_reward_penalty(
     return torch.zeros(num_sequences, device=policy_M.device).index_add(
         0, sequence_M, kl(policy_M, reference_M, "k1").detach()
     )
+
+
+def distillation(behaviour_M: Tensor, teacher_M: Tensor) -> Tensor:
+    """The advantage of a token that a teacher gives it: teacher - behaviour, float32 [M] without gradient.
+
+    In the mean over what the policy samples that is -KL(behaviour || teacher), token by token: its policy
+    gradient follows the reverse KL down, each token's own term alone. Clamped to LARGEST_LOG_RATIO: one token
+    that the teacher holds for impossible would outweigh all others. On-policy distillation, GKD,
+    https://arxiv.org/abs/2306.13649; as an advantage: Thinking Machines 2025,
+    https://thinkingmachines.ai/blog/on-policy-distillation.
+    """
+    return (teacher_M - behaviour_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def interpolate(behaviour_M: Tensor, current_M: Tensor, staleness_M: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from asyncrl.config.harnesses import OnOverflow as OnOverflow
 from asyncrl.config.harnesses import Outcomes as Outcomes
 from asyncrl.config.learning import AlgorithmConfig as AlgorithmConfig
 from asyncrl.config.learning import LoraConfig as LoraConfig
+from asyncrl.config.learning import TeacherConfig as TeacherConfig
 from asyncrl.config.learning import TrainerConfig as TrainerConfig
 from asyncrl.config.load import load_config as load_config
 from asyncrl.config.load import run_config_yaml as run_config_yaml

@@ -76,6 +76,19 @@ class GeneratorConfig(FrozenConfig):
     """Names of environment variables of the run that a command gets, too: a judge's key, say. Their values
     stand in no file of the run.
     """
+    sandbox: Literal["none", "auto", "bubblewrap", "podman"] = "none"
+    """How a command runs: as any program of the worker's user (none), or with no network but the gateway,
+    and no files but the system's, its own, and sandbox_paths. auto: bubblewrap or else podman; where there is
+    neither, the run does not start.
+    """
+    sandbox_paths: list[str] = []
+    """Files and folders that a command in a sandbox can read, beside the system's and those that `command`
+    names.
+    """
+    sandbox_image: str | None = None
+    """Image for podman, which is not fetched; it has a python3."""
+    max_memory_mb: PositiveInt | None = None
+    """Memory of a command in a sandbox, in MiB; with more its rollout fails (none = no limit)."""
     outcomes: Outcomes = "returned"
     """Where rewards of a harness count. returned: what the function returns, the last line of the command.
     posted: what the program posts to /v1/outcome, with a key that comes with its task and opens nothing else.
@@ -118,6 +131,10 @@ class GeneratorConfig(FrozenConfig):
             "stop": ["a single turn"],
             "env": ["command"],
             "pass_env": ["command"],
+            "sandbox": ["command"],
+            "sandbox_paths": ["command"],
+            "sandbox_image": ["command"],
+            "max_memory_mb": ["command"],
             "args": ["python", "verifiers"],
             "give_answer": kinds,
             "on_overflow": kinds,
@@ -129,6 +146,9 @@ class GeneratorConfig(FrozenConfig):
                     f"generator.{name}={getattr(self, name)} is for {' or '.join(for_kinds[name])}, and the "
                     f"generator is {kind}; remove it"
                 )
+        of_sandbox = self.given("sandbox_paths", "sandbox_image", "max_memory_mb")
+        if self.sandbox == "none" and of_sandbox:
+            raise ValueError(f"generator.{of_sandbox[0]} is of a sandbox, and generator.sandbox is none")
         if both := sorted(set(self.env) & set(self.pass_env)):
             raise ValueError(f"env and pass_env both give {', '.join(both)}; remove it from one of them")
         return self
@@ -157,6 +177,10 @@ class GatewayConfig(FrozenConfig):
     """A call that asks for another temperature or top_p than training has. use_config: it gets the configured
     one (logged once). honour: it gets what it asks for, and its tokens are context, never trained. refuse:
     400 (auto = honour under `asyncrl serve gateway`, use_config in a run)."""
+    constrained: Literal["context", "exact"] = "exact"
+    """Training on answers whose form was asked for (response_format, a forced tool_choice). context: they are
+    context and carry no loss; strict tools are not enforced. exact: they are trained, and the trainer
+    renormalises over the same tokens that the grammar allowed."""
     tool_format: str = "auto"
     """How the model writes tool calls: one of the formats of docs/gateway.md, response_template, none, or
     `module:function` of your own, parse(text) -> [(name, arguments), ...], (content, [...]) or None (auto =

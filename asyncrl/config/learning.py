@@ -1,4 +1,4 @@
-"""Sections `trainer` and `algorithm`."""
+"""Sections `trainer`, `algorithm` and `teacher`."""
 
 from __future__ import annotations
 
@@ -80,6 +80,20 @@ class TrainerConfig(FrozenConfig):
     """Port of the trainer on 127.0.0.1 (none = any free one)."""
 
 
+class TeacherConfig(FrozenConfig):
+    """A second model, whose logprobs of the sampled tokens are learnt from: on-policy distillation
+    (docs/algorithms.md). An embedded engine server of its own serves it, beside training.
+    """
+
+    path: str
+    """Hugging Face folder or hub id of a causal language model with the vocabulary of `model`."""
+    slots: int = Field(default=16, ge=1)
+    """Sequences that it reads at once; more wait."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds without an answer after which it counts as lost: it is started again, up to
+    supervision.max_restarts times, while rollouts wait for it."""
+
+
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp_baseline")
 """Advantages against the other rollouts of the prompt."""
 
@@ -126,6 +140,12 @@ class AlgorithmConfig(FrozenConfig):
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it goes: into each token's loss, or as a penalty into the reward (estimator k1)."""
+    distill_weight: float = Field(default=0.0, ge=0)
+    """Weight of the teacher in a token's advantage: distill_weight * (its logprob - the behaviour logprob),
+    which follows the reverse KL to the teacher down (0 = off; else the section `teacher` says which)."""
+    reward_weight: float = Field(default=1.0, ge=0)
+    """Weight of the reward's advantage beside it (0 = distillation alone: rewards are computed and shown, and
+    not learnt from)."""
     overlong_tokens: int = Field(default=0, ge=0)
     """Samples with more sampled tokens than rollout.max_tokens - overlong_tokens are penalised, linearly down
     to a reward less by 1 (0 = off)."""
@@ -137,4 +157,18 @@ class AlgorithmConfig(FrozenConfig):
                 f"kl_in=reward with kl_estimator={self.kl_estimator}: the penalty in the reward sums current "
                 "- reference, which is k1; set algorithm.kl_estimator=k1"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_learnt(self) -> Self:
+        if self.reward_weight > 0:
+            return self
+        if self.distill_weight == 0:
+            raise ValueError(
+                "reward_weight=0 with distill_weight=0 leaves nothing to learn from; set "
+                "algorithm.distill_weight with a `teacher`, or remove algorithm.reward_weight"
+            )
+        if self.overlong_tokens > 0 or (self.kl_coefficient > 0 and self.kl_in == "reward"):
+            what = "overlong_tokens" if self.overlong_tokens > 0 else "kl_in=reward"
+            raise ValueError(f"reward_weight=0 with {what}: a penalty in the reward has no effect; remove it")
         return self

@@ -43,6 +43,8 @@ class PlacementConfig(FrozenConfig):
     """Device of the eval engine: cpu or the number of one CUDA device (auto = one that no other part uses,
     else with the engines).
     """
+    teacher: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
+    """Device of the teacher: as for `eval`."""
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod

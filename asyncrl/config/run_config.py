@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.generation import BufferConfig, EvalConfig, RolloutConfig
 from asyncrl.config.harnesses import GatewayConfig, GeneratorConfig
-from asyncrl.config.learning import GROUP_ADVANTAGES, AlgorithmConfig, TrainerConfig
+from asyncrl.config.learning import GROUP_ADVANTAGES, AlgorithmConfig, TeacherConfig, TrainerConfig
 from asyncrl.config.model_task import ModelConfig, TaskConfig
 from asyncrl.config.operation import (
     CheckpointConfig,
@@ -45,6 +45,8 @@ class RunConfig(FrozenConfig):
     """The optimizer steps."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantages and loss."""
+    teacher: TeacherConfig | None = None
+    """A model whose logprobs of the sampled tokens are learnt from (none = off)."""
     eval: EvalConfig | None = None
     """A held-out task, sampled now and then (none = off)."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
@@ -106,6 +108,7 @@ class RunConfig(FrozenConfig):
             raise ValueError("placement.trainer=cpu has nothing for trainer.cpu_offload; set it to false")
         if rollout.group_size == 1:
             advantage = self.algorithm.advantage if self.algorithm.advantage in GROUP_ADVANTAGES else None
+            advantage = advantage if self.algorithm.reward_weight > 0 else None
             if advantage or self.buffer.filter == "equal_rewards":
                 what = f"algorithm.advantage={advantage}" if advantage else "buffer.filter=equal_rewards"
                 raise ValueError(
@@ -122,6 +125,27 @@ class RunConfig(FrozenConfig):
             raise ValueError(
                 f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is above "
                 f"rollout.max_tokens={rollout.max_tokens}; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_teacher_is_learnt_from(self) -> Self:
+        weight = self.algorithm.distill_weight
+        if (self.teacher is not None) != (weight > 0):
+            lacks = "no section `teacher`" if self.teacher is None else "a section `teacher`"
+            raise ValueError(
+                f"algorithm.distill_weight={weight} with {lacks}: set both, teacher.path and a weight above "
+                "0, or none"
+            )
+        if weight > 0 and not self.rollout.facts.has_model:
+            raise ValueError(
+                f"teacher compares logprobs with those of the policy, and the tokens of "
+                f"rollout.engine={self.rollout.engine} are no model's; remove it"
+            )
+        if weight > 0 and self.buffer.filter == "equal_rewards":
+            raise ValueError(
+                "buffer.filter=equal_rewards replaces groups from which no reward is learnt, and "
+                "algorithm.distill_weight learns from each token of them; set buffer.filter=none"
             )
         return self
 

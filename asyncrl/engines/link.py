@@ -174,13 +174,15 @@ class Link:
             logprobs=logprobs,
             version_spans=frames.spans_from(row.spans),
             finish_reason="abort" if row.then in ("more", "interrupted") else row.then,
+            top_logprobs=list(row.top),
         )
         if row.then == "more":
             assert opened.on_chunk is not None, "it is not streamed"
             opened.check.chunk(answer, newest=newest)
             for start, end, version in row.spans:
-                ids, values = token_ids[start:end], logprobs[start:end]
-                opened.on_chunk(GenerateChunk(token_ids=ids, logprobs=values, version=version))
+                ids, values, top = token_ids[start:end], logprobs[start:end], list(row.top[start:end])
+                chunk = GenerateChunk(token_ids=ids, logprobs=values, version=version, top_logprobs=top)
+                opened.on_chunk(chunk)
             return None
         opened.check.end(answer, newest=newest)
         if row.then == "interrupted":

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, TopLogprobs
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.waits import waiting
 
@@ -308,6 +309,8 @@ class SegmentJoin:
         self.logprobs = list(before.behaviour_logprobs)
         self.spans = list(before.version_spans)
         self.num_interruptions = before.num_interruptions + (partial is not None)
+        self.top_logprobs: list[TopLogprobs] = [()] * len(self.token_ids)
+        """If they were asked for; what an earlier process had is not known."""
         self._num_told = len(self.token_ids)
         """Tokens that on_segment knows of."""
         self._has_stopped = False
@@ -339,6 +342,8 @@ class SegmentJoin:
             top_p=request.top_p,
             stop=request.stop,
             seed=request.seed,
+            grammar=request.grammar,
+            top_logprobs=request.top_logprobs,
         )
 
     def add_chunk(self, chunk: GenerateChunk, engine: int = -1) -> None:
@@ -363,7 +368,9 @@ class SegmentJoin:
 
     def completion(self) -> Completion:
         """All segments as one. Only when is_finished."""
-        return Completion(*self._so_far(), "stop" if self._has_stopped else "length", self.num_interruptions)
+        top = tuple(self.top_logprobs) if self.request.top_logprobs else ()
+        finish: Literal["stop", "length"] = "stop" if self._has_stopped else "length"
+        return Completion(*self._so_far(), finish, self.num_interruptions, top)
 
     def _so_far(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[VersionSpan, ...]]:
         return tuple(self.token_ids), tuple(self.logprobs), tuple(self.spans)
@@ -385,3 +392,4 @@ class SegmentJoin:
                 self.spans.append(VersionSpan(span.start + shift, span.end + shift, span.version, engine))
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
+        self.top_logprobs += part.top_logprobs

@@ -61,6 +61,7 @@ class SegmentCheck:
             )
             what = "token id {} with logprob {}".format(*wrong)
             raise self._wrong(what, "ids are 0 or more, a sampled logprob is finite and at most 0")
+        self._pass_top(part)
         at, oldest = 0, self._version
         for span in spans:
             if span.start != at or span.end <= at or not self._version <= span.version <= newest:
@@ -71,6 +72,18 @@ class SegmentCheck:
             what = f"version spans {shown} over {len(token_ids)} tokens"
             rule = "spans cover every token once, under versions that never go back"
             raise self._wrong(what, f"{rule}, from {oldest} (confirmed before) to {newest} (offered last)")
+
+    def _pass_top(self, part: GenerateChunk | GenerateResponse) -> None:
+        most, top = self._request.top_logprobs, part.top_logprobs
+        if len(top) != (len(part.token_ids) if most else 0) or any(len(one) > most for one in top):
+            what = f"top_logprobs of sizes {[len(one) for one in top[:6]]} for {len(part.token_ids)} tokens"
+            raise self._wrong(what, f"top_logprobs={most} was asked for: at most that many a token")
+        pairs = [pair for one in top for pair in one]
+        if pairs and not all(
+            token >= 0 and math.isfinite(value) and value <= _LOGPROB_SLACK for token, value in pairs
+        ):
+            what = "top_logprobs with an id below 0, or a logprob that is not finite or above 0"
+            raise self._wrong(what, "ids are 0 or more, logprobs finite and at most 0")
 
     def _wrong(self, answered: str, rule: str) -> EngineError:
         request = self._request

@@ -58,10 +58,19 @@ class LabelSpan(Read):
     end: int
 
 
+class TopLogprob(Read):
+    """A token that might have been sampled; `rank` 1 is the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
 class TokenLogprob(Read):
-    """Of one sampled token, or one of a prompt."""
+    """Of one sampled token, or one of a prompt. `top_logprobs`: the sampled one, then the likeliest."""
 
     logprob: float
+    top_logprobs: list[TopLogprob] = []
 
 
 class Logprobs(Read):

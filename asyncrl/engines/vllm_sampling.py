@@ -13,10 +13,10 @@ import numpy as np
 from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
 from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess
-from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, vllm_request
+from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.http import CallLost, CallRefused
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span, TopLogprobs
 
 Decode = Callable[[Sequence[int]], str]
 _NO_LOGPROB = -9999.0
@@ -93,7 +93,7 @@ def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict
     request = segment.request
     place = f"{request.seed}|{len(request.prompt_ids)}".encode()
     special = [facts.special_ids[text] for text in request.stop if text in facts.special_ids]
-    sampling = {
+    sampling: dict[str, Any] = {
         "max_tokens": request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -101,8 +101,21 @@ def generate_body(segment: Segment, facts: VllmFacts, model: str | None) -> dict
         "stop": [text for text in request.stop if text],
         "stop_token_ids": [*facts.end_ids, *special],
         "detokenize": bool(request.stop),
+        # the sampled token takes the place of one
+        "logprobs": request.top_logprobs + 1 if request.top_logprobs else 0,
     }
+    if request.grammar is not None:
+        sampling["structured_outputs"] = {"grammar": request.grammar}
+        sampling["extra_args"] = {"num_resumed": request.num_resumed}
     return vllm_request(ids_of(request), segment.wire_id, segment.label, model, **sampling)
+
+
+def _likeliest(top: Sequence[TopLogprob], num: int) -> TopLogprobs:
+    """Without what cannot be sampled, and without the sampled token where it is none of them."""
+    found = sorted(
+        (one for one in top if one.rank is not None and one.rank <= num), key=lambda one: one.rank or 0
+    )
+    return [(one.token_id, one.logprob) for one in found[:num] if one.logprob > _NO_LOGPROB]
 
 
 class SampledSegment:
@@ -118,6 +131,7 @@ class SampledSegment:
         self._check = SegmentCheck(process.name, segment.request, oldest=process.version)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._top: list[TopLogprobs] = []
         self._finish: Finish | None = "abort" if segment.is_aborted else None
         self._labels: list[LabelSpan] | None = None
         self._num_cached = self._num_told = 0
@@ -128,6 +142,8 @@ class SampledSegment:
             content = [] if choice.logprobs is None else choice.logprobs.content or []
             self._token_ids += choice.token_ids or []
             self._logprobs += [math.nan if one.logprob <= _NO_LOGPROB else one.logprob for one in content]
+            if num_top := self._segment.request.top_logprobs:
+                self._top += [_likeliest(one.top_logprobs, num_top) for one in content]
             self._finish = choice.finish_reason or self._finish
             self._labels = choice.weight_versions or self._labels
         if part.usage is not None:
@@ -159,14 +175,15 @@ class SampledSegment:
         new = slice(self._num_told, None)
         if self._segment.on_chunk is not None and self._token_ids[new]:
             ids, logprobs = self._token_ids[new], self._logprobs[new]
-            chunk = GenerateChunk(token_ids=ids, logprobs=logprobs, version=self._segment.version)
+            version, top = self._segment.version, self._top[new]
+            chunk = GenerateChunk(token_ids=ids, logprobs=logprobs, version=version, top_logprobs=top)
             self._check.chunk(chunk, newest=self._process.offered_version)
             self._segment.on_chunk(chunk)
             self._num_told = len(self._token_ids)
 
     def _cut(self, num_tokens: int, finish: Finish) -> None:
         """Forget what lies behind the first `num_tokens`."""
-        del self._token_ids[num_tokens:], self._logprobs[num_tokens:]
+        del self._token_ids[num_tokens:], self._logprobs[num_tokens:], self._top[num_tokens:]
         self._finish = finish
 
     def response(self) -> GenerateResponse:
@@ -208,6 +225,7 @@ class SampledSegment:
             logprobs=self._logprobs,
             version_spans=spans,
             finish_reason=self._finish,
+            top_logprobs=self._top,
         ).after(num_told)
         self._check.end(answer, newest=process.offered_version)
         return answer

@@ -1,9 +1,9 @@
 """Token records as bytes and back, bit for bit: what the journal and recordings hold.
 
 A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss
-mask (one bit a token). Numbers are little endian, in byte planes: first the lowest byte of each, and so on,
-which packs much better. zlib brings a checksum, and the head says where the blob belongs, so a changed byte
-on disk is found when the blob is read.
+mask (one bit a token), and where a teacher was asked its logprobs (float32). Numbers are little endian, in
+byte planes: first the lowest byte of each, and so on, which packs much better. zlib brings a checksum, and
+the head says where the blob belongs, so a changed byte on disk is found when the blob is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import PartialCompletion, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import GrammarSpan, PartialCompletion, Rollout, Trajectory, VersionSpan
 
 FORMAT = 1
 _LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time
@@ -43,6 +43,10 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
     }
     if trajectory.credits:
         head["credits"] = [astuple(credit) for credit in trajectory.credits]
+    if trajectory.grammars:
+        head["grammars"] = [astuple(span) for span in trajectory.grammars]
+    if (taught := trajectory.teacher_logprobs) is not None:
+        head["is_taught"] = True
     text = _json(head).encode()
     parts = (
         _LENGTH.pack(len(text)),
@@ -50,6 +54,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         _planes(trajectory.token_ids, "<i4"),
         _planes(trajectory.behaviour_logprobs, "<f4"),
         np.packbits(trajectory.loss_mask).tobytes(),
+        b"" if taught is None else _planes(taught, "<f4"),
     )
     whole = b"".join(parts)
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
@@ -65,6 +70,8 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
             raise ValueError(f"format and place are {found}")
         num_tokens = head["num_tokens"]
         mask = np.unpackbits(np.frombuffer(body, np.uint8, offset=8 * num_tokens), count=num_tokens)
+        end_of_mask = 8 * num_tokens + -(-num_tokens // 8)
+        is_taught = head.get("is_taught", False)
         return Trajectory(
             sample_index=sample_index,
             token_ids=_from_planes(body, 0, num_tokens, "<i4"),
@@ -77,6 +84,8 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
             metrics=head["metrics"],
             branch=branch,
             credits=tuple(Credit(*one) for one in head.get("credits", ())),
+            grammars=tuple(GrammarSpan(*one) for one in head.get("grammars", ())),
+            teacher_logprobs=_from_planes(body, end_of_mask, num_tokens, "<f4") if is_taught else None,
         )
     except (zlib.error, struct.error, ValueError, KeyError, TypeError) as error:
         name = f"g{group_id}/r{sample_index}" + (f", branch {branch}," if branch else "")

@@ -15,6 +15,12 @@ from safetensors.numpy import save as save_safetensors
 
 from asyncrl.messages.base import ChunkMemory, EnginePart, Interrupt, Message, TrainerPart, WeightKind
 
+TopLogprobs = Sequence[tuple[int, float]]
+"""The most likely tokens at one place: (id, logprob in nats of the distribution that was sampled from), the
+likeliest first.
+"""
+MAX_TOP_LOGPROBS = 20
+
 
 class Span(Message):
     """Sampled tokens [start, end) of this answer were sampled under policy_version `version`."""
@@ -31,7 +37,8 @@ class GenerateRequest:
     The last `num_resumed` ids of the prompt were sampled by an earlier segment of the same logical request:
     they count for stop strings that lie over the joint, and nothing else. The draw of each token depends on
     (`seed`, its absolute position, counted from the first prompt id) alone. `max_tokens` >= 1; `temperature`
-    >= 0; 0 < `top_p` <= 1; 0 <= `seed` < 2**63.
+    >= 0; 0 < `top_p` <= 1; 0 <= `seed` < 2**63; 0 <= `top_logprobs` <= MAX_TOP_LOGPROBS. `grammar` (see
+    token_grammars.py) is of what is sampled, the resumed ids included.
     """
 
     request_id: str
@@ -42,16 +49,19 @@ class GenerateRequest:
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int = 0
+    grammar: str | None = None
+    top_logprobs: int = 0
 
 
 class GenerateChunk(Message):
-    """Some tokens of a streamed answer, all sampled under policy_version `version`; `logprobs` as in
-    GenerateResponse.
+    """Some tokens of a streamed answer, all sampled under policy_version `version`; `logprobs` and
+    `top_logprobs` as in GenerateResponse.
     """
 
     token_ids: list[int] = Field(min_length=1)
     logprobs: list[float]
     version: int
+    top_logprobs: list[TopLogprobs] = []
 
     @property
     def version_spans(self) -> list[Span]:
@@ -63,8 +73,9 @@ class GenerateResponse(Message):
     """`finish_reason` abort: the partial answer of a request that a publish, a sleep or an abort ended early.
 
     `logprobs`: float32 values in nats, of the distribution that was sampled from (temperature and top_p
-    applied; temperature 0 is greedy, with the logprobs of temperature 1). Spans cover every token once, in
-    order.
+    applied; temperature 0 is greedy, with the logprobs of temperature 1), which is that of the allowed tokens
+    alone under a grammar. Spans cover every token once, in order. `top_logprobs`: one entry a token if they
+    were asked for, or nothing.
     """
 
     request_id: str
@@ -72,6 +83,7 @@ class GenerateResponse(Message):
     logprobs: list[float]
     version_spans: list[Span]
     finish_reason: Literal["stop", "length", "abort"]
+    top_logprobs: list[TopLogprobs] = []
 
     def after(self, num_tokens: int) -> GenerateResponse:
         """What is left of it without its first tokens, which were told already."""
@@ -80,7 +92,8 @@ class GenerateResponse(Message):
             for span in self.version_spans
             if span.end > num_tokens
         ]
-        rest = {"token_ids": self.token_ids[num_tokens:], "logprobs": self.logprobs[num_tokens:]}
+        lists = ("token_ids", "logprobs", "top_logprobs")
+        rest = {name: getattr(self, name)[num_tokens:] for name in lists}
         return self.model_copy(update={**rest, "version_spans": spans})
 
 
@@ -328,17 +341,20 @@ class TrajectoryHeader(Message):
     reward: float
     branch: int = 0
     credits: list[Credit] = []
+    grammars: list[tuple[int, int, int]] = []
+    """(start, end, number among those of the batch) of its GrammarSpans."""
 
 
 class BatchHeader(Message):
     """What /train carries beside the arrays. Tokens older than `min_version` get no loss, or the batch is
-    refused.
+    refused. `grammars`: different ones.
     """
 
     version: int
     min_version: int
     mask_older: bool
     trajectories: list[TrajectoryHeader]
+    grammars: list[str] = []
 
 
 class BatchArrays(BaseModel):
@@ -346,7 +362,7 @@ class BatchArrays(BaseModel):
 
     token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
     where a token was not sampled; engines int16 [N], the number of the engine server that sampled it, -1
-    where that is not known.
+    where that is not known; teacher_logprobs float32 [N] in nats, None without a teacher.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -358,12 +374,14 @@ class BatchArrays(BaseModel):
     engines: npt.NDArray[np.int16] = Field(
         default_factory=lambda given: np.full(len(given["token_ids"]), -1, np.int16)
     )
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
 
 
 def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:
     """Body of POST /train: one safetensors blob, the header as JSON in its first array."""
     blob = np.frombuffer(header.model_dump_json().encode(), dtype=np.uint8)
-    body: bytes = save_safetensors({"header": blob, **dict(arrays)})
+    given = {name: array for name, array in arrays if array is not None}
+    body: bytes = save_safetensors({"header": blob, **given})
     return body
 
 

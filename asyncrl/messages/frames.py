@@ -15,19 +15,20 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, starmap
+from itertools import accumulate, repeat, starmap
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.messages.base import ErrorBody
-from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span, TopLogprobs
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int32]
 _NUMBERS, _TEXT = {"numbers": "<i8"}, {"text": "u1"}
 _COLUMNS = {"max_tokens": "<i8", "num_resumed": "<i8", "temperature": "<f8", "top_p": "<f8", "seed": "<u8"}
+_COLUMNS |= {"top_logprobs": "<i8"}
 """Fields of a GenerateRequest that are an array each."""
 _PROMPTS = {"prompts": "<i8", "prompt_sizes": "<u4", "prompt": "<u4", "is_streamed": "u1"}
 _TOKENS = {
@@ -36,6 +37,10 @@ _TOKENS = {
     "spans": "<i4",
     "sizes": "<u4",
     "span_sizes": "<u4",
+    "top_ids": "<i4",
+    "top_logprobs": "<f4",
+    "top_sizes": "u1",
+    "has_top": "u1",
     "then": "u1",
 }
 LAYOUTS = {
@@ -65,7 +70,8 @@ class Asked(NamedTuple):
 
 class Sampled(NamedTuple):
     """Tokens of one request that were not sent before: ids int32 [N], logprobs float32 [N] in nats, version
-    spans (start, end, policy_version) over them; `then` is one of SAMPLED.
+    spans (start, end, policy_version) over them; `then` is one of SAMPLED. `top`: one entry a token if
+    top_logprobs were asked for, or nothing.
     """
 
     number: int
@@ -73,6 +79,7 @@ class Sampled(NamedTuple):
     logprobs: npt.NDArray[np.float32]
     spans: Sequence[tuple[int, int, int]]
     then: str
+    top: Sequence[TopLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +139,17 @@ def submit_frame(asked: Sequence[Asked]) -> bytes:
     prompts = {id(one.prompt_ids): one.prompt_ids for one in requests}
     place = dict(zip(prompts, range(len(prompts)), strict=True))
     stops = {index: one.stop for index, one in enumerate(requests) if one.stop}
+    grammars: dict[str, list[int]] = {}
+    for index, one in enumerate(requests):
+        if one.grammar is not None:
+            grammars.setdefault(one.grammar, []).append(index)
     arrays: dict[str, Any] = {
         "numbers": [one.number for one in asked],
         "prompts": np.concatenate([np.asarray(prompt, np.int64) for prompt in prompts.values()]),
         "prompt_sizes": [len(prompt) for prompt in prompts.values()],
         "prompt": [place[id(one.prompt_ids)] for one in requests],
         "is_streamed": [one.is_streamed for one in asked],
-        "text": _json([[one.request_id for one in requests], stops]),
+        "text": _json([[one.request_id for one in requests], stops, grammars]),
     }
     arrays |= {name: [getattr(one, name) for one in requests] for name in _COLUMNS}
     return write_frame("submit", arrays)
@@ -147,17 +158,21 @@ def submit_frame(asked: Sequence[Asked]) -> bytes:
 def read_submit(frame: Frame) -> list[Asked]:
     """The requests of a submit frame; those with one prompt share its array. Raises ValueError."""
     try:
-        arrays, (ids, stops) = frame.arrays, frame.text
+        arrays, (ids, stops, grammars) = frame.arrays, frame.text
         if not all(isinstance(text, str) for texts in (ids, *stops.values()) for text in texts):
             raise TypeError("an id or a stop string is no text")
+        grammar_of = {index: text for text, indices in grammars.items() for index in indices}
         prompts = _parts(arrays["prompts"], arrays["prompt_sizes"].tolist())
         columns = [arrays[name].tolist() for name in ("prompt", "is_streamed", *_COLUMNS)]
         found = []
         for index, row in enumerate(zip(frame.numbers, ids, *columns, strict=True)):
-            number, request_id, prompt, is_streamed, max_tokens, num_resumed, temperature, top_p, seed = row
+            number, request_id, prompt, is_streamed, max_tokens, num_resumed, temperature, *rest = row
+            top_p, seed, num_top = rest
             stop = tuple(stops.get(str(index), ())) if stops else ()
+            grammar = grammar_of.get(index) if grammar_of else None
             request = GenerateRequest(
-                request_id, prompts[prompt], max_tokens, num_resumed, temperature, top_p, stop, seed
+                *(request_id, prompts[prompt], max_tokens, num_resumed, temperature),
+                *(top_p, stop, seed, grammar, num_top),
             )
             found.append(Asked(number, request, bool(is_streamed)))
     except (LookupError, TypeError, AttributeError) as error:
@@ -167,7 +182,8 @@ def read_submit(frame: Frame) -> list[Asked]:
 
 def sampled_frame(rows: Sequence[Sampled]) -> bytes:
     """Tokens of many requests."""
-    numbers, token_ids, logprobs, spans, thens = zip(*rows, strict=True)
+    numbers, token_ids, logprobs, spans, thens, tops = zip(*rows, strict=True)
+    top = [one for of_row in tops for one in of_row]
     arrays = {
         "numbers": numbers,
         "token_ids": np.concatenate(token_ids, dtype=np.int32),
@@ -175,6 +191,10 @@ def sampled_frame(rows: Sequence[Sampled]) -> bytes:
         "spans": [value for of_row in spans for span in of_row for value in span],
         "sizes": [*map(len, token_ids)],
         "span_sizes": [*map(len, spans)],
+        "top_ids": [token for one in top for token, _ in one],
+        "top_logprobs": [logprob for one in top for _, logprob in one],
+        "top_sizes": [*map(len, top)],
+        "has_top": [*map(bool, tops)],
         "then": [*map(SAMPLED.index, thens)],
     }
     return write_frame("sampled", arrays)
@@ -191,12 +211,21 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
         _parts(arrays["spans"].reshape(-1, 3).tolist(), span_sizes),
         [SAMPLED[then] for then in thens],
     )
-    return starmap(Sampled, zip(*columns, strict=True))
+    tops = _tops(arrays, sizes) if arrays["has_top"].any() else repeat((), len(sizes))
+    return starmap(Sampled, zip(*columns, tops, strict=True))
+
+
+def _tops(arrays: Arrays, sizes: Sequence[int]) -> list[Sequence[TopLogprobs]]:
+    """By row. Raises ValueError."""
+    pairs = [*zip(arrays["top_ids"].tolist(), arrays["top_logprobs"].tolist(), strict=True)]
+    counts = [size * has for size, has in zip(sizes, arrays["has_top"].tolist(), strict=True)]
+    return _parts(_parts(pairs, arrays["top_sizes"].tolist()), counts)
 
 
 def joined(request_id: str, rows: Sequence[Sampled]) -> GenerateResponse:
     """The whole answer of a request from its rows; neighbouring spans of one version are one."""
     ids, logprobs, spans = list[int](), list[float](), list[tuple[int, int, int]]()
+    top = [one for row in rows for one in row.top]
     for row in rows:
         for start, end, version in row.spans:
             joint = spans.pop() if spans and spans[-1][2] == version else (start + len(ids), 0, version)
@@ -209,6 +238,7 @@ def joined(request_id: str, rows: Sequence[Sampled]) -> GenerateResponse:
         logprobs=logprobs,
         version_spans=spans_from(spans),
         finish_reason=cast(Any, rows[-1].then),
+        top_logprobs=top,
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
-from asyncrl.messages.calls import Credit
+from asyncrl.messages.calls import Credit, TopLogprobs
 
 LARGEST_NUMBER = 1e18
 """Largest absolute value of rewards and metrics: means, squares and sums of many stay finite in float32."""
@@ -55,6 +55,15 @@ class VersionSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarSpan:
+    """Tokens [start, end) were sampled from what `grammar` allows, whose first token is at `start`."""
+
+    start: int
+    end: int
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """One task item as it goes into a group.
 
@@ -85,6 +94,8 @@ class SamplingRequest:
 
     `route_key` keeps requests together that share a prompt (the samples of a group) while they are in flight.
     `after`: the last span of the turn before, whose engine has the conversation so far in its cache.
+    `grammar`: of messages/token_grammars.py; the completion is sampled from what it allows. `top_logprobs`:
+    most likely tokens to be told at each place, MAX_TOP_LOGPROBS at most.
     """
 
     request_id: str
@@ -96,6 +107,8 @@ class SamplingRequest:
     seed: int = 0
     route_key: str = ""
     after: VersionSpan | None = None
+    grammar: str | None = None
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,9 @@ class Completion:
     """What was sampled for one logical request, its segments joined.
 
     `behaviour_logprobs` are float32 values in nats, of the distribution that was sampled from, one a token;
-    `version_spans` cover every token exactly once, in order.
+    `version_spans` cover every token exactly once, in order. `top_logprobs`: if they were asked for, the most
+    likely tokens at each place and their logprobs, the likeliest first; nothing for tokens that were sampled
+    in an earlier process.
     """
 
     token_ids: tuple[int, ...]
@@ -111,6 +126,7 @@ class Completion:
     version_spans: tuple[VersionSpan, ...]
     finish_reason: Literal["stop", "length"]
     num_interruptions: int = 0
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +150,9 @@ class Trajectory:
     history has more, and each sampled token is in the loss_mask of exactly one of them. `reward` is the
     rollout's. `credits`, if there are any, say which tokens answer for which reward, cover every token with
     loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
+    `grammars`: where tokens with loss_mask were sampled from what a grammar allows.
+    teacher_logprobs float32 [T] in nats: those of a teacher for the same tokens, 0 where loss_mask is false;
+    None where no teacher was asked.
     """
 
     sample_index: int
@@ -147,6 +166,8 @@ class Trajectory:
     metrics: Mapping[str, float] = field(default_factory=dict)
     branch: int = 0
     credits: tuple[Credit, ...] = ()
+    grammars: tuple[GrammarSpan, ...] = ()
+    teacher_logprobs: npt.NDArray[np.float32] | None = None
 
     @property
     def oldest_version(self) -> int:

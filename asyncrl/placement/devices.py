@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncrl.config import RunConfig
-from asyncrl.config.operation import device_numbers
+from asyncrl.config.operation import Devices, device_numbers
 from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.errors import ConfigError
 
@@ -39,14 +39,15 @@ NO_DEVICE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices by name (cpu, cuda:0, ...): of each trainer rank, all of each engine, and that of the eval
-    engine (None: there is none).
+    """Devices by name (cpu, cuda:0, ...): of each trainer rank, all of each engine, and those of the eval
+    engine and the teacher (None: there is none).
     """
 
     trainer: tuple[str, ...]
     engines: tuple[tuple[str, ...], ...]
     evaluation: str | None
     mode: Mode
+    teacher: str | None = None
 
     @property
     def rollout(self) -> tuple[str, ...]:
@@ -93,8 +94,13 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
     evaluation = None
     if config.eval is not None:
         has_device = config.rollout.facts.has_model
-        evaluation = _eval_device(config, ranks, dealt, num_cuda) if has_device else NO_DEVICE
-    return Placement(ranks, engines, evaluation, "colocated" if is_turns else "apart")
+        setting = ("placement.eval", config.placement.eval)
+        evaluation = _beside_device(setting, ranks, dealt, num_cuda) if has_device else NO_DEVICE
+    teacher = None
+    if config.teacher is not None:
+        used = [*dealt, evaluation] if evaluation is not None else dealt
+        teacher = _beside_device(("placement.teacher", config.placement.teacher), ranks, used, num_cuda)
+    return Placement(ranks, engines, evaluation, "colocated" if is_turns else "apart", teacher)
 
 
 def chunk_device(config: RunConfig, placement: Placement) -> str | None:
@@ -202,9 +208,14 @@ def _deal(numbers: Numbers, num: int) -> tuple[str, ...]:
     return tuple(f"cuda:{numbers[index % len(numbers)]}" for index in range(num))
 
 
-def _eval_device(config: RunConfig, ranks: Sequence[str], engines: Sequence[str], num_cuda: int) -> str:
-    """Where the eval engine goes: it works beside training at any time, so never with the trainer on CUDA."""
-    written = config.placement.eval
+def _beside_device(
+    setting: tuple[str, Devices], ranks: Sequence[str], engines: Sequence[str], num_cuda: int
+) -> str:
+    """Where the eval engine or the teacher goes (`setting`: the key and what it says): it works beside
+    training at any time, so never with the trainer on CUDA.
+    """
+    key, written = setting
+    whose, section = ("the eval engine", "eval") if key == "placement.eval" else ("the teacher", "teacher")
     if written == "cpu" or (written == "auto" and (not num_cuda or "cpu" in engines)):
         return "cpu"
     if written == "auto":
@@ -213,13 +224,13 @@ def _eval_device(config: RunConfig, ranks: Sequence[str], engines: Sequence[str]
         used = sorted(engines, key=lambda name: (engines.count(name), -engines.index(name)))
         device = [*free, *used, "cpu"][0]
     else:
-        numbers, _ = _named("placement.eval", written, num_cuda)
+        numbers, _ = _named(key, written, num_cuda)
         device = _deal(numbers, 1)[0]
     if device in ranks and device != "cpu":
         raise ConfigError(
-            f"placement.eval={written} puts the eval engine on {device}, where the trainer works",
-            rule="it evaluates beside training, with weights and KV cache of its own",
-            way_out="set placement.eval=cpu or the number of another CUDA device, or set eval=none.",
+            f"{key}={written} puts {whose} on {device}, where the trainer works",
+            rule="it works beside training, with weights and KV cache of its own",
+            way_out=f"set {key}=cpu or the number of another CUDA device, or set {section}=none.",
         )
     return device
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import psutil
 from safetensors import SafetensorError, safe_open
 
-from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.placement.devices import (
     NO_DEVICE,
@@ -32,12 +32,14 @@ from asyncrl.placement.devices import (
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
+TEACHER = "teacher"
+"""Name of the server that scores what was sampled."""
 
 Phase = Literal["generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Side = Literal["controller", "trainer", "engine", "eval", "staging", "host"]
-"""Owner of the memory. staging: weights between trainer and engines, in memory that both open; host: state
-that the trainer moved off a CUDA device.
+"""Owner of the memory. eval: what works beside both sides at any time, the teacher too; staging: weights
+between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device.
 """
 
 
@@ -151,7 +153,18 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
         plans += _engine(config, shape, placement.mode, f"engine-{index}", devices, config.rollout.slots)
     if config.eval is not None and placement.evaluation is not None:
         plans += _engine(config, shape, "apart", EVAL_ENGINE, (placement.evaluation,), config.eval.slots)
+    if config.teacher is not None and placement.teacher is not None:
+        plans.append(_teacher(config, config.teacher, placement.teacher))
     return (*plans, *_shared(config, shape, placement, plans))
+
+
+def _teacher(config: RunConfig, settings: TeacherConfig, device: str) -> ProcessPlan:
+    shape, item = model_shape(ModelConfig(path=settings.path)), item_bytes(config.model.dtype, device)
+    length = config.rollout.max_length
+    kv = settings.slots * length * shape.kv_per_token * item
+    memory = Memory(weights=shape.num_parameters * item, kv=kv)
+    note = f"weights, KV cache of {settings.slots} x {length} tokens"
+    return ProcessPlan(TEACHER, "eval", device, engine_threads(config), memory, note)
 
 
 def _engine(

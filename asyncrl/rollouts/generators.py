@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.teacher import Teacher
 from asyncrl.errors import PromptUnusable, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
@@ -188,6 +189,26 @@ def own_reward(outcome: Outcome) -> float | None:
     """
     parts = [*outcome.turn_rewards.values(), *outcome.branch_rewards.values()]
     return sum(parts) / len(parts) if outcome.reward is None and parts else outcome.reward
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """Rollouts of another generator, with what a teacher says of each sampled token.
+
+    The clock of rollout.timeout_s is held meanwhile: the teacher's answer has a limit of its own, and a
+    rollout is not to fail because the teacher is started again.
+    """
+
+    generator: Generator
+    teacher: Teacher
+
+    async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
+        """Raises what the generator raises, and RequestRefused if the teacher cannot read the tokens."""
+        rollout = await self.generator.run_attempt(attempt)
+        attempt.clock.hold()
+        judged = await self.teacher.judge(rollout)
+        attempt.clock.resume()
+        return judged
 
 
 RECORDED_VERSION = 0

@@ -129,6 +129,11 @@ class HFChatTokenizer:
             token_id for token, token_id in vocabulary.items() if falls_back and BYTE_TOKEN.fullmatch(token)
         )
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token, the special ones included."""
+        return dict(self._tokenizer.get_vocab())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -337,6 +342,11 @@ def _as_object(arguments: Any) -> Any:
 
 def _as_text(arguments: Any) -> Any:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def read_vocabulary(folder: Path) -> dict[str, int]:
+    """Of a model that need not have a chat template. Raises ConfigError."""
+    return dict(_load(str(folder)).get_vocab())
 
 
 def _read_json(model_path: str, name: str) -> dict[str, Any]:

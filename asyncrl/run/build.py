@@ -32,7 +32,7 @@ from asyncrl.placement.lease import (
     remove_staging_dir,
 )
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
-from asyncrl.rollouts.generators import HarnessGenerator, Replay
+from asyncrl.rollouts.generators import HarnessGenerator, Replay, Taught
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recording import refuse_difference
 from asyncrl.rollouts.rollout import RolloutRunner, derive_seed
@@ -44,6 +44,7 @@ from asyncrl.run.life import Life
 from asyncrl.run.start import Launcher, Server, bring_up, end_all
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
+from asyncrl.run.teaching import Teaching, make_teaching
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
@@ -69,6 +70,8 @@ class Parts:
         self.checkpoints = Checkpoints(job.run_dir, job.config.checkpoint)
         self.eval_server: Server | None = None
         """Not one of `servers`: the run goes on without it."""
+        self.teaching: Teaching | None = None
+        """Where a teacher scores what was sampled."""
         self.meeting: Broadcasts | None = None
         """Where engines and trainer form a group, with weight_sync.transport=nccl."""
         self.harnessing: Harnessing | None = None
@@ -80,6 +83,12 @@ class Parts:
     def servers(self) -> tuple[Server, ...]:
         """The ranks of the trainer, then the engine servers."""
         return (*self._ranks, *self._engine_servers)
+
+    @property
+    def beside(self) -> list[Server]:
+        """The eval engine and the teacher, if there are any: nothing is sampled there to be trained on."""
+        found = (self.eval_server, None if self.teaching is None else self.teaching.server)
+        return [server for server in found if server is not None]
 
     async def open_journal(self) -> None:
         """And the folder where weights are staged."""
@@ -148,10 +157,12 @@ class Parts:
         if config.eval is not None:
             self.eval_server = launcher.eval_engine()
             self._eval_target = launcher.client(self.eval_server)
+        if config.teacher is not None:
+            self.teaching = await make_teaching(launcher, self.supervision)
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
         """Returns when all answer. A run that goes on checks its model before they load it."""
-        job, beside = self._job, [] if self.eval_server is None else [self.eval_server]
+        job, beside = self._job, self.beside
         for server in (*self.servers, *beside):
             job.closes(server.name, partial(end_server, server, job.warn))
         hashing = asyncio.ensure_future(asyncio.to_thread(self.pin.read, model_path))
@@ -185,6 +196,8 @@ class Parts:
             )
             taken = "recorded rollouts were taken in place of sampled ones"
             job.stack.callback(lambda: job.say(f"task.replay: {replay.num_taken} {taken}"))
+        if self.teaching is not None:
+            generator = Taught(generator, self.teaching.teacher)
         self.producers = Producers(
             self.buffer,
             self.feed,

@@ -45,6 +45,7 @@ from asyncrl.rollouts.recording import (
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.run.start import START_TIMEOUT_S
+from asyncrl.run.teaching import look_at_teacher
 from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
@@ -198,6 +199,7 @@ def look(config: RunConfig) -> Found:
                 tokenizer.render([{"role": "user", "content": "Hello"}])
         notes += [] if config.generator.is_harness else _too_long("task", prompts, tokenizer, config)
         notes += [] if config.evaluates_agent else _too_long("eval task", eval_prompts, tokenizer, config)
+    lines += look_at_teacher(config, tokenizer)
     if tokenizer is not None or ":" in config.gateway.tool_format:
         shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
         find_tool_format(config.gateway.tool_format, *shown)
@@ -214,7 +216,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
     if template is not None:
         read_template(Path(template))
     if model.scratch is None:
-        folder = find_on_disk(model)
+        folder = find_on_disk(str(model.path))
         if folder is None:
             return None
         return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
@@ -315,7 +317,7 @@ def check_in_child(config: RunConfig) -> None:
     if kind is not None and kind.checked_in == "child":
         build_harness(config.generator, is_worker=False)
     model, lora = config.model, config.trainer.lora
-    if lora is not None and (model.scratch is not None or find_on_disk(model) is not None):
+    if lora is not None and (model.scratch is not None or find_on_disk(str(model.path)) is not None):
         _check_targets(model, lora)
 
 
@@ -328,7 +330,7 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
 
     try:
         if model.scratch is None:
-            architecture = AutoConfig.from_pretrained(find_on_disk(model))
+            architecture = AutoConfig.from_pretrained(find_on_disk(str(model.path)))
         else:
             tokenizer = make_character_tokenizer(model.scratch.characters)
             architecture = scratch_config(model.scratch.architecture, tokenizer)

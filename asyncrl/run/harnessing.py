@@ -97,6 +97,7 @@ def make_gateway(
         vocab_size=tokenizer.vocab_size,
         on_sampling_override=override,
         reads_effort="reasoning_effort" in tokenizer.template,
+        constrained=config.gateway.constrained,
     )
     gateway = Gateway(
         engines,

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from asyncrl.agents.command import hide_memory, passed_env
+from asyncrl.agents.command import passed_env
+from asyncrl.agents.command_processes import hide_memory
 from asyncrl.algorithms.registry import resolve
 from asyncrl.checkpoints.folder import set_aside
 from asyncrl.config import RunConfig, run_config_yaml
@@ -134,7 +135,8 @@ class Job(Life):
         self.spawn(parts.journal.wait_failed(), name="watch journal")
         self.spawn(parts.trainer.run(), name="watch trainer")
         workers = () if parts.harnessing is None else parts.harnessing.supervisors
-        for supervisor in (*parts.supervisors, *workers):
+        taught = () if parts.teaching is None else (parts.teaching.supervisor,)
+        for supervisor in (*parts.supervisors, *taught, *workers):
             self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         if parts.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")

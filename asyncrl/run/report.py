@@ -39,9 +39,9 @@ EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
 def processes(parts: Parts) -> tuple[Server, ...]:
-    """All child processes, that of the evaluation included."""
+    """All child processes, those of evaluation and teacher included."""
     workers = () if parts.harnessing is None else parts.harnessing.workers
-    return (*parts.servers, *(() if parts.eval_server is None else (parts.eval_server,)), *workers)
+    return (*parts.servers, *parts.beside, *workers)
 
 
 def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
@@ -50,6 +50,7 @@ def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
     sources: list[Any] = [parts.buffer, parts.producers, parts.engines, parts.publisher, parts.scorer]
     sources += [parts.trainer, parts.turns, parts.checkpointer]
     sources += [] if parts.evaluation is None else [parts.evaluation]
+    sources += [] if parts.teaching is None else [parts.teaching.teacher]
     sources += [] if harnessing is None else [harnessing.gateway, harnessing.queue]
     for source in sources:
         found |= source.gauges()
@@ -61,6 +62,8 @@ def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
         "engine/restarts": sum(supervisor.num_restarts for supervisor in parts.supervisors),
         "trainer/version": sum(h.policy_version for _, h in healths if isinstance(h, TrainerHealth)),
     }
+    if parts.teaching is not None:
+        found["teacher/restarts"] = parts.teaching.supervisor.num_restarts
     if harnessing is not None:
         abandoned = {name: h.num_abandoned for name, h in healths if isinstance(h, WorkerHealth)}
         restarts = sum(supervisor.num_restarts for supervisor in harnessing.supervisors)
@@ -75,7 +78,8 @@ def reported(parts: Parts) -> Reported:
         for name, value in gauges(parts).items()
         if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
     }
-    is_starting = any(one.is_starting for one in (parts.trainer, *parts.supervisors))
+    taught = () if parts.teaching is None else (parts.teaching.supervisor,)
+    is_starting = any(one.is_starting for one in (parts.trainer, *parts.supervisors, *taught))
     return Reported(marks, tuple(parts.producers.oldest()), is_starting)
 
 

@@ -20,7 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from asyncrl.agents.command import hide_memory, passed_env
+from asyncrl.agents.command import passed_env
+from asyncrl.agents.command_processes import hide_memory
 from asyncrl.agents.endpoint.gateway import Gateway
 from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool

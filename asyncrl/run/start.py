@@ -30,7 +30,7 @@ from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
 from asyncrl.placement.devices import Placement, child_environ, chunk_device, find_cuda_devices
 from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.plan import EVAL_ENGINE, trainer_threads
+from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, engine_threads, trainer_threads
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
@@ -271,6 +271,26 @@ class Launcher:
         """The engine server that evaluates."""
         assert self.placement.evaluation is not None, "asked for where config.eval is given"
         return self._engine(EVAL_ENGINE, [self.placement.evaluation], None)
+
+    def teacher(self, folder: Path) -> Server:
+        """The server that scores what was sampled, of the model in `folder`."""
+        config, device = self.config, self.placement.teacher
+        assert config.teacher is not None, "asked for where there is one"
+        assert device is not None, "placed where there is one"
+        spec = {
+            "name": TEACHER,
+            "slots": 1,
+            "score_slots": config.teacher.slots,
+            "max_length": config.rollout.max_length,
+            "model_path": str(folder),
+            "dtype": config.model.dtype,
+            "device": device.partition(":")[0],
+            "threads": engine_threads(config),
+            "deterministic": config.rollout.deterministic,
+        }
+        child = self._child(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device], None)
+        short_s = min(SHORT_S, config.teacher.timeout_s / 2)
+        return Server(child, Caller(TEACHER, "", self.secret, short_s=short_s), EngineHealth)
 
     @cached_property
     def tokenizer(self) -> HFChatTokenizer:

@@ -1,4 +1,4 @@
-"""Keeps the processes of a run going: engine servers, the ranks of the trainer, the workers of agents.
+"""Keeps the processes of a run going: engine servers, the teacher, the ranks of the trainer, agents' workers.
 
 One that dies or does not answer is started again; what has to follow (weights for an engine, a state and
 batches for the trainer) is part of it. Too many restarts end the run.
@@ -19,6 +19,7 @@ from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
+from asyncrl.engines.teacher import Teacher
 from asyncrl.errors import (
     ConnectionShortage,
     EngineLost,
@@ -269,6 +270,32 @@ class EngineSupervisor(Supervisor):
     async def _works_again(self) -> Mapping[str, Any]:
         self._pool.up_nowait(self.name)
         await self._pool.balance()
+        return {}
+
+
+class TeacherSupervisor(Supervisor):
+    """Keeps the teacher going; while it is down, rollouts wait for what it says of them."""
+
+    kind = "teacher"
+
+    def __init__(self, process: Server, client: Teacher, supervision: Supervision) -> None:
+        super().__init__([process], supervision)
+        self._client = client
+
+    def lost_nowait(self, error: EngineLost) -> None:
+        """A call got no answer. The teacher is down when this returns; run starts it again."""
+        if not error.is_told:
+            self._lost_by(error)
+
+    def _down(self, lost: RoomError) -> None:
+        self.is_up = False
+        self._client.down_nowait()
+
+    async def _before_start(self) -> None:
+        self._client.renew_nowait()
+
+    async def _works_again(self) -> Mapping[str, Any]:
+        self._client.up_nowait()
         return {}
 
 

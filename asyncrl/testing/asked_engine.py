@@ -8,6 +8,7 @@ from typing import Any
 
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse
 from asyncrl.messages.frames import Asked, Sampled, joined
+from asyncrl.serving import Refused
 
 
 class Reply(Future[GenerateResponse]):
@@ -30,6 +31,9 @@ class Reply(Future[GenerateResponse]):
             self.abort()
         elif rows[-1].then not in ("more", "interrupted"):
             self.set_result(joined(self.run.request.request_id, self.rows))
+
+    def refused(self, number: int, refusal: Refused) -> None:
+        self.set_exception(refusal)
 
     def resume(self) -> None:
         """Go on."""

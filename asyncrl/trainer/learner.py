@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,26 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
+from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.serving import Refused
+from asyncrl.trainer.model.allowed import AllowedSets, find_allowed
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
-from asyncrl.trainer.model.parts import TrainedModel, learning_rate_at, make_optimizer, reshard
+from asyncrl.trainer.model.parts import (
+    TrainedModel,
+    learning_rate_at,
+    load_tokenizer,
+    make_optimizer,
+    reshard,
+)
 from asyncrl.trainer.model.policy import Policy
-from asyncrl.trainer.objective import BatchNumbers, Float32N, Objective, check_batch, loss_tokens
+from asyncrl.trainer.objective import (
+    BatchNumbers,
+    Float32N,
+    Objective,
+    check_any_loss,
+    check_batch,
+    loss_tokens,
+)
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.step_report import (
     GAP_ADVICE,
@@ -100,6 +116,8 @@ class Learner:
         changed them.
         """
         self._has_recorded = False
+        self._allowed: AllowedSets | None = None
+        """Of the batch in hand."""
         self._objective = Objective(spec)
         parts = TrainedModel(spec, ranks, needs_reference=self._objective.needs_reference)
         self.device, self.dtype, self.policy = parts.device, parts.dtype, parts.policy
@@ -116,6 +134,8 @@ class Learner:
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         check_batch(header, arrays, self.policy_version, vocab_size)
         has_loss = loss_tokens(header, arrays)
+        self._allowed = find_allowed(header, arrays, has_loss, self._grammars)
+        check_any_loss(header, arrays, has_loss)
         batch = self._numbers(header, arrays, has_loss)
         taken = BatchTotals(*np.zeros((2, len(has_loss)), np.float32))
         parts = mini_batches(header, has_loss, self.spec.trainer.mini_batches)
@@ -151,6 +171,15 @@ class Learner:
             "perf/train_s": time.perf_counter() - started,
         }
 
+    @cached_property
+    def _token_grammars(self) -> TokenGrammars:
+        vocab_size = self.policy.model.get_input_embeddings().num_embeddings
+        return TokenGrammars(load_tokenizer(self.spec), vocab_size)
+
+    def _grammars(self) -> TokenGrammars:
+        """Of the model's tokenizer, made when a batch first has one. Raises GrammarError."""
+        return self._token_grammars
+
     def _numbers(self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> BatchNumbers:
         """All that is computed before the first step, which may change the weights."""
         batch = BatchNumbers(header, arrays, has_loss)
@@ -185,7 +214,7 @@ class Learner:
         if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
             max_tokens = 1  # each sequence alone, so that each micro-batch is one forward pass on every rank
         return rank_micro_batches(
-            header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs
+            header, arrays, has_loss, max_tokens, self.device, self.ranks, self.policy.costs, self._allowed
         )
 
     def _optimizer_step(

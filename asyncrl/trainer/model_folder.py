@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ValidationError
 
-from asyncrl.config import ModelConfig, RunConfig
+from asyncrl.config import RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
@@ -27,6 +27,7 @@ MAKE_TIMEOUT_S = 300.0
 """For a model from scratch: its process imports torch and transformers."""
 MODEL_PIN = "model.json"
 """In the run directory: the model that the run began with."""
+MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
 TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
@@ -40,7 +41,7 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
     """The folder of the config's model. `revision`: the hub's commit, none for the newest."""
     if config.model.scratch is None:
         path = str(config.model.path)
-        return await asyncio.to_thread(lambda: _find_given(path) or _download(path, revision))
+        return await asyncio.to_thread(find_model, path, revision)
     folder, spec = run_dir / "model", run_dir / "specs" / "scratch.json"
     if folder.exists() and spec.exists():  # a run that goes on: it was made by this spec, as a whole
         return folder
@@ -67,13 +68,17 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
     return folder
 
 
-def find_on_disk(model: ModelConfig) -> Path | None:
-    """The folder of model.path, given or in the hub's cache; None if it is a hub id that has to be fetched.
+def find_model(path: str, revision: str | None = None, key: str = MODEL_KEY) -> Path:
+    """The folder of a model that `key` names, fetched if need be. Blocks. Raises ConfigError."""
+    return _find_given(path, key) or _download(path, revision, key)
+
+
+def find_on_disk(path: str, key: str = MODEL_KEY) -> Path | None:
+    """The folder of a model, given or in the hub's cache; None if it is a hub id that has to be fetched.
 
     Raises ConfigError if it is neither, or lacks what is needed to read the model.
     """
-    path = str(model.path)
-    if (given := _find_given(path)) is not None:
+    if (given := _find_given(path, key)) is not None:
         return given
     from huggingface_hub import snapshot_download
 
@@ -97,18 +102,19 @@ def check_model_type(model_type: Any, source: str) -> None:
             raise ConfigError(what, way_out="name one that it knows, like qwen3.")
 
 
-def _find_given(name: str) -> Path | None:
-    """The folder that model.path names; None if that is a hub id."""
+def _find_given(name: str, key: str) -> Path | None:
+    """The folder that `key` names; None if that is a hub id."""
     path = Path(name).expanduser()
     if path.is_dir():
-        _refuse_incomplete(path, f"model.path={name}")
+        _refuse_incomplete(path, f"{key}={name}")
         return path.resolve()
     owner, is_id = name.partition("/")[0], re.fullmatch(r"[\w.-]+/[\w.-]+", name)
     if is_id and owner not in (".", "..", "models") and not Path(owner).is_dir():
         return None
     rule = "it must be a Hugging Face folder, or a hub id owner/name where no folder here is named owner"
-    way_out = "correct model.path; `python examples/smollm2.py` makes models/smollm2-135m-instruct."
-    raise ConfigError(f"model.path={name}: there is no such folder", rule=rule, way_out=way_out)
+    made = "; `python examples/smollm2.py` makes models/smollm2-135m-instruct" if key == MODEL_KEY else ""
+    way_out = f"correct {key}{made}."
+    raise ConfigError(f"{key}={name}: there is no such folder", rule=rule, way_out=way_out)
 
 
 def _refuse_incomplete(folder: Path, name: str) -> None:
@@ -124,14 +130,14 @@ def _refuse_incomplete(folder: Path, name: str) -> None:
     check_model_type(model_type, f"config.json of {name}")
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, key: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are all OSErrors or ValueErrors
-        what = f"model.path={hub_id} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
+        what = f"{key}={hub_id} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
         way_out = "check the spelling and the network, or give the path of a local folder."
         raise ConfigError(what, way_out=way_out) from error
 

@@ -71,15 +71,20 @@ def loss_tokens(header: BatchHeader, arrays: BatchArrays) -> BoolN:
             way_out="buffer.on_overdue=mask gives such tokens no weight.",
         )
     kept = arrays.loss_mask & ~old
-    if not kept.any():
+    check_any_loss(header, arrays, kept)
+    return kept
+
+
+def check_any_loss(header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> None:
+    """Refuse (409) a batch without a loss token."""
+    if not has_loss.any():
         raise Refused(
             409,
             f"batch {header.version} has no token that carries loss ({int(arrays.loss_mask.sum())} sampled, "
-            f"all older than version {header.min_version})",
+            f"all older than version {header.min_version}, or not allowed by their grammar)",
             rule="an optimizer step needs at least one loss token",
             way_out="raise buffer.max_staleness, or set buffer.on_overdue=wait.",
         )
-    return kept
 
 
 def _token_name(header: BatchHeader, index: int) -> str:
@@ -204,7 +209,23 @@ class Objective:
                 way_out="correct the function, or set algorithm.advantage=grpo.",
             )
         advantage_N: Float32N = advantage_B.detach().float().numpy()[units.unit_N]
-        return advantage_N
+        return advantage_N if settings.distill_weight == 0 else self._taught(batch, advantage_N)
+
+    def _taught(self, batch: BatchNumbers, advantage_N: Float32N) -> Float32N:
+        """float32 [N]: the reward's advantages and the teacher's, which differ from token to token."""
+        header, arrays, has_loss, settings = batch.header, batch.arrays, batch.has_loss, self.settings
+        if arrays.teacher_logprobs is None:
+            what = f"batch {header.version} has rollouts without the logprobs of a teacher"
+            rule = f"algorithm.distill_weight={settings.distill_weight} learns from those of every token"
+            way_out = "they were sampled under other settings: put those back, or start a new run."
+            raise Refused(422, what, rule=rule, way_out=way_out)
+        behaviour_M, teacher_M = (
+            torch.from_numpy(values_N[has_loss])
+            for values_N in (arrays.behaviour_logprobs, arrays.teacher_logprobs)
+        )
+        taught_N = settings.reward_weight * advantage_N
+        taught_N[has_loss] += settings.distill_weight * losses.distillation(behaviour_M, teacher_M).numpy()
+        return taught_N
 
     def step_numbers(self, batch: BatchNumbers, has_loss: BoolN) -> StepNumbers:
         """For the optimizer step that trains on the tokens of `has_loss` bool [N]."""
@@ -261,6 +282,9 @@ class Objective:
             stats = {**stats, "kl_reference": kl_M.detach().sum()}
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
+        if batch.arrays.teacher_logprobs is not None:
+            kl_M = losses.kl(current_M.detach(), over_tokens(batch.arrays.teacher_logprobs), "k1")
+            stats = {**stats, "kl_teacher": kl_M.sum()}
         weight_M = step.weight_S[micro.trajectory_S].to(current_M.device)[micro.sequence_M]
         return (loss_M * weight_M).sum(), {name: float(value) for name, value in stats.items()}
 

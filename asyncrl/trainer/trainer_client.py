@@ -263,7 +263,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
     samples and branches.
     """
     trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
-    headers, end = list[TrajectoryHeader](), 0
+    headers, end, grammars = list[TrajectoryHeader](), 0, dict[str, int]()
     for group_index, group in enumerate(batch.groups):
         for trajectory in group.trajectories:
             start, end = end, end + len(trajectory.token_ids)
@@ -278,19 +278,25 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
                     reward=trajectory.reward,
                     branch=trajectory.branch,
                     credits=list(trajectory.credits),
+                    grammars=[
+                        (span.start, span.end, grammars.setdefault(span.grammar, len(grammars)))
+                        for span in trajectory.grammars
+                    ],
                 )
             )
     loss_mask = np.concatenate([one.loss_mask for one in trajectories])
     versions, engines = sampled_by(trajectories, loss_mask)
+    taught = [one.teacher_logprobs for one in trajectories if one.teacher_logprobs is not None]
     arrays = BatchArrays(
         token_ids=np.concatenate([one.token_ids for one in trajectories]),
         loss_mask=loss_mask,
         behaviour_logprobs=np.concatenate([one.behaviour_logprobs for one in trajectories]),
         versions=versions,
         engines=engines,
+        teacher_logprobs=np.concatenate(taught) if len(taught) == len(trajectories) else None,
     )
     bound = {"version": batch.version, "min_version": batch.min_version, "mask_older": batch.mask_older}
-    return BatchHeader(**bound, trajectories=headers), arrays
+    return BatchHeader(**bound, trajectories=headers, grammars=list(grammars)), arrays
 
 
 def sampled_by(

@@ -48,16 +48,18 @@ async def run(
     num_passages: int = 2,
     max_searches: int = 3,
     must_search: bool = False,
+    is_shaped: bool = False,
 ) -> Outcome:
     """Search and answer. `must_search`: the first turn is a call whatever the model would rather do, which
     helps a small model begin.
 
     The reward is 1 for a right answer, 0 for a wrong one. A small share for form keeps a model that never
-    answers from standing still.
+    answers from standing still. `is_shaped`: instead of that share, 0.1 for passages that hold the answer,
+    and up to 0.6 for a right answer among other words, with or without tags: the fewer others, the more.
     """
     index = open_index(corpus)
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, *task.messages]
-    num_searches, found, answer = 0, False, None
+    num_searches, found, answer, said = 0, False, None, ""
     for turn in range(max_searches + 1):
         choice: Any = "auto" if turn < max_searches else "none"
         if must_search and turn == 0:
@@ -68,7 +70,8 @@ async def run(
         message = completion.choices[0].message
         messages.append(message)
         if not message.tool_calls:
-            answer = final_answer(message.content or "")
+            said = message.content or ""
+            answer = final_answer(said)
             break
         for call in message.tool_calls:
             passages = index.search(query_of(call.function.name, call.function.arguments), num_passages)
@@ -77,6 +80,9 @@ async def run(
             messages.append({"role": "tool", "tool_call_id": call.id, "content": passages})
     is_right = answer is not None and any(normalised(answer) == normalised(right) for right in task.answer)
     reward = 1.0 if is_right else 0.1 if answer is not None else 0.0
+    if is_shaped and not is_right:
+        said = said if answer is None else answer
+        reward = 0.1 * found + 0.6 * max(share_of(right, said) for right in task.answer)
     return Outcome(
         reward,
         {
@@ -130,6 +136,12 @@ def final_answer(text: str) -> str | None:
     """What stands in the last <answer>; None if there is none."""
     answers: list[str] = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
     return answers[-1].strip() if answers else None
+
+
+def share_of(right: str, said: str) -> float:
+    """Of the words that were said, those of the right answer, 0 to 1; 0 if it is not among them."""
+    words, wanted = normalised(said), normalised(right)
+    return len(wanted.split()) / len(words.split()) if f" {wanted} " in f" {words} " else 0.0
 
 
 def mentions(passages: str, answer: str) -> bool:

@@ -8,11 +8,12 @@ import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Generic
 
 from aiohttp import WSMsgType, web
+from pydantic import BaseModel
 
 from asyncrl.messages import frames
 from asyncrl.messages.base import SECRET_ENV, Message, Moved
@@ -47,6 +48,8 @@ class GenerateBody(Message):
     top_p: float = 1.0
     stop: list[str] = []
     seed: int = 0
+    grammar: str | None = None
+    top_logprobs: int = 0
 
     def request(self) -> GenerateRequest:
         """As the engine takes it."""
@@ -83,6 +86,11 @@ class ServedLink(Generic[Of]):
                 self._runs.pop(row.number, None)  # serve() may have emptied it by now
         for first in range(0, len(known), FRAME_ROWS):
             self._send(frames.sampled_frame(known[first : first + FRAME_ROWS]))
+
+    def refused(self, number: int, refusal: Refused) -> None:
+        """Say so, from any one thread; the request is over."""
+        if self._runs.pop(number, None) is not None:
+            self._send(frames.refused_frame(number, refusal.status, refusal.body))
 
     async def serve(self) -> None:
         """Until the client leaves. Raises ValueError for what is no frame."""
@@ -178,6 +186,14 @@ class OneAnswer:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._take, rows)
 
+    def refused(self, number: int, refusal: Refused) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._refuse, refusal)
+
+    def _refuse(self, refusal: Refused) -> None:
+        if not self._done.done():
+            self._done.set_exception(refusal)
+
     def _take(self, rows: Sequence[frames.Sampled]) -> None:
         self._rows += rows
         if rows[-1].then == "interrupted":
@@ -193,8 +209,13 @@ def check_queue(num_free: int) -> None:
         raise Refused(503, f"{MAX_QUEUED} requests are queued already", way_out=way_out)
 
 
-def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
-    """The routes of an engine server over `engine`, for bearers of the secret alone."""
+Act = Callable[..., Awaitable[BaseModel]]
+
+
+def engine_routes(engine: ServedEngine[Of], secret: str, *more: Act) -> web.Application:
+    """The routes of an engine server over `engine`, for bearers of the secret alone. `more`: what this kind
+    answers beside, each POST under its name.
+    """
     app = make_app(secret)
 
     async def link(request: web.Request) -> web.WebSocketResponse:
@@ -233,14 +254,15 @@ def engine_routes(engine: ServedEngine[Of], secret: str) -> web.Application:
 
     app.router.add_get("/link", link)
     add_route(app, "GET", "/health", health)
-    for act in (generate, prepare, load_chunk, commit, sleep, wake):
+    acts: tuple[Act, ...] = (generate, prepare, load_chunk, commit, sleep, wake, *more)
+    for act in acts:
         add_route(app, "POST", f"/{act.__name__}", act)
     return app
 
 
-def serve_engine(engine: ServedEngine[Of], fd: int) -> None:
+def serve_engine(engine: ServedEngine[Of], fd: int, *more: Act) -> None:
     """Serve on the inherited socket until SIGTERM. Returns after a clean shutdown."""
-    serve(engine_routes(engine, secret_of(SECRET_ENV)), fd, cancels_handlers=True)
+    serve(engine_routes(engine, secret_of(SECRET_ENV), *more), fd, cancels_handlers=True)
 
 
 async def _answered(future: AnyFuture[Answer]) -> Answer:

@@ -13,7 +13,14 @@ import numpy.typing as npt
 from pydantic import Field, ValidationError
 
 from asyncrl.messages.base import Message, Moved
-from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
+from asyncrl.messages.calls import (
+    MAX_TOP_LOGPROBS,
+    CommitRequest,
+    CommitResponse,
+    EngineHealth,
+    SleepRequest,
+    WakeRequest,
+)
 from asyncrl.messages.frames import Asked, Sampled
 from asyncrl.serving import Refused, child_arguments, fail
 from asyncrl_servers.weight_state import WeightState
@@ -52,9 +59,10 @@ def read_spec(kind: type[Spec]) -> tuple[Spec, int]:
 
 
 class Listener(Protocol):
-    """Gets what is sampled for its requests. It may be called from any thread."""
+    """Gets what is sampled for its requests, and why one goes no further; from any thread."""
 
     def sampled(self, rows: Sequence[Sampled]) -> None: ...
+    def refused(self, number: int, refusal: Refused) -> None: ...
 
 
 class Run:
@@ -117,11 +125,14 @@ def check_request(asked: Asked, max_length: int, vocab_size: int) -> npt.NDArray
         and 0.0 < request.top_p <= 1.0
         and 0 <= request.seed < 2**63
         and len(request.stop) <= MAX_STOP
+        and 0 <= request.top_logprobs <= MAX_TOP_LOGPROBS
     ):
         what = f"{num_prompt} prompt ids, max_tokens {request.max_tokens}, temperature {request.temperature}"
         what += f", top_p {request.top_p}, seed {request.seed}, {len(request.stop)} stop strings"
+        what += f", top_logprobs {request.top_logprobs}"
         rule = "a prompt has an id, max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, 0 <= seed < 2**63"
-        raise Refused(400, f"{name} has {what}", rule=f"{rule}, at most {MAX_STOP} stop strings")
+        rule += f", at most {MAX_STOP} stop strings, 0 <= top_logprobs <= {MAX_TOP_LOGPROBS}"
+        raise Refused(400, f"{name} has {what}", rule=rule)
     return ids
 
 

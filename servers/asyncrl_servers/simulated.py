@@ -150,6 +150,10 @@ class SimulatedEngine:
     def run(self, asked: Asked, listener: Listener) -> SimulatedRun:
         """Stop strings never match: there is no text. Raises Refused (400)."""
         check_request(asked, self.spec.max_length, self.spec.vocab_size)
+        if asked.request.grammar is not None or asked.request.top_logprobs:
+            what = f"request {asked.request.request_id} has a grammar or top_logprobs"
+            rule = "this server draws any token, each as likely as the other"
+            raise Refused(400, what, rule=rule, way_out="set rollout.engine to embedded or vllm.")
         return SimulatedRun(asked, listener)
 
     def submit(self, runs: Sequence[SimulatedRun]) -> None:

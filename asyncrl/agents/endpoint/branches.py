@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import Outcome, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import GrammarSpan, Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.chats import RecordedChat
@@ -29,7 +29,7 @@ class Node:
     the first sampled token. `order` is (number of the call, choice). `num_path_ids`: length of all_ids();
     `path_hash`: their new_hash(), as little-endian int32. `chat`: what a later chat may go on from, None of a
     prompt of ids. Not `is_trained`: sampled from another distribution than the run's, so that its tokens are
-    context.
+    context. `grammar`: what they were sampled from.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Node:
     num_path_ids: int
     path_hash: blake2b
     is_trained: bool = True
+    grammar: str | None = None
 
     @property
     def num_sampled(self) -> int:
@@ -158,6 +159,7 @@ def _trajectory(
     logprobs = np.zeros(len(token_ids), dtype=np.float32)
     spans: list[VersionSpan] = []
     credits: list[Credit] = []
+    grammars: list[GrammarSpan] = []
     end = 0
     for node in path:
         start, end = end + node.num_added, end + len(node.ids)
@@ -166,6 +168,8 @@ def _trajectory(
             logprobs[start:end] = node.logprobs
             for span in node.version_spans:
                 spans.append(replace(span, start=start + span.start, end=start + span.end))
+            if node.grammar is not None:
+                grammars.append(GrammarSpan(start, end, node.grammar))
             if node in credited:
                 credits.append(Credit(start, end, *credited[node]))
     return Trajectory(
@@ -176,6 +180,7 @@ def _trajectory(
         is_truncated=path[-1].is_truncated,
         num_interruptions=sum(node.num_interruptions for node in own),
         credits=tuple(credits),
+        grammars=tuple(grammars),
         **fields,
     )
 

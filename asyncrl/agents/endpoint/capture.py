@@ -152,9 +152,11 @@ class Capture:
         *,
         choice: int = 0,
         is_trained: bool = True,
+        grammar: str | None = None,
     ) -> None:
         """The harness got this answer: `message` is the assistant message as it got it. Not `is_trained`: it
-        is context alone, since it was sampled from another distribution than the run's.
+        is context alone, since it was sampled from another distribution than the run's. `grammar`: that it
+        was sampled from.
         """
         assert name not in self._nodes, f"{name} is recorded already"
         if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten meanwhile
@@ -174,6 +176,7 @@ class Capture:
             num_path_ids=planned.num_prompt + len(sampled),
             path_hash=_hash_on(planned.prompt_hash, sampled),
             is_trained=is_trained,
+            grammar=grammar,
         )
         self._nodes[name] = node
         self._count_branch(node)

@@ -40,8 +40,6 @@ A branch begins with the other two. edited: the chat's last answer was not recor
 was recorded, but the template offers no place to go on from it.
 """
 
-Rank = tuple[Any, ...]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
@@ -107,34 +105,32 @@ class Recorded:
     """
 
     def __init__(self) -> None:
-        self._by_chat: dict[bytes, tuple[Rank, Node]] = {}
-        self._by_text: dict[tuple[int, bytes], tuple[Rank, Node]] = {}
-        self._lengths: list[int] = []
+        self._by_chat: dict[bytes, Node] = {}
+        self._by_text: dict[tuple[int, bytes], Node] = {}
+        self._lengths: list[int] = []  # of the texts, in order
 
     def add(self, node: Node, chain: Chain, other_forms: Iterable[Message]) -> None:
         """It answers the chat with this chain, and may come back in `other_forms`. The same chat or text
         twice: one of them, whichever came first.
         """
         assert node.chat is not None, "it answers a chat"
-        rank = (node.order[1], node.content)
-        keys = [node.chat.key, *map(chain.key_with, other_forms)]
-        for key in dict.fromkeys(keys):
-            # in another form it may be one of several, which the harness cannot tell apart: the first stays
-            own = (0, *rank) if key == keys[0] else (1,)
-            known = self._by_chat.get(key)
-            if known is None or own < known[0]:
-                self._by_chat[key] = (own, node)
+        key = node.chat.key
+        known = self._by_chat.get(key)
+        if known is None or known.chat is None or known.chat.key != key or _rank(node) < _rank(known):
+            self._by_chat[key] = node
+        for form in other_forms:  # the harness cannot tell some of them apart: the first one stays
+            self._by_chat.setdefault(chain.key_with(form), node)
         if (place := node.chat.text) is not None:
-            if place not in self._by_text:
+            same = self._by_text.get(place)
+            if same is None:
                 insort(self._lengths, place[0])
-            known = self._by_text.get(place)
-            if known is None or rank < known[0]:
-                self._by_text[place] = (rank, node)
+            if same is None or _rank(node) < _rank(same):
+                self._by_text[place] = node
 
     def keep(self, nodes: Collection[Node]) -> None:
         """Forget all others."""
-        self._by_chat = {key: known for key, known in self._by_chat.items() if known[1] in nodes}
-        self._by_text = {place: known for place, known in self._by_text.items() if known[1] in nodes}
+        self._by_chat = {key: known for key, known in self._by_chat.items() if known in nodes}
+        self._by_text = {place: known for place, known in self._by_text.items() if known in nodes}
         self._lengths = sorted(length for length, _ in self._by_text)
 
     def settled(self, key: bytes) -> bytes | None:
@@ -144,22 +140,27 @@ class Recorded:
 
     def answer(self, key: bytes) -> Node | None:
         """The completion that a chat with this key ends with."""
-        known = self._by_chat.get(key)
-        return known[1] if known else None
+        return self._by_chat.get(key)
 
     def longest(self, rendered: Rendered, prefill: str) -> Node | None:
         """The one with the longest text that the chat's begins with, and that is not shorter than
         rendered.num_before.
         """
         text, start = rendered.text + prefill, rendered.num_before
-        hashed, at, found = rendered.before.copy(), start, None
+        hashed, at = rendered.before.copy(), start
+        found: Node | None = None
         lengths = tuple(self._lengths)
         most = bisect_right(lengths, start + len(text))
         for length in lengths[bisect_left(lengths, start) : most]:
             hashed.update(text[at - start : length - start].encode())
             at = length
             found = self._by_text.get((length, hashed.digest()), found)
-        return found[1] if found else None
+        return found
+
+
+def _rank(node: Node) -> tuple[Any, ...]:
+    """Of equal completions the first is taken, whichever came first."""
+    return node.order[1], node.content
 
 
 class Drafting:

@@ -25,6 +25,7 @@ from asyncrl.agents.endpoint.capture import GatewayStats, Planned
 from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
+from asyncrl.agents.endpoint.grammars import GrammarChecks, asks_strict_alone, grammar_of, thinks
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
@@ -102,6 +103,7 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts, self._reader = GatewayStats(), RequestReader(self.rules)
+        self._checks = GrammarChecks()
         self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
@@ -164,9 +166,10 @@ class EngineRoute:
             planned = await self._plan(session, read, prefill)
         with _noting_overflow(session, planned):
             budget = self._budget(planned, asked)
+        grammar = await self._grammar(asked, planned, prefill)
         if session.is_users and session.opening is None:
             session.opening = asked.messages
-        keys, time_asked = _keys(session, planned, asked)
+        keys, time_asked = _keys(session, planned, asked, grammar or "")
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
@@ -191,10 +194,12 @@ class EngineRoute:
                 seed=self.seed_of(session.prompt_id, session.sample_index, session.attempt, key),
                 route_key=session.route_key,
                 after=spans[-1] if spans else session.last_span,
+                grammar=grammar,
+                top_logprobs=asked.num_top_logprobs,
             )
         call = GatewayCall(sent.form, sent.digest, planned, sampled)
-        call.is_streamed, call.is_trained = asked.stream, asked.is_as_configured
-        call.order, call.time_asked = session.num_calls, time_asked
+        call.is_streamed, call.order, call.time_asked = asked.stream, session.num_calls, time_asked
+        call.is_trained = asked.is_as_configured and (grammar is None or self.rules.constrained == "exact")
         return call, planned.draft
 
     async def sample(self, session: GatewaySession, call: GatewayCall) -> None:
@@ -280,11 +285,23 @@ class EngineRoute:
         if tool_choice == "auto":
             return ""
         name = None if tool_choice == "required" else tool_choice.removeprefix("function:")
-        prefill = self.tool_format.prefill(name)
+        prefill, has_grammar = self.tool_format.prefill(name), self.tool_format.around("name") is not None
+        if has_grammar and (prefill is None or thinks(self.tool_format, self.tokenizer)):
+            return ""  # the grammar forces it, behind a thought
         if prefill is None:
             why = f"tool format {self.tool_format.name} cannot force it."
             raise invalid(f"tool_choice {tool_choice} is refused: {why}", "tool_choice")
         return prefill
+
+    async def _grammar(self, asked: AnyRequest, planned: Planned, prefill: str) -> str | None:
+        """What the answer may be. Raises ApiError for what cannot be followed."""
+        prompt = planned.draft.text if planned.draft else ""
+        found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
+        if found is None or (self.rules.constrained == "context" and asks_strict_alone(asked)):
+            return None  # a harness whose tools are all strict would have nothing to train
+        has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
+        await self._checks.wait_checked(found, "response_format" if has_format else "tools")
+        return found
 
     async def _plan(self, session: GatewaySession, read: ReadCall, prefill: str) -> Planned:
         capture, asked = session.capture, read.asked
@@ -342,14 +359,14 @@ def _give_up(session: GatewaySession, call: GatewayCall, scope: asyncio.Timeout)
 
 
 def _keys(
-    session: GatewaySession, planned: Planned, asked: AnyRequest
+    session: GatewaySession, planned: Planned, asked: AnyRequest, grammar: str
 ) -> tuple[list[int], tuple[bytes, int] | None]:
     """(one key for each choice, of which its seed is made; what they are made of). They depend on the content
     of the call and on how many equal calls came before, never on the time.
 
     Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
     """
-    digest, shape = planned.prompt_hash.digest(), asked.shape()
+    digest, shape = planned.prompt_hash.digest(), asked.shape() + grammar.encode()
     if shape:
         digest = blake2b(digest + shape, digest_size=16).digest()
     time_asked = None if asked.seed is not None else (digest, session.number_of(digest))

@@ -10,12 +10,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, FailFast, Field, ValidationError
 from pydantic_core import from_json, to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, invalid, shown, too_long
-from asyncrl.agents.endpoint.calls.sent_messages import ROLES, ChatMessage, GivenTool, wrong
+from asyncrl.agents.endpoint.calls.sent_messages import (
+    ROLES,
+    STRICT,
+    ChatMessage,
+    GivenTool,
+    ResponseFormat,
+    wrong,
+)
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
+from asyncrl.messages.calls import MAX_TOP_LOGPROBS
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +52,9 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (({},), _CHANGES),
     "top_k": ((-1, 0), _CHANGES),
     "min_p": ((0,), _CHANGES),
-    "top_logprobs": ((0,), "the engines report the logprob of the sampled token alone"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "best_of": ((1,), "every sampled completion is an answer"),
     "echo": ((False,), "prompts are not echoed"),
-    "response_format": (({"type": "text"},), "the engines have no grammar; ask for it in the prompt"),
     "functions": ((), "it is deprecated; use tools"),
     "function_call": ((), "it is deprecated; use tool_choice"),
     "audio": ((), _TEXT_ONLY),
@@ -71,6 +77,7 @@ class CallRules:
     """Of prompt and completion together, in the engines."""
     vocab_size: int
     on_sampling_override: Literal["use_config", "honour", "refuse"] = "use_config"
+    constrained: Literal["context", "exact"] = "exact"
     reads_effort: bool = False
     """The chat template reads `reasoning_effort`."""
 
@@ -117,7 +124,6 @@ def _prompt(value: Any) -> Any:
 
 # ---- calls
 
-STRICT = ConfigDict(strict=True, extra="forbid")
 _NO_SHAPE = frozenset(
     "model seed stream stream_options logprobs top_logprobs messages prompt tools tool_choice "
     "max_completion_tokens chat_template_kwargs reasoning_effort".split()
@@ -147,7 +153,12 @@ class CallRequest(BaseModel):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool = False
     stream_options: dict[str, Any] = {}
-    logprobs: bool | Literal[0] | None = None
+    logprobs: bool | int | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Of each sampled token."""
+        return 0
 
     @property
     def has_logprobs(self) -> bool:
@@ -188,9 +199,15 @@ class ChatRequest(CallRequest):
     tool_choice: Annotated[str, BeforeValidator(_tool_choice)] = "auto"
     parallel_tool_calls: bool = True
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    response_format: ResponseFormat = None
     logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     reasoning_effort: Annotated[str, Field(pattern=r"^[a-z]{1,16}\z")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_settings)] = {}
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.top_logprobs
 
     @property
     def has_one_call(self) -> bool:
@@ -208,7 +225,11 @@ class TextRequest(CallRequest):
 
     prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16  # without it, as OpenAI has it
-    logprobs: Literal[0] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.logprobs or 0
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -235,6 +256,8 @@ class RequestReader:
             why = f"{len(messages)} messages are more than rollout.max_prompt_tokens={most}: each is a token."
             raise too_long(why, "messages")
         asked = self._checked(given, ChatRequest)
+        if asked.top_logprobs and not asked.logprobs:
+            raise invalid("top_logprobs needs logprobs: true.", "top_logprobs")
         names = [f"function:{tool['function']['name']}" for tool in asked.tools]
         if asked.tool_choice == "auto" and not names:
             asked.tool_choice = "none"

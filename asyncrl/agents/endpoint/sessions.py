@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -215,8 +215,9 @@ class GatewaySession:
             return
         for choice in call.choices:
             name = call.name if choice.index == 0 else f"{call.name}/{choice.index}"
-            completion, about = choice.take_completion(), {"is_trained": call.is_trained}
-            self.capture.record(planned, completion, choice.message, name, choice=choice.index, **about)
+            completion, number = choice.take_completion(), choice.index
+            about: dict[str, Any] = {"is_trained": call.is_trained, "grammar": call.grammar}
+            self.capture.record(planned, completion, choice.message, name, choice=number, **about)
         self.has_trained |= call.is_trained
         if call.order > self._overflow_order:
             self.overflow = None

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.trainer.model.allowed import ANY, AllowedRows, AllowedSets
 from asyncrl.trainer.model.dealing import Costs, deal
 from asyncrl.trainer.model.tree import IntN, Layout, TokenRange, lay_out, places_of
 from asyncrl.trainer.ranks import ALONE, Ranks
@@ -51,6 +52,8 @@ class MicroBatch:
     source_M: IntN
     sequence_M: Tensor
     trajectory_S: IntN
+    allowed_U: AllowedRows | None = None
+    """What grammars allowed in place of each target."""
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
@@ -89,6 +92,7 @@ def rank_micro_batches(
     device: torch.device,
     ranks: Ranks,
     costs: Costs,
+    allowed: AllowedSets | None = None,
 ) -> list[tuple[MicroBatch, bool]]:
     """Micro-batches of this rank, of at most `max_tokens` packed tokens each or a longer sequence alone, and
     whether each one counts.
@@ -103,7 +107,7 @@ def rank_micro_batches(
     micros = []
     for share in shares:
         if share:
-            micros.append((_assemble(share, arrays, has_loss, max_tokens, device), True))
+            micros.append((_assemble(share, arrays, has_loss, max_tokens, device, allowed), True))
             continue
         shortest = min(sequences, key=lambda sequence: sequence.first)
         one_token = np.zeros_like(has_loss)
@@ -145,6 +149,7 @@ def _assemble(
     has_loss: BoolN,
     max_tokens: int,
     device: torch.device,
+    allowed: AllowedSets | None = None,
 ) -> MicroBatch:
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(device)
@@ -160,6 +165,17 @@ def _assemble(
     target_M = arrays.token_ids[source_M].astype(np.int64)
     # Sequences that go on alike have the same logprob: the output head computes it once.
     pair_U, pair_M = np.unique(np.concatenate(predicts) << 32 | target_M, return_inverse=True)
+    allowed_U = None
+    if allowed is not None and (allowed.set_N[source_M] >= 0).any():
+        # The same, but only where the same was allowed.
+        both_U2, pair_M = np.unique(
+            np.stack([pair_U[pair_M], allowed.set_N[source_M]], 1), axis=0, return_inverse=True
+        )
+        pair_U, set_U = both_U2.T
+        used, number_U = np.unique(set_U, return_inverse=True)
+        first = int(used[0] == ANY)
+        bits_KB = torch.from_numpy(allowed.bits_KB[used[first:]]).to(device)
+        allowed_U = AllowedRows(bits_KB, tensor(number_U - first))
     return MicroBatch(
         token_ids_N=tensor(arrays.token_ids[source_N]),
         position_N=tensor(position_N),
@@ -170,4 +186,5 @@ def _assemble(
         source_M=source_M,
         sequence_M=tensor(np.repeat(np.arange(len(sequences)), [len(part) for part in sources])),
         trajectory_S=np.array([sequence.trajectory for sequence in sequences], dtype=np.int64),
+        allowed_U=allowed_U,
     )

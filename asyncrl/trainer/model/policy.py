@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.model.allowed import AllowedRows
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError
 from asyncrl.trainer.model.dealing import costs_of
 from asyncrl.trainer.model.fused import fuse
@@ -58,10 +59,15 @@ class Scores(NamedTuple):
 
 
 def head_scores(
-    hidden_MD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, target_M: Tensor, temperature: float
+    hidden_MD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    target_M: Tensor,
+    temperature: float,
+    allowed_M: AllowedRows | None = None,
 ) -> Scores:
-    """Of the targets, with logits hidden W^T + b."""
-    return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, temperature))  # type: ignore[no-untyped-call]
+    """Of the targets, with logits hidden W^T + b, over what is allowed."""
+    return Scores(*_HeadScores.apply(hidden_MD, weight_VD, bias_V, target_M, temperature, allowed_M))  # type: ignore[no-untyped-call]
 
 
 class _HeadScores(torch.autograd.Function):
@@ -73,12 +79,15 @@ class _HeadScores(torch.autograd.Function):
         bias_V: Tensor | None,
         target_M: Tensor,
         temperature: float,
+        allowed_M: AllowedRows | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(weight_VD.dtype, torch.float32)
         target_logit_M, sum_M, product_M = hidden_MD.new_zeros((3, len(hidden_MD)), dtype=wide).unbind()
         highest_M = torch.full_like(sum_M, -torch.inf)
         for part in _slices(target_M, weight_VD):
             logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, temperature)
+            if allowed_M is not None:
+                allowed_M.mask(logits_MC, part)
             place_M, is_inside_M = _places(target_M, part)
             target_logit_M += torch.where(is_inside_M, logits_MC.gather(1, place_M[:, None])[:, 0], 0.0)
             top_M = torch.maximum(logits_MC.amax(dim=-1), highest_M)
@@ -90,7 +99,7 @@ class _HeadScores(torch.autograd.Function):
             sum_M += exponential_MC.sum(dim=-1)
             product_M += logits_MC.mul_(exponential_MC).sum(dim=-1)
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.allowed_M = temperature, allowed_M
         # The log-sum-exp is highest + log(sum): kept apart, since their sum would lose digits where logits
         # are large.
         logsum_M = sum_M.log()
@@ -107,6 +116,8 @@ class _HeadScores(torch.autograd.Function):
         grad_M = (grads[0] / ctx.temperature)[:, None]
         for part in _slices(target_M, weight_VD):
             logits_MC = _logits(hidden_MD, weight_VD, bias_V, part, ctx.temperature)
+            if ctx.allowed_M is not None:
+                ctx.allowed_M.mask(logits_MC, part)
             grad_MC = logits_MC.sub_(highest_M[:, None]).exp_().mul_(-grad_M / sum_M[:, None])
             place_M, is_inside_M = _places(target_M, part)
             grad_MC.scatter_add_(1, place_M[:, None], torch.where(is_inside_M[:, None], grad_M, 0.0))
@@ -116,7 +127,7 @@ class _HeadScores(torch.autograd.Function):
             grad_hidden_MD += narrow_MC @ weight_VD[part]
             if grad_weight_VD is not None:
                 grad_weight_VD[part] = narrow_MC.t() @ hidden_MD
-        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, grad_bias_V, None, None
+        return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, grad_bias_V, None, None, None
 
 
 def _slices(target_M: Tensor, weight_VD: Tensor) -> Iterator[slice]:
@@ -198,7 +209,8 @@ class Policy(nn.Module):
         """Of the micro-batch's loss tokens."""
         window, layout = self.plan.window, micro.layout
         if self.plan.is_packed and (window is None or layout.longest <= window):
-            scores = self._scores(packed_inputs(micro), micro.predict_U, micro.target_U, temperature)
+            inputs, allowed_U = packed_inputs(micro), micro.allowed_U
+            scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, allowed_U)
             return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
         found = []
         for index, runs in enumerate(layout.rows):
@@ -206,19 +218,28 @@ class Policy(nn.Module):
             pair = micro.pair_M[micro.sequence_M == index]
             column_M = micro.position_N[micro.predict_U[pair]]
             inputs = {"input_ids": micro.token_ids_N[places][None]}
-            found.append(self._scores(inputs, column_M, micro.target_U[pair], temperature))
+            allowed_M = micro.allowed_U and micro.allowed_U.select(pair)
+            found.append(self._scores(inputs, column_M, micro.target_U[pair], temperature, allowed_M))
         return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
     def _scores(
-        self, inputs: dict[str, Any], column_M: Tensor, target_M: Tensor, temperature: float
+        self,
+        inputs: dict[str, Any],
+        column_M: Tensor,
+        target_M: Tensor,
+        temperature: float,
+        allowed_M: AllowedRows | None,
     ) -> Scores:
         """Of the targets that the hidden states at these places predict."""
         if self.plan.has_plain_head:
             hidden_TD = self.model.base_model(**inputs, use_cache=False).last_hidden_state[0]
             head = self.model.get_output_embeddings()
             chosen_MD = hidden_TD.index_select(0, column_M)
-            return head_scores(chosen_MD, head.weight, head.bias, target_M, temperature)
+            return head_scores(chosen_MD, head.weight, head.bias, target_M, temperature, allowed_M)
         logits_MV = self.model(**inputs, use_cache=False).logits[0, column_M].float() / temperature
+        if allowed_M is not None:
+            logits_MV = logits_MV.clone()
+            allowed_M.mask(logits_MV, slice(0, logits_MV.shape[1]))
         logprob_MV = torch.log_softmax(logits_MV, dim=-1)
         with torch.no_grad():
             entropy_M = torch.special.entr(logprob_MV.exp()).sum(dim=-1)

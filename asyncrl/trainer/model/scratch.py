@@ -64,7 +64,8 @@ def make_character_tokenizer(characters: str, *, has_tool_role: bool = False) ->
     vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *tools, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    # there are no byte tokens; of a decoder of Fuse alone llguidance cannot tell how tokens become text
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

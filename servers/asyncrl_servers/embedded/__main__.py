@@ -10,6 +10,7 @@ from asyncrl.messages.base import ErrorBody, fatal_line
 from asyncrl.serving import die_with_parent
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.given_tokens import score_route
 from asyncrl_servers.engine_routes import serve_engine
 from asyncrl_servers.served_engine import read_spec
 
@@ -28,7 +29,7 @@ def main() -> None:
 
     engine = build_engine(spec, on_crash)
     engine.start()
-    serve_engine(engine, fd)
+    serve_engine(engine, fd, *([score_route(engine)] if spec.score_slots else []))
     engine.stop()
 
 

@@ -14,6 +14,7 @@ from asyncrl.serving import fail
 from asyncrl.weights.adapters import linear_parameters
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
+from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import NO_INTS, Runner
 
@@ -33,14 +34,16 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     # Of a slot in float32: the logits after its prompt, and the logits of a step with their logprobs,
     # exponentials and a float64 sum.
     slot_bytes = loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize) + 7 * 4 * loaded.vocab_size
-    check_memory(spec, slot_bytes=slot_bytes, staged_bytes=sum(staged), free_bytes=loaded.free_bytes())
+    staged_bytes = sum(staged) if spec.score_slots == 0 else spec.score_slots * slot_bytes
+    check_memory(spec, slot_bytes=slot_bytes, staged_bytes=staged_bytes, free_bytes=loaded.free_bytes())
     # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone.
     is_exact = spec.deterministic and loaded.device.type == "cpu"
     runner = Runner(loaded, spec.slots + spec.num_kept, spec.max_length, is_exact=is_exact)
     check_same_model(runner, spec.name)
     if is_exact:
         check_determinism(runner, spec.name)
-    return Engine(spec, runner, Weights(loaded, spec), on_crash)
+    scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
+    return Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
 
 
 def check_memory(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free_bytes: int) -> None:

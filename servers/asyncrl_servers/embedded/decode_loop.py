@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar, cast
 
 import numpy as np
@@ -17,9 +18,12 @@ from torch import Tensor
 from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
+from asyncrl.messages.scoring import ScoreRequest, ScoreResponse
 from asyncrl.serving import Refused
 from asyncrl_servers.embedded.admission import Prefill, admit
+from asyncrl_servers.embedded.constraints import Constraints
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import Runner, moves_after_removal
 from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, sample
@@ -50,11 +54,14 @@ class Engine:
         runner: Runner,
         weights: Weights,
         on_crash: Callable[[BaseException], None] | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         self.spec, self.runner, self.weights, self._on_crash = spec, runner, weights, on_crash
+        self._scorer = scorer
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._queued: OrderedDict[Sequence, None] = OrderedDict()
         self._interrupted: dict[Sequence, None] = {}
+        self._constraints = Constraints(runner.loaded)
         self._rows = Rows(spec.slots, spec.num_kept, spec.max_length)
         self._eos_ids = np.array(sorted(runner.loaded.eos_ids), np.int64)
         self._committed: Future[CommitResponse]
@@ -107,7 +114,7 @@ class Engine:
                 raise Refused(400, what, way_out="save the tokenizer beside the model.")
             resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
             stop_watch = StopWatch(request.stop, tokenizer, resumed)
-        return Sequence(asked, listener, token_ids, stop_watch)
+        return Sequence(asked, listener, token_ids, stop_watch, self._constraints.begin(request, token_ids))
 
     def submit(self, runs: Iterable[Sequence]) -> None:
         """Queue them."""
@@ -134,6 +141,11 @@ class Engine:
     def wake(self, request: WakeRequest) -> Future[Moved]:
         """Take memory for these parts; the future may carry Refused (400, 409, 507)."""
         return self._ask(lambda _: self._wake(request))
+
+    def score(self, request: ScoreRequest) -> Future[ScoreResponse]:
+        """Logprobs of given tokens, where the engine has a scorer; the future may carry Refused (400)."""
+        assert self._scorer is not None, "the route is there where the engine has one"
+        return self._ask(partial(self._scorer.add, request))
 
     def _ask(self, action: Callable[[Future[Answer]], Answer | None]) -> Future[Answer]:
         """Run `action` in the loop's thread; the future has its result, or the refusal that it raises. None:
@@ -181,6 +193,8 @@ class Engine:
         """
         while not self._inbox.empty():
             self._inbox.get_nowait()()
+        if self._scorer is not None:
+            self._scorer.run()
         started_s = time.perf_counter()
         if self._rows or self._may_admit:
             self._step()
@@ -241,22 +255,33 @@ class Engine:
         """Draw a token for each row; those that are over make way."""
         rows = self._rows
         positions = rows.lengths[: len(rows)]
-        token_ids, logprobs = sample(logits_NV, *rows.sampling(), positions)
+        failed = self._constraints.mask(rows.sequences, logits_NV)
+        token_ids, logprobs, top = sample(logits_NV, *rows.sampling(), positions, rows.num_top())
         if not np.isfinite(logprobs).all():
             what = f"the model of policy_version {self.weights.version} gives logits that are not finite"
             raise FloatingPointError(what)
-        rows.append(token_ids, logprobs)
+        rows.append(token_ids, logprobs, top)
+        self._constraints.took(rows.sequences, token_ids, failed)
         self._tokens_generated += len(token_ids)
         is_stop = (token_ids[:, None] == self._eos_ids).any(1)
         for row, sequence in enumerate(rows.sequences):
             if sequence.stop_watch is not None and sequence.stop_watch.is_complete(int(token_ids[row])):
                 is_stop[row] = True
         is_over = is_stop | (rows.lengths[: len(rows)] >= rows.limits[: len(rows)])
+        is_over[[*failed]] = True
         for row in np.flatnonzero(is_over)[::-1].tolist():  # only rows above a removed one move
-            self._tell(row, "stop" if is_stop[row] else "length")
+            if row in failed:
+                self._refuse(row, failed[row])
+            else:
+                self._tell(row, "stop" if is_stop[row] else "length")
             if not rows.sequences[row].is_mixed and (kept := rows.keep(row)) >= 0:
                 self.runner.cache.copy_slot(row, kept, int(rows.lengths[kept]) - 1)
             self._remove(row)
+
+    def _refuse(self, row: int, refusal: Refused) -> None:
+        self._hand_over()  # what was told before
+        sequence = self._rows.sequences[row]
+        sequence.listener.refused(sequence.number, refusal)
 
     def _tell(self, row: int, then: str) -> None:
         sampled = self._rows.untold(row, then)

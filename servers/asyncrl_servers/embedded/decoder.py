@@ -49,6 +49,10 @@ class EmbeddedSpec(EngineSpec):
     """What has ended stays in the KV cache, for the turns that follow it: as many sequences as there are
     slots, in memory of the same size.
     """
+    score_slots: int = Field(default=0, ge=0)
+    """Texts that POST /score reads at once (0 = it is not answered). A server that scores is a teacher: its
+    weights stay those of its start, so there is no memory for others.
+    """
 
     @property
     def num_kept(self) -> int:

@@ -94,16 +94,7 @@ class Runner:
         What is computed for a slot is written to those that share it, too; the job of one that shares comes
         after that of the other, and counts the shared tokens among those that its slot has.
         """
-        calls: list[list[Part]] = [[]]
-        room = PREFILL_ROWS
-        for slot, ids, first in jobs:
-            for start in range(first, len(ids), QUERY_CHUNK):
-                end = min(start + QUERY_CHUNK, len(ids))
-                if end - start > room:
-                    calls.append([])
-                    room = PREFILL_ROWS
-                calls[-1].append((slot, ids, start, end))
-                room -= end - start
+        calls = cut_calls(jobs)
         logits = [self._step_call(last_ids, lengths, calls[0], shares)]
         logits += [self._step_call(NO_INTS, NO_INTS, parts, shares) for parts in calls[1:]]
         return torch.cat(logits) if len(logits) > 1 else logits[0]
@@ -214,6 +205,21 @@ class Runner:
                 **how,
             )
         return cast(Tensor, answer.logits.squeeze(axis))
+
+
+def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
+    """The parts of each call, one call at least."""
+    calls: list[list[Part]] = [[]]
+    room = PREFILL_ROWS
+    for slot, ids, first in jobs:
+        for start in range(first, len(ids), QUERY_CHUNK):
+            end = min(start + QUERY_CHUNK, len(ids))
+            if end - start > room:
+                calls.append([])
+                room = PREFILL_ROWS
+            calls[-1].append((slot, ids, start, end))
+            room -= end - start
+    return calls
 
 
 class Writes(NamedTuple):

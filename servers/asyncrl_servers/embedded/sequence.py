@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from asyncrl.messages.calls import TopLogprobs
 from asyncrl.messages.frames import Asked, Sampled, spans_of
+from asyncrl.messages.token_grammars import TokenMatcher
 from asyncrl_servers.served_engine import Listener, Run, uniform_draws
 
 _HEAD = 64
@@ -59,10 +61,15 @@ class Sequence(Run):
         asked: Asked,
         listener: Listener,
         token_ids: npt.NDArray[np.int64],
-        stop_watch: StopWatch | None,
+        stop_watch: StopWatch | None = None,
+        matcher: TokenMatcher | None = None,
     ) -> None:
         super().__init__(asked, listener)
         self.token_ids, self.stop_watch = token_ids, stop_watch
+        self.matcher = matcher
+        """Of its grammar. It has taken every sampled token, the resumed ones included, once."""
+        self.top_logprobs: list[TopLogprobs] = []
+        """Of the sampled tokens that its listener does not have, if they were asked for."""
         self.num_told = len(token_ids)
         self.limit = len(token_ids) + self.request.max_tokens
         """Most tokens, prompt included."""
@@ -152,8 +159,20 @@ class Rows:
         running = slice(len(self.sequences))
         return self.temperatures[running], self.top_ps[running], self.seeds[running]
 
-    def append(self, token_ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]) -> None:
+    def num_top(self) -> dict[int, int]:
+        """How many top_logprobs are asked for, by the rows that ask for some."""
+        asked = enumerate(one.request.top_logprobs for one in self.sequences)
+        return {row: num for row, num in asked if num}
+
+    def append(
+        self,
+        token_ids: npt.NDArray[np.int64],
+        logprobs: npt.NDArray[np.float32],
+        top: Mapping[int, TopLogprobs],
+    ) -> None:
         """A token for each row."""
+        for row, found in top.items():
+            self.sequences[row].top_logprobs.append(found)
         rows = np.arange(len(self.sequences))
         places = self.lengths[rows]
         self.token_ids[rows, places], self.logprobs[rows, places] = token_ids, logprobs
@@ -163,12 +182,14 @@ class Rows:
         """What the listener of this row does not have yet; from now on it has."""
         sequence, end = self.sequences[row], int(self.lengths[row])
         start, sequence.num_told = sequence.num_told, end
+        top, sequence.top_logprobs = sequence.top_logprobs, []
         return Sampled(
             sequence.number,
             self.token_ids[row, start:end].astype(np.int32),
             self.logprobs[row, start:end].copy(),
             spans_of(sequence.marks, start, end),
             then,
+            top,
         )
 
     def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:
@@ -202,15 +223,19 @@ class Rows:
                 sequence.kept_row = row
 
 
+Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, TopLogprobs]]
+
+
 def sample(
     logits_NV: Tensor,
     temperatures: npt.NDArray[np.float32],
     top_ps: npt.NDArray[np.float64],
     seeds: npt.NDArray[np.uint64],
     positions: npt.NDArray[np.int64],
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Draw a token for each row: (ids int64 [N], logprobs float32 [N] in nats of the distribution drawn
-    from). `positions` are those of the tokens to be drawn.
+    top: Mapping[int, int] | None = None,
+) -> Drawn:
+    """Draw a token for each row: (ids int64 [N], logprobs float32 [N] in nats of the distribution drawn from,
+    and the `top` likeliest of the rows that ask for them). `positions` are those of the tokens to be drawn.
 
     The draw inverts the cumulative distribution in order of token ids, in float64. Temperature 0 is the
     largest logit, with the logprob of temperature 1.
@@ -236,7 +261,15 @@ def sample(
     # Only logits that are not finite land behind the last token still; their logprob tells the caller.
     tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
     picked_N1 = logprobs_NV.gather(1, tokens_N1)
-    return tokens_N1[:, 0].cpu().numpy(), picked_N1[:, 0].cpu().numpy()
+    found = {row: _likeliest(logprobs_NV[row], num) for row, num in (top or {}).items()}
+    return tokens_N1[:, 0].cpu().numpy(), picked_N1[:, 0].cpu().numpy(), found
+
+
+def _likeliest(logprobs_V: Tensor, num: int) -> TopLogprobs:
+    """Without tokens that cannot be drawn."""
+    values, ids = logprobs_V.topk(min(num, len(logprobs_V)))
+    pairs = zip(ids.tolist(), values.tolist(), strict=True)
+    return [(token, value) for token, value in pairs if value > float("-inf")]
 
 
 def _cut_top_p(logits_NV: Tensor, cut: npt.NDArray[np.int64], top_ps: npt.NDArray[np.float64]) -> Tensor:

@@ -20,9 +20,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from asyncrl.messages.base import TransportName
+from asyncrl.messages.calls import MAX_TOP_LOGPROBS
 from asyncrl.serving import Refused
 from asyncrl_servers.served_engine import EngineSpec
 
+GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
 WORKER_EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 
 
@@ -100,6 +102,7 @@ SETTINGS = {
         *("served_model_name", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls", "max_loras"),
         *("enable_scale_out", "tokens_only", "enable_prompt_tokens_details", "api_key", "middleware", "grpc"),
         *("host", "uds", "root_path", "ssl_keyfile", "ssl_certfile"),
+        *("max_logprobs", "structured_outputs_config", "reasoning_parser", "reasoning_parser_plugin"),
         *("disable_uvicorn_access_log", "disable_fastapi_docs"),
     ),
 }
@@ -134,6 +137,9 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
         # else the model's own file changes top_p and top_k where a request is silent
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
+        # one more than a request asks for: the sampled token takes the place of one
+        "max_logprobs": MAX_TOP_LOGPROBS + 1,
+        "structured_outputs_config": {"backend": "guidance", "reasoning_parser_plugin": GRAMMARS},
         "enable_scale_out": True,
         "enable_prompt_tokens_details": True,
         "worker_extension_cls": spec.worker_extension,

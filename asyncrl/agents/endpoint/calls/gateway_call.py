@@ -87,6 +87,7 @@ class GatewayCall:
         self.is_streamed = False
         self.is_trained = True
         """It is sampled from the run's own distribution."""
+        self.grammar = next((one.grammar for one in sampled.values()), None)
         self.order = 0
         """Its number among the calls of its session, those included that were refused."""
         self.time_asked: tuple[bytes, int] | None = None

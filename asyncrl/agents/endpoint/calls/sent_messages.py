@@ -43,6 +43,7 @@ def _parsed(arguments: Any) -> Any:
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}\z")]
 Content = Annotated[str, BeforeValidator(_joined)]
 OPEN = ConfigDict(strict=True, extra="ignore")
+STRICT = ConfigDict(strict=True, extra="forbid")
 
 
 class _CalledFunction(TypedDict):
@@ -130,9 +131,39 @@ class _Described(TypedDict):
     name: Name
     description: NotRequired[str | None]
     parameters: NotRequired[dict[str, Any]]
+    strict: NotRequired[bool | None]
 
 
 class GivenTool(TypedDict):
     __pydantic_config__ = OPEN  # type: ignore[misc]
     type: Literal["function"]
     function: _Described
+
+
+# ---- the form of an answer
+
+
+class _JsonSchema(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    name: Name
+    description: NotRequired[str | None]
+    schema: NotRequired[dict[str, Any]]
+    strict: NotRequired[bool | None]
+
+
+class _JsonObjectFormat(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    type: Literal["json_object"]
+
+
+class _JsonSchemaFormat(TypedDict):
+    __pydantic_config__ = STRICT  # type: ignore[misc]
+    type: Literal["json_schema"]
+    json_schema: _JsonSchema
+
+
+ResponseFormat = Annotated[
+    Annotated[_JsonObjectFormat | _JsonSchemaFormat, Field(discriminator="type")] | None,
+    BeforeValidator(lambda value: None if value == {"type": "text"} else value),
+]
+"""None: any text."""

@@ -1,0 +1,202 @@
+"""What a call asks of the form of its answer, as a grammar: `response_format`, a forced `tool_choice`, strict
+tools. The engines sample from what it allows (asyncrl/messages/token_grammars.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from asyncrl.agents.endpoint.answers import ApiError, GatewayTokenizer, invalid
+from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest
+from asyncrl.agents.endpoint.tool_calls import ToolFormat
+from asyncrl.messages.token_grammars import GrammarError, check_grammar
+
+CHECK_TIMEOUT_S = 10.0
+"""Most seconds that a call waits for the check of its grammar, which has limits of its own."""
+_NUM_KNOWN = 256
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def grammar_of(
+    asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer, *, prefill: str, prompt: str
+) -> str | None:
+    """The grammar of an answer to this call, None if it may be anything. `prefill`: how the answer begins
+    already; `prompt`: the end of the rendered prompt, which may have begun a thought. Raises ApiError.
+    """
+    if not isinstance(asked, ChatRequest):
+        return None
+    rules, tools = _Rules(tokenizer, tool_format), [tool["function"] for tool in asked.tools]
+    content = _content(rules, asked.response_format)
+    if asked.tool_choice not in ("none", "auto"):
+        name = None if asked.tool_choice == "required" else asked.tool_choice.removeprefix("function:")
+        called = [tool for tool in tools if name in (None, tool["name"])]
+        calls = rules.calls(called, prefill, is_one=name is not None or asked.has_one_call)
+        return None if calls is None else rules.text(calls, prompt, has_thought=not prefill)
+    if not tools:
+        return None if content is None else rules.text(content, prompt)
+    strict = [tool for tool in tools if tool.get("strict") is True]
+    if content is None and not strict:
+        return None
+    calls = rules.calls(tools if content is not None else strict, "", is_one=asked.has_one_call)
+    if content is not None:
+        if calls is None:
+            why = (
+                f"tool format {tool_format.name} has no grammar, so an answer that is either cannot be forced"
+            )
+            raise invalid(f"response_format beside tools is refused: {why}.", "response_format")
+        return rules.text(f"{content} | {calls}", prompt)
+    return None if calls is None else rules.free(tools, prompt)
+
+
+def asks_strict_alone(asked: AnyRequest) -> bool:
+    """Nothing but its strict tools asks for a grammar."""
+    return isinstance(asked, ChatRequest) and asked.tool_choice == "auto" and asked.response_format is None
+
+
+def thinks(tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> bool:
+    """The model has a token that begins a thought, so its answers may begin with one."""
+    return len(tokenizer.encode(tool_format.thinking[0])) == 1
+
+
+def _content(rules: _Rules, response_format: Mapping[str, Any] | None) -> str | None:
+    if response_format is None:
+        return None
+    given = response_format.get("json_schema")
+    if given is None:
+        return rules.json(ANY_OBJECT, is_strict=True)
+    return rules.json(given.get("schema") or ANY_OBJECT, is_strict=given.get("strict") is True)
+
+
+class _Rules:
+    """The rules of one grammar. Lark's strings are written as JSON's."""
+
+    def __init__(self, tokenizer: GatewayTokenizer, tool_format: ToolFormat) -> None:
+        self._tokenizer, self._format = tokenizer, tool_format
+        self._rules: list[str] = []
+        begin, end = tool_format.thinking
+        self._marks = [mark for mark in (*tool_format.opens, begin, end) if self._special(mark) is not None]
+
+    def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
+        """A value of this schema. Where it need not be exact, what llguidance does not know is left out."""
+        options = {} if is_strict else {"x-guidance": {"lenient": True}}
+        try:
+            written = json.dumps({**schema, **options})
+        except RecursionError:
+            raise invalid("A schema is nested too deep.") from None
+        return self._add("json", f"%json {written}")
+
+    def calls(self, tools: Sequence[Mapping[str, Any]], prefill: str, *, is_one: bool) -> str | None:
+        """Calls of these tools, behind the prefill; None: the format has no grammar."""
+        written = []
+        for tool in tools:
+            around = self._format.around(tool["name"])
+            if around is None or not around[0].startswith(prefill):
+                return None
+            schema = tool.get("parameters") or NO_ARGUMENTS
+            arguments = self.json(schema, is_strict=tool.get("strict") is True)
+            written.append((around[0], f"{arguments} {self.spelled(around[1])}"))
+        first = " | ".join(f"{self.spelled(head.removeprefix(prefill))} {rest}" for head, rest in written)
+        first = self._add("call", first)
+        joint = self._format.joint
+        if is_one or joint is None:
+            return first
+        others = self._add(
+            "next", " | ".join(f"{self.spelled(joint + head)} {rest}" for head, rest in written)
+        )
+        return f"{first} {others}*"
+
+    def free(self, tools: Sequence[Mapping[str, Any]], prompt: str) -> str | None:
+        """Any text, until a call begins; the calls of strict tools have valid arguments, the others are
+        objects. None: nothing marks the beginning of a call.
+        """
+        loose = [tool if tool.get("strict") is True else {**tool, "parameters": ANY_OBJECT} for tool in tools]
+        heads = [around[0] for tool in tools if (around := self._format.around(tool["name"])) is not None]
+        mark = next((each for each in self._format.opens if all(head.startswith(each) for head in heads)), "")
+        calls = self.calls(loose, mark, is_one=True) if mark and len(heads) == len(tools) else None
+        if calls is None:
+            return None
+        begin = f"TEXT {self.spelled(mark)}"
+        if mark not in self._marks:
+            begin = self._add("begin[lazy]", f"TEXT {json.dumps(mark)}")
+        return self.text(f"({begin} {calls})* TEXT", prompt)
+
+    def text(self, answer: str, prompt: str, *, has_thought: bool = True) -> str:
+        """The whole grammar of `answer`, behind a thought where there may be one."""
+        begin, end = self._format.thinking
+        start = f"({answer})"
+        if self._opens_thought(prompt):
+            start = f"{self._until(end)} SPACE {start}"
+        elif has_thought and thinks(self._format, self._tokenizer) and not prompt.rstrip().endswith(end):
+            start = f"({self.spelled(begin)} {self._until(end)} SPACE)? {start}"
+        return "\n".join([f"start: {start}", "TEXT: /(.|\\n)*/", "SPACE: /[ \\t\\r\\n]*/", *self._rules])
+
+    def spelled(self, text: str) -> str:
+        """As Lark, in which special tokens are the tokens themselves."""
+        pattern = "|".join(map(re.escape, sorted(self._marks, key=len, reverse=True)))
+        parts = re.split(f"({pattern})", text) if pattern else [text]
+        return " ".join(
+            f"<[{self._special(part)}]>" if part in self._marks else json.dumps(part)
+            for part in parts
+            if part
+        )
+
+    def _until(self, mark: str) -> str:
+        if mark in self._marks:
+            return f"TEXT {self.spelled(mark)}"
+        return self._add("thought[lazy]", f"TEXT {json.dumps(mark)}")
+
+    def _opens_thought(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(self._format.thinking[0].rstrip())
+
+    def _special(self, mark: str) -> int | None:
+        ids = self._tokenizer.encode(mark)
+        return ids[0] if len(ids) == 1 and ids[0] not in self._tokenizer.text_ids else None
+
+    def _add(self, name: str, body: str) -> str:
+        name, bracket, options = name.partition("[")
+        name = f"{name}_{len(self._rules)}"
+        self._rules.append(f"{name}{bracket}{options}: {body}")
+        return name
+
+
+class GrammarChecks:
+    """Which grammars can be followed; the answers of the last ones are kept.
+
+    Waits: wait_checked() sleeps while a thread checks, one at a time, CHECK_TIMEOUT_S at most.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, str] = OrderedDict()
+        self._checking = asyncio.Lock()
+
+    async def wait_checked(self, text: str, param: str) -> None:
+        """Raise ApiError, of this parameter, for one that cannot be followed."""
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S), self._checking:
+                if text not in self._known:
+                    self._known[text] = await asyncio.to_thread(_why_not, text)
+                    if len(self._known) > _NUM_KNOWN:
+                        self._known.popitem(last=False)
+                why = self._known[text]
+        except TimeoutError:
+            why = f"its grammar could not be checked in {CHECK_TIMEOUT_S} s"
+        if why:
+            raise _refused(why, param)
+
+
+def _why_not(text: str) -> str:
+    try:
+        check_grammar(text)
+    except GrammarError as error:
+        return str(error)
+    return ""
+
+
+def _refused(why: str, param: str) -> ApiError:
+    return invalid(f"{param} is refused: {why}. Make the schema smaller or simpler.", param)

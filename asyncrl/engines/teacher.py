@@ -1,0 +1,118 @@
+"""The client of a teacher: a second model, asked for the logprobs of what the policy has sampled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from asyncrl.engines.engine import Lifeline
+from asyncrl.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.records import Rollout, Trajectory
+from asyncrl.messages.scoring import ScoreRequest, ScoreResponse
+from asyncrl.waits import waiting
+
+LOGPROB_SLACK = 1e-3
+"""Nats by which a float32 logprob may round above 0."""
+
+
+class Teacher:
+    """Life: up -> down_nowait(), once its process is lost: calls in hand begin again later -> renew_nowait():
+        a new process -> up_nowait(). Lives as long as its `caller`, which the maker closes.
+    Waits: judge sleeps until the teacher is up, then for one of `places` calls at once, then for the answer,
+        timeout_s at most.
+    Invariant: its weights never change, so the logprobs of a token do not depend on when they are asked for.
+
+    `on_lost` is called with every EngineLost. When it returns, the teacher must be down. Without it the error
+    goes to the caller.
+    """
+
+    def __init__(
+        self,
+        caller: Caller,
+        *,
+        temperature: float,
+        places: int,
+        timeout_s: float,
+        on_lost: Callable[[EngineLost], None] | None,
+    ) -> None:
+        self._caller, self.name, self._on_lost = caller, caller.name, on_lost
+        self._temperature, self._timeout_s = temperature, timeout_s
+        self._places = asyncio.Semaphore(places)
+        self._line = Lifeline(caller)
+        self._is_up, self._changed = True, asyncio.Event()
+        self._num_scored = 0
+
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/metrics.py."""
+        return {"teacher/tokens": self._num_scored}
+
+    def down_nowait(self) -> None:
+        """Give the process up. Idempotent."""
+        self._is_up = False
+        self._line.cut_nowait()
+
+    def renew_nowait(self) -> None:
+        """Another process takes its place."""
+        self.down_nowait()
+        self._line = Lifeline(self._caller)
+
+    def up_nowait(self) -> None:
+        """The new process answers."""
+        self._is_up = True
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def judge(self, rollout: Rollout) -> Rollout:
+        """The rollout with teacher_logprobs in each branch. Raises RequestRefused (data) if the teacher
+        cannot read one, EngineError.
+        """
+        return tuple([await self._judge(branch) for branch in rollout])
+
+    async def _judge(self, branch: Trajectory) -> Trajectory:
+        (places,) = np.nonzero(branch.loss_mask)
+        start, end = int(places[0]), int(places[-1]) + 1
+        request = ScoreRequest(
+            token_ids=branch.token_ids[:end].tolist(), start=start, temperature=self._temperature
+        )
+        found = np.array((await self._score(request)).logprobs, np.float32)
+        if len(found) != end - start or not (found <= LOGPROB_SLACK).all() or not np.isfinite(found).all():
+            what = f"answered {len(found)} logprobs for {end - start} tokens: {found[:8].tolist()}"
+            rule = "one finite logprob a token, none above 0"
+            raise EngineError(self.name, what, rule=rule, way_out=f"read {self.name}'s log.")
+        logprobs = np.zeros(len(branch.token_ids), np.float32)
+        logprobs[start:end] = found
+        logprobs[~branch.loss_mask] = 0.0
+        self._num_scored += len(places)
+        return replace(branch, teacher_logprobs=logprobs)
+
+    async def _score(self, request: ScoreRequest) -> ScoreResponse:
+        while True:
+            while not self._is_up:
+                with waiting("a teacher that is up", on="supervisor", who="rollouts"):
+                    await self._changed.wait()
+            try:
+                with waiting("logprobs of what was sampled", on=self.name, who="rollouts"):
+                    async with self._places:
+                        return await self._post(request)
+            except EngineLost as lost:
+                if self._on_lost is None:
+                    raise
+                self._on_lost(lost)
+
+    async def _post(self, request: ScoreRequest) -> ScoreResponse:
+        async with self._line.calls():
+            try:
+                return await self._caller.post("/score", request, ScoreResponse, timeout_s=self._timeout_s)
+            except CallLost as failure:
+                what = f"({self._caller.url}) gave no answer to {failure.path}: {failure.why}"
+                rule = f"teacher.timeout_s={self._timeout_s:g} is the limit of one answer"
+                raise self._line.lost(what, rule=rule) from failure
+            except CallRefused as refusal:
+                if refusal.status != 400:
+                    raise
+                what = f"{self.name} cannot score {len(request.token_ids)} tokens: {refusal.body.error}"
+                raise RequestRefused(what, rule=refusal.body.rule, way_out=refusal.body.way_out) from refusal

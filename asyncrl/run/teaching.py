@@ -1,0 +1,83 @@
+"""The teacher of a run: finds its model, refuses one that knows other tokens, and keeps its process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.teacher import Teacher
+from asyncrl.errors import ConfigError, EngineLost
+from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_vocabulary
+from asyncrl.run.supervise import Supervision, TeacherSupervisor
+from asyncrl.trainer.model_folder import find_model, find_on_disk
+
+if TYPE_CHECKING:
+    from asyncrl.run.start import Launcher
+
+KEY = "teacher.path"
+
+
+class Teaching:
+    """Process, client and supervisor of the teacher; not started yet."""
+
+    def __init__(self, launcher: Launcher, folder: Path, supervision: Supervision) -> None:
+        settings, rollout = launcher.config.teacher, launcher.config.rollout
+        assert settings is not None, "made where the config has the section"
+        self.server = launcher.teacher(folder)
+        self.teacher = Teacher(
+            self.server.caller,
+            temperature=rollout.temperature,
+            places=2 * settings.slots,  # the next ones are there when it has read these
+            timeout_s=settings.timeout_s,
+            on_lost=self._lost if supervision.config.max_restarts else None,
+        )
+        self.supervisor = TeacherSupervisor(self.server, self.teacher, supervision)
+
+    def _lost(self, error: EngineLost) -> None:
+        self.supervisor.lost_nowait(error)
+
+
+async def make_teaching(launcher: Launcher, supervision: Supervision) -> Teaching:
+    """Fetches the model if it is on the hub. Raises ConfigError if it is not there, or of other tokens."""
+    settings = launcher.config.teacher
+    assert settings is not None, "asked for where the config has the section"
+    folder = await asyncio.to_thread(find_model, settings.path, None, KEY)
+    await asyncio.to_thread(refuse_other_tokens, settings.path, folder, launcher.tokenizer)
+    return Teaching(launcher, folder, supervision)
+
+
+def look_at_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> list[str]:
+    """What it is, in words, before anything starts. Raises as make_teaching does."""
+    if config.teacher is None:
+        return []
+    path = config.teacher.path
+    folder = find_on_disk(path, KEY)
+    if folder is None or tokenizer is None:
+        return [f"teacher: {path} is compared with the model when the run starts"]
+    refuse_other_tokens(path, folder, tokenizer)
+    return [f"teacher: {path}, its vocabulary is the model's"]
+
+
+def refuse_other_tokens(path: str, folder: Path, tokenizer: HFChatTokenizer) -> None:
+    """Raise ConfigError unless each token id means the same to teacher and model."""
+    theirs, ours = read_vocabulary(folder), tokenizer.vocabulary
+    if theirs == ours:
+        return
+    names, own = ({number: token for token, number in one.items()} for one in (theirs, ours))
+    first = min(number for number in {*names, *own} if names.get(number) != own.get(number))
+    raise ConfigError(
+        f"{KEY}={path} has {len(theirs)} tokens (digest {_digest(theirs)}), the model {len(ours)} "
+        f"({_digest(ours)}): id {first} is {names.get(first)!r} there and {own.get(first)!r} here",
+        rule="a teacher gives logprobs of the very token ids that were sampled",
+        way_out="name a teacher with the model's own tokenizer, one of its family.",
+    )
+
+
+def _digest(vocabulary: Mapping[str, int]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(sorted(vocabulary.items())).encode())

@@ -1,0 +1,77 @@
+"""What grammars leave of the logits, in the rows that have one; the other rows are not touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from asyncrl.messages.calls import GenerateRequest
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, TokenMatcher
+from asyncrl.serving import Refused
+from asyncrl_servers.embedded.decoder import LoadedModel
+from asyncrl_servers.embedded.sequence import Sequence
+
+
+class Constraints:
+    """The grammars of an engine. Its tokenizer's are made for the first request that has one.
+
+    Invariant: a sequence's matcher has taken each of its sampled tokens once: those that it was resumed with
+        in begin(), the others in took().
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._grammars: TokenGrammars | None = None
+
+    def begin(self, request: GenerateRequest, token_ids: npt.NDArray[np.int64]) -> TokenMatcher | None:
+        """Of a request with these ids, from any one thread. Raises Refused (400)."""
+        if request.grammar is None:
+            return None
+        resumed = token_ids[len(token_ids) - request.num_resumed :].tolist()
+        try:
+            if self._grammars is None:
+                self._grammars = TokenGrammars(self._loaded.tokenizer, self._loaded.vocab_size)
+            return self._grammars.begin(request.grammar, resumed)
+        except GrammarError as error:
+            raise refused(request, error) from None
+
+    def mask(self, sequences: list[Sequence], logits_NV: Tensor) -> dict[int, Refused]:
+        """Leave what is allowed, in place. Returns the rows whose grammar goes no further, as they were."""
+        allowed, failed = dict[int, npt.NDArray[np.bool_]](), dict[int, Refused]()
+        for row, sequence in enumerate(sequences):
+            if sequence.matcher is not None:
+                try:
+                    allowed[row] = sequence.matcher.allowed()
+                except GrammarError as error:
+                    failed[row] = refused(sequence.request, error)
+        if allowed:
+            _mask_rows(logits_NV, allowed)
+        return failed
+
+    def took(
+        self, sequences: list[Sequence], token_ids: npt.NDArray[np.int64], failed: dict[int, Refused]
+    ) -> None:
+        """These tokens [rows] were drawn. Those of `failed` rows do not count; more rows may fail now."""
+        for row, sequence in enumerate(sequences):
+            if sequence.matcher is not None and row not in failed:
+                try:
+                    sequence.matcher.take(int(token_ids[row]))
+                except GrammarError as error:
+                    failed[row] = refused(sequence.request, error)
+
+
+def refused(request: GenerateRequest, error: GrammarError) -> Refused:
+    """Its grammar cannot be followed, or no further."""
+    what = f"the grammar of request {request.request_id} is refused: {error}"
+    rule = "a grammar is llguidance's Lark text, within the limits of asyncrl/messages/token_grammars.py"
+    return Refused(400, what, rule=rule, way_out="make the schema smaller or simpler.")
+
+
+def _mask_rows(logits_NV: Tensor, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> None:
+    index = torch.tensor([*allowed], device=logits_NV.device)
+    allowed_MV = torch.from_numpy(np.stack([*allowed.values()])).to(logits_NV.device)
+    logits_NV[index] = logits_NV[index].masked_fill(~allowed_MV, float("-inf"))

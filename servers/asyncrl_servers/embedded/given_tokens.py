@@ -1,0 +1,94 @@
+"""Logprobs of tokens that are given, not sampled: what a teacher is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.messages.scoring import ScoreRequest, ScoreResponse
+from asyncrl.serving import Refused
+from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
+from asyncrl_servers.embedded.kv_attention import Stretch
+from asyncrl_servers.embedded.runner import NO_INTS, Ints, Part, Runner, cut_calls, written
+
+if TYPE_CHECKING:
+    from asyncrl_servers.embedded.decode_loop import Engine
+
+
+class Text(NamedTuple):
+    """A request that can be answered, and where its answer goes."""
+
+    ids: Ints
+    request: ScoreRequest
+    answer: Future[ScoreResponse]
+
+
+class Scorer(Runner):
+    """Reads texts, score_slots at once, over a KV cache of its own: what is sampled beside stays as it is.
+
+    Life: of a text: add() -> read by run(), which answers. The engine's loop calls both.
+    """
+
+    def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec, *, is_exact: bool) -> None:
+        super().__init__(loaded, spec.score_slots, spec.max_length, is_exact=is_exact)
+        self._waiting = deque[Text]()
+
+    def add(self, request: ScoreRequest, answer: Future[ScoreResponse]) -> None:
+        """Queue it. Raises Refused (400) for what cannot be read."""
+        num_tokens, most = len(request.token_ids), self.max_length
+        if num_tokens > most or request.start >= num_tokens:
+            what = f"{num_tokens} tokens are to be scored from number {request.start} on"
+            rule = f"a text has {most} tokens at most, and start is one of its tokens"
+            raise Refused(400, what, rule=rule, way_out="raise rollout.max_prompt_tokens or max_tokens.")
+        ids = np.asarray(request.token_ids, np.int64)
+        is_unknown = ids.view(np.uint64) >= self.loaded.vocab_size  # those below 0 too
+        if is_unknown.any():
+            rule = f"the model knows ids 0..{self.loaded.vocab_size - 1}"
+            raise Refused(400, f"token id {ids[is_unknown][0]} is to be scored", rule=rule)
+        self._waiting.append(Text(ids, request, answer))
+
+    def run(self) -> None:
+        """Answer all that waits, the oldest first."""
+        while self._waiting:
+            texts = [self._waiting.popleft() for _ in range(min(self.slots, len(self._waiting)))]
+            for text, logprobs in zip(texts, self._read(texts), strict=True):
+                found = logprobs[text.request.start - 1 :]
+                if not np.isfinite(found).all():
+                    raise FloatingPointError("the model gives logprobs that are not finite")
+                text.answer.set_result(ScoreResponse(logprobs=found.tolist()))
+
+    def _read(self, texts: list[Text]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+        """float32 [T - 1] of each: those of all its tokens but the first."""
+        found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
+        # Nothing follows from the last token.
+        for parts in cut_calls([(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]):
+            logits, row = self._logits(parts), 0
+            for slot, _, start, end in parts:
+                of_part, row = logits[row : row + end - start], row + end - start
+                targets = torch.from_numpy(texts[slot].ids[start + 1 : end + 1]).to(logits.device)
+                logprobs = torch.log_softmax(of_part.float() / texts[slot].request.temperature, dim=-1)
+                found[slot][start:end] = logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy()
+        return found
+
+    def _logits(self, parts: list[Part]) -> Tensor:
+        """Of every token of the parts, in order, [rows, V], and some rows of padding after them."""
+        stretches: list[Stretch] = [*self._read_stretches(parts, 0)]
+        positions = np.concatenate([np.arange(start, end) for _, _, start, end in parts])
+        ids = np.concatenate([all_ids[start:end] for _, all_ids, start, end in parts])
+        return self._call(stretches, written(NO_INTS, parts, ()), positions, ids, None)
+
+
+def score_route(engine: Engine) -> Callable[[ScoreRequest], Coroutine[Any, Any, ScoreResponse]]:
+    """The handler of POST /score."""
+
+    async def score(body: ScoreRequest) -> ScoreResponse:
+        return await asyncio.wrap_future(engine.score(body))
+
+    return score

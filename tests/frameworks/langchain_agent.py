@@ -1,0 +1,74 @@
+"""langchain: its agent (on langgraph), and with_structured_output in each of its methods."""
+
+from langchain.agents import create_agent
+from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+QUESTION = "What is 1 + 2, and 3 + 4, and their sum?"
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str = Field(max_length=12)
+    people: int = Field(ge=0, le=99)
+
+
+def calculator(**more):
+    calls = []
+
+    @tool
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        calls.append((a, b))
+        return a + b
+
+    agent = create_agent(ChatOpenAI(model="policy", **more), tools=[add], system_prompt="Be brief.")
+    state = agent.invoke({"messages": [{"role": "user", "content": QUESTION}]})
+    return [state["messages"][-1].text, len(calls)]
+
+
+def tools():
+    return calculator()
+
+
+def streamed_tools():
+    return calculator(streaming=True)
+
+
+def responses_tools():
+    return calculator(use_responses_api=True)
+
+
+def structured(method):
+    llm = ChatOpenAI(model="policy").with_structured_output(City, method=method)
+    return llm.invoke("Paris?").model_dump()
+
+
+def json_schema():
+    return structured("json_schema")
+
+
+def function_calling():
+    return structured("function_calling")
+
+
+def json_mode():
+    return structured("json_mode")
+
+
+def agent_with(strategy):
+    agent = create_agent(ChatOpenAI(model="policy"), response_format=strategy)
+    return agent.invoke({"messages": [{"role": "user", "content": "Paris?"}]})[
+        "structured_response"
+    ].model_dump()
+
+
+def tool_strategy():
+    return agent_with(ToolStrategy(City))
+
+
+def provider_strategy():
+    return agent_with(ProviderStrategy(City))

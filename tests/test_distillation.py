@@ -1,0 +1,238 @@
+"""A teacher's logprobs: those of a plain forward pass, in the trajectory and in the gradient; what it cannot
+score, a teacher that is silent or dies, and one that knows other tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import job_runs
+import numpy as np
+import pytest
+import torch
+from engine_processes import SECRET, engine_process
+from tiny_model import make_tiny_model
+from trainer_cases import MakeStep, changed, make_batch, naive
+from transformers import AutoModelForCausalLM
+
+from asyncrl.config import RunConfig, ScratchConfig
+from asyncrl.engines.teacher import Teacher
+from asyncrl.errors import ConfigError, EngineLost, RequestRefused
+from asyncrl.http import Caller
+from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.run.teaching import look_at_teacher
+from asyncrl.serving import Refused
+from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
+
+VOCABULARY = 52
+
+
+def make_branch(num_tokens: int, sampled: list[slice], seed: int = 0) -> Trajectory:
+    """Random tokens, of which these were sampled."""
+    mask = np.zeros(num_tokens, np.bool_)
+    for part in sampled:
+        mask[part] = True
+    ids = np.random.default_rng(seed).integers(0, VOCABULARY, num_tokens).astype(np.int32)
+    spans = tuple(VersionSpan(part.start, part.stop, 0) for part in sampled)
+    return Trajectory(0, ids, mask, np.where(mask, -1, 0).astype(np.float32), spans, reward=0.0)
+
+
+ROLLOUTS: list[Rollout] = [
+    (make_branch(6, [slice(3, 6)]),),
+    (make_branch(300, [slice(1, 300)], seed=1),),
+    (make_branch(40, [slice(5, 9), slice(20, 33)], seed=2), make_branch(12, [slice(11, 12)], seed=3)),
+]
+
+
+def plain_logprobs(model: Any, branch: Trajectory, temperature: float) -> np.ndarray:
+    """Of every token but the first, by the model's own forward."""
+    ids = torch.from_numpy(branch.token_ids.astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0, :-1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
+
+
+def make_teacher(url: str, **values: Any) -> Teacher:
+    given = {"temperature": 1.0, "places": 4, "timeout_s": 60.0, "on_lost": None, **values}
+    return Teacher(Caller("teacher", url, SECRET), **given)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_teachers_logprobs_are_those_of_a_plain_forward_and_stand_at_the_sampled_tokens(
+    tiny_model_dir: Path, tmp_path: Path, temperature: float
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    spec = {"name": "teacher", "slots": 1, "score_slots": 3, "max_length": 300, "device": "cpu"}
+
+    async def story(url: str) -> list[Rollout]:
+        teacher = make_teacher(url, temperature=temperature)
+        found = await asyncio.gather(*(teacher.judge(rollout) for rollout in [*ROLLOUTS, *ROLLOUTS]))
+        too_long = (make_branch(301, [slice(300, 301)]),)
+        with pytest.raises(RequestRefused, match="a text has 300 tokens at most"):
+            await teacher.judge(too_long)
+        await teacher._caller.aclose()
+        return found
+
+    with engine_process("embedded", spec | {"model_path": str(tiny_model_dir)}, tmp_path) as server:
+        found = asyncio.run(story(server.url))
+    for rollout, again in zip(found[: len(ROLLOUTS)], found[len(ROLLOUTS) :], strict=True):
+        for branch, same in zip(rollout, again, strict=True):
+            assert branch.teacher_logprobs is not None
+            assert np.array_equal(branch.teacher_logprobs, same.teacher_logprobs), "whatever stands beside it"
+            expected = np.concatenate([[0.0], plain_logprobs(model, branch, temperature)])
+            expected[~branch.loss_mask] = 0.0
+            np.testing.assert_allclose(branch.teacher_logprobs, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("reward_weight", [0.0, 0.5])
+def test_the_gradient_is_that_of_reward_and_reverse_kl_token_by_token(
+    make_step: MakeStep, tiny_model_dir: Path, reward_weight: float
+) -> None:
+    header, arrays = make_batch()
+    sampled, weights = arrays.loss_mask, {"distill_weight": 0.3, "reward_weight": reward_weight}
+    draw = np.random.default_rng(1).normal(-3.0, 2.0, len(sampled)).clip(max=0)
+    arrays = changed(arrays, teacher_logprobs=np.where(sampled, draw, 0).astype(np.float32))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    given = (arrays.behaviour_logprobs, arrays.teacher_logprobs)
+    behaviour, teacher = (torch.from_numpy(logprobs[sampled]) for logprobs in given)
+    rewards = torch.tensor([entry.reward for entry in header.trajectories]).view(2, 3)
+    spread = rewards.std(1, correction=0, keepdim=True) + 1e-4
+    of_rewards = ((rewards - rewards.mean(1, keepdim=True)) / spread).view(-1)
+    lengths = torch.tensor([int(sampled[one.start : one.end].sum()) for one in header.trajectories])
+    advantage = reward_weight * of_rewards.repeat_interleave(lengths) - 0.3 * (behaviour - teacher)
+    current = naive(model, header, arrays)
+    ratio = (current - behaviour).exp()
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    loss.backward()
+    step, again = (make_step(algorithm=weights) for _ in range(2))
+    sums = step._accumulate(step._numbers(header, arrays, sampled), sampled)
+    assert sums.loss == pytest.approx(loss.item(), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(step._masters.named[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+    divergence = (current.detach() - teacher).mean().item()
+    assert again.train(header, arrays)["policy/kl_teacher"] == pytest.approx(divergence, abs=1e-5)
+
+
+def test_a_batch_without_a_teachers_logprobs_is_refused_where_they_are_learnt_from(
+    make_step: MakeStep,
+) -> None:
+    with pytest.raises(Refused, match="batch 0 has rollouts without the logprobs of a teacher"):
+        make_step(algorithm={"distill_weight": 1.0}).train(*make_batch())
+
+
+def test_a_teacher_that_gives_no_answer_in_time_is_lost_by_name_and_asked_again_once_it_is_back(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    spec = {"name": "teacher", "slots": 1, "score_slots": 3, "max_length": 300, "device": "cpu"}
+
+    async def story(url: str) -> tuple[EngineLost, Rollout]:
+        lost, losses = asyncio.Event(), list[EngineLost]()
+
+        def on_lost(error: EngineLost) -> None:
+            teacher.down_nowait()
+            losses.append(error)
+            lost.set()
+
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections and never reads
+            url_of_silent = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            teacher = make_teacher(url_of_silent, timeout_s=0.2, on_lost=on_lost)
+            asking = asyncio.ensure_future(teacher.judge(ROLLOUTS[0]))
+            await lost.wait()
+        teacher.renew_nowait()
+        teacher._caller.url, teacher._timeout_s = url, 60.0
+        teacher.up_nowait()
+        answer = await asking
+        await teacher._caller.aclose()
+        return losses[0], answer
+
+    with engine_process("embedded", spec | {"model_path": str(tiny_model_dir)}, tmp_path) as server:
+        error, rollout = asyncio.run(story(server.url))
+    assert re.search(r"teacher: .* gave no answer to /score: no answer within 0.2 s", str(error))
+    assert "teacher.timeout_s=0.2 is the limit of one answer" in str(error)
+    assert rollout[0].teacher_logprobs is not None
+
+
+def test_a_teacher_of_other_tokens_is_refused_with_the_first_that_differs(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    other = make_tiny_model(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = {"model": {"path": str(tiny_model_dir)}, "task": {"files": ["x"], "reward": "math"}}
+    config |= {"algorithm": {"distill_weight": 1}, "teacher": {"path": str(other)}}
+    ours = HFChatTokenizer(tiny_model_dir)
+    with pytest.raises(ConfigError, match=r"teacher.path=.*: id \d+ is 'b' there and 'a' here"):
+        look_at_teacher(RunConfig.model_validate(config), ours)
+    config["teacher"] = {"path": str(tiny_model_dir)}
+    assert look_at_teacher(RunConfig.model_validate(config), ours)[0].endswith(
+        "its vocabulary is the model's"
+    )
+    config["teacher"] = {"path": str(tmp_path / "nowhere")}
+    with pytest.raises(ConfigError, match=r"teacher.path=.*nowhere: there is no such folder"):
+        look_at_teacher(RunConfig.model_validate(config), ours)
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the runs' shape and tokens, of other weights, that is sure of itself."""
+    scratch = job_runs.CONFIG["model"]["scratch"]
+    architecture = scratch["architecture"] | {"initializer_range": 0.2}
+    folder = tmp_path_factory.mktemp("teacher") / "other"
+    config = ScratchConfig(characters=scratch["characters"], architecture=architecture)
+    make_scratch_model(ScratchSpec(out=folder, seed=11, scratch=config))
+    return folder
+
+
+def taught(folder: Path, teacher: Path, **sections: Any) -> Path:
+    algorithm = {"distill_weight": 1.0, "reward_weight": 0.0}
+    return job_runs.write_config(folder, teacher={"path": str(teacher)}, algorithm=algorithm, **sections)
+
+
+def of_steps(run_dir: Path, name: str) -> list[float]:
+    return [step[name] for step in job_runs.read_lines(run_dir / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_a_student_comes_nearer_to_its_teacher_whichever_of_both_is_killed_on_the_way(
+    tmp_path: Path, other: Path
+) -> None:
+    trainer = {"num_steps": 40, "learning_rate": 0.01}
+    config, run_dir = taught(tmp_path, other, trainer=trainer, checkpoint={"every": 20}), tmp_path / "run"
+    process = job_runs.start(config, run_dir)
+    job_runs.wait_for_steps(run_dir, 3, process)
+    (teacher,) = job_runs.children_of(process, "teacher")
+    teacher.kill()
+    job_runs.wait_for_more_steps(run_dir, 5, process)
+    process.kill()
+    job_runs.ended(process)
+    before = of_steps(run_dir, "policy/kl_teacher")
+    ended = job_runs.run(config, run_dir)
+    assert ended.returncode == 0, ended.stderr
+    found = of_steps(run_dir, "policy/kl_teacher")
+    assert len(found) == 40
+    assert found[: len(before)] == before, "what the teacher said is in the journal"
+    assert [what for what, _ in job_runs.events(run_dir) if what.startswith("teacher")] == [
+        "teacher lost",
+        "teacher up",
+    ]
+    assert np.mean(found[-5:]) < 0.7 * np.mean(found[:5])
+
+
+@pytest.mark.slow
+def test_nothing_is_to_be_learnt_from_a_teacher_that_is_the_student(tmp_path: Path, other: Path) -> None:
+    config, run_dir = taught(tmp_path, other), tmp_path / "run"
+    ended = job_runs.run(config, run_dir, "model.scratch=none", f"model.path={other}", "trainer.num_steps=2")
+    assert ended.returncode == 0, ended.stderr
+    assert of_steps(run_dir, "policy/grad_norm") == [0.0, 0.0]
+    assert max(map(abs, of_steps(run_dir, "policy/kl_teacher"))) < 1e-4

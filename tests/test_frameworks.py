@@ -1,0 +1,239 @@
+"""Agent frameworks as they come, in their own venv, against the gateway: each ends well, and what was sampled
+is trained once. docs/frameworks.md has the table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from engine_in_process import make_qwen3, running_engine
+from framework_cases import Framework, PlayedModel, playing, qwen3_tokenizer
+from gateway_cases import gateway_world, in_loop
+from test_engine_resumed import SMALL
+from test_gateway_structured import InProcess
+from transformers import AutoTokenizer
+
+from asyncrl.messages.records import Outcome
+from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+pytestmark = pytest.mark.slow
+
+
+def call(name: str, /, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+ADD_TWICE = call("add", a=1, b=2) + "\n" + call("add", a=3, b=4)
+SUMS = (ADD_TWICE, call("add", a=3, b=7), "They are 10.")
+ADDED = ["They are 10.", 3]
+PARIS = {"name": "Paris", "people": 2}
+CODE = (
+    "Thought: add them.\n<code>\nx = add(1, 2)\ny = add(3, 4)\nprint(x, y)\n</code>",
+    "Thought: and their sum.\n<code>\nfinal_answer(add(3, 7))\n</code>",
+)
+THOUGHTS_AND_CODE = tuple(
+    json.dumps({"thought": "add them", "code": code})
+    for code in ("x = add(1, 2)\ny = add(3, 4)\nprint(x, y)", "final_answer(add(3, 7))")
+)
+SHELL = (
+    call("bash", command="echo done > answer.txt"),
+    call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+)
+SHELL_AS_TEXT = tuple(
+    f"THOUGHT: so be it.\n\n```mswea_bash_command\n{command}\n```"
+    for command in ("echo done > answer.txt", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A scenario of a script, what the model says in it, and what comes of it. `num_branches` above 1: the
+    framework rewrites what was said.
+    """
+
+    framework: str
+    scenario: str
+    says: tuple[str, ...] = SUMS
+    result: Any = None
+    num_branches: int = 1
+    thoughts: str | None = None
+    is_probed: bool = False
+    """It asks first for what may be refused, and does without it then."""
+
+    def __str__(self) -> str:
+        return "-".join(filter(None, [self.framework, self.scenario, self.thoughts]))
+
+    def thinking(self, thoughts: str, num_branches: int = 1) -> Case:
+        says = tuple(f"<think>\nI should do it.\n</think>\n\n{text}" for text in self.says)
+        return replace(self, says=says, thoughts=thoughts, num_branches=num_branches)
+
+
+CONVERSATIONS = [
+    Case("openai_client", "tools"),
+    Case("openai_client", "streamed_tools"),
+    Case("openai_client", "responses_tools"),
+    Case("anthropic_client", "tools"),
+    Case("anthropic_client", "streamed_tools"),
+    Case("anthropic_client", "thinking"),
+    Case("litellm_chat", "tools"),
+    Case("litellm_chat", "dumped_tools"),
+    Case("openai_agents", "tools"),
+    Case("openai_agents", "chat_tools"),
+    Case("langchain_agent", "tools"),
+    Case("langchain_agent", "streamed_tools"),
+    Case("langchain_agent", "responses_tools"),
+    Case("pydantic_ai_agent", "tools"),
+    Case("pydantic_ai_agent", "responses_tools"),
+    Case("pydantic_ai_agent", "anthropic_tools"),
+    Case("inspect_ai_eval", "tools"),
+    Case("inspect_ai_eval", "responses_tools", is_probed=True),  # for reasoning_effort
+    Case("inspect_ai_eval", "anthropic_tools"),
+    Case("smolagents_agents", "code", CODE, ["10", 3]),
+    Case("smolagents_agents", "litellm_code", CODE, ["10", 3]),
+    Case("mini_swe_agent", "tools", SHELL, ["Submitted", "done"]),
+    Case("mini_swe_agent", "text", SHELL_AS_TEXT, ["Submitted", "done"]),
+]
+
+REWRITES = {("smolagents_agents", "apart"), ("smolagents_agents", "inline"), ("inspect_ai_eval", "inline")}
+"""Frameworks that send another answer back than they got, by where its thoughts are. smolagents adds a line
+of its own to the answer, whose thought Qwen3's template then leaves out; inspect-ai writes thoughts its own
+way.
+"""
+THOUGHTS = [
+    case.thinking("apart", 2 if (case.framework, "apart") in REWRITES else 1) for case in CONVERSATIONS
+] + [
+    case.thinking("inline", 2 if (case.framework, "inline") in REWRITES else 1)
+    for case in CONVERSATIONS
+    if case.scenario in ("tools", "chat_tools", "code") and case.framework != "anthropic_client"
+]
+
+ALONE = [
+    Case("openai_agents", "one_call_at_a_time", result=["They are 10.", 2]),
+    # it sends its calls back as text: "Calling tools: [{'id': ..."
+    Case(
+        "smolagents_agents",
+        "tools",
+        (*SUMS[:2], call("final_answer", answer="10")),
+        ["10", 3],
+        num_branches=3,
+    ),
+]
+
+JSON, END = (json.dumps(PARIS),), "<|im_end|>"
+STRUCTURED = [
+    Case("openai_client", "parse", JSON, PARIS),
+    Case("openai_client", "json_object", JSON, PARIS),
+    Case("openai_client", "strict_tool", (call("City", **PARIS),), PARIS),
+    Case("openai_client", "responses_parse", JSON, PARIS),
+    Case("anthropic_client", "forced_tool", (call("city", **PARIS),), PARIS),
+    Case("litellm_chat", "parse", JSON, PARIS),
+    Case("openai_agents", "output_type", JSON, PARIS),
+    Case("openai_agents", "chat_output_type", JSON, PARIS),
+    Case("langchain_agent", "json_schema", JSON, PARIS),
+    Case("langchain_agent", "function_calling", (call("City", **PARIS),), PARIS),
+    Case("langchain_agent", "json_mode", JSON, PARIS),
+    Case("langchain_agent", "tool_strategy", (call("City", **PARIS),), PARIS),
+    Case("langchain_agent", "provider_strategy", JSON, PARIS),
+    Case("pydantic_ai_agent", "tool_output", (call("final_result", **PARIS),), PARIS),
+    Case("pydantic_ai_agent", "native_output", JSON, PARIS),
+    Case("pydantic_ai_agent", "prompted_output", JSON, PARIS),
+    Case("inspect_ai_eval", "response_schema", JSON, PARIS),
+    Case("smolagents_agents", "structured_code", THOUGHTS_AND_CODE, ["10", 3]),
+]
+FAMILIES = {case.framework: case for case in reversed(STRUCTURED) if case.framework != "smolagents_agents"}
+BY_CHANCE = list(FAMILIES.values())
+"""One of each framework. smolagents' schema lets a text go on for ever."""
+
+
+@pytest.fixture(scope="module")
+def framework(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Framework]]:
+    with playing(tmp_path_factory.mktemp("home")) as find:
+        yield find
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFChatTokenizer:
+    return qwen3_tokenizer(tmp_path_factory.mktemp("qwen3"))
+
+
+def told(tokenizer: HFChatTokenizer, token_ids: list[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+async def play(case: Case, framework: Framework, tokenizer: HFChatTokenizer, **config: Any) -> PlayedModel:
+    model = PlayedModel(tokenizer, case.says)
+    limits = {"max_tokens": 4096, "max_prompt_tokens": 60_000, "max_length": 64_096}
+    async with gateway_world(
+        model, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, **limits, **config
+    ) as world:
+        result = await framework.play(case.scenario, world.url, world.session.key)
+        stats = world.gateway.stats()
+        branches = world.session.rollout(0, Outcome(), 1.0)
+    if isinstance(result, list):  # with the thought, where that is part of the text
+        result[0] = result[0].rpartition("</think>")[2].strip()
+    assert result == (case.result or ADDED)
+    assert dict(stats.refused) == ({400: 1} if case.is_probed else {})
+    assert len(model.sampled) == len(case.says)
+    trained = [told(tokenizer, each.token_ids[each.loss_mask].tolist()) for each in branches]
+    assert sorted("".join(trained).split(END)) == sorted("".join(model.sampled).split(END))
+    num_begun = stats.calls - stats.extended - stats.realigned
+    assert (len(branches), num_begun) == (case.num_branches, case.num_branches)
+    return model
+
+
+@pytest.mark.parametrize("case", [*CONVERSATIONS, *ALONE], ids=str)
+@in_loop
+async def test_a_conversation_with_tools_ends_well_and_each_answer_is_trained_once(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
+    await play(case, framework(case.framework), tokenizer)
+
+
+@pytest.mark.parametrize("case", THOUGHTS, ids=str)
+@in_loop
+async def test_thoughts_before_the_answers_change_nothing_of_that(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
+    await play(case, framework(case.framework), tokenizer, thoughts=case.thoughts)
+
+
+@pytest.mark.parametrize("case", STRUCTURED, ids=str)
+@in_loop
+async def test_structured_output_in_all_the_ways_of_a_framework(
+    case: Case, framework: Callable[[str], Framework], tokenizer: HFChatTokenizer
+) -> None:
+    model = await play(case, framework(case.framework), tokenizer)
+    fast = AutoTokenizer.from_pretrained(tokenizer.model_path)
+    grammars = TokenGrammars(fast, len(fast))
+    for request, sampled in zip(model.requests, model.sampled, strict=True):
+        assert request.grammar is not None, "its form was asked for"
+        grammars.begin(
+            request.grammar, tokenizer.encode(sampled.removesuffix(END))
+        )  # raises for what is not of it
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    """The embedded engine, with a model of random weights: whatever it says is the grammar's doing."""
+    folder = make_qwen3(tmp_path_factory.mktemp("random"), vocab_size=259, eos_token_id=1, **SMALL)
+    qwen3_tokenizer(folder)
+    with running_engine(folder, max_length=8000, slots=2) as running:
+        yield InProcess(folder, running)
+
+
+@pytest.mark.parametrize("case", BY_CHANCE, ids=str)
+@in_loop
+async def test_what_a_model_says_at_random_has_the_form_that_was_asked_for(
+    case: Case, framework: Callable[[str], Framework], engine: InProcess
+) -> None:
+    limits = {"max_tokens": 600, "max_prompt_tokens": 7000, "max_length": 8000, "vocab_size": 259}
+    async with gateway_world(engine, tokenizer=engine.tokenizer, **limits) as world:
+        result = await framework(case.framework).play(case.scenario, world.url, world.session.key)
+        (branch,) = world.session.rollout(0, Outcome(), 1.0)
+    assert (sorted(result), type(result["name"]), type(result["people"])) == (["name", "people"], str, int)
+    assert branch.loss_mask.any()

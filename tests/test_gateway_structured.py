@@ -1,0 +1,344 @@
+"""Structured output through the gateway: what a call asks of the form of its answer is what it gets, from a
+real engine; and which of it is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_in_process import make_qwen3, running_engine
+from gateway_cases import HI, RULES, World, gateway_world, in_loop
+from jsonschema import Draft202012Validator
+from test_engine_grammars import BOMBS, COMPACT, PERSON
+from test_engine_resumed import SMALL
+from text_tokenizers import byte_level, save
+from trainer_cases import make_spec as make_trainer_spec
+
+from asyncrl.agents.endpoint.answers import ApiError
+from asyncrl.agents.endpoint.grammars import grammar_of
+from asyncrl.agents.endpoint.requests import RequestReader
+from asyncrl.agents.endpoint.tool_calls import find_tool_format
+from asyncrl.errors import RequestRefused, RolloutFailure
+from asyncrl.messages.calls import GenerateRequest, pack_batch, unpack_batch
+from asyncrl.messages.records import (
+    Batch,
+    Completion,
+    Group,
+    GroupId,
+    Outcome,
+    Prompt,
+    SamplingRequest,
+    VersionSpan,
+)
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.serving import Refused
+from asyncrl.testing.asked_engine import Reply
+from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import pack_groups
+
+FIRM = PERSON | COMPACT
+ADD = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["x"],
+}
+ADD |= {"additionalProperties": False}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}},
+    {"type": "function", "function": {"name": "say", "parameters": {"type": "object"}}},
+]
+NAMED = {"type": "function", "function": {"name": "add"}}
+
+
+def schema_format(schema: Any, *, strict: bool | None = True) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": strict}}
+
+
+class InProcess:
+    """An engine of this process, in place of a pool of servers."""
+
+    def __init__(self, folder: Path, engine: Any) -> None:
+        self.tokenizer, self.engine = HFChatTokenizer(folder), engine
+        self.requests: list[SamplingRequest] = []
+
+    async def generate(self, request: SamplingRequest, *, on_tokens: Any = None) -> Completion:
+        self.requests.append(request)
+        fields = ("max_tokens", "temperature", "stop", "seed", "grammar", "top_logprobs")
+        given = {name: getattr(request, name) for name in fields}
+        try:
+            asked = GenerateRequest(request.request_id, request.prompt_ids, **given)
+            reply = Reply(self.engine, asked)
+            self.engine.submit([reply.run])
+            answer = await asyncio.wrap_future(reply)
+        except Refused as refusal:
+            raise RequestRefused(refusal.body.error) from None
+        if on_tokens is not None:
+            on_tokens(answer.token_ids)
+        spans, top = (VersionSpan(0, len(answer.token_ids), 0, 0),), tuple(answer.top_logprobs)
+        finish: Any = answer.finish_reason
+        return Completion(tuple(answer.token_ids), tuple(answer.logprobs), spans, finish, 0, top)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    folder = make_qwen3(tmp_path_factory.mktemp("model"), vocab_size=440, eos_token_id=1, **SMALL)
+    save(byte_level(), folder)
+    with running_engine(folder, max_length=600, slots=8) as running:
+        yield InProcess(folder, running)
+
+
+@asynccontextmanager
+async def world_of(engine: InProcess, **config: Any) -> AsyncIterator[World]:
+    sizes = {"max_tokens": 250, "max_prompt_tokens": 300, "max_length": 600, "vocab_size": 440}
+    async with gateway_world(engine, **{**sizes, **config}) as world:
+        yield world
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "schema"),
+    [(schema_format(FIRM), PERSON), (schema_format(ADD, strict=None), ADD), ({"type": "json_object"}, {})],
+    ids=["strict", "schema", "object"],
+)
+def test_a_response_format_is_what_the_answer_has(
+    engine: InProcess, asked: dict[str, Any], schema: Any, stream: bool
+) -> None:
+    @in_loop
+    async def story() -> None:
+        async with world_of(engine) as world:
+            for seed in range(4):
+                body = {"messages": HI, "response_format": asked, "seed": seed, "stream": stream}
+                if stream:
+                    url = world.url + "/v1/chat/completions"
+                    async with world.http.post(url, json=body, headers=world.headers) as response:
+                        lines = (await response.text()).split("data: ")[1:-1]
+                    choices = [json.loads(line)["choices"][0] for line in lines]
+                    text = "".join(each["delta"].get("content") or "" for each in choices)
+                    finish = choices[-1]["finish_reason"]
+                else:
+                    status, answer = await world.post(body)
+                    assert status == 200, answer
+                    text, finish = (
+                        answer["choices"][0]["message"]["content"],
+                        answer["choices"][0]["finish_reason"],
+                    )
+                if finish == "stop":
+                    value = json.loads(text)
+                    assert isinstance(value, dict)
+                    Draft202012Validator(schema).validate(value)
+                else:
+                    assert (finish, schema) == ("length", {}), "any object may be a long one"
+
+    story()
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "llama"])
+@in_loop
+async def test_a_forced_tool_is_called_with_valid_arguments(engine: InProcess, tool_format: str) -> None:
+    compact = [json.loads(json.dumps(tool)) for tool in TOOLS]
+    compact[0]["function"]["parameters"] |= COMPACT
+    compact[1]["function"] |= {"parameters": FIRM, "strict": True}
+    schemas = {"add": ADD, "say": PERSON}
+    async with world_of(engine, tool_format=tool_format) as world:
+        for choice in ("required", NAMED):
+            for seed in range(3):
+                status, answer = await world.ask(tools=compact, tool_choice=choice, seed=seed)
+                assert status == 200, answer
+                (told,) = answer["choices"]
+                assert (told["finish_reason"], told["message"]["content"]) == ("tool_calls", None)
+                for call in told["message"]["tool_calls"]:
+                    name = call["function"]["name"]
+                    Draft202012Validator(schemas[name]).validate(json.loads(call["function"]["arguments"]))
+                    assert name in (["add"] if choice is NAMED else ["add", "say"])
+
+
+def accepted(tokenizer: HFChatTokenizer, grammar: str, text: str) -> bool:
+    """Whether this may be a whole answer; raises if it cannot even be the beginning of one."""
+    matcher = TokenGrammars(tokenizer._tokenizer, 440).begin(grammar, tokenizer.encode(text))
+    return bool(matcher.allowed()[1])
+
+
+CALL_ADD, CALL_SAY = '{"name": "add", "arguments": {"x": 1}}', '{"name": "say", "arguments": {"to": [1]}}'
+WRONG = '{"name": "add", "arguments": {"x": "1"}}'
+A, S, W = (f"<tool_call>\n{call}\n</tool_call>" for call in (CALL_ADD, CALL_SAY, WRONG))
+SCHEMA = {"response_format": schema_format(ADD)}
+CASES: list[tuple[str, dict[str, Any], str, list[str], list[str]]] = [
+    ("plain", {}, "", ['{"x": 1}', '{ "x" : 1 }'], ['{"x": "1"}', "I say", "<think>"]),
+    (
+        "opened",
+        {},
+        "<think>\n",
+        ['so </think>\n\n{"x": 1}', '</think>{"x":1}'],
+        ['so </think>{"y'],
+    ),
+    ("closed", {}, "<think>\n\n</think>\n\n", ['{"x": 1}'], ["<think>"]),
+    ("tools", {"tools": TOOLS}, "", ['{"x": 1}', A, f"{S}\n{A}"], ["I", '{"x": "', W, f"{A} and"]),
+    (
+        "required",
+        {"tools": TOOLS, "tool_choice": "required"},
+        "",
+        [A, S, f"{A}\n{A}"],
+        ["{", W, "I", f"{A} and"],
+    ),
+    ("named", {"tools": TOOLS, "tool_choice": NAMED}, "", [A], [S, W, "{", f"{A}\n{A}"]),
+    ("strict", {"tools": TOOLS}, "", ["", "I say", A, f"See:\n{A}\n{S} so", f"{S}{A}"], [W, f"See {A}\n{W}"]),
+]
+
+
+@pytest.mark.parametrize("marks", ["text", "special"])
+@pytest.mark.parametrize(("name", "asked", "prompt", "good", "bad"), CASES, ids=[case[0] for case in CASES])
+def test_a_grammar_takes_what_was_asked_for_and_nothing_else(
+    tmp_path: Path, marks: str, name: str, asked: dict[str, Any], prompt: str, good: list[str], bad: list[str]
+) -> None:
+    markers = ("<tool_call>", "</tool_call>", "<think>", "</think>") if marks == "special" else ()
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(list(markers))
+    texts = save(tokenizer, tmp_path)
+    body = {"messages": HI, **({} if name in ("required", "named", "strict") else SCHEMA), **asked}
+    read = RequestReader(RULES).chat(json.dumps(body).encode())
+    grammar = grammar_of(read, find_tool_format("hermes", ""), texts, prefill="", prompt=prompt)
+    assert grammar is not None
+    thought = "<think>I could {</think>\n"
+    may_think = marks == "special" and name not in ("opened", "closed")
+    for text in [*good, *([thought + text for text in good] if may_think else [])]:
+        assert accepted(texts, grammar, text), text
+    for text in bad:
+        if not (may_think and text == "<think>"):
+            with pytest.raises(GrammarError):
+                accepted(texts, grammar, text)
+
+
+@in_loop
+async def test_a_model_with_a_token_for_thoughts_may_think_before_a_forced_call(
+    engine: InProcess, tmp_path: Path
+) -> None:
+    """So nothing is written for it."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<think>", "</think>"])
+    thinking = save(tokenizer, tmp_path)
+    for tokenizer_now, starts in ((thinking, "start: (<["), (engine.tokenizer, "start: (call")):
+        async with world_of(engine, tokenizer=tokenizer_now) as world:
+            engine.requests.clear()
+            await world.ask(tools=TOOLS, tool_choice=NAMED, max_tokens=1)
+            (request,) = engine.requests
+            assert (request.grammar or "").startswith(starts)
+            prompt = tokenizer_now.decode(np.asarray(request.prompt_ids).tolist())
+            assert ("<tool_call>" in prompt.partition("assistant")[2]) == (tokenizer_now is engine.tokenizer)
+
+
+@pytest.mark.parametrize("name", [name for name, (_, reason) in BOMBS.items() if reason != "ok"])
+@in_loop
+async def test_a_schema_that_cannot_be_followed_gets_400_with_the_reason(
+    engine: InProcess, name: str
+) -> None:
+    async with world_of(engine) as world:
+        for asked in (
+            {"response_format": schema_format(BOMBS[name][0])},
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": BOMBS[name][0], "strict": True},
+                    }
+                ]
+            },
+        ):
+            status, answer = await world.ask(**asked, tool_choice="required" if "tools" in asked else None)
+            assert status == 400, answer
+            assert answer["error"]["message"], name
+        status, _ = await world.ask(max_tokens=2)
+        assert status == 200, "nothing else is harmed"
+
+
+@in_loop
+async def test_wrong_formats_are_refused(engine: InProcess) -> None:
+    wrong: list[Any] = [
+        "json",
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_object", "schema": {}},
+    ]
+    wrong += [schema_format([1]), schema_format({"type": 7}), schema_format({"$ref": "#/nowhere"})]
+    async with world_of(engine) as world:
+        for asked in wrong:
+            status, answer = await world.ask(response_format=asked)
+            assert (status, answer["error"]["param"][:15]) == (400, "response_format"), asked
+        status, answer = await world.ask(top_logprobs=3)
+        assert (status, answer["error"]["param"]) == (400, "top_logprobs")
+        status, answer = await world.ask(top_logprobs=21, logprobs=True)
+        assert (status, answer["error"]["param"]) == (400, "top_logprobs")
+
+
+def test_response_format_beside_tools_of_no_grammar_is_refused(engine: InProcess) -> None:
+    body = {"messages": HI, "tools": TOOLS, **SCHEMA}
+    read = RequestReader(RULES).chat(json.dumps(body).encode())
+    with pytest.raises(ApiError, match="response_format beside tools is refused: tool format none"):
+        grammar_of(read, find_tool_format("none", ""), engine.tokenizer, prefill="", prompt="")
+
+
+@in_loop
+async def test_top_logprobs_are_of_what_was_sampled_from(engine: InProcess) -> None:
+    async with world_of(engine) as world:
+        asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 5}
+        for more in ({}, {"response_format": schema_format(FIRM)}):
+            _, answer = await world.ask(**asked, **more, max_tokens=30)
+            content = answer["choices"][0]["logprobs"]["content"]
+            for entry in content:
+                top = {(one["token"], one["logprob"]) for one in entry["top_logprobs"]}
+                values = [one["logprob"] for one in entry["top_logprobs"]]
+                assert len(top) <= 5
+                assert values == sorted(values, reverse=True)
+                assert (entry["token"], entry["logprob"]) in top or entry["logprob"] <= values[-1]
+            assert bool(more) == (len(content[0]["top_logprobs"]) == 1), "an object begins with {"
+        _, answer = await world.post({"prompt": "Hi", "logprobs": 2, "max_tokens": 3}, path="/v1/completions")
+        assert all(1 <= len(each) <= 2 for each in answer["choices"][0]["logprobs"]["top_logprobs"])
+
+
+@in_loop
+async def test_in_context_mode_an_answer_of_a_grammar_is_context_and_strict_tools_are_not_enforced(
+    engine: InProcess,
+) -> None:
+    async with world_of(engine, constrained="context") as world:
+        _, first = await world.ask(response_format=schema_format(FIRM))
+        with pytest.raises(RolloutFailure, match="none of the"):
+            world.session.rollout(0, Outcome(1.0), 1.0)
+        messages = [*HI, first["choices"][0]["message"], {"role": "user", "content": "More"}]
+        engine.requests.clear()
+        await world.post({"messages": messages, "max_tokens": 5, "tools": TOOLS})
+        (request,) = engine.requests
+        assert request.grammar is None
+        *_, last = world.session.rollout(0, Outcome(1.0), 1.0)
+        assert int(last.loss_mask.sum()) == last.num_sampled <= 5
+        assert last.loss_mask[-1]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"response_format": schema_format(FIRM)}, {"tools": TOOLS, "tool_choice": NAMED}]
+)
+@in_loop
+async def test_in_exact_mode_the_trainer_finds_the_logprobs_of_a_rollout_again(
+    engine: InProcess, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    """Over several turns, one of them free."""
+    async with world_of(engine) as world:
+        messages = list(HI)
+        for more in (asked, {"max_tokens": 9}, asked):
+            status, answer = await world.post({"messages": messages, **more})
+            assert status == 200, answer
+            messages += [answer["choices"][0]["message"], {"role": "user", "content": "More"}]
+        rollout = world.session.rollout(0, Outcome(1.0), 1.0)
+    constrained = sum(span.end - span.start for one in rollout for span in one.grammars)
+    assert 0 < constrained == sum(one.num_sampled for one in rollout) - 9
+    batch = Batch(0, (Group(GroupId(0), Prompt("p", ()), rollout),), 0)
+    spec = make_trainer_spec(Path(engine.tokenizer.model_path), tmp_path, measures_gap=True)
+    found = TrainStep(spec).train(*unpack_batch(pack_batch(*pack_groups(batch))))
+    assert found["policy/logprob_gap_mean"] < 1e-5
+    assert found["tokens/trained"] == constrained + 9

@@ -1,0 +1,151 @@
+"""Training on answers of a grammar: engine and trainer have the logprobs of what was allowed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_in_process import make_qwen3, make_spec
+from test_engine_grammars import PERSON, VOCAB, answers, asking
+from test_engine_resumed import SMALL
+from text_tokenizers import byte_level, save
+from trainer_cases import make_spec as make_trainer_spec
+
+from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
+from asyncrl.messages.calls import pack_batch, unpack_batch
+from asyncrl.messages.records import Batch, GrammarSpan, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.serving import Refused
+from asyncrl.trainer.model import policy
+from asyncrl.trainer.model.allowed import AllowedRows
+from asyncrl.trainer.model.policy import head_scores
+from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import pack_groups
+from asyncrl_servers.embedded.build_engine import build_engine
+
+
+@pytest.mark.parametrize("most", [1, 10**9], ids=["slices", "whole"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_head_scores_what_is_allowed_as_a_whole_masked_softmax_does(
+    monkeypatch: pytest.MonkeyPatch, most: int, bias: bool
+) -> None:
+    """Values and gradients; some slices of the vocabulary have no allowed entry, and some rows allow all."""
+    monkeypatch.setitem(policy.MOST_LOGITS, "cpu", most)
+    monkeypatch.setattr(policy, "MIN_SLICE", 13)
+    rng, (m, d, v) = torch.Generator().manual_seed(0), (7, 5, 100)
+    hidden, weight = torch.randn(m, d, generator=rng), torch.randn(v, d, generator=rng) * 3
+    offset = torch.randn(v, generator=rng) if bias else None
+    is_allowed = torch.zeros(3, v, dtype=torch.bool)
+    is_allowed[0, 50:60], is_allowed[1, [3, 99]], is_allowed[2, 77] = True, True, True
+    bits = torch.from_numpy(np.packbits(is_allowed.numpy(), axis=1, bitorder="little"))
+    sets = torch.tensor([0, -1, 1, 2, -1, 1, 0])
+    target = torch.tensor([55, 8, 99, 77, 0, 3, 50])
+    found = []
+    for is_naive in (False, True):
+        parts = [one.clone().requires_grad_() for one in (hidden, weight)]
+        parts += [offset.clone().requires_grad_()] if offset is not None else []
+        if is_naive:
+            logits = (parts[0] @ parts[1].t() + (parts[2] if bias else 0.0)) / 0.7
+            everything = torch.ones(1, v, dtype=torch.bool)
+            logprobs = logits.masked_fill(~torch.cat([is_allowed, everything])[sets], -torch.inf).log_softmax(
+                -1
+            )
+            entropy = -(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(-1)
+            scores = logprobs.gather(1, target[:, None])[:, 0], entropy, logprobs.amax(-1)
+        else:
+            rows = AllowedRows(bits, sets)
+            scores = head_scores(parts[0], parts[1], parts[2] if bias else None, target, 0.7, rows)
+        (scores[0] * torch.arange(1.0, m + 1)).sum().backward()
+        found.append([*(score.detach() for score in scores), *(part.grad for part in parts)])
+    for ours, naive in zip(*found, strict=True):
+        torch.testing.assert_close(ours, naive, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_qwen3(tmp_path_factory.mktemp("model"), vocab_size=VOCAB, eos_token_id=1, **SMALL)
+    save(byte_level(), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batch(folder: Path) -> Batch:
+    """Two groups, each of two answers of a grammar and a free one, as an engine samples them."""
+    engine, groups = build_engine(make_spec(folder, slots=4, max_length=300)), []
+    for number in range(2):
+        asked = [asking(PERSON, 10 * number + seed) for seed in range(2)]
+        asked.append(replace(asked[0], grammar=None, max_tokens=30, seed=99))
+        trajectories = []
+        for sample, (request, answer) in enumerate(zip(asked, answers(engine, *asked), strict=True)):
+            start, end = len(request.prompt_ids), len(request.prompt_ids) + len(answer.token_ids)
+            span = () if request.grammar is None else (GrammarSpan(start, end, request.grammar),)
+            trajectories.append(
+                Trajectory(
+                    sample_index=sample,
+                    token_ids=np.array([*request.prompt_ids, *answer.token_ids], np.int32),
+                    loss_mask=np.arange(end) >= start,
+                    behaviour_logprobs=np.array([0.0] * start + answer.logprobs, np.float32),
+                    version_spans=(VersionSpan(start, end, 0, 0),),
+                    reward=float(sample),
+                    grammars=span,
+                )
+            )
+        groups.append(Group(GroupId(number), Prompt(f"p{number}", ()), tuple(trajectories)))
+    return Batch(version=0, groups=tuple(groups), min_version=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0])
+@pytest.mark.parametrize("max_tokens", [1, 4096], ids=["alone", "packed"])
+def test_the_trainer_finds_the_logprobs_of_the_engine_again(
+    folder: Path, batch: Batch, tmp_path: Path, max_tokens: int, temperature: float
+) -> None:
+    """The gap that is measured before the first step; and what it would be without the grammars."""
+    header, arrays = unpack_batch(pack_batch(*pack_groups(batch)))
+    assert len(header.grammars) == 1, "each text once"
+    gaps = {}
+    for name, told in (
+        ("exact", header),
+        ("blind", header.model_copy(update={"trajectories": [_without(one) for one in header.trajectories]})),
+    ):
+        settings = {"trainer": {"micro_batch_tokens": max_tokens}, "measures_gap": True}
+        spec = make_trainer_spec(folder, tmp_path / name, temperature=temperature, **settings)
+        gaps[name] = TrainStep(spec).train(told, arrays)["policy/logprob_gap_mean"]
+    assert gaps["exact"] < 1e-5
+    assert gaps["blind"] > 0.5, "most tokens of an object are forced"
+
+
+def _without(entry: Any) -> Any:
+    return entry.model_copy(update={"grammars": []})
+
+
+def test_a_token_that_its_grammar_does_not_allow_is_not_trained(
+    folder: Path, batch: Batch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine with another llguidance may have sampled it; what came before it is trained."""
+    header, arrays = pack_groups(batch)
+    spec = make_trainer_spec(folder, tmp_path)
+    entry = header.trajectories[0]
+    ids = arrays.token_ids.copy()
+    wrong = entry.start + entry.grammars[0][0] + 4
+    ids[wrong] = 1  # the end, in the middle
+    told = TrainStep(spec).train(header, arrays.model_copy(update={"token_ids": ids}))
+    assert told["tokens/trained"] == arrays.loss_mask.sum() - (entry.end - wrong)
+    assert "tokens are not trained: their grammar does not allow them" in caplog.text
+    other = [(start, end, 1) for start, end, _ in entry.grammars]
+    alone = {"trajectories": [entry.model_copy(update={"grammars": other})]}
+    only = header.model_copy(update=alone | {"grammars": [*header.grammars, 'start: "no"']})
+    cut = arrays.model_copy(update={name: array[: entry.end] for name, array in dict(arrays).items()})
+    with pytest.raises(Refused, match="no token that carries loss"):
+        TrainStep(make_trainer_spec(folder, tmp_path / "other")).train(only, cut)
+
+
+def test_the_journal_keeps_the_grammars(batch: Batch) -> None:
+    (trajectory, *_, free) = batch.groups[0].trajectories
+    for one in (trajectory, free):
+        found = decode_trajectory(encode_trajectory(0, one), 0, one.sample_index, 0)
+        assert found.grammars == one.grammars
+    assert json.loads(trajectory.grammars[0].grammar.removeprefix("start: %json "))["required"]
