@@ -188,6 +188,14 @@ def work(
     pass_env: Annotated[
         Texts, Option(metavar="NAME", help="Variable of ours that the command gets, too.")
     ] = None,
+    sandbox: Annotated[
+        Text, Option(metavar="KIND", help="auto, bubblewrap or podman, for a command.")
+    ] = None,
+    sandbox_paths: Annotated[
+        Texts, Option("--sandbox-path", metavar="PATH", help="What a command in a sandbox can read, too.")
+    ] = None,
+    sandbox_image: Annotated[Text, Option(metavar="NAME", help="Image for podman.")] = None,
+    max_memory_mb: Annotated[int | None, Option(help="Memory of a command in a sandbox, in MiB.")] = None,
     **harness: Text,
 ) -> None:
     """Run rollouts for a run elsewhere that has generator.remote: true. Any number of workers, on any hosts,
@@ -207,6 +215,12 @@ def work(
         args=args,
         env=env or [],
         pass_env=pass_env or [],
+        sandbox={
+            "sandbox": sandbox,
+            "sandbox_paths": sandbox_paths,
+            "sandbox_image": sandbox_image,
+            "max_memory_mb": max_memory_mb,
+        },
     )
     _exit(code)
 

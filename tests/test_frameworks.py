@@ -62,15 +62,14 @@ class Case:
     result: Any = None
     num_branches: int = 1
     thoughts: str | None = None
-    is_probed: bool = False
-    """It asks first for what may be refused, and does without it then."""
 
     def __str__(self) -> str:
         return "-".join(filter(None, [self.framework, self.scenario, self.thoughts]))
 
-    def thinking(self, thoughts: str, num_branches: int = 1) -> Case:
+    def thinking(self, thoughts: str) -> Case:
         says = tuple(f"<think>\nI should do it.\n</think>\n\n{text}" for text in self.says)
-        return replace(self, says=says, thoughts=thoughts, num_branches=num_branches)
+        case = replace(self, says=says, thoughts=thoughts)
+        return replace(case, num_branches=FORKS.get(str(case), case.num_branches))
 
 
 CONVERSATIONS = [
@@ -91,7 +90,8 @@ CONVERSATIONS = [
     Case("pydantic_ai_agent", "responses_tools"),
     Case("pydantic_ai_agent", "anthropic_tools"),
     Case("inspect_ai_eval", "tools"),
-    Case("inspect_ai_eval", "responses_tools", is_probed=True),  # for reasoning_effort
+    # it tries the model out: "Please say 'hello, world'"
+    Case("inspect_ai_eval", "responses_tools", ("hello, world", *SUMS), num_branches=2),
     Case("inspect_ai_eval", "anthropic_tools"),
     Case("smolagents_agents", "code", CODE, ["10", 3]),
     Case("smolagents_agents", "litellm_code", CODE, ["10", 3]),
@@ -99,15 +99,17 @@ CONVERSATIONS = [
     Case("mini_swe_agent", "text", SHELL_AS_TEXT, ["Submitted", "done"]),
 ]
 
-REWRITES = {("smolagents_agents", "apart"), ("smolagents_agents", "inline"), ("inspect_ai_eval", "inline")}
-"""Frameworks that send another answer back than they got, by where its thoughts are. smolagents adds a line
-of its own to the answer, whose thought Qwen3's template then leaves out; inspect-ai writes thoughts its own
-way.
+FORKS = {
+    "smolagents_agents-code-apart": 2,
+    "smolagents_agents-litellm_code-apart": 2,
+    "smolagents_agents-code-inline": 2,
+    "inspect_ai_eval-tools-inline": 3,
+}
+"""Branches where a framework sends another answer back than it got: smolagents adds a line of its own, and
+Qwen3's template leaves out the thought before it; inspect-ai writes thoughts its own way.
 """
-THOUGHTS = [
-    case.thinking("apart", 2 if (case.framework, "apart") in REWRITES else 1) for case in CONVERSATIONS
-] + [
-    case.thinking("inline", 2 if (case.framework, "inline") in REWRITES else 1)
+THOUGHTS = [case.thinking("apart") for case in CONVERSATIONS] + [
+    case.thinking("inline")
     for case in CONVERSATIONS
     if case.scenario in ("tools", "chat_tools", "code") and case.framework != "anthropic_client"
 ]
@@ -177,7 +179,7 @@ async def play(case: Case, framework: Framework, tokenizer: HFChatTokenizer, **c
     if isinstance(result, list):  # with the thought, where that is part of the text
         result[0] = result[0].rpartition("</think>")[2].strip()
     assert result == (case.result or ADDED)
-    assert dict(stats.refused) == ({400: 1} if case.is_probed else {})
+    assert dict(stats.refused) == {}
     assert len(model.sampled) == len(case.says)
     trained = [told(tokenizer, each.token_ids[each.loss_mask].tolist()) for each in branches]
     assert sorted("".join(trained).split(END)) == sorted("".join(model.sampled).split(END))

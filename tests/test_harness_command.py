@@ -153,6 +153,7 @@ def test_the_environment_is_scrubbed_and_the_folder_is_its_own(
     said = report.read_text()
     names = {line.split("=")[0] for line in said.splitlines() if "=" in line}
     ours = {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL", MARK_ENV, "CORPUS", "JUDGE_KEY"}
+    ours |= {"ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"}
     shells = {"PWD", "SHLVL", "_", "OLDPWD"}
     assert names - shells <= ours | {"PATH", "HOME", "LANG", "TMPDIR"}
     assert ours <= names

@@ -1,8 +1,9 @@
 """The harness `command`: a program of any language, once a rollout.
 
 It finds the task as JSON on standard input, and in its environment OPENAI_BASE_URL, OPENAI_API_KEY and
-OPENAI_MODEL, beside PATH, HOME, LANG, TMPDIR and generator.env. What it starts inherits the environment and
-does not find the answer or the outcome key there: those come with the task, through a pipe that is read once.
+OPENAI_MODEL, the same for Anthropic's clients, PATH, HOME, LANG, TMPDIR and generator.env. What it starts
+inherits the environment and does not find the answer or the outcome key there: those come with the task,
+through a pipe that is read once.
 This keeps rollouts apart from each other and from the run's settings. Without generator.sandbox a command may
 read and write everything that the worker's user may (sandbox.py).
 """
@@ -43,7 +44,8 @@ from asyncrl.messages.records import Outcome
 log = logging.getLogger(__name__)
 
 KEPT_ENV = ("PATH", "HOME", "LANG")
-ROLLOUT_ENV = ("TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL")
+ROLLOUT_ENV = ["TMPDIR", "OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
+ROLLOUT_ENV += ["ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
 OWN_PREFIX = "ASYNCRL_"
 """Prefix of asyncrl's own variables: MARK_ENV, keys and secrets. A command gets none of them."""
 STDERR_TAIL_BYTES = 2000
@@ -178,6 +180,8 @@ class CommandHarness:
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.api_key,
             "OPENAI_MODEL": session.model,
+            "ANTHROPIC_BASE_URL": session.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": session.api_key,
             MARK_ENV: mark,
         }
 

@@ -320,12 +320,14 @@ def run_worker(
     args: str | None,
     env: Sequence[str],
     pass_env: Sequence[str],
+    sandbox: Mapping[str, Any],
 ) -> int:
     """Run rollouts of the gateway at `url` until SIGTERM or Ctrl-C; the exit code is 143 or 130.
 
     `key` None: `key_file` or the environment has it, where no other user reads it. `harness` has the option
-    of one of HARNESSES; `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables. Raises
-    ConfigError for what cannot be, and if the gateway refuses this worker.
+    of one of HARNESSES; `args` is a JSON object, `env` has NAME=VALUE, `pass_env` names of variables,
+    `sandbox` has generator.sandbox and its like, None where not given. Raises ConfigError for what cannot be,
+    and if the gateway refuses this worker.
     """
     worker_key = key or (_key_in(key_file) if key_file is not None else os.environ.get(WORKER_KEY_ENV))
     os.environ.pop(WORKER_KEY_ENV, None)
@@ -341,6 +343,7 @@ def run_worker(
             args=json.loads(args or "{}"),
             env=dict(each.split("=", 1) for each in env),
             pass_env=list(pass_env),
+            **{key: value for key, value in sandbox.items() if value is not None},
         )
         name = name or f"{socket.gethostname()}/{os.getpid()}"
         spec = WorkerSpec(name=name, url=gateway_url(url), slots=slots, harness=config)

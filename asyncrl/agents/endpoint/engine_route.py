@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -25,7 +26,13 @@ from asyncrl.agents.endpoint.capture import GatewayStats, Planned
 from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
-from asyncrl.agents.endpoint.grammars import GrammarChecks, asks_strict_alone, grammar_of, thinks
+from asyncrl.agents.endpoint.grammars import (
+    STRICT_NEEDS,
+    GrammarChecks,
+    asks_strict_alone,
+    grammar_of,
+    thinks,
+)
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
@@ -33,6 +40,8 @@ from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.messages.records import SamplingRequest
+
+log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -103,7 +112,7 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts, self._reader = GatewayStats(), RequestReader(self.rules)
-        self._checks = GrammarChecks()
+        self._checks, self._has_warned = GrammarChecks(), False
         self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
@@ -298,7 +307,9 @@ class EngineRoute:
         prompt = planned.draft.text if planned.draft else ""
         found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
         if asks_strict_alone(asked) and (found is None or self.rules.constrained == "context"):
-            self._checks.note_not_enforced()  # in context, all-strict tools would leave nothing to train
+            if not self._has_warned:  # in context, a harness whose tools are all strict would train nothing
+                self._has_warned = True
+                log.warning("gateway: `strict` of tools is not enforced (%s)", STRICT_NEEDS)
             return None
         if found is None:
             return None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,10 @@ from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.messages.token_grammars import GrammarError, check_grammar
 
-log = logging.getLogger(__name__)
-
 CHECK_TIMEOUT_S = 10.0
 """Most seconds that a call waits for the check of its grammar, which has limits of its own."""
 _NUM_KNOWN = 256
+STRICT_NEEDS = "it needs gateway.constrained=exact, and a tool format whose calls begin with a marker: hermes"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -180,14 +178,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, str] = OrderedDict()
-        self._checking, self._has_noted = asyncio.Lock(), False
-
-    def note_not_enforced(self) -> None:
-        """Strict tools ask for a grammar that there is none of. Logged once."""
-        if not self._has_noted:
-            self._has_noted = True
-            needs = "gateway.constrained=exact, and a tool format whose calls begin with a marker"
-            log.warning("gateway: `strict` of tools is not enforced; it needs %s", needs)
+        self._checking = asyncio.Lock()
 
     async def wait_checked(self, text: str, param: str) -> None:
         """Raise ApiError, of this parameter, for one that cannot be followed."""
