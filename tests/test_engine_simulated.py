@@ -14,6 +14,7 @@ from engine_in_process import make_request
 from rollout_cases import virtual
 
 from asyncrl.messages.calls import CommitRequest, PrepareRequest
+from asyncrl.serving import Refused
 from asyncrl.testing.asked_engine import ask
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged
@@ -73,6 +74,12 @@ def test_lengths_are_lognormal_with_the_mean_of_the_spec() -> None:
     lengths = [spec.completion_length(seed) for seed in range(20_000)]
     assert abs(statistics.mean(lengths) - 64) < 3
     assert abs(statistics.median(lengths) - 64 / 2.718281828**0.5) < 1.5
+
+
+def test_what_needs_a_model_is_refused() -> None:
+    for fields in ({"grammar": 'start: "a"'}, {"top_logprobs": 1}):
+        with pytest.raises(Refused, match="has a grammar or top_logprobs"):
+            ask(make_engine(), [make_request(**fields)])
 
 
 def test_the_simulated_server_needs_no_torch() -> None:

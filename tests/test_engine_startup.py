@@ -61,6 +61,11 @@ def test_slots_that_cannot_fit_are_refused_with_those_that_fit(capfd: pytest.Cap
     check_memory(spec.model_copy(update={"slots": fitting}), **sizes)
     with pytest.raises(SystemExit):
         check_memory(spec.model_copy(update={"slots": fitting + 1}), **sizes)
+    teacher = spec.model_copy(update={"slots": 1, "score_slots": fitting})
+    assert (
+        f"set teacher.slots={fitting - 1} or less"
+        in refusal_of(capfd, check_memory, teacher, **sizes).way_out
+    )
 
 
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

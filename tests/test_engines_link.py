@@ -42,9 +42,13 @@ REQUESTS = st.builds(
     FLOATS,
     st.lists(st.text(max_size=4), max_size=2).map(tuple),
     st.integers(0, 2**63 - 1),
+    st.none() | st.text(max_size=5),
+    st.integers(0, 20),
 )
 ASKED = st.builds(frames.Asked, st.integers(0, 2**40), REQUESTS, st.booleans())
 TOKENS = st.lists(st.tuples(st.integers(-1, 2**31 - 1), st.floats(width=32, allow_nan=False)), max_size=6)
+LOGPROBS = st.floats(width=32, allow_nan=False)
+TOP = st.lists(st.tuples(st.integers(-1, 2**31 - 1), LOGPROBS), max_size=3)
 SPANS = st.lists(st.tuples(*[st.integers(0, 99)] * 3), max_size=3)
 
 
@@ -66,8 +70,17 @@ def test_what_is_asked_arrives_as_it_was_and_a_prompt_in_common_once(
             assert (came.tolist() if name == "prompt_ids" else came) == expected
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**40), TOKENS, SPANS, st.sampled_from(frames.SAMPLED)), min_size=1))
-def test_what_is_sampled_arrives_as_it_was(given_rows: list[Any]) -> None:
+ROWS = st.tuples(
+    st.integers(0, 2**40),
+    TOKENS,
+    SPANS,
+    st.sampled_from(frames.SAMPLED),
+    st.lists(TOP, min_size=6, max_size=6),
+)
+
+
+@given(st.lists(ROWS, min_size=1), st.lists(st.booleans(), min_size=1))
+def test_what_is_sampled_arrives_as_it_was(given_rows: list[Any], has_top: list[bool]) -> None:
     rows = [
         frames.Sampled(
             number,
@@ -75,14 +88,16 @@ def test_what_is_sampled_arrives_as_it_was(given_rows: list[Any]) -> None:
             np.array([logprob for _, logprob in tokens], np.float32),
             spans,
             then,
+            top[: len(tokens)] if has_top[index % len(has_top)] else (),
         )
-        for number, tokens, spans, then in given_rows
+        for index, (number, tokens, spans, then, top) in enumerate(given_rows)
     ]
     read = frames.read_sampled(frames.read_frame(frames.sampled_frame(rows)))
     for one, other in zip(rows, read, strict=True):
         assert (one.number, one.then) == (other.number, other.then)
         assert [list(span) for span in one.spans] == other.spans
         assert one.token_ids.tobytes() == other.token_ids.tobytes()
+        assert list(one.top) == list(other.top)
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 

@@ -26,7 +26,17 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 Load = Callable[..., HFChatTokenizer]
 EOT = "<|eot_id|>"
 IM_END = "<|im_end|>"
-SPECIAL = ["<|im_start|>", IM_END, "<|tool_response>", "<tool_response|>", "<|turn>", "<turn|>", '<|"|>']
+SPECIAL = [
+    "<|im_start|>",
+    IM_END,
+    "<|channel>",
+    "<channel|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    "<|turn>",
+    "<turn|>",
+    '<|"|>',
+]
 
 
 @pytest.fixture(scope="module")
@@ -318,3 +328,33 @@ async def test_what_a_template_leaves_out_is_a_400_that_says_so(load: Load) -> N
         status, answer = await world.post({"messages": chat})
         assert (status, answer["error"]["param"]) == (400, "messages")
         assert "the chat template leaves out what messages[1] says" in answer["error"]["message"]
+
+
+@in_loop
+async def test_a_thought_with_the_marks_of_gemma_may_come_back_in_every_form(load: Load) -> None:
+    renderer = load("gemma4")
+    for thoughts in ("inline", "apart"):
+        engine = SaysInTurn(renderer, ["<|channel>thought\nhm\n<channel|>Four.<turn|>", *["Yes.<turn|>"] * 4])
+        config = {"tokenizer": renderer, "tool_format": "gemma4", "thoughts": thoughts}
+        async with gateway_world(engine, **config) as world:
+            chat = [user("2+2?")]
+            _, answer = await world.post({"messages": chat})
+            got = answer["choices"][0]["message"]
+            assert ("hm" in got["content"]) == (thoughts == "inline")
+            for back in (got, assistant("Four."), assistant("Four.", reasoning_content="hm")):
+                await world.post({"messages": [*chat, back, user("Sure?")]})
+            await world.post({"messages": [*chat, assistant("Four.", reasoning_content="no"), user("Sure?")]})
+            stats = world.gateway.stats()
+            assert (stats.extended + stats.realigned, stats.edited) == (3, 1)
+
+
+@in_loop
+async def test_a_stop_text_may_be_put_back_behind_a_thought_that_is_left_out(load: Load) -> None:
+    renderer = load("gemma4")
+    engine = SaysInTurn(renderer, ["<|channel>thought\nhm\n<channel|><code>1</code>", "Yes.<turn|>"])
+    async with gateway_world(engine, tokenizer=renderer, tool_format="gemma4", thoughts="apart") as world:
+        _, answer = await world.post({"messages": [user("2+2?")], "stop": ["</code>"]})
+        shown = answer["choices"][0]["message"]["content"]
+        assert shown == "<code>1"
+        await world.post({"messages": [user("2+2?"), assistant(f"{shown}</code>"), user("Sure?")]})
+        assert world.gateway.stats().realigned == 1

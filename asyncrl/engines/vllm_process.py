@@ -21,6 +21,7 @@ from asyncrl.messages.calls import GenerateRequest
 
 START_LABEL = "default"
 """vLLM's label for the weights that it started with."""
+GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
 _RULE = "a run needs a vLLM server that was started as docs/engines.md says"
@@ -79,6 +80,8 @@ class VllmProcess(Routes):
         """False from a sleep of the weights until they are restored or a commit has filled them."""
         self.vocab_size: float = math.inf
         """Ids that the model knows: 0..vocab_size - 1. Said when it is ready."""
+        self.resumes_grammars = False
+        """It has our plugin. Said when it is ready."""
         self.is_committing, self.is_settled = False, True
         self.distrusted: set[str] = set()
         """Labels of loads whose canary failed."""
@@ -247,6 +250,8 @@ async def make_ready(process: VllmProcess, facts: VllmFacts) -> None:
     with _refusal_means(f"{there} has no /server_info", "start it with VLLM_SERVER_DEV_MODE=1.", 403, 404):
         info = await process.get("/server_info?config_format=json", ServerInfo)
     check_settings(process.name, info, facts)
+    structured = info.vllm_config.get("structured_outputs_config") or {}
+    process.resumes_grammars = structured.get("reasoning_parser_plugin") == GRAMMARS
     with _refusal_means(
         f"{there} has no worker extension of ours", f"start it with --worker-extension-cls {EXTENSION}."
     ):

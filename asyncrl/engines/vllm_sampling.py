@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,11 +13,18 @@ import numpy as np
 
 from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess
+from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmFacts, VllmProcess
 from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.http import CallLost, CallRefused
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, Span, TopLogprobs
+from asyncrl.messages.calls import (
+    MAX_TOP_LOGPROBS,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    Span,
+    TopLogprobs,
+)
 
 Decode = Callable[[Sequence[int]], str]
 _NO_LOGPROB = -9999.0
@@ -42,6 +50,13 @@ def check_request(process: VllmProcess, request: GenerateRequest, facts: VllmFac
     elif unknown:
         what, rule = f"it has token id {unknown[0]}", f"the model knows ids 0..{process.vocab_size - 1}"
         way_out = "encode the prompt with the model's own tokenizer."
+    elif request.grammar is not None and not process.resumes_grammars:
+        what, rule = "it has a grammar", "an interrupted grammar goes on where it was, by a plugin of ours"
+        config = json.dumps({"backend": "guidance", "reasoning_parser_plugin": GRAMMARS})
+        way_out = f"start that server with --structured-outputs-config '{config}'."
+    elif request.top_logprobs > MAX_TOP_LOGPROBS:
+        what, rule = f"top_logprobs {request.top_logprobs}", f"{MAX_TOP_LOGPROBS} are the most"
+        way_out = "ask for fewer."
     elif 0.0 < request.temperature < _MIN_TEMPERATURE:
         what = f"temperature {request.temperature}"
         rule = f"vLLM samples at {_MIN_TEMPERATURE} where less is asked for"

@@ -251,7 +251,7 @@ class Answer:
 
 def _with_tops(completion: Completion) -> Iterable[tuple[int, float, Sequence[tuple[int, float]]]]:
     """Each token, its logprob, and those of the likeliest ones in its place, if the engine has told them."""
-    tops = getattr(completion, "top_logprobs", ()) or [()] * len(completion.token_ids)
+    tops = completion.top_logprobs or [()] * len(completion.token_ids)
     return zip(completion.token_ids, completion.behaviour_logprobs, tops, strict=True)
 
 

@@ -181,7 +181,9 @@ class Capture:
         self._nodes[name] = node
         self._count_branch(node)
         if draft is not None:
-            sampled_text = self._renderer.decode(completion.token_ids)
+            said = sampled[:-1] if len(sampled) and int(sampled[-1]) in self._renderer.end_ids else sampled
+            # with its special tokens, which may stand around a thought
+            sampled_text = self._renderer.decode(said.tolist(), skip_special_tokens=False)
             other_forms = answer_forms(message, sampled_text, self._thinking)
             self._recorded.add(node, draft.chain, other_forms)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
@@ -25,7 +26,13 @@ from asyncrl.agents.endpoint.capture import GatewayStats, Planned
 from asyncrl.agents.endpoint.drafting import Draft
 from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.agents.endpoint.forms.thoughts import ThoughtCutter
-from asyncrl.agents.endpoint.grammars import GrammarChecks, asks_strict_alone, grammar_of, thinks
+from asyncrl.agents.endpoint.grammars import (
+    STRICT_NEEDS,
+    GrammarChecks,
+    asks_strict_alone,
+    grammar_of,
+    thinks,
+)
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
 from asyncrl.agents.endpoint.sessions import GatewaySession, Sessions, session_ended
@@ -33,6 +40,8 @@ from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RequestRefused, RolloutFailure, RoomError
 from asyncrl.messages.records import SamplingRequest
+
+log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
@@ -103,7 +112,7 @@ class EngineRoute:
 
     def __post_init__(self) -> None:
         self.counts, self._reader = GatewayStats(), RequestReader(self.rules)
-        self._checks = GrammarChecks()
+        self._checks, self._has_warned = GrammarChecks(), False
         self._rendering, self._encoding = asyncio.Lock(), asyncio.Semaphore(NUM_ENCODING)
         self.open_nowait = partial(GatewaySession, self.sessions, self)
 
@@ -297,8 +306,13 @@ class EngineRoute:
         """What the answer may be. Raises ApiError for what cannot be followed."""
         prompt = planned.draft.text if planned.draft else ""
         found = grammar_of(asked, self.tool_format, self.tokenizer, prefill=prefill, prompt=prompt)
-        if found is None or (self.rules.constrained == "context" and asks_strict_alone(asked)):
-            return None  # a harness whose tools are all strict would have nothing to train
+        if asks_strict_alone(asked) and (found is None or self.rules.constrained == "context"):
+            if not self._has_warned:  # in context, a harness whose tools are all strict would train nothing
+                self._has_warned = True
+                log.warning("gateway: `strict` of tools is not enforced (%s)", STRICT_NEEDS)
+            return None
+        if found is None:
+            return None
         has_format = isinstance(asked, ChatRequest) and asked.response_format is not None
         await self._checks.wait_checked(found, "response_format" if has_format else "tools")
         return found

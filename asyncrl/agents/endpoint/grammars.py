@@ -19,6 +19,7 @@ from asyncrl.messages.token_grammars import GrammarError, check_grammar
 CHECK_TIMEOUT_S = 10.0
 """Most seconds that a call waits for the check of its grammar, which has limits of its own."""
 _NUM_KNOWN = 256
+STRICT_NEEDS = "it needs gateway.constrained=exact, and a tool format whose calls begin with a marker: hermes"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -55,8 +56,12 @@ def grammar_of(
 
 
 def asks_strict_alone(asked: AnyRequest) -> bool:
-    """Nothing but its strict tools asks for a grammar."""
-    return isinstance(asked, ChatRequest) and asked.tool_choice == "auto" and asked.response_format is None
+    """It has strict tools, and nothing else asks for a grammar."""
+    return (
+        isinstance(asked, ChatRequest)
+        and (asked.tool_choice, asked.response_format) == ("auto", None)
+        and any(tool["function"].get("strict") is True for tool in asked.tools)
+    )
 
 
 def thinks(tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> bool:

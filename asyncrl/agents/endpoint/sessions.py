@@ -93,7 +93,8 @@ class GatewaySession:
         self.key, self.is_users = self.user_key or secrets.token_urlsafe(24), self.user_key is not None
         self.limits = self.sessions.limits
         self.room = Room(self.limits.max_concurrent_calls * (USER_ROOM if self.is_users else 1))
-        self.capture = Capture(self.route.tokenizer, self.route.counts)
+        marks = self.route.tool_format.thinking
+        self.capture = Capture(self.route.tokenizer, self.route.counts, marks)
         self.on_forgotten: Callable[[Rollout], None] = lambda rollout: None
         """Gets what a user's key does not keep any longer."""
         self.sent = SentChats(self.room.most)

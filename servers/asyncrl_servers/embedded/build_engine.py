@@ -34,7 +34,7 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     # Of a slot in float32: the logits after its prompt, and the logits of a step with their logprobs,
     # exponentials and a float64 sum.
     slot_bytes = loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize) + 7 * 4 * loaded.vocab_size
-    staged_bytes = sum(staged) if spec.score_slots == 0 else spec.score_slots * slot_bytes
+    staged_bytes = 0 if spec.score_slots else sum(staged)
     check_memory(spec, slot_bytes=slot_bytes, staged_bytes=staged_bytes, free_bytes=loaded.free_bytes())
     # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone.
     is_exact = spec.deterministic and loaded.device.type == "cpu"
@@ -51,15 +51,16 @@ def check_memory(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free
     does.
     """
     slot_bytes *= 1 + spec.keeps_turns
-    fitting = (free_bytes - staged_bytes) // slot_bytes
-    if spec.slots > fitting:
+    fitting, slots = (free_bytes - staged_bytes) // slot_bytes, spec.slots + spec.score_slots
+    key, most = ("teacher.slots", fitting - spec.slots) if spec.score_slots else ("rollout.slots", fitting)
+    if slots > fitting:
         slot, staged, free = (f"{size / 2**20:.1f} MiB" for size in (slot_bytes, staged_bytes, free_bytes))
         way_out = "lower rollout.max_tokens, use a smaller model, or free memory."
         fail(
-            f"{spec.name}: {spec.slots} slots of {spec.max_length} tokens need {slot} each, staged weights "
+            f"{spec.name}: {slots} slots of {spec.max_length} tokens need {slot} each, staged weights "
             f"need {staged}, and {free} are free",
             rule="all memory is reserved at start, so that it cannot run out later",
-            way_out=f"set rollout.slots={fitting} or less, or {way_out}" if fitting >= 1 else way_out,
+            way_out=f"set {key}={most} or less, or {way_out}" if most >= 1 else way_out,
         )
 
 

@@ -12,7 +12,12 @@ from typing_extensions import TypedDict
 from asyncrl.agents.endpoint.answers import invalid, shown
 from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name, wrong
 from asyncrl.agents.endpoint.forms.chat import Translated, Written
-from asyncrl.agents.endpoint.forms.responses_written import GivenResponse, KeptResponses, WrittenResponse
+from asyncrl.agents.endpoint.forms.responses_written import (
+    ECHOED,
+    GivenResponse,
+    KeptResponses,
+    WrittenResponse,
+)
 from asyncrl.agents.endpoint.forms.thoughts import unsealed
 from asyncrl.agents.endpoint.requests import parse_json, refused
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
@@ -188,7 +193,8 @@ class ResponsesForm:
         first = (to_json({"role": "system", "content": asked.instructions}),) if asked.instructions else ()
         messages = b",".join([*first, *(before.chain() if before else ()), *new])
         is_sealed = "reasoning.encrypted_content" in asked.include
-        told = GivenResponse(given, before, new, is_stored=asked.store, is_sealed=is_sealed)
+        echoed = {name: given[name] for name in ECHOED if given.get(name) is not None}
+        told = GivenResponse(echoed, before, new, is_stored=asked.store, is_sealed=is_sealed)
         _translate(chat, asked)
         return Translated(b'{"messages":[' + messages + b"]," + to_json(chat)[1:], told)
 

@@ -77,11 +77,11 @@ class KeptResponses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GivenResponse:
-    """What a call has asked for: its body, the response it goes on from, its new messages. `is_sealed`:
-    thoughts shall come in encrypted_content, too.
+    """What a call has asked for: what its response echoes, the one it goes on from, its new messages.
+    `is_sealed`: thoughts shall come in encrypted_content, too.
     """
 
-    body: Mapping[str, Any]
+    echoed: Mapping[str, Any]
     before: StoredResponse | None
     messages: tuple[bytes, ...]
     _: KW_ONLY
@@ -89,7 +89,7 @@ class GivenResponse:
     is_sealed: bool
 
 
-_ECHOED: Mapping[str, Any] = {
+ECHOED: Mapping[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
@@ -112,8 +112,7 @@ class WrittenResponse:
 
     def __init__(self, call: GatewayCall, model: str, asked: CallRequest, given: GivenResponse) -> None:
         (self._choice,), self._call, self._given = call.choices, call, given
-        echo = {name: given.body.get(name) for name in _ECHOED}
-        echo |= {name: value for name, value in _ECHOED.items() if echo[name] is None}
+        echo = {**ECHOED, **given.echoed}
         head = {"id": call.name, "object": "response", "created_at": call.created_s, "model": model}
         self._head = head | {"background": False, "error": None, "incomplete_details": None} | echo
         self._number = 0
