@@ -127,8 +127,8 @@ def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], fold
     for name in SETTINGS:
         parts += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     parts += ["--proc", "/proc", "--dev", "/dev"]
-    for place, path in binds.items():
-        parts += ["--bind", str(path), place]
+    for place, bound in binds.items():
+        parts += ["--bind", str(bound), place]
     seen = list(SYSTEM)
     for place, source in shown.items():
         if not any(Path(place).is_relative_to(each) for each in seen):
