@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sandbox_cases import need_bubblewrap
 
 from asyncrl.agents import Outcome, Task
 from asyncrl.errors import ConfigError
@@ -31,10 +31,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bubblewrap() -> None:
-    if shutil.which("bwrap") is None:
-        if os.environ.get("ASYNCRL_REQUIRE_SANDBOX") == "1":
-            pytest.fail("ASYNCRL_REQUIRE_SANDBOX=1, but there is no bwrap: apt-get install bubblewrap")
-        pytest.skip("no bwrap: apt-get install bubblewrap")
+    need_bubblewrap()
 
 
 def works(name: str, *commands: str) -> tuple[Outcome, list[str]]:

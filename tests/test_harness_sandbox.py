@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from gateway_cases import in_loop
 from harness_gateway import open_gateway, settled
+from sandbox_cases import need_bubblewrap
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import CommandHarness
@@ -38,10 +39,8 @@ def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
     ASYNCRL_PODMAN_IMAGE names one.
     """
     kind, image = request.param, os.environ.get("ASYNCRL_PODMAN_IMAGE")
-    if kind == "bubblewrap" and shutil.which("bwrap") is None:
-        if os.environ.get("ASYNCRL_REQUIRE_SANDBOX") == "1":
-            pytest.fail("ASYNCRL_REQUIRE_SANDBOX=1, but there is no bwrap: apt-get install bubblewrap")
-        pytest.skip("no bwrap: apt-get install bubblewrap")
+    if kind == "bubblewrap":
+        need_bubblewrap()
     if kind == "podman" and (image is None or shutil.which("podman") is None):
         pytest.skip("no podman, or no ASYNCRL_PODMAN_IMAGE")
     return {"sandbox": kind} | ({"sandbox_image": image} if kind == "podman" else {})
