@@ -148,5 +148,7 @@ async def said(command: Sequence[str], timeout_s: float) -> Ran:
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+        while await process.stdout.read(2**16):  # asyncio sees no end of a process whose pipe is not empty
+            pass
         await process.wait()
     return code, text[:MAX_OUTPUT_BYTES].decode(errors="replace") + note
