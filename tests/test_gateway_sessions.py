@@ -161,6 +161,23 @@ async def test_a_call_that_is_left_is_given_up_after_a_moment_and_asked_again_la
 
 
 @in_loop
+async def test_calls_like_one_that_was_given_up_have_seeds_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
+    gate = asyncio.Event()
+    async with gateway_world(ScriptedEngine(gate=gate)) as world:
+        await cut_call(world, {"messages": HI})
+        await until(lambda: not world.gateway.stats().in_flight)
+        gate.set()
+        for _ in range(3):
+            assert (await world.post({"messages": HI}))[0] == 200
+        given_up, *answered = (each.seed for each in world.engine.requests)
+        assert len(set(answered)) == 3
+        assert answered[0] == given_up
+
+
+@in_loop
 async def test_one_that_waits_is_given_up_where_it_waits_and_those_behind_it_move_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -185,11 +185,15 @@ class GatewaySession:
             self._drop(self._newest.popleft())
 
     def forget_nowait(self, call: GatewayCall) -> None:
-        """It has no answer: the next one like it is a call of its own, with the same seed."""
+        """It has no answer: the next one like it is a call of its own, with the same seed. Idempotent: a call
+        that is given up is forgotten before its sampling has ended, and its number is one other's by then.
+        """
         self._drop(call)
-        if call.undelivered is not None:
-            self.capture.withdraw(call.undelivered)
+        planned, call.undelivered = call.undelivered, None
+        if planned is not None:
+            self.capture.withdraw(planned)
         digest, number = call.time_asked or (b"", 0)
+        call.time_asked = None
         if digest in self._times_asked:
             heapq.heappush(self._times_asked[digest][1], number)
 
