@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,11 +57,10 @@ def test_the_process_gets_no_keys_and_ends_with_its_owner(monkeypatch: pytest.Mo
     assert process.why_not(FINE) == ""
     running = process._running
     assert running is not None
-    with open(f"/proc/{running.pid}/environ", "rb") as environ:
-        assert b"sk-1" not in environ.read()
+    assert b"sk-1" not in Path(f"/proc/{running.pid}/environ").read_bytes()
     del process
     assert running.returncode is not None
-    assert not os.path.exists(f"/proc/{running.pid}")
+    assert not Path(f"/proc/{running.pid}").exists()
 
 
 def bodies(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -21,7 +21,7 @@ from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer
 from asyncrl.agents.endpoint.calls.connections import Connection
 from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.engine_route import LONG_BODY, EngineRoute, OnBroken, SeedOf, Sent
+from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
 from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
 from asyncrl.agents.endpoint.forms.anthropic_written import error_body, model_body
 from asyncrl.agents.endpoint.forms.chat import ChatForm, Form, TextForm, Translated, Written
@@ -240,9 +240,8 @@ class Gateway:
             raise client_gone() from None
         if not stream.is_there():
             raise client_gone()
-        if form.translates and len(body) >= LONG_BODY:
-            return await session.route.beside(partial(form.translated, body, session.responses))
-        return form.translated(body, session.responses)
+        translated_now = partial(form.translated, body, session.responses)
+        return await session.route.in_turn(translated_now, len(body) if form.translates else 0)
 
     async def _answer(
         self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
