@@ -13,6 +13,7 @@ from gateway_cases import HI, World, gateway_world, in_loop
 from asyncrl.agents.endpoint import requests
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.engine_route import LONG_BODY
+from asyncrl.messages.records import Rollout
 
 LARGE = {"metadata": {"a": ["b"] * LONG_BODY}}
 
@@ -82,3 +83,30 @@ async def test_far_too_many_ids_are_refused_before_they_are_compared(
         assert world.session.overflow is not None
         status, _ = await post(world, "/v1/completions", {"prompt": prompt[:10]})
         assert (status, compared) == (200, [10])
+
+
+@in_loop
+async def test_a_persons_conversations_that_met_a_limit_are_forgotten_as_cut_with_all_that_they_hold() -> (
+    None
+):
+    async with gateway_world(max_calls=1, max_prompt_tokens=60) as world:
+        session = world.gateway.open_nowait(
+            "p0/r0", prompt_id="p0", sample_index=0, attempt=0, route_key="p0", user_key="someone"
+        )
+        forgotten: list[Rollout] = []
+        session.on_forgotten = forgotten.append
+        key = {"Authorization": f"Bearer {session.key}"}
+        for number in range(40):
+            first = {"role": "user", "content": f"talk {number:02}"}
+            more = [
+                first,
+                {"role": "assistant", "content": "Hello there."},
+                {"role": "user", "content": "Hm" * 20},
+            ]
+            assert (await world.post({"messages": [first]}, headers=key))[0] == 200
+            for _ in range(3):
+                assert (await world.post({"messages": more}, headers=key))[0] == 400
+        assert session.num_completions <= 16
+        assert 0 < len(session._overflowed) <= session.num_completions
+        assert forgotten
+        assert all(branch.is_truncated for rollout in forgotten for branch in rollout)
