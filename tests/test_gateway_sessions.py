@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, make_gateway, until
 
+from asyncrl.agents.endpoint.sessions import BEGUN_SHARE
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
@@ -127,6 +128,26 @@ async def test_a_call_in_flight_is_joined_by_its_retry_and_so_is_one_that_waits_
         names = [answer["id"] for _, answer in await asyncio.gather(*retries)]
         assert names == ["chatcmpl-0", "chatcmpl-1"]
         assert len(world.engine.requests) == 2
+
+
+@in_loop
+async def test_a_client_that_asks_again_and_again_waits_once() -> None:
+    gate, body = asyncio.Event(), {"messages": HI}
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
+        await cut_call(world, body)
+        free = BEGUN_SHARE - 1
+        for _ in range(2 * BEGUN_SHARE):
+            retry = asyncio.ensure_future(world.post(body, headers=RETRY))
+            await until(lambda: len(open_clients(world)) == 1)
+            retry.cancel()
+            await until(lambda: is_deserted(world))
+            await until(lambda: world.session.begun._value == free)
+        last = asyncio.ensure_future(world.post(body, headers=RETRY))
+        await until(lambda: len(open_clients(world)) == 1)
+        gate.set()
+        status, answer = await last
+        assert (status, answer["id"], len(world.engine.requests)) == (200, "chatcmpl-0", 1)
+        assert world.session.begun._value == BEGUN_SHARE
 
 
 def open_clients(world: World) -> list[Any]:

@@ -255,7 +255,9 @@ class Gateway:
                 await asyncio.gather(sampling, self._write_news(call, written, stream))
             else:
                 await sampling
-        await call.wait_done()
+            await call.wait_done()
+        else:
+            await stream.until(call.wait_done())
         if session.ended is not None:  # in this very round of the loop: in_hand() has had no turn yet
             raise session_ended(session.ended)
         if stream.is_there():
@@ -333,6 +335,16 @@ class _Stream:
             yield
         finally:
             connection.on_lost.remove(left)
+
+    async def until(self, done: Awaitable[None]) -> None:
+        """Wait as long as the client is there. Raises ApiError if it goes away: a client that asks again and
+        again would else hold a place for each time.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if self.is_there() else 0.0) as scope:
+                with self.watched(partial(scope.reschedule, 0.0)):
+                    return await done
+        raise client_gone()
 
     async def write(self, events: bytes) -> web.StreamResponse:
         """Write, if the client is there; a client that goes away is no error of the call."""
