@@ -312,7 +312,7 @@ class TalkingWorker:
 @pytest.mark.parametrize("limit", [{"max_prompt_tokens": 80}, {"max_calls": 2}, {"max_rollout_tokens": 80}])
 @in_loop
 async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that_the_task_scores(
-    limit: dict[str, int], is_stubborn: bool
+    limit: dict[str, int], is_stubborn: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = {"max_calls": 3} | limit
     async with gateway_world(**limit) as world:
@@ -326,5 +326,6 @@ async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that
         rollout: Rollout = await attempt("truncate")
         assert [(branch.reward, branch.is_truncated) for branch in rollout] == [(0.25, True)]
         assert rollout[0].num_sampled >= 2 * 13
+        assert ("and called on" if is_stubborn else "exit code 1") in caplog.text
         with pytest.raises(RolloutFailure, match=r"limit|exit code 1"):
             await attempt("fail")

@@ -240,7 +240,8 @@ class EngineRoute:
         finally:
             if not call.is_done:
                 # not cancelled by the session's end, so a mistake of ours: what it holds is not to be trusted
-                session.end_nowait(f"the gateway made a mistake in {call.name}; its log says which")
+                why = f"the gateway made a mistake in {call.name}; its log says which"
+                session.fail_nowait(RolloutFailure(why))
                 call.done_nowait(session_ended(session.ended or ""))
             if call.error is None:
                 session.keep_nowait(call)
