@@ -5,15 +5,16 @@ from __future__ import annotations
 import io
 import json
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from gateway_cases import HI, World, gateway_world, in_loop
+from gateway_cases import HI, ByteTokenizer, ScriptedEngine, World, gateway_world, in_loop
 
 from asyncrl.agents.endpoint import requests
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.engine_route import LONG_BODY
-from asyncrl.messages.records import Rollout
+from asyncrl.messages.records import Completion, Rollout, SamplingRequest
 
 LARGE = {"metadata": {"a": ["b"] * LONG_BODY}}
 
@@ -110,3 +111,37 @@ async def test_a_persons_conversations_that_met_a_limit_are_forgotten_as_cut_wit
         assert 0 < len(session._overflowed) <= session.num_completions
         assert forgotten
         assert all(branch.is_truncated for rollout in forgotten for branch in rollout)
+
+
+class Likeliest(ScriptedEngine):
+    """Tells the likeliest tokens, too."""
+
+    async def generate(self, request: SamplingRequest, **more: Any) -> Completion:
+        done = await super().generate(request, **more)
+        tops = tuple(
+            tuple(((token + near) % 250, -1.0 - near) for near in range(request.top_logprobs))
+            for token in done.token_ids
+        )
+        return replace(done, top_logprobs=tops)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses"])
+@in_loop
+async def test_many_logprobs_are_made_beside_the_loop_and_not_kept_once_they_are_written(path: str) -> None:
+    threads = set[bool]()
+
+    class Decoding(ByteTokenizer):
+        def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+            if isinstance(token_ids, tuple) and len(token_ids) == 1:  # one of the logprobs
+                threads.add(threading.current_thread() is threading.main_thread())
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async with gateway_world(Likeliest(lambda _: "ab" * 100, tokenizer=Decoding())) as world:
+        asked = {"input": "Hi"} if path == "responses" else {"messages": HI, "logprobs": True}
+        status, answer = await post(world, f"/v1/{path}", {**asked, "top_logprobs": 20})
+        assert (status, threads) == (200, {False})
+        ((call,),) = world.session.calls.values()
+        (choice,) = call.choices
+        assert choice._told is None
+        assert [len(each["top_logprobs"]) for each in choice.logprobs or ()] == [20] * 201
+        assert b'"bytes":[97]' in answer

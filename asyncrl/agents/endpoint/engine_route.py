@@ -50,6 +50,8 @@ ms.
 """
 LONG_TEXT = 2**14
 """Characters from which on a text is tokenised in a thread: some 15 ms."""
+LONG_LOGPROBS = 2**10
+"""Logprobs of an answer from which on they are made in a thread: some 10 ms."""
 NUM_ENCODING = 4
 """Texts that are tokenised at once. Each of them occupies a core, and memory of many times its length."""
 MAX_CHARACTERS = 64
@@ -263,7 +265,10 @@ class EngineRoute:
         on_tokens = partial(call.feed, index) if call.is_streamed else None
         completion = await self.engine.generate(call.requests[index], on_tokens=on_tokens)
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
-        call.choices[index].finish(completion)
+        choice = call.choices[index]
+        choice.finish(completion)
+        if choice.num_logprobs >= LONG_LOGPROBS:
+            await _beside(self._encoding, lambda: choice.logprobs)
 
     async def in_turn(self, function: Callable[[], Value], num_bytes: int) -> Value:
         """Run what reads a body of so many bytes; where they are many in a thread, in turn with others."""

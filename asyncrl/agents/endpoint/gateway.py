@@ -263,9 +263,12 @@ class Gateway:
         if stream.is_there():
             session.deliver_nowait(call)
             written.keep(session.responses)
+        body = written.end() if call.is_streamed else written.whole()
+        for choice in call.choices:
+            choice.let_go()
         if call.is_streamed:
-            return await stream.write(written.end())
-        return web.Response(body=written.whole(), content_type="application/json")
+            return await stream.write(body)
+        return web.Response(body=body, content_type="application/json")
 
     async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
         """Text as it comes, until the end or until the client is gone."""
