@@ -375,5 +375,7 @@ async def test_a_mistake_of_ours_costs_one_session(caplog: pytest.LogCaptureFixt
         world.engine.error = None
         assert (await world.ask())[0] == 410
         assert (await world.ask_other())[0] == 200
+        with pytest.raises(RolloutFailure, match="the gateway made a mistake"):
+            world.session.rollout(0, Outcome(), 0.0)
         assert "ZeroDivisionError" in caplog.text
         assert world.session.key not in caplog.text

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from gateway_cases import HI, ScriptedEngine, World, gateway_world, in_loop, is_deserted, make_gateway, until
 
+from asyncrl.agents.endpoint.sessions import BEGUN_SHARE
 from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.messages.records import (
     Completion,
@@ -129,6 +130,26 @@ async def test_a_call_in_flight_is_joined_by_its_retry_and_so_is_one_that_waits_
         assert len(world.engine.requests) == 2
 
 
+@in_loop
+async def test_a_client_that_asks_again_and_again_waits_once() -> None:
+    gate, body = asyncio.Event(), {"messages": HI}
+    async with gateway_world(ScriptedEngine(gate=gate), max_concurrent_calls=1) as world:
+        await cut_call(world, body)
+        free = BEGUN_SHARE - 1
+        for _ in range(2 * BEGUN_SHARE):
+            retry = asyncio.ensure_future(world.post(body, headers=RETRY))
+            await until(lambda: len(open_clients(world)) == 1)
+            retry.cancel()
+            await until(lambda: is_deserted(world))
+            await until(lambda: world.session.begun._value == free)
+        last = asyncio.ensure_future(world.post(body, headers=RETRY))
+        await until(lambda: len(open_clients(world)) == 1)
+        gate.set()
+        status, answer = await last
+        assert (status, answer["id"], len(world.engine.requests)) == (200, "chatcmpl-0", 1)
+        assert world.session.begun._value == BEGUN_SHARE
+
+
 def open_clients(world: World) -> list[Any]:
     """Clients that are there, of calls in hand."""
     calls = [call for same in world.session.calls.values() for call in same]
@@ -158,6 +179,23 @@ async def test_a_call_that_is_left_is_given_up_after_a_moment_and_asked_again_la
         assert world.session.capture.num_completions == 1, "what was sampled of it is no part of the rollout"
         assert sum(world.gateway.stats().refused.values()) == 0
         assert world.gateway.stats().edited == 0, "the second one begins the session"
+
+
+@in_loop
+async def test_calls_like_one_that_was_given_up_have_seeds_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("asyncrl.agents.endpoint.calls.gateway_call.GRACE_S", 0.0)
+    gate = asyncio.Event()
+    async with gateway_world(ScriptedEngine(gate=gate)) as world:
+        await cut_call(world, {"messages": HI})
+        await until(lambda: not world.gateway.stats().in_flight)
+        gate.set()
+        for _ in range(3):
+            assert (await world.post({"messages": HI}))[0] == 200
+        given_up, *answered = (each.seed for each in world.engine.requests)
+        assert len(set(answered)) == 3
+        assert answered[0] == given_up
 
 
 @in_loop
@@ -274,7 +312,7 @@ class TalkingWorker:
 @pytest.mark.parametrize("limit", [{"max_prompt_tokens": 80}, {"max_calls": 2}, {"max_rollout_tokens": 80}])
 @in_loop
 async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that_the_task_scores(
-    limit: dict[str, int], is_stubborn: bool
+    limit: dict[str, int], is_stubborn: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = {"max_calls": 3} | limit
     async with gateway_world(**limit) as world:
@@ -288,5 +326,6 @@ async def test_a_harness_that_fails_of_a_limit_or_calls_on_leaves_a_rollout_that
         rollout: Rollout = await attempt("truncate")
         assert [(branch.reward, branch.is_truncated) for branch in rollout] == [(0.25, True)]
         assert rollout[0].num_sampled >= 2 * 13
+        assert ("and called on" if is_stubborn else "exit code 1") in caplog.text
         with pytest.raises(RolloutFailure, match=r"limit|exit code 1"):
             await attempt("fail")

@@ -201,3 +201,39 @@ def test_each_tool_format_has_marks_of_its_own(
     assert (answer.content, len(answer.tool_calls)) == (content, num_calls)
     assert (content or "").startswith(shown["content"])
     assert 0 < answer.num_thought_tokens <= len(ids)
+
+
+def thinking_by_seed(request: Any) -> str:
+    return f"<think>{request.seed % 9973}</think>42"
+
+
+SURE = [{"role": "assistant", "content": "42"}, {"role": "user", "content": "Sure?"}]
+
+
+@in_loop
+async def test_answers_that_come_back_as_one_without_their_thoughts_are_told_apart_by_no_order() -> None:
+    found = []
+    for order in ((1, 2), (2, 1)):
+        async with gateway_world(ScriptedEngine(thinking_by_seed)) as world:
+            for seed in order:
+                assert (await world.post({"messages": HI, "seed": seed}))[0] == 200
+            for number in (1, 2):
+                assert (await world.post({"messages": [*HI, *SURE * number], "seed": 7}))[0] == 200
+            rollout = world.session.rollout(0, Outcome(), 1.0)
+            found.append([(each.token_ids.tolist(), each.loss_mask.tolist()) for each in rollout])
+            assert num_forked(world) == 1, "the second of the two"
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+@in_loop
+async def test_a_conversation_goes_on_though_an_answer_comes_late_that_looks_like_one_of_its_own(
+    order: tuple[int, int],
+) -> None:
+    async with gateway_world(ScriptedEngine(thinking_by_seed)) as world:
+        for number, seed in enumerate(order, start=1):
+            assert (await world.post({"messages": HI, "seed": seed}))[0] == 200
+            assert (await world.post({"messages": [*HI, *SURE * number], "seed": 7}))[0] == 200
+        assert num_forked(world) == 1, "the late one"
+        branches = world.session.rollout(0, Outcome(), 1.0)
+        assert sorted(sum(each.token_ids == 257) for each in branches) == [2, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.scorer import TaskScorer
+
+log = logging.getLogger(__name__)
 
 
 class EncodedPrompts:
@@ -173,9 +176,11 @@ class HarnessGenerator:
         try:
             async with session.while_open():
                 outcome = await self._queue.run(work, started=attempt.clock.resume)
-        except RolloutFailure:
+        except RolloutFailure as failure:
             if session.overflow is None or self._on_overflow == "fail" or not session.num_completions:
                 raise
+            # it may be a mistake of the harness's own
+            log.warning("%s is kept as truncated (%s): %s", work.rollout_id, session.overflow, failure)
             return Outcome(), True
         if session.overflow is not None and self._on_overflow == "fail":
             way_out = "have the harness keep within it, raise it, or set generator.on_overflow to truncate."

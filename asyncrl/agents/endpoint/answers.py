@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from aiohttp import web
 from pydantic_core import to_json
 
@@ -157,7 +159,6 @@ class Answer:
     stopped_by: str | None = None
     """The stop text that ended it."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] | None = None
 
     def __post_init__(self, asked: CallRequest) -> None:
         self._has_logprobs, self._has_one_call = asked.has_logprobs, asked.has_one_call
@@ -166,6 +167,31 @@ class Answer:
         self._answer = AnswerText(self.tokenizer, asked.stop, keep_special=(*self.tool_format.opens, *marks))
         self._text, self._shown, self._held_from = "", "", 0
         self._completion: Completion | None = None
+        self._sampled: list[tuple[int, float, npt.NDArray[np.float64]]] = []
+        self._told: list[dict[str, Any]] | None = None
+        self._logged: Completion | None = None
+
+    @property
+    def logprobs(self) -> list[dict[str, Any]] | None:
+        """Of the sampled tokens, if they were asked for. Made once they are read, which takes some 10 us a
+        token, and again after let_go(): they have 20 times the size of what they are made of.
+        """
+        if self._told is None and self._has_logprobs and self.finish_reason:
+            if self._logged is not None:
+                self._sampled, self._logged = list(_with_tops(self._logged)), None
+            texts: dict[int, dict[str, Any]] = {}
+            self._told = [self._logprob(*each, texts) for each in self._sampled]
+        return self._told
+
+    @property
+    def num_logprobs(self) -> int:
+        """Entries that `logprobs` will have, the likeliest tokens included; 0 once it was made."""
+        known = self._logged
+        return 0 if known is None else len(known.token_ids) + sum(map(len, known.top_logprobs))
+
+    def let_go(self) -> None:
+        """It is written, and kept for one that asks again."""
+        self._told = None
 
     @property
     def message(self) -> dict[str, Any]:
@@ -214,7 +240,7 @@ class Answer:
         if self.tool_calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
         if self._has_logprobs:
-            self.logprobs = [self._logprob(*each) for each in _with_tops(completion)]
+            self._logged = completion
 
     def take_completion(self) -> Completion:
         """What was sampled, to be recorded; it is not kept any longer."""
@@ -239,19 +265,34 @@ class Answer:
             share = len(self.thought) / (len(self.thought) + len(self._text))
             self.num_thought_tokens = round(share * self.num_tokens) if found is None else found
 
-    def _logprob(self, token: int, logprob: float, tops: Sequence[tuple[int, float]]) -> dict[str, Any]:
-        others = [self._token(*each) for each in tops]
-        return {**self._token(token, logprob), "top_logprobs": others}
+    def _logprob(
+        self,
+        token: int,
+        logprob: float,
+        tops: npt.NDArray[np.float64],
+        texts: dict[int, dict[str, Any]],
+    ) -> dict[str, Any]:
+        others = [self._token(int(other), value, texts) for other, value in tops.tolist()]
+        return {**self._token(token, logprob, texts), "top_logprobs": others}
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.tokenizer.decode((token,), skip_special_tokens=False)
-        as_bytes = None if REPLACEMENT in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": as_bytes}
+    def _token(self, token: int, logprob: float, texts: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        """`texts`: those of the tokens that came before."""
+        if token not in texts:
+            text = self.tokenizer.decode((token,), skip_special_tokens=False)
+            as_bytes = None if REPLACEMENT in text else list(text.encode())
+            texts[token] = {"token": text, "logprob": 0.0, "bytes": as_bytes}
+        return {**texts[token], "logprob": logprob}
 
 
-def _with_tops(completion: Completion) -> Iterable[tuple[int, float, Sequence[tuple[int, float]]]]:
-    """Each token, its logprob, and those of the likeliest ones in its place, if the engine has told them."""
-    tops = completion.top_logprobs or [()] * len(completion.token_ids)
+_NO_TOPS = np.empty((0, 2))
+
+
+def _with_tops(completion: Completion) -> Iterable[tuple[int, float, npt.NDArray[np.float64]]]:
+    """Each token, its logprob, and ids and logprobs of the likeliest ones in its place, [k, 2], if the engine
+    has told them.
+    """
+    told = completion.top_logprobs or [()] * len(completion.token_ids)
+    tops = (np.array(each, np.float64) if each else _NO_TOPS for each in told)
     return zip(completion.token_ids, completion.behaviour_logprobs, tops, strict=True)
 
 

@@ -106,20 +106,25 @@ class Recorded:
 
     def __init__(self) -> None:
         self._by_chat: dict[bytes, Node] = {}
+        self._settled: dict[bytes, bytes] = {}
         self._by_text: dict[tuple[int, bytes], Node] = {}
         self._lengths: list[int] = []  # of the texts, in order
 
     def add(self, node: Node, chain: Chain, other_forms: Iterable[Message]) -> None:
         """It answers the chat with this chain, and may come back in `other_forms`. The same chat or text
-        twice: one of them, whichever came first.
+        twice: one of them, whichever came first; the one that was given as it comes back before all others.
         """
         assert node.chat is not None, "it answers a chat"
         key = node.chat.key
         known = self._by_chat.get(key)
         if known is None or known.chat is None or known.chat.key != key or _rank(node) < _rank(known):
-            self._by_chat[key] = node
-        for form in other_forms:  # the harness cannot tell some of them apart: the first one stays
-            self._by_chat.setdefault(chain.key_with(form), node)
+            self._by_chat[key], self._settled[key] = node, key
+        for form in other_forms:
+            other = chain.key_with(form)
+            known = self._by_chat.setdefault(other, node)
+            self._settled.setdefault(other, key)  # stays, for the chats that have gone on from it
+            if known.chat is not None and known.chat.key != other and _rank(node) < _rank(known):
+                self._by_chat[other] = node
         if (place := node.chat.text) is not None:
             same = self._by_text.get(place)
             if same is None:
@@ -130,13 +135,15 @@ class Recorded:
     def keep(self, nodes: Collection[Node]) -> None:
         """Forget all others."""
         self._by_chat = {key: known for key, known in self._by_chat.items() if known in nodes}
+        self._settled = {key: settled for key, settled in self._settled.items() if key in self._by_chat}
         self._by_text = {place: known for place, known in self._by_text.items() if known in nodes}
         self._lengths = sorted(length for length, _ in self._by_text)
 
     def settled(self, key: bytes) -> bytes | None:
-        """Key of the chat with this key, in the form that the harness got its answers in."""
-        node = self.answer(key)
-        return None if node is None or node.chat is None else node.chat.key
+        """Key of the chat with this key, in the form that the harness got its answers in. Of two answers that
+        come back as one it is that of the first.
+        """
+        return self._settled.get(key)
 
     def answer(self, key: bytes) -> Node | None:
         """The completion that a chat with this key ends with."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from hashlib import blake2b
 from typing import Any, TypeVar, cast
 
 from asyncrl.agents.endpoint.answers import (
@@ -20,7 +19,7 @@ from asyncrl.agents.endpoint.answers import (
     invalid,
     too_long,
 )
-from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, client_gone
+from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, call_keys, client_gone
 from asyncrl.agents.endpoint.calls.sent_messages import ChatMessage
 from asyncrl.agents.endpoint.capture import GatewayStats, Planned
 from asyncrl.agents.endpoint.drafting import Draft
@@ -51,10 +50,14 @@ ms.
 """
 LONG_TEXT = 2**14
 """Characters from which on a text is tokenised in a thread: some 15 ms."""
+LONG_LOGPROBS = 2**10
+"""Logprobs of an answer from which on they are made in a thread: some 10 ms."""
 NUM_ENCODING = 4
 """Texts that are tokenised at once. Each of them occupies a core, and memory of many times its length."""
 MAX_CHARACTERS = 64
 """Most characters of a text for each token of the longest prompt. A longer text is refused untokenised."""
+FAR_TOO_MANY = 4
+"""Times the longest prompt: a longer one is refused before it is known what it goes on from."""
 NUM_OF_END = 32
 """Tokens of a prompt whose text tells how it ends."""
 TOO_LONG = too_long("", "").error["code"]
@@ -80,13 +83,13 @@ class Sent:
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadCall:
     """A call's body, read. `before`, `place`: where it was read from, and where its messages lie; None where
-    that is not known, or of no use. `is_long`: to be rendered beside the loop.
+    that is not known, or of no use. `num_bytes`: of the whole body.
     """
 
     asked: AnyRequest
     before: Draft | None = None
     place: Place | None = None
-    is_long: bool = False
+    num_bytes: int = 0
 
 
 @dataclass(eq=False, repr=False)
@@ -120,12 +123,13 @@ class EngineRoute:
         """(the call of this body, its parsed request, whether it is new). A call that is not new was sent
         before. Raises ApiError. Sleeps while a long body is read, rendered and tokenised.
         """
-        digest, num_new = sent.digest, len(sent.body) - (sent.before.num_bytes if sent.before else 0)
-        read = self._read_on(sent) if num_new < LONG_BODY else None
+        digest, before = sent.digest, sent.before
+        num_read = len(sent.body) - (before.num_bytes - len(before.head) if before else 0)
+        read = self._read_on(sent) if num_read < LONG_BODY else None
         if read is None:
-            read_now = partial(self._read_whole if num_new < LONG_BODY else self._read, sent)
+            read_now = partial(self._read_whole if num_read < LONG_BODY else self._read, sent)
             with _noting_overflow(session):
-                read = await _beside(self._rendering, read_now) if len(sent.body) >= LONG_BODY else read_now()
+                read = await self.in_turn(read_now, len(sent.body))
         async with session.beginning:
             call = session.find_call(digest, is_retry=sent.is_retry)
             if call is not None:
@@ -143,7 +147,7 @@ class EngineRoute:
     def _read_whole(self, sent: Sent) -> ReadCall:
         asked = sent.form.read(self._reader, sent.body)
         place = Place.in_body(sent.body) if isinstance(asked, ChatRequest) else None
-        return ReadCall(asked, None, place, len(sent.body) >= LONG_BODY)
+        return ReadCall(asked, None, place, len(sent.body))
 
     def _read_on(self, sent: Sent) -> ReadCall | None:
         """What is new in the body; None if that cannot be read by itself."""
@@ -157,7 +161,7 @@ class EngineRoute:
             if isinstance(asked, ChatRequest) and place and num_messages <= self.rules.max_prompt_tokens:
                 asked.messages = [*cast("list[ChatMessage]", known.draft.messages), *asked.messages]
                 place = Place(place.start, place.end + len(body) - len(shorter))
-                return ReadCall(asked, known.draft, place, len(body) >= LONG_BODY)
+                return ReadCall(asked, known.draft, place, len(body))
         return None
 
     async def _new_call(
@@ -178,7 +182,7 @@ class EngineRoute:
         grammar = await self._grammar(asked, planned, prefill)
         if session.is_users and session.opening is None:
             session.opening = asked.messages
-        keys, time_asked = _keys(session, planned, asked, grammar or "")
+        keys, time_asked = call_keys(session.number_of, planned, asked, grammar or "")
         stop = tuple(asked.stop)
         if asked.has_one_call and tool_format.close is not None:
             stop += (tool_format.close,)
@@ -238,7 +242,8 @@ class EngineRoute:
         finally:
             if not call.is_done:
                 # not cancelled by the session's end, so a mistake of ours: what it holds is not to be trusted
-                session.end_nowait(f"the gateway made a mistake in {call.name}; its log says which")
+                why = f"the gateway made a mistake in {call.name}; its log says which"
+                session.fail_nowait(RolloutFailure(why))
                 call.done_nowait(session_ended(session.ended or ""))
             if call.error is None:
                 session.keep_nowait(call)
@@ -260,22 +265,25 @@ class EngineRoute:
         on_tokens = partial(call.feed, index) if call.is_streamed else None
         completion = await self.engine.generate(call.requests[index], on_tokens=on_tokens)
         session.last_span = completion.version_spans[-1] if completion.version_spans else None
-        call.choices[index].finish(completion)
+        choice = call.choices[index]
+        choice.finish(completion)
+        if choice.num_logprobs >= LONG_LOGPROBS:
+            await _beside(self._encoding, lambda: choice.logprobs)
 
-    async def beside(self, function: Callable[[], Value]) -> Value:
-        """Run what reads a long body in a thread, in turn with others."""
-        return await _beside(self._rendering, function)
+    async def in_turn(self, function: Callable[[], Value], num_bytes: int) -> Value:
+        """Run what reads a body of so many bytes; where they are many in a thread, in turn with others."""
+        return await _beside(self._rendering, function) if num_bytes >= LONG_BODY else function()
 
     async def count(self, session: GatewaySession, body: bytes) -> int:
         """Tokens of the prompt that this chat would be. Raises ApiError."""
         session.count_nowait()
-        asked = self._reader.chat(body)
+        asked = await self.in_turn(partial(self._reader.chat, body), len(body))
         prefill = self._prefill(asked.tool_choice) if asked.tools else ""
         settings = asked.chat_template_kwargs or None
         tools = asked.tools or None
         draft_now = partial(session.capture.draft, asked.messages, tools, prefill=prefill, settings=settings)
         try:
-            draft = await self.beside(draft_now) if len(body) >= LONG_BODY else draft_now()
+            draft = await self.in_turn(draft_now, len(body))
             ids = await self._encode(draft.text, asked)
         except ValueError as error:
             raise invalid(f"{error}.", asked.param) from None
@@ -326,24 +334,31 @@ class EngineRoute:
                 if asked.chat_template_kwargs:
                     more["settings"] = asked.chat_template_kwargs
                 draft_now = partial(capture.draft, asked.messages, tools, **more)
-                draft = await _beside(self._rendering, draft_now) if read.is_long else draft_now()
+                draft = await self.in_turn(draft_now, read.num_bytes)
                 return capture.plan(draft, await self._encode(draft.text, asked))
             prompt = asked.prompt
-            ids = await self._encode(prompt, asked) if isinstance(prompt, str) else tuple(prompt)
+            ids = await self._encode(prompt, asked) if isinstance(prompt, str) else self._few(prompt, asked)
             if not ids:
                 raise invalid("prompt has no token.", "prompt")
             return capture.plan_ids(ids)
         except ValueError as error:  # of the template, or no Unicode
             raise invalid(f"{error}.", asked.param) from None
 
-    async def _encode(self, text: str, asked: AnyRequest) -> tuple[int, ...]:
+    async def _encode(self, text: str, asked: AnyRequest) -> Sequence[int]:
         most = self.rules.max_prompt_tokens
         if len(text) > MAX_CHARACTERS * most:
             why = f"This prompt has {len(text)} characters; rollout.max_prompt_tokens={most} is the most."
             raise too_long(why, asked.param)
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text)
-        return await _beside(self._encoding, partial(self.tokenizer.encode, text))
+        return self._few(await _beside(self._encoding, partial(self.tokenizer.encode, text)), asked)
+
+    def _few(self, ids: Sequence[int], asked: AnyRequest) -> Sequence[int]:
+        """The ids. Raises ApiError for far too many, before they are compared with recorded ones."""
+        if len(ids) > FAR_TOO_MANY * (most := self.rules.max_prompt_tokens):
+            why = f"This prompt has {len(ids)} tokens; rollout.max_prompt_tokens={most} is the most."
+            raise too_long(why, asked.param)
+        return ids
 
     def _budget(self, planned: Planned, asked: AnyRequest) -> int:
         """Most tokens to sample. Raises ApiError if the prompt leaves no room."""
@@ -370,24 +385,6 @@ def _give_up(session: GatewaySession, call: GatewayCall, scope: asyncio.Timeout)
     call.done_nowait(client_gone())
     session.forget_nowait(call)
     scope.reschedule(0.0)
-
-
-def _keys(
-    session: GatewaySession, planned: Planned, asked: AnyRequest, grammar: str
-) -> tuple[list[int], tuple[bytes, int] | None]:
-    """(one key for each choice, of which its seed is made; what they are made of). They depend on the content
-    of the call and on how many equal calls came before, never on the time.
-
-    Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
-    """
-    digest, shape = planned.prompt_hash.digest(), asked.shape() + grammar.encode()
-    if shape:
-        digest = blake2b(digest + shape, digest_size=16).digest()
-    time_asked = None if asked.seed is not None else (digest, session.number_of(digest))
-    number = f"seed {asked.seed}" if time_asked is None else f"time {time_asked[1]}"
-    contents = [digest + f"/{number}/{index}".encode() for index in range(asked.n)]
-    keys = [int.from_bytes(blake2b(each, digest_size=8).digest(), "big") >> 1 for each in contents]
-    return keys, time_asked
 
 
 async def _beside(limit: AbstractAsyncContextManager[None], function: Callable[[], Value]) -> Value:

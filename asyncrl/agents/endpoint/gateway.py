@@ -21,7 +21,7 @@ from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, GatewayTokenizer
 from asyncrl.agents.endpoint.calls.connections import Connection
 from asyncrl.agents.endpoint.calls.gateway_call import CLIENT_GONE, GatewayCall, client_gone
 from asyncrl.agents.endpoint.capture import GatewayStats
-from asyncrl.agents.endpoint.engine_route import LONG_BODY, EngineRoute, OnBroken, SeedOf, Sent
+from asyncrl.agents.endpoint.engine_route import EngineRoute, OnBroken, SeedOf, Sent
 from asyncrl.agents.endpoint.forms.anthropic import MessagesForm
 from asyncrl.agents.endpoint.forms.anthropic_written import error_body, model_body
 from asyncrl.agents.endpoint.forms.chat import ChatForm, Form, TextForm, Translated, Written
@@ -240,9 +240,8 @@ class Gateway:
             raise client_gone() from None
         if not stream.is_there():
             raise client_gone()
-        if form.translates and len(body) >= LONG_BODY:
-            return await session.route.beside(partial(form.translated, body, session.responses))
-        return form.translated(body, session.responses)
+        translated_now = partial(form.translated, body, session.responses)
+        return await session.route.in_turn(translated_now, len(body) if form.translates else 0)
 
     async def _answer(
         self, session: GatewaySession, call: GatewayCall, stream: _Stream, *, is_new: bool
@@ -256,15 +255,20 @@ class Gateway:
                 await asyncio.gather(sampling, self._write_news(call, written, stream))
             else:
                 await sampling
-        await call.wait_done()
+            await call.wait_done()
+        else:
+            await stream.until(call.wait_done())
         if session.ended is not None:  # in this very round of the loop: in_hand() has had no turn yet
             raise session_ended(session.ended)
         if stream.is_there():
             session.deliver_nowait(call)
             written.keep(session.responses)
+        body = written.end() if call.is_streamed else written.whole()
+        for choice in call.choices:
+            choice.let_go()
         if call.is_streamed:
-            return await stream.write(written.end())
-        return web.Response(body=written.whole(), content_type="application/json")
+            return await stream.write(body)
+        return web.Response(body=body, content_type="application/json")
 
     async def _write_news(self, call: GatewayCall, written: Written, stream: _Stream) -> None:
         """Text as it comes, until the end or until the client is gone."""
@@ -334,6 +338,16 @@ class _Stream:
             yield
         finally:
             connection.on_lost.remove(left)
+
+    async def until(self, done: Awaitable[None]) -> None:
+        """Wait as long as the client is there. Raises ApiError if it goes away: a client that asks again and
+        again would else hold a place for each time.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if self.is_there() else 0.0) as scope:
+                with self.watched(partial(scope.reschedule, 0.0)):
+                    return await done
+        raise client_gone()
 
     async def write(self, events: bytes) -> web.StreamResponse:
         """Write, if the client is there; a client that goes away is no error of the call."""

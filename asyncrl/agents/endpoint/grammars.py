@@ -9,15 +9,17 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
+
+from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, GatewayTokenizer, invalid
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
-from asyncrl.messages.token_grammars import GrammarError, check_grammar
+from asyncrl.messages.grammar_checks import GrammarProcess
+from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES
 
-CHECK_TIMEOUT_S = 10.0
-"""Most seconds that a call waits for the check of its grammar, which has limits of its own."""
 _NUM_KNOWN = 256
 STRICT_NEEDS = "it needs gateway.constrained=exact, and a tool format whose calls begin with a marker: hermes"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -84,11 +86,16 @@ class _Rules:
     def __init__(self, tokenizer: GatewayTokenizer, tool_format: ToolFormat) -> None:
         self._tokenizer, self._format = tokenizer, tool_format
         self._rules: list[str] = []
+        self._num_bytes = 0
         begin, end = tool_format.thinking
         self._marks = [mark for mark in (*tool_format.opens, begin, end) if self._special(mark) is not None]
 
     def json(self, schema: Mapping[str, Any], *, is_strict: bool) -> str:
         """A value of this schema. Where it need not be exact, what llguidance does not know is left out."""
+        self._num_bytes += len(to_json(schema))  # a tenth of the time of what follows
+        if self._num_bytes > MAX_GRAMMAR_BYTES:
+            what = f"Its schemas have more than {MAX_GRAMMAR_BYTES} bytes"
+            raise invalid(f"{what}, which are the most. Make the schema smaller or simpler.")
         options = {} if is_strict else {"x-guidance": {"lenient": True}}
         try:
             written = json.dumps({**schema, **options})
@@ -171,36 +178,26 @@ class _Rules:
 
 
 class GrammarChecks:
-    """Which grammars can be followed; the answers of the last ones are kept.
+    """Which grammars can be followed; the answers of the last ones are kept, by their hash.
 
-    Waits: wait_checked() sleeps while a thread checks, one at a time, CHECK_TIMEOUT_S at most.
+    Waits: wait_checked() sleeps while a process checks, one at a time, CHECK_TIMEOUT_S each.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, str] = OrderedDict()
-        self._checking = asyncio.Lock()
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self._checking, self._process = asyncio.Lock(), GrammarProcess()
 
     async def wait_checked(self, text: str, param: str) -> None:
         """Raise ApiError, of this parameter, for one that cannot be followed."""
-        try:
-            async with asyncio.timeout(CHECK_TIMEOUT_S), self._checking:
-                if text not in self._known:
-                    self._known[text] = await asyncio.to_thread(_why_not, text)
-                    if len(self._known) > _NUM_KNOWN:
-                        self._known.popitem(last=False)
-                why = self._known[text]
-        except TimeoutError:
-            why = f"its grammar could not be checked in {CHECK_TIMEOUT_S} s"
+        key = blake2b(text.encode(), digest_size=16).digest()
+        async with self._checking:
+            if key not in self._known:
+                self._known[key] = await asyncio.to_thread(self._process.why_not, text)
+                if len(self._known) > _NUM_KNOWN:
+                    self._known.popitem(last=False)
+            why = self._known[key]
         if why:
             raise _refused(why, param)
-
-
-def _why_not(text: str) -> str:
-    try:
-        check_grammar(text)
-    except GrammarError as error:
-        return str(error)
-    return ""
 
 
 def _refused(why: str, param: str) -> ApiError:

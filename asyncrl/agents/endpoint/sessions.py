@@ -111,7 +111,7 @@ class GatewaySession:
         """An answer was sampled from the run's own distribution."""
         self.overflow: str | None = None
         """The limit that a call has met, if no call that began later was answered."""
-        self._overflow_order, self._overflowed = 0, list[Node | None]()
+        self._overflow_order, self._overflowed = 0, dict[Node | None, None]()
         self.begun = asyncio.Semaphore(BEGUN_SHARE * self.room.most)
         """Held from before a call is read until it is answered; bounds the prompts in memory."""
         self.reading = asyncio.Semaphore(self.room.most)
@@ -185,11 +185,15 @@ class GatewaySession:
             self._drop(self._newest.popleft())
 
     def forget_nowait(self, call: GatewayCall) -> None:
-        """It has no answer: the next one like it is a call of its own, with the same seed."""
+        """It has no answer: the next one like it is a call of its own, with the same seed. Idempotent: a call
+        that is given up is forgotten before its sampling has ended, and its number is one other's by then.
+        """
         self._drop(call)
-        if call.undelivered is not None:
-            self.capture.withdraw(call.undelivered)
+        planned, call.undelivered = call.undelivered, None
+        if planned is not None:
+            self.capture.withdraw(planned)
         digest, number = call.time_asked or (b"", 0)
+        call.time_asked = None
         if digest in self._times_asked:
             heapq.heappush(self._times_asked[digest][1], number)
 
@@ -233,7 +237,9 @@ class GatewaySession:
             return
         forgotten = self.capture.forget_oldest(3 * most // 4, 0.75 * most_tokens)
         with contextlib.suppress(RolloutFailure):  # nothing of it is to be trained
-            self.on_forgotten(make_rollout(forgotten, 0, Outcome(), 0.0))
+            self.on_forgotten(self._marked(make_rollout(forgotten, 0, Outcome(), 0.0)))
+        for node in forgotten:
+            self._overflowed.pop(node, None)
 
     def check_limits(self, num_choices: int) -> None:
         """Raise ApiError if it may not sample one call more, with so many choices: 429, or 400 if it never
@@ -254,7 +260,8 @@ class GatewaySession:
     def overflowed_nowait(self, why: str, cut: Node | None = None) -> None:
         """A limit has ended a conversation: that after `cut`, or any of them."""
         self.overflow, self._overflow_order = why, self.num_calls
-        self._overflowed.append(cut)
+        self._overflowed.pop(cut, None)
+        self._overflowed[cut] = None  # the newest one is the last
 
     @property
     def num_completions(self) -> int:
@@ -271,9 +278,12 @@ class GatewaySession:
         """
         if self._failure is not None:
             raise self._failure
-        rollout = self.capture.rollout(sample_index, outcome, reward)
+        return self._marked(self.capture.rollout(sample_index, outcome, reward))
+
+    def _marked(self, rollout: Rollout) -> Rollout:
+        """With what a limit has ended as truncated."""
         ends = [node.all_ids() for node in self._overflowed if node is not None]
-        is_any = self.overflow is not None and self._overflowed[-1] is None
+        is_any = self.overflow is not None and next(reversed(self._overflowed)) is None
         return tuple(
             replace(branch, is_truncated=True)
             if is_any or any(np.array_equal(branch.token_ids, ids) for ids in ends)

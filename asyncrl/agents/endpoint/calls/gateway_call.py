@@ -7,11 +7,16 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from asyncrl.agents.endpoint.answers import Answer, ApiError
 from asyncrl.agents.endpoint.capture import Planned
 from asyncrl.agents.endpoint.forms.chat import Form
 from asyncrl.messages.records import SamplingRequest
+
+if TYPE_CHECKING:
+    from asyncrl.agents.endpoint.requests import AnyRequest
 
 GRACE_S = 1.0
 """Seconds that a call whose clients are all gone is sampled on, in case one asks again."""
@@ -170,3 +175,21 @@ class GatewayCall:
         await self._done.wait()
         if self.error is not None:
             raise self.error
+
+
+def call_keys(
+    number_of: Callable[[bytes], int], planned: Planned, asked: AnyRequest, grammar: str
+) -> tuple[list[int], tuple[bytes, int] | None]:
+    """(one key for each choice, of which its seed is made; what they are made of). They depend on the content
+    of the call and on how many equal calls came before, never on the time.
+
+    Equal calls that run at once may therefore swap their answers; the harness cannot tell them apart.
+    """
+    digest, shape = planned.prompt_hash.digest(), asked.shape() + grammar.encode()
+    if shape:
+        digest = blake2b(digest + shape, digest_size=16).digest()
+    time_asked = None if asked.seed is not None else (digest, number_of(digest))
+    number = f"seed {asked.seed}" if time_asked is None else f"time {time_asked[1]}"
+    contents = [digest + f"/{number}/{index}".encode() for index in range(asked.n)]
+    keys = [int.from_bytes(blake2b(each, digest_size=8).digest(), "big") >> 1 for each in contents]
+    return keys, time_asked

@@ -14,6 +14,7 @@ from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name, wrong
 from asyncrl.agents.endpoint.forms.chat import Translated, Written
 from asyncrl.agents.endpoint.forms.responses_written import (
     ECHOED,
+    MAX_ECHOED,
     GivenResponse,
     KeptResponses,
     WrittenResponse,
@@ -194,6 +195,7 @@ class ResponsesForm:
         messages = b",".join([*first, *(before.chain() if before else ()), *new])
         is_sealed = "reasoning.encrypted_content" in asked.include
         echoed = {name: given[name] for name in ECHOED if given.get(name) is not None}
+        echoed = {name: value for name, value in echoed.items() if len(to_json(value)) <= MAX_ECHOED}
         told = GivenResponse(echoed, before, new, is_stored=asked.store, is_sealed=is_sealed)
         _translate(chat, asked)
         return Translated(b'{"messages":[' + messages + b"]," + to_json(chat)[1:], told)

@@ -105,6 +105,10 @@ ECHOED: Mapping[str, Any] = {
     "truncation": "disabled",
 }
 """What a response says of its own call, and what it says where the call said nothing."""
+MAX_ECHOED = 2**16
+"""Bytes of one of them, as JSON, that are said again: they are kept while the call waits, and written beside
+all other calls.
+"""
 
 
 class WrittenResponse:

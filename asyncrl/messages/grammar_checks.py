@@ -1,0 +1,140 @@
+"""Checks grammars in a process of its own, which a bomb may stop.
+
+llguidance has limits, but not in all places: a chain of some thousand `$ref` overflows its stack, and what it
+says of patterns that have to hold together gets twice as long with each of them. In the process of a gateway
+one such schema would end the run.
+
+Run as a program, it is that process: a line with a text (JSON) in, a line with the reason out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+import weakref
+
+from asyncrl.messages.token_grammars import MAX_GRAMMAR_BYTES, GrammarError, check_grammar
+
+CHECK_TIMEOUT_S = 3.0
+"""Most seconds that one check takes, the start of the process aside."""
+START_TIMEOUT_S = 60.0
+STACK_BYTES = 2**21
+"""Less than any thread has that compiles a grammar later: what fits here fits there."""
+MEMORY_BYTES = 2**32
+_ENVIRONMENT = ("PATH", "PWD", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+"""What it gets of this process's: no keys."""
+
+
+class GrammarProcess:
+    """Life: the first check starts the process; one that crashes or takes too long ends it, and the next
+        starts another. It ends with this object, or with the process that has it.
+    Waits: why_not() blocks, CHECK_TIMEOUT_S at most, and START_TIMEOUT_S where it starts one; in several
+        threads, one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._asking = threading.Lock()
+        self._running: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., GrammarProcess] | None = None
+
+    def why_not(self, text: str) -> str:
+        """Why no tokenizer can follow this grammar; empty if one can."""
+        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+            return f"it has {size} bytes; {MAX_GRAMMAR_BYTES} are the most"
+        with self._asking:
+            try:
+                return _asked(self._running or self._start(), text)
+            except TimeoutError:
+                self.close()
+                return f"it could not be checked in {CHECK_TIMEOUT_S} s"
+            except (OSError, ValueError):  # it has crashed
+                self.close()
+                return "it is too deep, or needs too much memory"
+
+    def close(self) -> None:
+        """End the process, if there is one. Idempotent."""
+        self._running = None
+        if self._end is not None:
+            self._end()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt is not for it
+            env=known | {"OPENBLAS_NUM_THREADS": "1"},
+        )
+        self._running, self._end = process, weakref.finalize(self, _ended, process)
+        _answer_of(process, START_TIMEOUT_S)
+        return process
+
+
+def _asked(process: subprocess.Popen[bytes], text: str) -> str:
+    assert process.stdin is not None, "it has a pipe"
+    process.stdin.write(json.dumps(text).encode() + b"\n")
+    process.stdin.flush()
+    return _answer_of(process, CHECK_TIMEOUT_S)
+
+
+def _answer_of(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+    """Its next line. Raises TimeoutError, and ValueError if it has ended instead."""
+    assert process.stdout is not None, "it has a pipe"
+    waiting = select.poll()  # select() knows no more than 1024 files
+    waiting.register(process.stdout, select.POLLIN | select.POLLHUP)
+    if not waiting.poll(timeout_s * 1000):
+        raise TimeoutError
+    answer: str = json.loads(process.stdout.readline())
+    return answer
+
+
+def _ended(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):  # what was not written
+            if pipe is not None:
+                pipe.close()
+
+
+# ---- in the process
+
+
+def main() -> None:
+    """Answer until there is no more input."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    _say("")
+    for line in sys.stdin.buffer:
+        checking = threading.Thread(target=_check, args=(json.loads(line),))
+        checking.start()
+        checking.join()
+
+
+def _check(text: str) -> None:
+    try:
+        check_grammar(text)
+    except GrammarError as error:
+        _say(str(error))
+    except BaseException as error:  # a panic of llguidance is no Exception
+        _say(f"llguidance fails with {type(error).__name__}")
+    else:
+        _say("")
+
+
+def _say(why: str) -> None:
+    print(json.dumps(why), flush=True)
+
+
+if __name__ == "__main__":
+    main()
