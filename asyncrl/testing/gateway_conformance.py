@@ -26,7 +26,7 @@ _EPILOG = """Each line of the table is one check:
   not offered   it refuses with a clear error, or has no such endpoint
 
 Exit status: 0 if nothing is not ok and something is ok, else 1. Keys of a gateway count calls: the checks
-need some 40 of gateway.max_calls. Their prompts have up to 1,500 characters, their answers up to 128 tokens.
+need some 40 of gateway.max_calls. Their prompts have up to 1,600 characters, their answers up to 128 tokens.
 """
 
 Result = tuple[str, str, str]
@@ -85,7 +85,7 @@ async def _try(server: CheckedServer) -> None:
         error = answer.get("error") if isinstance(answer, dict) else None
         if isinstance(error, dict) and error.get("code") == "context_length_exceeded":
             why = f"{server.url} has no room for {HI[0]['content']!r}: {error.get('message')}"
-            raise NotCheckedError(f"{why} The checks have prompts of up to 1,500 characters.")
+            raise NotCheckedError(f"{why} The checks have prompts of up to 1,600 characters.")
 
 
 def table(results: Sequence[Result]) -> str:
