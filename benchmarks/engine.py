@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.records import SamplingRequest
-from asyncrl.testing.asked_engine import ask
+from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import EmbeddedSpec

@@ -30,7 +30,7 @@ from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.run.start import Launcher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
-from asyncrl.testing.asked_engine import ask
+from asyncrl.testing.fakes import ask
 from asyncrl.testing.sync_reference import SyncParts, sync_reference
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.trainer.step import TrainStep

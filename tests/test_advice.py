@@ -40,10 +40,12 @@ STANDS_FOR = {"CONFIG": QUICKSTART, "config.yaml": QUICKSTART, "N": "1", "URL": 
 """Words that people replace by something of their own."""
 EXTERNAL = ("cat", "curl", "export", "ln", "mkdir", "pip", "printf", "source", "uv", "vllm")
 NO_SETTINGS = frozenset(
-    """agent.harness asyncio.to_thread config.eval datasets.load_dataset e.g fs.file
-    kernel.yama.ptrace_scope net.ipv4.ip_local_port_range node.device prompt.info rollout.oversample
-    session.api_key session.base_url session.client settings.clip_low sys.argv task.answer task.seed
-    tokenizer.model""".split()
+    """agent.harness asyncio.to_thread chat.completion config.eval datasets.load_dataset e.g error.message
+    fs.file functions.f kernel.yama.ptrace_scope ld.so.conf ld.so.conf.d message.output_text.logprobs
+    net.ipv4.ip_local_port_range node.device output_config.effort output_config.format prompt.info
+    reasoning.effort reasoning.encrypted_content responses.parse rollout.oversample session.api_key
+    session.base_url session.client settings.clip_low sys.argv task.answer task.seed text.verbosity tokenizer.model
+    tool_choice.name""".split()
 )
 """Dotted names in prose that are of the kernel, of Python or of other frameworks."""
 START = r"(?:[A-Z][A-Z0-9_]*=\S* +)*(?:cd \S+ && )?(?:\.venv/bin/)?(?:asyncrl|python|bash|make) "
@@ -291,7 +293,7 @@ def test_every_option_that_a_message_names_exists() -> None:
         return own.union(*(options(sub) for sub in getattr(command, "commands", {}).values()))
 
     of_vllm = "--dtype --enable-lora --enable-scale-out --logprobs-mode --max-lora-rank --max-model-len "
-    of_vllm += "--max-num-seqs --worker-extension-cls"
+    of_vllm += "--max-num-seqs --structured-outputs-config --worker-extension-cls"
     known = {*options(get_command(app)), "--help", *of_vllm.split()}
     messages = [text for text in texts() if text.is_message and " " in text.text]
     named = [(text.where(), re.findall(r"(?<![\w-])--[a-z][\w-]*", text.text)) for text in messages]

@@ -23,7 +23,7 @@ from engine_in_process import (
 )
 
 from asyncrl.messages.calls import GenerateRequest, GenerateResponse
-from asyncrl.testing.asked_engine import ask
+from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 

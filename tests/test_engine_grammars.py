@@ -32,7 +32,7 @@ from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, check_grammar
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.serving import Refused
-from asyncrl.testing.asked_engine import ask
+from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 

@@ -16,7 +16,7 @@ from tiny_model import make_tiny_model
 
 from asyncrl.messages.calls import CommitRequest
 from asyncrl.messages.frames import Asked
-from asyncrl.testing.asked_engine import ask
+from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.runner import moves_after_removal

@@ -23,7 +23,7 @@ from asyncrl.messages.calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl.testing.asked_engine import Reply, ask
+from asyncrl.testing.fakes import Reply, ask
 from asyncrl_servers.embedded import admission
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

@@ -15,7 +15,7 @@ from rollout_cases import virtual
 
 from asyncrl.messages.calls import CommitRequest, PrepareRequest
 from asyncrl.serving import Refused
-from asyncrl.testing.asked_engine import ask
+from asyncrl.testing.fakes import ask
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged
 

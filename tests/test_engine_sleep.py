@@ -34,7 +34,7 @@ from asyncrl.http import Caller
 from asyncrl.messages.base import EnginePart, Moved
 from asyncrl.messages.calls import CommitRequest, LoadChunkRequest, SleepRequest, WakeRequest
 from asyncrl.serving import Refused
-from asyncrl.testing.asked_engine import ask
+from asyncrl.testing.fakes import ask
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine

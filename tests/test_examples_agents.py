@@ -185,6 +185,7 @@ def test_the_chat_template_of_the_examples_shows_the_tools_and_reads_the_calls_b
     "name",
     [
         "configs/agent.yaml",
+        "examples/harbor/harbor.yaml",
         "examples/search/search.yaml",
         "examples/search/learn.yaml",
         "examples/shell_agent/shell_agent.yaml",

@@ -40,7 +40,7 @@ from asyncrl.messages.records import (
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.serving import Refused
-from asyncrl.testing.asked_engine import Reply
+from asyncrl.testing.fakes import Reply
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 

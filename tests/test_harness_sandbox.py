@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from typing import Any
 
 import pytest
 from gateway_cases import in_loop
-from harness_gateway import open_gateway
+from harness_gateway import open_gateway, settled
+from sandbox_cases import need_bubblewrap
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.command import CommandHarness
 from asyncrl.agents.command_processes import find_group
-from asyncrl.agents.sandbox import Bubblewrap, Podman, find_sandbox
+from asyncrl.agents.sandbox import Bubblewrap, Podman, check_usage, find_sandbox
+from asyncrl.agents.sandbox_door import MAX_CONNECTIONS, Door, ProcessReadings
 from asyncrl.agents.worker import Worker
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RolloutFailure
@@ -36,10 +39,8 @@ def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
     ASYNCRL_PODMAN_IMAGE names one.
     """
     kind, image = request.param, os.environ.get("ASYNCRL_PODMAN_IMAGE")
-    if kind == "bubblewrap" and shutil.which("bwrap") is None:
-        if os.environ.get("ASYNCRL_REQUIRE_SANDBOX") == "1":
-            pytest.fail("ASYNCRL_REQUIRE_SANDBOX=1, but there is no bwrap: apt-get install bubblewrap")
-        pytest.skip("no bwrap: apt-get install bubblewrap")
+    if kind == "bubblewrap":
+        need_bubblewrap()
     if kind == "podman" and (image is None or shutil.which("podman") is None):
         pytest.skip("no podman, or no ASYNCRL_PODMAN_IMAGE")
     return {"sandbox": kind} | ({"sandbox_image": image} if kind == "podman" else {})
@@ -249,3 +250,58 @@ def test_what_is_started_has_no_network_and_no_secret_in_its_arguments(tmp_path:
     assert outer["OPENAI_API_KEY"] == "secret-key"
     assert outer["HOME"] == os.environ["HOME"], "podman keeps its images there"
     assert "secret-key" not in " ".join(command)
+
+
+@in_loop
+async def test_a_door_forwards_to_one_address_and_no_more_connections_than_it_may() -> None:
+    served = list[str]()
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        text = (await reader.readline()).decode()
+        served.append(text)
+        writer.write(f"{text.strip()} was heard".encode())
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    door = Door(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1")
+    assert door.inner_url == "http://127.0.0.1:8700/v1"
+    listener = socket.create_server(("127.0.0.1", 0))  # as the first program in a sandbox does
+    socket.send_fds(door.their_end, [b"1"], [listener.fileno()])
+    port = listener.getsockname()[1]
+    listener.close()
+    assert await door.wait_open()
+    clients = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+    for index, (_, writer) in enumerate(clients[:-1]):
+        writer.write(f"{index}\n".encode())
+    assert [await reader.read() for reader, _ in clients[:2]] == [b"0 was heard", b"1 was heard"]
+    await settled(lambda: len(served) == MAX_CONNECTIONS - 1)
+    busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+    assert await busy[-1][0].read() == b"", "one too many"
+    waiting = asyncio.ensure_future(clients[-1][0].read())
+    await door.aclose()
+    assert await waiting == b"", "closed with the door"
+    with pytest.raises(OSError, match=r"."):
+        await asyncio.open_connection("127.0.0.1", port)
+    for _, writer in (*clients, *busy):
+        writer.close()
+    await asyncio.gather(*(writer.wait_closed() for _, writer in (*clients, *busy)), return_exceptions=True)
+    server.close()
+
+
+@in_loop
+async def test_a_door_is_not_waited_for_once_the_sandbox_has_ended() -> None:
+    door = Door("http://127.0.0.1:1/v1")
+    assert not await door.wait_open()
+    await door.aclose()
+
+
+def test_usage_is_of_a_process_and_all_that_descend_from_it() -> None:
+    num_processes, num_bytes = ProcessReadings().of(os.getpid())
+    assert num_processes >= 1
+    assert num_bytes > 2**20
+    check_usage(Bubblewrap((), 2 * num_bytes), num_processes, num_bytes)
+    check_usage(Bubblewrap(()), num_processes, num_bytes)
+    with pytest.raises(RolloutFailure, match="generator.max_memory_mb is 1"):
+        check_usage(Bubblewrap((), 2**20), num_processes, num_bytes)
+    with pytest.raises(RolloutFailure, match="1025 processes; 1024 is the limit"):
+        check_usage(Bubblewrap(()), 1025, 0)

@@ -17,9 +17,10 @@ from typing import Any
 import guessing_env_for_test
 import pytest
 import verifiers.v1 as vf
+from anthropic import AsyncAnthropic
 from gateway_cases import ScriptedEngine, World, gateway_world, in_loop
 from openai import AsyncOpenAI
-from verifiers.v1.runtimes.base import _LIVE
+from verifiers.v1.runtimes.base import _LIVE, ProgramResult
 
 from asyncrl.agents import Outcome, Session, Task
 from asyncrl.agents.endpoint.sessions import GatewaySession
@@ -174,17 +175,21 @@ def test_what_fails_in_an_environment_is_a_failed_rollout_that_does_not_show_the
     assert guessing_env_for_test.started == ["start", "stop"] * 2
 
 
-def test_a_program_that_speaks_another_api_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def speak_responses(
-        self: Any, ctx: Any, _: Any, __: Any, endpoint: str, secret: str, *___: Any
-    ) -> Any:
+def test_a_program_that_speaks_responses_or_messages_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def speak_both(self: Any, ctx: Any, _: Any, __: Any, endpoint: str, secret: str, *___: Any) -> Any:
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             await client.responses.create(model=ctx.model, input="hi")
+        base_url = endpoint.removesuffix("/v1")
+        async with AsyncAnthropic(base_url=base_url, api_key=secret, max_retries=0) as other:
+            message: Any = {"role": "user", "content": "hi"}
+            await other.messages.create(model=ctx.model, max_tokens=9, messages=[message])
+        return ProgramResult(0, "", "")
 
     load_taskset("calculator_env", LOCAL)
-    monkeypatch.setattr(sys.modules["calculator_env"].CalculatorHarness, "launch", speak_responses)
-    with pytest.raises(RolloutFailure, match="calls /chat/completions; this one calls /responses"):
-        play("calculator_env", 0, use_the_calculator)
+    monkeypatch.setattr(sys.modules["calculator_env"].CalculatorHarness, "launch", speak_both)
+    _, rollout, prompts = play("calculator_env", 0, lambda prompt: "Hello.")
+    assert len(prompts) == 2
+    assert [branch.num_sampled for branch in rollout] == [len("Hello.") + 1] * 2
 
 
 def test_a_reward_that_ran_out_of_time_is_no_reward_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

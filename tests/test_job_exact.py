@@ -28,7 +28,7 @@ from asyncrl.messages.records import Completion
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.tasks.from_config import read_eval_task
-from asyncrl.testing.asked_engine import ask
+from asyncrl.testing.fakes import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

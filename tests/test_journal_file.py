@@ -42,7 +42,7 @@ from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
 from asyncrl.journal.tokens import decode_partial, decode_trajectory, encode_partial, encode_trajectory
 from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import GroupId, PartialCompletion, Trajectory, VersionSpan
+from asyncrl.messages.records import GrammarSpan, GroupId, PartialCompletion, Trajectory, VersionSpan
 
 NUM_GROUPS = 30
 
@@ -260,6 +260,7 @@ def test_a_branch_that_is_missing_in_the_file_is_damage(tmp_path: Path) -> None:
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 TOKENS = st.tuples(st.integers(0, 2**31 - 1), st.floats(width=32, allow_nan=False))
 SPANS = st.lists(st.builds(VersionSpan, *[st.integers(0, 2**40)] * 3, st.integers(-1, 99)), max_size=4)
+GRAMMARS = st.builds(GrammarSpan, st.integers(0, 50), st.integers(0, 50), st.text())
 CREDITS = st.builds(Credit, st.integers(0, 50), st.integers(0, 50), NUMBERS, st.integers(0, 9))
 
 
@@ -278,6 +279,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         draw(st.dictionaries(st.text(), NUMBERS, max_size=3)),
         draw(st.integers(0, 3)),
         tuple(draw(st.lists(CREDITS, max_size=3))),
+        tuple(draw(st.lists(GRAMMARS, max_size=3))),
         draw(st.none() | hnp.arrays(np.uint32, num_tokens).map(lambda bits: bits.view(np.float32))),
     )
 

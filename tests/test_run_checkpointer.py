@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_run_restore import Life, lives, save_checkpoint
 
-from asyncrl.checkpoints.controller_state import ControllerState
-from asyncrl.checkpoints.folder import Checkpoints
+from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointError, TrainerLost
 from asyncrl.messages.records import Batch

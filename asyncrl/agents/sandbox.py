@@ -101,23 +101,9 @@ class Bubblewrap(Sandbox):
     def around(
         self, command: Sequence[str], environment: Mapping[str, str], folder: Path, door: int, mark: str
     ) -> tuple[list[str], dict[str, str]]:
-        parts = [self.program, "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        for path in SYSTEM:
-            if Path(path).is_symlink():
-                parts += ["--symlink", str(Path(path).readlink()), path]
-            elif Path(path).exists():
-                parts += ["--ro-bind", path, path]
-        for name in SETTINGS:
-            parts += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        parts += ["--proc", "/proc", "--dev", "/dev", "--bind", str(folder / "shm"), "/dev/shm"]
-        parts += ["--bind", str(folder / "work"), ROOM, "--bind", str(folder / "tmp"), TEMP]
-        shown = list(SYSTEM)
-        for path in (sys.base_prefix, sys.prefix, *self.paths):
-            if not any(Path(path).is_relative_to(folder) for folder in shown):
-                parts += ["--ro-bind", path, path]
-                shown.append(path)
-        # its own root and /dev are of memory, which is not to be filled
-        parts += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", ROOM, "--"]
+        binds = {ROOM: folder / "work", TEMP: folder / "tmp", "/dev/shm": folder / "shm"}
+        paths = [sys.base_prefix, sys.prefix, *self.paths]
+        parts = [self.program, *bubblewrap_options(binds, {path: path for path in paths}, ROOM), "--"]
         first = [os.path.realpath(sys.executable), "-I", "-S", "-c", _FIRST, str(door), str(DOOR_PORT)]
         return [*parts, *first, str(self.max_bytes), *command], {**environment, **PLACES}
 
@@ -126,6 +112,30 @@ class Bubblewrap(Sandbox):
 
     def cleanup(self, mark: str) -> None:
         """Nothing: the processes in it end with the first, and that with bwrap."""
+
+
+def bubblewrap_options(binds: Mapping[str, Path], shown: Mapping[str, str], folder: str) -> list[str]:
+    """Options of bwrap for the system read-only and no network; by their place in the sandbox: `binds` can be
+    written to, `shown` read. `folder` is the working one.
+    """
+    parts = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    for path in SYSTEM:
+        if Path(path).is_symlink():
+            parts += ["--symlink", str(Path(path).readlink()), path]
+        elif Path(path).exists():
+            parts += ["--ro-bind", path, path]
+    for name in SETTINGS:
+        parts += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    parts += ["--proc", "/proc", "--dev", "/dev"]
+    for place, bound in binds.items():
+        parts += ["--bind", str(bound), place]
+    seen = list(SYSTEM)
+    for place, source in shown.items():
+        if not any(Path(place).is_relative_to(each) for each in seen):
+            parts += ["--ro-bind", source, place]
+            seen.append(place)
+    # its own root and /dev are of memory, which is not to be filled
+    return [*parts, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", folder]
 
 
 @dataclass(frozen=True)

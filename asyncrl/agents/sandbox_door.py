@@ -70,19 +70,19 @@ class Door:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        far: asyncio.StreamWriter | None = None
+        is_full, ends = len(self._forwarding) >= MAX_CONNECTIONS, [writer]
+        self._forwarding.add(task)
         try:
-            if len(self._forwarding) < MAX_CONNECTIONS:
-                self._forwarding.add(task)
+            if not is_full:
                 answers, far = await asyncio.open_connection(**self._to)
+                ends.append(far)
                 await asyncio.gather(_pump(reader, far), _pump(answers, writer))
         except (OSError, asyncio.CancelledError):
             pass  # either end is gone, and so is the other; or the rollout has ended
         finally:
             self._forwarding.discard(task)
-            for each in (writer, far):
-                if each is not None:
-                    each.transport.abort() if each.transport.get_write_buffer_size() else each.close()
+            for end in ends:
+                end.transport.abort() if end.transport.get_write_buffer_size() else end.close()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

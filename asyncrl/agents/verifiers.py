@@ -122,13 +122,7 @@ class VerifiersHarness:
     def _failure(self, episode: Any, session: Session) -> RolloutFailure:
         errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
         said = f"{errors[-1].type}: {errors[-1].message}" if errors else "it ran no agent that is trained"
-        calls = [call for trace in episode.traces for call in trace.calls]
-        foreign = {call.endpoint for call in calls if call.error is not None} - {None, "/chat/completions"}
         way_out = "correct the environment, or its settings in generator.args."
-        if foreign:
-            way_out = (
-                f"choose a program that calls /chat/completions; this one calls {', '.join(sorted(foreign))}."
-            )
         what = f"verifiers environment {self._name} failed: {said.replace(session.api_key, 'KEY')}"
         return RolloutFailure(what, way_out=way_out)
 

@@ -11,8 +11,8 @@ import numpy as np
 from asyncrl.engines.engine import Lifeline
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.base import ScoreRequest, ScoreResponse
 from asyncrl.messages.records import Rollout, Trajectory
-from asyncrl.messages.scoring import ScoreRequest, ScoreResponse
 from asyncrl.waits import waiting
 
 LOGPROB_SLACK = 1e-3

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.checkpoints.controller_state import ControllerState
-from asyncrl.checkpoints.folder import Checkpoints
+from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.errors import EngineLost, RoomError

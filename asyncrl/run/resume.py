@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import yaml
 
-from asyncrl.checkpoints.controller_state import ControllerState
-from asyncrl.checkpoints.folder import Checkpoints, Damaged, Whole
+from asyncrl.checkpoints.folder import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.generation import ENGINES
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from asyncrl.checkpoints.controller_state import ControllerState
-from asyncrl.checkpoints.folder import Checkpoints, Pending, set_aside
+from asyncrl.checkpoints.folder import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.errors import CheckpointError, RoomError, TrainerError, TrainerLost
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState

@@ -286,7 +286,7 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
             )
     loss_mask = np.concatenate([one.loss_mask for one in trajectories])
     versions, engines = sampled_by(trajectories, loss_mask)
-    taught = [one.teacher_logprobs for one in trajectories if one.teacher_logprobs is not None]
+    taught = [_taught(one) for one in trajectories if one.teacher_logprobs is not None]
     arrays = BatchArrays(
         token_ids=np.concatenate([one.token_ids for one in trajectories]),
         loss_mask=loss_mask,
@@ -297,6 +297,17 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
     )
     bound = {"version": batch.version, "min_version": batch.min_version, "mask_older": batch.mask_older}
     return BatchHeader(**bound, trajectories=headers, grammars=list(grammars)), arrays
+
+
+def _taught(trajectory: Trajectory) -> npt.NDArray[np.float32]:
+    """The teacher's logprobs; where a grammar left only some tokens, those of the behaviour: the teacher, who
+    was asked about all tokens, has no say there.
+    """
+    assert trajectory.teacher_logprobs is not None
+    logprobs = trajectory.teacher_logprobs.copy()
+    for span in trajectory.grammars:
+        logprobs[span.start : span.end] = trajectory.behaviour_logprobs[span.start : span.end]
+    return logprobs
 
 
 def sampled_by(

@@ -38,6 +38,27 @@ TOOLS: list[Any] = [
         },
     }
 ]
+EXAMPLE: list[Any] = [
+    {"role": "user", "content": "Which river flows through Baghdad?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "example",
+                "type": "function",
+                "function": {"name": "search", "arguments": '{"query": "river Baghdad"}'},
+            }
+        ],
+    },
+    {
+        "role": "tool",
+        "tool_call_id": "example",
+        "content": "Baghdad: Baghdad lies on the river Tigris, in Iraq.",
+    },
+    {"role": "assistant", "content": "<answer>Tigris</answer>"},
+]
+"""A conversation as it should go. Nothing of it was sampled, so none of it is trained on."""
 
 
 async def run(
@@ -49,16 +70,18 @@ async def run(
     max_searches: int = 3,
     must_search: bool = False,
     is_shaped: bool = False,
+    has_example: bool = False,
 ) -> Outcome:
     """Search and answer. `must_search`: the first turn is a call whatever the model would rather do, which
-    helps a small model begin.
+    helps a small model begin; so does `has_example`: EXAMPLE stands before the question.
 
     The reward is 1 for a right answer, 0 for a wrong one. A small share for form keeps a model that never
     answers from standing still. `is_shaped`: instead of that share, 0.1 for passages that hold the answer,
     and up to 0.6 for a right answer among other words, with or without tags: the fewer others, the more.
     """
     index = open_index(corpus)
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, *task.messages]
+    example = EXAMPLE if has_example else []
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}, *example, *task.messages]
     num_searches, found, answer, said = 0, False, None, ""
     for turn in range(max_searches + 1):
         choice: Any = "auto" if turn < max_searches else "none"

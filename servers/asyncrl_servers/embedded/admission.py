@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from asyncrl_servers.embedded.runner import Ints
 from asyncrl_servers.embedded.sequence import Rows, Sequence
 
@@ -54,6 +57,20 @@ def admit(rows: Rows, taken: list[Sequence], version: int) -> list[Prefill]:
         num_copied = min(num_shared, reads[source].num_copied) if source in reads else num_shared
         reads[row] = Prefill(row, ids, source, num_copied, num_shared)
     return list(reads.values())
+
+
+def keep_next(rows: Rows, reads: list[Prefill], computed: Tensor) -> Tensor:
+    """[reads, V], kept with the sequences: those that were `computed`, one for each that is not whole in
+    another slot.
+    """
+    of_jobs = iter(computed)
+    found = []
+    for one in reads:
+        logits = rows.sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
+        assert logits is not None, "a source comes before those that use it"
+        rows.sequences[one.row].next_logits_V = logits
+        found.append(logits)
+    return torch.stack(found)
 
 
 def _longest_start(rows: Rows, ids: Ints, standing: list[int], read_now: list[int]) -> tuple[int, int]:

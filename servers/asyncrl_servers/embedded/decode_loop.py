@@ -9,18 +9,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.messages.base import Moved
+from asyncrl.messages.base import Moved, ScoreRequest, ScoreResponse
 from asyncrl.messages.calls import CommitRequest, CommitResponse, EngineHealth, SleepRequest, WakeRequest
 from asyncrl.messages.frames import Asked, Sampled
-from asyncrl.messages.scoring import ScoreRequest, ScoreResponse
 from asyncrl.serving import Refused
-from asyncrl_servers.embedded.admission import Prefill, admit
+from asyncrl_servers.embedded.admission import Prefill, admit, keep_next
 from asyncrl_servers.embedded.constraints import Constraints
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.given_tokens import Scorer
@@ -233,17 +232,8 @@ class Engine:
         jobs = [(one.row, one.ids, one.num_shared) for one in reads if not one.is_whole]
         logits = self.runner.step(last_ids, lengths, jobs, shares)
         if reads:
-            logits = torch.cat([logits[:num_running], self._next_logits(reads, logits[num_running:])])
+            logits = torch.cat([logits[:num_running], keep_next(rows, reads, logits[num_running:])])
         self._sample(logits)
-
-    def _next_logits(self, reads: list[Prefill], computed: Tensor) -> Tensor:
-        """[reads, V]: those that were `computed`, one for each that is not whole in another slot."""
-        sequences, of_jobs = self._rows.sequences, iter(computed)
-        for one in reads:
-            sequences[one.row].next_logits_V = (
-                sequences[one.source].next_logits_V if one.is_whole else next(of_jobs).clone()
-            )
-        return torch.stack([cast(Tensor, sequences[one.row].next_logits_V) for one in reads])
 
     def _admit(self) -> list[Prefill]:
         """Move queued sequences into free slots."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl.messages.scoring import ScoreRequest, ScoreResponse
+from asyncrl.messages.base import ScoreRequest, ScoreResponse
 from asyncrl.serving import Refused
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.kv_attention import Stretch

@@ -1,0 +1,2 @@
+#!/bin/bash
+sort /app/text.txt >/app/sorted.txt
