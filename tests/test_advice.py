@@ -44,7 +44,8 @@ NO_SETTINGS = frozenset(
     fs.file functions.f kernel.yama.ptrace_scope ld.so.conf ld.so.conf.d message.output_text.logprobs
     net.ipv4.ip_local_port_range node.device output_config.effort output_config.format prompt.info
     reasoning.effort reasoning.encrypted_content responses.parse rollout.oversample session.api_key
-    session.base_url session.client settings.clip_low sys.argv task.answer task.seed text.verbosity tokenizer.model
+    session.base_url session.client settings.clip_low sys.argv task.answer task.seed text.verbosity
+    tokenizer.model
     tool_choice.name""".split()
 )
 """Dotted names in prose that are of the kernel, of Python or of other frameworks."""
