@@ -88,7 +88,7 @@ def completion(
 
 def plan(capture: Capture, messages: Sequence[Message], tools: Any = None, *, prefill: str = "") -> Planned:
     """The prompt of a chat."""
-    draft = capture.draft(messages, tools, prefill=prefill)
+    draft = capture.draft(messages, tools, prefill=lambda _: prefill)
     return capture.plan(draft, capture._renderer.encode(draft.text))
 
 

@@ -191,6 +191,7 @@ def make_gateway(
     *,
     tokenizer: Any = None,
     tool_format: str = "hermes",
+    template: str = "",
     extra_routes: Sequence[web.RouteDef] = (),
     **config: Any,
 ) -> Gateway:
@@ -198,7 +199,7 @@ def make_gateway(
     return Gateway(
         engine,
         tokenizer or engine.tokenizer,
-        find_tool_format(tool_format, ""),
+        find_tool_format(tool_format, template),
         replace(RULES, **rules),
         GatewayConfig(**config),
         seed_of=lambda prompt_id, sample_index, attempt, call_key: call_key,

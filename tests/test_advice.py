@@ -41,11 +41,12 @@ STANDS_FOR = {"CONFIG": QUICKSTART, "config.yaml": QUICKSTART, "N": "1", "URL": 
 EXTERNAL = ("cat", "curl", "export", "ln", "mkdir", "pip", "printf", "source", "uv", "vllm")
 NO_SETTINGS = frozenset(
     """agent.harness asyncio.to_thread chat.completion config.eval datasets.load_dataset e.g error.message
-    fs.file functions.f kernel.yama.ptrace_scope ld.so.conf ld.so.conf.d message.output_text.logprobs
-    net.ipv4.ip_local_port_range node.device output_config.effort output_config.format prompt.info
+    fs.file functions.f kernel.yama.ptrace_scope ld.so.cache ld.so.conf ld.so.conf.d
+    message.output_text.logprobs net.ipv4.ip_local_port_range node.device output_config.effort
+    output_config.format prompt.info
     reasoning.effort reasoning.encrypted_content responses.parse rollout.oversample session.api_key
-    session.base_url session.client settings.clip_low sys.argv task.answer task.seed text.verbosity
-    tokenizer.model tool_choice.name""".split()
+    session.base_url session.client settings.clip_low sys.argv task.answer task.seed text.format
+    text.verbosity tokenizer.model tool_choice.name""".split()
 )
 """Dotted names in prose that are of the kernel, of Python or of other frameworks."""
 START = r"(?:[A-Z][A-Z0-9_]*=\S* +)*(?:cd \S+ && )?(?:\.venv/bin/)?(?:asyncrl|python|bash|make) "

@@ -4,7 +4,9 @@ allowed, whatever stands beside it and however often it is interrupted.
 
 from __future__ import annotations
 
+import asyncio
 import json
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from engine_in_process import drawn, make_qwen3, make_request, make_spec, stage_file
+from engine_processes import SECRET, EngineProcess, engine_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -19,8 +22,13 @@ from test_engine_resumed import SMALL, turn_until
 from text_tokenizers import byte_level, save
 from transformers import AutoModelForCausalLM
 
+from asyncrl.engines.engine import EngineServer
+from asyncrl.engines.pool import EnginePool
+from asyncrl.http import Caller
 from asyncrl.messages import token_grammars
-from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse
+from asyncrl.messages.base import Interrupt
+from asyncrl.messages.calls import CommitRequest, ExportResponse, GenerateRequest, GenerateResponse
+from asyncrl.messages.records import SamplingRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, check_grammar
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.serving import Refused
@@ -252,3 +260,67 @@ def test_a_missing_llguidance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(GrammarError, match="pip install 'llguidance"):
         check_grammar('start: "a"')
+
+
+DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}}
+DIGITS |= {"minItems": 200, "maxItems": 200}
+"""Some 900 tokens: time for a story to interrupt them."""
+
+
+@pytest.mark.slow
+def test_an_answer_outlives_its_server_and_new_weights_and_goes_on_by_its_grammar(
+    folder: Path, tokenizer: HFChatTokenizer, tmp_path: Path
+) -> None:
+    """Two servers, over HTTP. The weights are published anew, in both ways, and the server that samples is
+    killed; the other one begins in the middle of the answer.
+    """
+    spec = make_spec(folder, slots=2, max_length=2500).model_dump()
+    request = SamplingRequest("r", (1, 2, 3), 2000, 1.0, seed=7, grammar=grammar_of(DIGITS), top_logprobs=2)
+
+    async def story(children: list[EngineProcess]) -> None:
+        async with AsyncExitStack() as stack:
+            callers = [Caller(f"engine-{at}", one.url, SECRET) for at, one in enumerate(children)]
+            for caller in callers:
+                stack.push_async_callback(caller.aclose)
+            servers = [EngineServer(caller) for caller in callers]
+            pool = EnginePool(servers, slots=2, on_lost=lambda lost: pool.down_nowait(lost.room))
+            whole = await pool.generate(request)
+            told: list[int] = []
+
+            async def goes_on() -> None:
+                num_told = len(told)
+                while len(told) < num_told + 50:
+                    assert not running.done(), "it ended before the story could interrupt it"
+                    await asyncio.sleep(0.001)
+
+            async def publish(version: int, interrupt: Interrupt) -> None:
+                for server in servers:
+                    if server.name not in pool.down:
+                        manifest = ExportResponse(**stage_file(folder, version, tmp_path).model_dump())
+                        digest = await server.prepare(manifest)
+                        await server.commit(version, digest, interrupt)
+                await goes_on()
+
+            running = asyncio.create_task(pool.generate(request, on_tokens=told.extend))
+            await goes_on()
+            await publish(1, "abort")
+            healths = [await server.health(timeout_s=60) for server in servers]
+            children[[health.num_running for health in healths].index(1)].process.kill()
+            await goes_on()
+            assert len(pool.down) == 1
+            await publish(2, "keep")
+            completion = await running
+        Draft202012Validator(DIGITS).validate(json.loads(tokenizer.decode(completion.token_ids)))
+        assert tuple(told) == completion.token_ids == whole.token_ids
+        assert completion.behaviour_logprobs == whole.behaviour_logprobs
+        assert completion.top_logprobs == whole.top_logprobs
+        spans = [(span.version, span.engine) for span in completion.version_spans]
+        assert [version for version, _ in spans] == [0, 1, 1, 2]
+        assert len({engine for _, engine in spans}) == 2
+
+    with ExitStack() as stack:
+        children = [
+            stack.enter_context(engine_process("embedded", {**spec, "name": name}, tmp_path / name))
+            for name in ("engine-0", "engine-1")
+        ]
+        asyncio.run(story(children))

@@ -62,11 +62,10 @@ def base(name: str) -> str:
     return name.removesuffix("_training")
 
 
-@pytest.fixture(scope="module")
-def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFChatTokenizer]:
+def renderers(folder: Path) -> Callable[[str], HFChatTokenizer]:
     """One tokenizer, with the special tokens of all templates."""
     special = sorted({token for text in TEMPLATES.values() for token in SPECIAL.findall(text)})
-    tokenizer, folder = byte_level(), tmp_path_factory.mktemp("matrix")
+    tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     save(tokenizer, folder)
     ends = [tokenizer.token_to_id(token) for token in special if END.fullmatch(token)]
@@ -79,6 +78,11 @@ def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HF
         return HFChatTokenizer(folder, chat_template=file)
 
     return renderer
+
+
+@pytest.fixture(scope="module")
+def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFChatTokenizer]:
+    return renderers(tmp_path_factory.mktemp("matrix"))
 
 
 # ---- stories

@@ -107,7 +107,26 @@ def test_the_command_prints_a_table_and_its_status_says_whether_all_is_well(
     out = capsys.readouterr().out
     assert re.search(r"^chat: streams +ok$", out, re.M)
     assert re.search(r"^chat: streams +not ok: a stream does not end with \[DONE\]$", out, re.M)
-    assert main(["http://127.0.0.1:1", "k", "--timeout", "5"]) == 1
+
+    async def ask_in_vain() -> list[int]:
+        async with (
+            gateway_world(Obedient()) as world,
+            gateway_world(Obedient(), max_prompt_tokens=8) as short,
+        ):
+            doomed = [
+                ("http://127.0.0.1:1", "k"),
+                ("7", "k"),
+                (world.url, "k"),
+                (short.url, short.session.key),
+            ]
+            return [await asyncio.to_thread(main, list(each)) for each in doomed]
+
+    assert asyncio.run(ask_in_vain()) == [1] * 4
+    said = capsys.readouterr().err.splitlines()
+    for line, why in zip(
+        said, ("no server at", "is no address", "not take this key", "no room"), strict=True
+    ):
+        assert re.match(f"nothing was checked: .*{why}", line), line
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0

@@ -21,6 +21,7 @@ import pytest
 from crash_fuzz import differences, kill_tree, promise_of
 from job_runs import all_gone, children_of, environment, read_lines, run, start, wait_until, write_config
 from resume_checker import read_evidence, violations
+from served_gateway import check_gateway, make_model
 from serving_agents_for_test import __name__ as agents
 
 from asyncrl.rollouts.recording import Recording, read_recording
@@ -145,6 +146,25 @@ def test_an_agent_is_tried_by_hand_with_what_the_gateway_says_and_each_outcome_i
         "keys are printed and never logged"
     )
     assert (tmp_path / "served").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_gateway_is_conformant_and_an_answer_has_its_form_and_its_sampling(
+    tmp_path: Path, serve: Serve
+) -> None:
+    sizes = {"max_prompt_tokens": 2048, "max_tokens": 200}
+    config = write_config(
+        tmp_path, model={"path": str(make_model(tmp_path / "model")), "scratch": None}, rollout=sizes
+    )
+    file = tmp_path / "tried.jsonl"
+    process = serve("gateway", config, "--record", file, "--run-dir", tmp_path / "served")
+    said = "\n".join(lines_until(process, "Ctrl-C ends"))
+    (url,), (key,) = re.findall(r"URL=(\S+)/v1", said), re.findall(r"API_KEY=(\S+)", said)
+    check_gateway(url, key)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=240)
+    assert (process.returncode, stderr) == (0, "")
+    (record,) = read_recording(file).rollouts
+    assert len(record.rollout) > 10, "what was asked without anything before it is a branch"
 
 
 def test_the_configs_own_agent_is_run_on_some_prompts_and_recorded(tmp_path: Path, serve: Serve) -> None:

@@ -4,17 +4,24 @@ allowed, interrupted or not.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import string
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from vllm_house import House, vllm_house
+from gateway_cases import gateway_world
+from served_gateway import check_gateway
+from vllm_house import MAX_LENGTH, House, vllm_house
 
+from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import RequestRefused
 from asyncrl.messages.token_grammars import TokenGrammars
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 pytestmark = pytest.mark.vllm
 SCHEMA = {"type": "integer", "minimum": 10**9, "maximum": 10**14}
@@ -23,7 +30,8 @@ GRAMMAR = "start: %json " + json.dumps(SCHEMA | {"x-guidance": {"whitespace_flex
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with vllm_house(tmp_path_factory.mktemp("grammars")) as house:
+    letters = string.ascii_letters + string.digits + string.punctuation + " \n"
+    with vllm_house(tmp_path_factory.mktemp("grammars"), letters=letters) as house:
         yield house
 
 
@@ -67,3 +75,27 @@ def test_a_grammar_that_is_none_is_refused_and_the_server_goes_on(house: House) 
         assert (await server.generate_segment(house.request(max_tokens=3, top_logprobs=2))).top_logprobs
 
     house.run(story)
+
+
+TEMPLATE = """{% if tools %}{{ tools | tojson }}<tool_call>
+{% endif %}{% for message in messages %}<|user|>{{ message.content or '' }}\
+{% for call in message.tool_calls or [] %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""Short: each character is a token."""
+
+
+def test_a_gateway_over_it_is_conformant_and_an_answer_has_its_form_and_its_sampling(
+    house: House, tmp_path: Path
+) -> None:
+    (tmp_path / "tools.jinja").write_text(TEMPLATE)
+    tokenizer = HFChatTokenizer(house.model_path, chat_template=tmp_path / "tools.jinja")
+
+    async def story(server: VllmServer) -> None:
+        sizes = {"max_tokens": 150, "max_prompt_tokens": 600, "max_length": MAX_LENGTH, "vocab_size": 100}
+        rules = {"on_sampling_override": "honour", "tool_format": "auto", "template": TEMPLATE}
+        pool = EnginePool([server], slots=8)
+        async with gateway_world(pool, tokenizer=tokenizer, **sizes, **rules) as world:
+            await asyncio.to_thread(check_gateway, world.url, world.session.key)
+
+    house.run(story, facts={"end_ids": (house.tokenizer.eos_token_id,)})

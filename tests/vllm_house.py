@@ -142,10 +142,12 @@ class House:
 
 
 @contextmanager
-def vllm_house(folder: Path, *, path: tuple[Path, ...] = (), **spec: Any) -> Iterator[House]:
+def vllm_house(
+    folder: Path, *, letters: str = LETTERS, path: tuple[Path, ...] = (), **spec: Any
+) -> Iterator[House]:
     """One server for many stories."""
     torch.set_num_threads(1)
-    tokenizer = make_character_tokenizer(LETTERS)
+    tokenizer = make_character_tokenizer(letters)
     # Deep for its size: a request of 700 tokens must outlive a client that is slow to read, on a busy machine
     # too.
     model_path = make_qwen3(folder / "model", vocab_size=len(tokenizer), num_hidden_layers=12)

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.branches import Node, make_rollout
 from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, RecordedChat, answer_forms
-from asyncrl.agents.endpoint.drafting import Chat, Draft, Drafting, How, Recorded
+from asyncrl.agents.endpoint.drafting import Chat, Draft, Drafting, How, Prefill, Recorded, no_prefill
 from asyncrl.errors import RolloutFailure
 from asyncrl.messages.records import Completion, Outcome, Rollout
 from asyncrl.messages.work import ChatRenderer, new_hash
@@ -99,17 +99,18 @@ class Capture:
         messages: Messages,
         tools: Messages | None,
         *,
-        prefill: str = "",
+        prefill: Prefill = no_prefill,
         before: Draft | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> Draft:
         """The text of a chat, or of what is new where it goes on from a recorded answer. It changes nothing,
         and may run in a thread beside record().
 
-        `prefill` is text after the generation prompt that the model goes on from. `before`: the draft of a
-        chat whose messages these begin with, the very same ones; it costs what is new then. `settings`: the
-        template's own variables in this call. Raises ValueError if the template refuses the chat or leaves
-        out what a message says, it is no Unicode, or nested too deep.
+        `prefill` is text after the generation prompt that the model goes on from; a thought that the prompt
+        has begun ends before it. `before`: the draft of a chat whose messages these begin with, the very same
+        ones; it costs what is new then. `settings`: the template's own variables in this call. Raises
+        ValueError if the template refuses the chat or leaves out what a message says, it is no Unicode, or
+        nested too deep.
         """
         try:
             given = to_json([tools, settings or {}])
@@ -119,7 +120,8 @@ class Capture:
                 chain = Chain(messages, tools, self._thinking, self._recorded.settled)
             else:
                 chain = before.chain.after(before.messages, messages)
-            return self._drafting.draft(Chat(messages, tools, settings, given, prefill, chain, before))
+            chat = Chat(messages, tools, settings, given, prefill, self._thinking, chain, before)
+            return self._drafting.draft(chat)
         except RecursionError:
             raise ValueError("the messages or tools are nested too deep") from None
 

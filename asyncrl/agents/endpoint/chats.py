@@ -19,6 +19,18 @@ THINKING = ("<think>", "</think>")
 """The texts around a thought. A template may write the first of them into the prompt."""
 
 
+def opens_thought(prompt: str, thinking: tuple[str, str]) -> bool:
+    """Whether the prompt ends with a thought that it has begun, so that the answer goes on inside it."""
+    return prompt.rstrip().endswith(thinking[0].rstrip())
+
+
+def close_thought(prompt: str, thinking: tuple[str, str]) -> str:
+    """What ends the thought that the prompt has begun, written as templates write one with nothing in it."""
+    if not opens_thought(prompt, thinking):
+        return ""
+    return f"\n{thinking[1]}\n\n" if prompt.endswith("\n") else thinking[1]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptText:
     """The text that ids spell, as its length and hash: a session holds many that begin alike."""

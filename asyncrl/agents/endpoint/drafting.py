@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from asyncrl.agents.endpoint.chats import (
     Message,
     Messages,
     PromptText,
+    close_thought,
     left_out,
     stand_in,
 )
@@ -40,11 +41,19 @@ A branch begins with the other two. edited: the chat's last answer was not recor
 was recorded, but the template offers no place to go on from it.
 """
 
+Prefill = Callable[[str], str]
+"""What an answer is begun with, by the end of the prompt before it."""
+
+
+def no_prefill(prompt: str) -> str:
+    return ""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
     """A chat that is not planned yet: `text` is to be encoded behind the ids of `parent`, or is the whole
     prompt. `asked`: all of the text that the prompt's ids spell, None if the template writes another.
+    `prefill`: the end of the text, with which the answer begins.
 
     The rest is for a later chat that begins with these `messages`: what the template writes for them, unless
     that was of no use, and the tools and settings as they were given.
@@ -58,6 +67,7 @@ class Draft:
     messages: Messages
     rendered: Rendered | None
     given: bytes
+    prefill: str
 
     def to_go_on_from(self) -> Draft:
         """The same, for a later chat alone: without the texts that it would not read."""
@@ -77,13 +87,21 @@ class Chat:
     tools: Messages | None
     settings: Mapping[str, Any] | None
     given: bytes
-    prefill: str
+    prefill: Prefill
+    thinking: tuple[str, str]
     chain: Chain
     before: Draft | None
 
     @property
     def rendered_before(self) -> Rendered | None:
         return self.before.rendered if self.before else None
+
+    def begin(self, prompt: str) -> str:
+        """What is written behind the prompt, for the model to go on from: the prefill, which is no part of a
+        thought.
+        """
+        prefill = self.prefill(prompt)
+        return prefill and close_thought(prompt, self.thinking) + prefill
 
     def draft(
         self,
@@ -92,11 +110,15 @@ class Chat:
         parent: Node | None,
         rendered: Rendered | None,
         *,
+        prompt: str,
         is_whole: bool,
     ) -> Draft:
-        """`is_whole`: the ids of the prompt spell what was rendered."""
-        asked = PromptText.of(rendered, self.prefill) if is_whole and rendered else None
-        return Draft(text, how, parent, self.chain, asked, self.messages, rendered, self.given)
+        """`prompt`: what the template wrote, its end at least. `is_whole`: the ids of the prompt spell what
+        was rendered.
+        """
+        asked = PromptText.of(rendered, self.begin(prompt)) if is_whole and rendered else None
+        prefill = self.prefill(prompt)
+        return Draft(text, how, parent, self.chain, asked, self.messages, rendered, self.given, prefill)
 
 
 class Recorded:
@@ -149,11 +171,11 @@ class Recorded:
         """The completion that a chat with this key ends with."""
         return self._by_chat.get(key)
 
-    def longest(self, rendered: Rendered, prefill: str) -> Node | None:
-        """The one with the longest text that the chat's begins with, and that is not shorter than
-        rendered.num_before.
+    def longest(self, rendered: Rendered, begin: str) -> Node | None:
+        """The one with the longest text that the chat's begins with, `begin` behind it, and that is not
+        shorter than rendered.num_before.
         """
-        text, start = rendered.text + prefill, rendered.num_before
+        text, start = rendered.text + begin, rendered.num_before
         hashed, at = rendered.before.copy(), start
         found: Node | None = None
         lengths = tuple(self._lengths)
@@ -188,14 +210,14 @@ class Drafting:
         can_go_on = chat.before is not None and (before is None or before.state is not None)
         if known is None or known.text is not None or can_go_on:
             rendered = self._render_if_taken(chat, known is not None)
-            by_text = None if rendered is None else self._recorded.longest(rendered, chat.prefill)
+            by_text = None if rendered is None else self._longest(chat, rendered)
         if known is not None and (by_text is None or by_text.num_messages <= known_at + 1):
             found = self._from_known(chat, known_at, known, rendered)
             if found is not None:
                 return found
         if rendered is None or (by_text is None and rendered.num_before):
             rendered = self._render(chat.messages, chat)
-            by_text = self._recorded.longest(rendered, chat.prefill)
+            by_text = self._longest(chat, rendered)
         if by_text is not None:
             found = self._from_text(chat, by_text, by_text.num_messages, rendered, known_at)
             if found is not None:
@@ -208,7 +230,11 @@ class Drafting:
             way_out = "send no such message, or set model.chat_template to one that writes it"
             raise ValueError(f"{what}: {rule}; {way_out}")
         how = _how("extended", chat, 0, known_at)
-        return chat.draft(whole.text + chat.prefill, how, None, whole, is_whole=True)
+        text = whole.text + chat.begin(whole.text)
+        return chat.draft(text, how, None, whole, prompt=whole.text, is_whole=True)
+
+    def _longest(self, chat: Chat, rendered: Rendered) -> Node | None:
+        return self._recorded.longest(rendered, chat.begin(rendered.text))
 
     def _known(self, chat: Chat) -> tuple[int, Node | None]:
         """The last answer that was recorded, by the messages: its index and its completion, or -1."""
@@ -227,10 +253,11 @@ class Drafting:
             if found is not None:
                 return found
         for rest in self._cuts(chat, at, node):
-            if self._has_all(chat.messages[at + 1 :], rest + chat.prefill):
+            if self._has_all(chat.messages[at + 1 :], rest):
                 how = _how("realigned", chat, at + 1, at)
                 kept = rendered or chat.rendered_before
-                return chat.draft(rest + chat.prefill, how, node, kept, is_whole=False)
+                text = rest + chat.begin(rest)
+                return chat.draft(text, how, node, kept, prompt=rest, is_whole=False)
         return None
 
     def _from_text(
@@ -238,7 +265,7 @@ class Drafting:
     ) -> Draft | None:
         """What follows the text of this completion, if the chat's text begins with it."""
         assert node.text is not None, "it was found by its text"
-        (num_chars, digest), whole = node.text, rendered.text + chat.prefill
+        (num_chars, digest), whole = node.text, rendered.text + chat.begin(rendered.text)
         end = num_chars - rendered.num_before
         hashed = rendered.before.copy()
         hashed.update(whole[:end].encode())
@@ -247,7 +274,7 @@ class Drafting:
         if not self._has_all(chat.messages[num_covered:], whole[end:]):
             return None
         how = _how("extended", chat, num_covered, known_at)
-        return chat.draft(whole[end:], how, node, rendered, is_whole=True)
+        return chat.draft(whole[end:], how, node, rendered, prompt=rendered.text, is_whole=True)
 
     def _has_all(self, messages: Messages, text: str) -> bool:
         """Whether the text holds what tools, users and the system say; a template may leave out answers."""

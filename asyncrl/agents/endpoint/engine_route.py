@@ -30,7 +30,7 @@ from asyncrl.agents.endpoint.grammars import (
     GrammarChecks,
     asks_strict_alone,
     grammar_of,
-    thinks,
+    prefill_of,
 )
 from asyncrl.agents.endpoint.requests import AnyRequest, CallRules, ChatRequest, RequestReader
 from asyncrl.agents.endpoint.sent_chats import Place, SentChat
@@ -170,13 +170,12 @@ class EngineRoute:
         asked = read.asked
         session.check_limits(asked.n)
         session.num_calls += 1  # what is refused from here on was work, too
-        tool_format, prefill = ToolFormat(), ""
+        tool_format = ToolFormat()
         if isinstance(asked, ChatRequest):
-            tool_format = self.tool_format.without_tools()
-            if asked.tools:
-                tool_format, prefill = self.tool_format, self._prefill(asked.tool_choice)
+            tool_format = self.tool_format if asked.tools else self.tool_format.without_tools()
         with _noting_overflow(session):
-            planned = await self._plan(session, read, prefill)
+            planned = await self._plan(session, read)
+        prefill = planned.draft.prefill if planned.draft else ""
         with _noting_overflow(session, planned):
             budget = self._budget(planned, asked)
         grammar = await self._grammar(asked, planned, prefill)
@@ -278,7 +277,7 @@ class EngineRoute:
         """Tokens of the prompt that this chat would be. Raises ApiError."""
         session.count_nowait()
         asked = await self.in_turn(partial(self._reader.chat, body), len(body))
-        prefill = self._prefill(asked.tool_choice) if asked.tools else ""
+        prefill = prefill_of(asked, self.tool_format, self.tokenizer)
         settings = asked.chat_template_kwargs or None
         tools = asked.tools or None
         draft_now = partial(session.capture.draft, asked.messages, tools, prefill=prefill, settings=settings)
@@ -295,21 +294,6 @@ class EngineRoute:
         end = self.tokenizer.decode(planned.added[-NUM_OF_END:].tolist(), skip_special_tokens=False)
         return ThoughtCutter(marks, is_open=end.rstrip().endswith(marks[0]))
 
-    def _prefill(self, tool_choice: str) -> str:
-        """Beginning of the answer that forces a tool call, where the call asks for one. Raises ApiError."""
-        if self.tool_format.refusal:
-            raise invalid(f"tools are refused: {self.tool_format.refusal}", "tools")
-        if tool_choice == "auto":
-            return ""
-        name = None if tool_choice == "required" else tool_choice.removeprefix("function:")
-        prefill, has_grammar = self.tool_format.prefill(name), self.tool_format.around("name") is not None
-        if has_grammar and (prefill is None or thinks(self.tool_format, self.tokenizer)):
-            return ""  # the grammar forces it, behind a thought
-        if prefill is None:
-            why = f"tool format {self.tool_format.name} cannot force it."
-            raise invalid(f"tool_choice {tool_choice} is refused: {why}", "tool_choice")
-        return prefill
-
     async def _grammar(self, asked: AnyRequest, planned: Planned, prefill: str) -> str | None:
         """What the answer may be. Raises ApiError for what cannot be followed."""
         prompt = planned.draft.text if planned.draft else ""
@@ -325,8 +309,9 @@ class EngineRoute:
         await self._checks.wait_checked(found, "response_format" if has_format else "tools")
         return found
 
-    async def _plan(self, session: GatewaySession, read: ReadCall, prefill: str) -> Planned:
+    async def _plan(self, session: GatewaySession, read: ReadCall) -> Planned:
         capture, asked = session.capture, read.asked
+        prefill = prefill_of(asked, self.tool_format, self.tokenizer)
         try:
             if isinstance(asked, ChatRequest):
                 tools = asked.tools or None

@@ -15,6 +15,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from asyncrl.agents.endpoint.answers import ApiError, GatewayTokenizer, invalid
+from asyncrl.agents.endpoint.chats import opens_thought
+from asyncrl.agents.endpoint.drafting import Prefill, no_prefill
 from asyncrl.agents.endpoint.requests import AnyRequest, ChatRequest
 from asyncrl.agents.endpoint.tool_calls import ToolFormat
 from asyncrl.messages.grammar_checks import GrammarProcess
@@ -24,6 +26,26 @@ _NUM_KNOWN = 256
 STRICT_NEEDS = "it needs gateway.constrained=exact, and a tool format whose calls begin with a marker: hermes"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def prefill_of(asked: AnyRequest, tool_format: ToolFormat, tokenizer: GatewayTokenizer) -> Prefill:
+    """What the answer to this call is begun with, so that it is the tool call that it asks for. Nothing where
+    the model may think first: the grammar forces the call behind the thought. Raises ApiError.
+    """
+    if not isinstance(asked, ChatRequest) or not asked.tools:
+        return no_prefill
+    if tool_format.refusal:
+        raise invalid(f"tools are refused: {tool_format.refusal}", "tools")
+    if asked.tool_choice == "auto":
+        return no_prefill
+    name = None if asked.tool_choice == "required" else asked.tool_choice.removeprefix("function:")
+    prefill, has_grammar = tool_format.prefill(name), tool_format.around("name") is not None
+    if has_grammar and (prefill is None or thinks(tool_format, tokenizer)):
+        return no_prefill
+    if prefill is None:
+        why = f"tool format {tool_format.name} cannot force it."
+        raise invalid(f"tool_choice {asked.tool_choice} is refused: {why}", "tool_choice")
+    return lambda prompt: "" if has_grammar and opens_thought(prompt, tool_format.thinking) else prefill
 
 
 def grammar_of(
@@ -142,7 +164,7 @@ class _Rules:
         """The whole grammar of `answer`, behind a thought where there may be one."""
         begin, end = self._format.thinking
         start = f"({answer})"
-        if self._opens_thought(prompt):
+        if opens_thought(prompt, self._format.thinking):
             start = f"{self._until(end)} SPACE {start}"
         elif has_thought and thinks(self._format, self._tokenizer) and not prompt.rstrip().endswith(end):
             start = f"({self.spelled(begin)} {self._until(end)} SPACE)? {start}"
@@ -162,9 +184,6 @@ class _Rules:
         if mark in self._marks:
             return f"TEXT {self.spelled(mark)}"
         return self._add("thought[lazy]", f"TEXT {json.dumps(mark)}")
-
-    def _opens_thought(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self._format.thinking[0].rstrip())
 
     def _special(self, mark: str) -> int | None:
         ids = self._tokenizer.encode(mark)

@@ -195,7 +195,7 @@ class RolloutQueue:
         message, worker_id = await self._heard(request, wire.AliveRequest)
         lost = self._items.lost(worker_id, message.holding)
         if message.is_leaving:
-            self._drop(worker_id, "was ended", way_out="none needed, if that was wanted.")
+            self._drop(worker_id, "was ended", way_out="its log says why, unless it was ended on purpose.")
         return wire.AliveAnswer(cancel=lost)
 
     async def _result(self, request: web.Request) -> Message:

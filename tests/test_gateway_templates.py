@@ -1,0 +1,239 @@
+"""Messages, responses and forced tool calls over the chat templates that trl ships: a tool loop is one
+branch, each sampled token is trained once, tool results are in the prompt, and no call is begun inside a
+thought.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gateway_capture_cases import Message, assistant, user
+from gateway_cases import World, gateway_world, in_loop, num_forked
+from test_gateway_capture_matrix import (
+    ADD,
+    NO_TEXT,
+    NO_TOOLS,
+    TEMPLATES,
+    TOOLS,
+    Teller,
+    base,
+    called,
+    renderers,
+    result,
+)
+from text_tokenizers import byte_level, save
+
+from asyncrl.agents.endpoint.chats import close_thought
+from asyncrl.agents.endpoint.tool_calls import ToolFormat, find_tool_format
+from asyncrl.messages.records import Completion, Outcome, SamplingRequest, VersionSpan
+from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+
+KNOWING = sorted(name for name in TEMPLATES if base(name) not in NO_TEXT | NO_TOOLS)
+OPENING = {name for name in KNOWING if base(name) in ("qwen3_5_think", "qwen3_6", "qwen3_8")}
+OPENING |= {name for name in KNOWING if name.startswith("nemotron")}
+"""Their prompts begin a thought."""
+
+
+@pytest.fixture(scope="module")
+def renderer_for(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HFChatTokenizer]:
+    return renderers(tmp_path_factory.mktemp("templates"))
+
+
+@dataclass
+class Told:
+    """An engine that says what it was given, one answer a call."""
+
+    tokenizer: HFChatTokenizer
+    answers: list[str] = field(default_factory=list)
+    requests: list[SamplingRequest] = field(default_factory=list)
+    sampled: list[tuple[int, ...]] = field(default_factory=list)
+
+    async def generate(self, request: SamplingRequest, *, on_tokens: Any = None) -> Completion:
+        self.requests.append(request)
+        ids = self.tokenizer.encode(self.answers.pop(0))
+        self.sampled.append(ids)
+        logprobs = tuple(-len(self.sampled) - place / 1024 for place in range(len(ids)))
+        return Completion(ids, logprobs, (VersionSpan(0, len(ids), 0),), "stop", 0)
+
+    def prompt(self) -> str:
+        """Text of the last one."""
+        return self.tokenizer.decode(self.requests[-1].prompt_ids.tolist(), skip_special_tokens=False)
+
+
+def world_of(engine: Told, template: str) -> Any:
+    sizes = {"max_tokens": 400, "max_prompt_tokens": 20_000, "max_length": 24_000, "vocab_size": 2000}
+    return gateway_world(engine, tool_format="auto", template=template, **sizes)
+
+
+def thinking(tool_format: ToolFormat, prompt: str, rest: str) -> str:
+    """The rest behind a thought, as this model writes one."""
+    opens, closes = tool_format.thinking
+    if opens == "<think>":
+        rest = rest.lstrip().removeprefix("<think>").lstrip().removeprefix("</think>").lstrip()
+        return ("" if prompt.rstrip().endswith(opens) else f"{opens}\n") + f"hm\n{closes}\n\n{rest}"
+    if closes == "<channel|>":
+        return f"{opens}\nhm\n{closes}{rest}"
+    return f"{' ' if opens.startswith('to=') else ''}{opens}hm{closes}<|start|>assistant{rest}"
+
+
+class Loop:
+    """A client of /v1/messages or /v1/responses."""
+
+    def __init__(self, world: World, form: str) -> None:
+        self.world, self.form = world, form
+        self.sent, self.call_id = list[Any](), ""
+
+    async def ask(self, new: Message) -> list[str]:
+        """Kinds of what came, in order. `new`: a user's message, or the result of the last call."""
+        text, is_result = new["content"], new["role"] == "tool"
+        if self.form == "messages":
+            block = {"type": "tool_result", "tool_use_id": self.call_id, "content": text}
+            self.sent.append(user([block]) if is_result else new)  # type: ignore[arg-type]
+            tools = [{"name": ADD["name"], "description": "Add.", "input_schema": ADD["parameters"]}]
+            told = (await self._post({"messages": self.sent, "tools": tools}))["content"]
+            self.sent.append(assistant(told))
+        else:
+            item = {"type": "function_call_output", "call_id": self.call_id, "output": text}
+            self.sent.append(item if is_result else new)
+            body = {"input": self.sent, "tools": [{"type": "function", **ADD}]}
+            told = (await self._post(body))["output"]
+            self.sent += told
+        self.call_id = next((each.get("call_id") or each["id"] for each in told if each["type"] in CALLS), "")
+        return [KINDS.get(each["type"], each["type"]) for each in told]
+
+    async def _post(self, body: dict[str, Any]) -> Any:
+        path = "/v1/messages" if self.form == "messages" else "/v1/responses"
+        status, answer = await self.world.post({"model": "m", **body}, path=path)
+        assert status == 200, answer
+        return answer
+
+
+KINDS = {"thinking": "reasoning", "text": "message", "tool_use": "function_call"}
+CALLS = ("tool_use", "function_call")
+
+
+def check_one_branch(world: World, engine: Told) -> None:
+    """Each answer is trained once, behind the prompt that it was sampled with."""
+    assert num_forked(world) == 0
+    (branch,) = world.session.rollout(0, Outcome(), 1.0)
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], branch.loss_mask.astype(int), [0]])))
+    spans = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    ids = branch.token_ids
+    trained = [(ids[:start].tolist(), tuple(ids[start:end].tolist())) for start, end in spans]
+    asked = [request.prompt_ids.tolist() for request in engine.requests]
+    assert trained == list(zip(asked, engine.sampled, strict=True))
+    for number, (start, _) in enumerate(spans, 1):
+        assert branch.behaviour_logprobs[start] == -number
+
+
+@pytest.mark.parametrize("form", ["messages", "responses"])
+@pytest.mark.parametrize("name", KNOWING)
+@in_loop
+async def test_a_tool_loop_with_thoughts_is_one_branch(
+    name: str, form: str, renderer_for: Callable[[str], HFChatTokenizer]
+) -> None:
+    renderer, tool_format = renderer_for(name), find_tool_format("auto", TEMPLATES[name])
+    engine = Told(renderer)
+    async with world_of(engine, TEMPLATES[name]) as world:
+        loop, chat = Loop(world, form), list[Message]()
+        for new, message, kinds in (
+            (user("go"), called(0), ["reasoning", "function_call"]),
+            (result(0), assistant("Done."), ["reasoning", "message"]),
+            (user("more"), assistant("Six."), ["reasoning", "message"]),
+        ):
+            chat.append(new)
+            teller = Teller(renderer, chat, TOOLS)
+            then, last = (result(0), "70") if "tool_calls" in message else (user("more"), message["content"])
+            told = teller.answer(message, then, last=last)
+            prompt = renderer.render(chat, tools=TOOLS)
+            engine.answers.append(thinking(tool_format, prompt, told))
+            assert await loop.ask(new) == kinds
+            chat.append({**message, "reasoning_content": "hm"})
+            text = new["content"]
+            assert text in engine.prompt() or json.dumps(text)[1:-1] in engine.prompt()
+        check_one_branch(world, engine)
+
+
+NAMED = {"type": "function", "function": {"name": "add"}}
+FORCED = {"tools": TOOLS, "tool_choice": NAMED}
+
+
+@pytest.mark.parametrize("name", KNOWING)
+@in_loop
+async def test_a_forced_call_is_not_begun_inside_a_thought(
+    name: str, renderer_for: Callable[[str], HFChatTokenizer]
+) -> None:
+    """It is called, its result is in the next prompt, and both are one branch."""
+    renderer, tool_format = renderer_for(name), find_tool_format("auto", TEMPLATES[name])
+    engine, prefill = Told(renderer), tool_format.prefill("add") or ""
+    chat = [user("go")]
+    shown = renderer.render(chat, tools=TOOLS)
+    assert shown.rstrip().endswith("<think>") == (name in OPENING)
+    _, found, rest = Teller(renderer, chat, TOOLS).answer(called(0), result(0), last="70").partition(prefill)
+    assert found, "this is how the template writes a call"
+    async with world_of(engine, TEMPLATES[name]) as world:
+        engine.answers.append(rest)
+        status, answer = await world.post({"messages": chat, **FORCED})
+        assert status == 200, answer
+        begun = engine.prompt().removeprefix(shown).removesuffix(prefill)
+        assert begun == ("\n</think>\n\n" if name in OPENING else "")
+        (choice,) = answer["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 70})
+        engine.answers.append("Done.")
+        more = [*chat, choice["message"], {**result(0), "tool_call_id": call["id"]}]
+        status, answer = await world.post({"messages": more, "tools": TOOLS})
+        assert status == 200, answer
+        if base(name) in OPENING and not name.startswith("nemotron"):
+            assert engine.prompt() == renderer.render(more, tools=TOOLS), "as the template writes no thought"
+        check_one_branch(world, engine)
+
+
+@pytest.mark.parametrize("has_token", [False, True], ids=["text", "token"])
+@pytest.mark.parametrize("space", ["\n", ""])
+@in_loop
+async def test_a_forced_call_with_a_grammar_comes_behind_the_thought_that_the_prompt_begins(
+    tmp_path: Path, has_token: bool, space: str
+) -> None:
+    """The thought is sampled, free, and nothing is written for the model."""
+    prompt = "<|im_start|>assistant\\n"
+    opening = TEMPLATES["qwen2_5"].replace(f"{prompt}' }}}}", f"{prompt}<think>{space}' }}}}")
+    assert opening != TEMPLATES["qwen2_5"]
+    tokenizer, marks = byte_level(), ["<think>", "</think>"] if has_token else []
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", *marks])
+    save(tokenizer, tmp_path)
+    (tmp_path / "opening.jinja").write_text(opening)
+    renderer = HFChatTokenizer(tmp_path, chat_template=tmp_path / "opening.jinja")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 70}}\n</tool_call>'
+    engine = Told(renderer, [f"hm\n</think>\n\n{call}"] * 2)
+    async with world_of(engine, opening) as world:
+        for choice in (NAMED, "required"):
+            status, answer = await world.post({"messages": [user("go")], **FORCED, "tool_choice": choice})
+            assert status == 200, answer
+            assert engine.prompt() == renderer.render([user("go")], tools=TOOLS)
+            (told,) = answer["choices"][0]["message"]["tool_calls"]
+            assert told["function"]["arguments"] == '{"a": 70}'
+            grammar = engine.requests[-1].grammar
+            assert grammar is not None
+            matcher = TokenGrammars(renderer._tokenizer, 440).begin(grammar, engine.sampled[-1][:-1])
+            assert matcher.allowed()[engine.sampled[-1][-1]], "all of it is allowed"
+            with pytest.raises(GrammarError):
+                TokenGrammars(renderer._tokenizer, 440).begin(grammar, renderer.encode("</think>I say"))
+
+
+def test_a_thought_is_closed_as_the_prompt_has_begun_it() -> None:
+    for prompt, closed in (
+        ("<|assistant|><think>", "</think>"),  # GLM 4.7, DeepSeek V3.2
+        ("<|im_start|>assistant\n<think>\n", "\n</think>\n\n"),  # Qwen 3.5, MiniMax M2
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+        ("<|im_start|>assistant\n", ""),
+    ):
+        assert close_thought(prompt, ("<think>", "</think>")) == closed
