@@ -1,7 +1,7 @@
 # make quickstart    install, then train a small model from random weights (about 3 minutes on 2 cores)
 # make test          install, then run the tests that need no real runs (about 4 minutes on 2 cores)
 # make test-slow     the rest: real runs, killed and resumed, and a real vLLM if there is one (about 12 minutes)
-# make test-all      make test, then make test-slow
+# make test-all      make test and make test-slow (about 20 minutes)
 # make check         install, then lint, types and the plan of the house
 # make setup         the install step of all of them; seconds when nothing changed
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
@@ -9,7 +9,7 @@
 # make bench         every benchmark, a short table each
 # make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
 # make docs          write docs/configuration.md anew from the settings
-.PHONY: setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-all check bench fuzz docs
+.PHONY: setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench fuzz docs
 
 BIN := .venv/bin
 
@@ -38,8 +38,12 @@ test-runs:
 test-vllm:
 	$(BIN)/python -m pytest -q -m vllm --durations=10
 
-test-all: test
-	$(MAKE) test-slow
+# vLLM's beside all others: its tests wait for one server after the other.
+test-all: setup
+	$(MAKE) -j2 test-others test-vllm
+
+test-others: test
+	$(MAKE) test-runs
 
 check: setup
 	$(BIN)/ruff check .
