@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.answers import invalid, shown
 from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name, wrong
 from asyncrl.agents.endpoint.forms.anthropic_written import WrittenMessage
-from asyncrl.agents.endpoint.forms.chat import Translated, Written
+from asyncrl.agents.endpoint.forms.chat import Parameters, Translated, Written
 from asyncrl.agents.endpoint.forms.thoughts import signature_of
-from asyncrl.agents.endpoint.requests import MAX_STOPS, parse_json, refused
+from asyncrl.agents.endpoint.requests import MAX_STOPS, parse_json
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
 
 if TYPE_CHECKING:
@@ -170,6 +170,9 @@ class MessagesRequest(BaseModel):
     output_format: _OutputFormat | None = None
 
 
+PARAMETERS = Parameters("/v1/messages", MessagesRequest, PASSED, LEFT_OUT, UNSERVED, KINDS)
+
+
 class MessagesForm:
     """/v1/messages, and what /v1/messages/count_tokens counts. Thoughts are always blocks of their own."""
 
@@ -183,7 +186,7 @@ class MessagesForm:
         return True
 
     def translated(self, body: bytes, kept: KeptResponses) -> Translated:
-        passed, asked = _sorted(parse_json(body))
+        passed, asked = PARAMETERS.sort(parse_json(body))
         system = [block for block in asked.system if not block["text"].startswith(BILLING)]
         messages = [{"role": "system", "content": _text(system)}] if system else []
         for number, turn in enumerate(asked.messages):
@@ -220,25 +223,6 @@ class MessagesForm:
 
     def written(self, call: GatewayCall, model: str, asked: CallRequest, given: Any) -> Written:
         return WrittenMessage(call, model)
-
-
-def _sorted(given: Mapping[str, Any]) -> tuple[dict[str, Any], MessagesRequest]:
-    """(what is passed as it is, what is to be translated). Raises ApiError."""
-    passed, rest = {}, {}
-    for name, value in given.items():
-        if value is None or name in LEFT_OUT:
-            continue
-        if name in PASSED:
-            passed[name] = value
-        elif name in MessagesRequest.model_fields:
-            rest[name] = value
-        else:
-            why = UNSERVED.get(name, "/v1/messages has no such parameter here")
-            raise invalid(f"{name}={shown(value)} is refused: {why}.", name, code="unknown_parameter")
-    try:
-        return passed, MessagesRequest.model_validate(rest)
-    except ValidationError as error:
-        raise refused(error, KINDS) from None
 
 
 def _text(blocks: Sequence[Mapping[str, Any]]) -> str:

@@ -3,18 +3,56 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.answers import Answer, ApiError
+from asyncrl.agents.endpoint.answers import Answer, ApiError, invalid, shown
+from asyncrl.agents.endpoint.requests import refused
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall
     from asyncrl.agents.endpoint.forms.responses_written import KeptResponses
     from asyncrl.agents.endpoint.requests import AnyRequest, CallRequest, RequestReader
+
+
+Shape = TypeVar("Shape", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class Parameters(Generic[Shape]):
+    """The parameters of an endpoint at `path` that is translated: those in `passed` mean the same in a chat,
+    those of `shape` are to be translated, those in `left_out` change nothing. Others are refused; `unserved`
+    has the reasons of some. `kinds`: of the union's members in `shape`, which no error names.
+    """
+
+    path: str
+    shape: type[Shape]
+    passed: Collection[str]
+    left_out: Collection[str]
+    unserved: Mapping[str, str]
+    kinds: tuple[str, ...]
+
+    def sort(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], Shape]:
+        """(what is passed as it is, what is to be translated). Raises ApiError."""
+        passed, rest = {}, {}
+        for name, value in given.items():
+            if value is None or name in self.left_out:
+                continue
+            if name in self.passed:
+                passed[name] = value
+            elif name in self.shape.model_fields:
+                rest[name] = value
+            else:
+                why = self.unserved.get(name, f"{self.path} has no such parameter here")
+                raise invalid(f"{name}={shown(value)} is refused: {why}.", name, code="unknown_parameter")
+        try:
+            return passed, self.shape.model_validate(rest)
+        except ValidationError as error:
+            raise refused(error, self.kinds) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

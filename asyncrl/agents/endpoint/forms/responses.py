@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
 from asyncrl.agents.endpoint.answers import invalid, shown
 from asyncrl.agents.endpoint.calls.sent_messages import OPEN, Name, wrong
-from asyncrl.agents.endpoint.forms.chat import Translated, Written
+from asyncrl.agents.endpoint.forms.chat import Parameters, Translated, Written
 from asyncrl.agents.endpoint.forms.responses_written import (
     ECHOED,
     MAX_ECHOED,
@@ -20,7 +20,7 @@ from asyncrl.agents.endpoint.forms.responses_written import (
     WrittenResponse,
 )
 from asyncrl.agents.endpoint.forms.thoughts import unsealed
-from asyncrl.agents.endpoint.requests import parse_json, refused
+from asyncrl.agents.endpoint.requests import parse_json
 from asyncrl.agents.endpoint.tool_calls import MAX_TOOLS
 
 if TYPE_CHECKING:
@@ -174,6 +174,9 @@ class ResponsesRequest(BaseModel):
     background: Literal[False] = False
 
 
+PARAMETERS = Parameters("/v1/responses", ResponsesRequest, PASSED, LEFT_OUT, UNSERVED, KINDS)
+
+
 class ResponsesForm:
     """/v1/responses. Thoughts are always items of their own. A session keeps its responses, so that the next
     one may name the one that it goes on from.
@@ -186,7 +189,8 @@ class ResponsesForm:
 
     def translated(self, body: bytes, kept: KeptResponses) -> Translated:
         given = parse_json(body)
-        chat, asked = _sorted(given)
+        passed, asked = PARAMETERS.sort(given)
+        chat = {"stream": False} | passed
         before = kept.get(asked.previous_response_id)
         new = tuple(to_json(message) for message in _messages(asked.input))
         if not new:
@@ -205,25 +209,6 @@ class ResponsesForm:
 
     def written(self, call: GatewayCall, model: str, asked: CallRequest, given: Any) -> Written:
         return WrittenResponse(call, model, asked, given)
-
-
-def _sorted(given: Mapping[str, Any]) -> tuple[dict[str, Any], ResponsesRequest]:
-    """(what is passed as it is, at least `stream`; what is to be translated). Raises ApiError."""
-    passed, rest = {"stream": False}, {}
-    for name, value in given.items():
-        if value is None or name in LEFT_OUT:
-            continue
-        if name in PASSED:
-            passed[name] = value
-        elif name in ResponsesRequest.model_fields:
-            rest[name] = value
-        else:
-            why = UNSERVED.get(name, "/v1/responses has no such parameter here")
-            raise invalid(f"{name}={shown(value)} is refused: {why}.", name, code="unknown_parameter")
-    try:
-        return passed, ResponsesRequest.model_validate(rest)
-    except ValidationError as error:
-        raise refused(error, KINDS) from None
 
 
 def _translate(chat: dict[str, Any], asked: ResponsesRequest) -> None:
