@@ -12,17 +12,12 @@ start ends this script. --draw only reads and draws.
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from objective_figure import draw
 from objective_report import Pair, Run, Runs, Setting, comparisons, read_run, settings_table, write_csv
+from run_series import PlannedRun, run_all, say, state_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "configs" / "quickstart.yaml"
@@ -68,40 +63,33 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One run to be made."""
+class Planned(PlannedRun):
+    """A run of one setting."""
 
     setting: Setting
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Of its directory."""
-        return f"{self.setting.variant}-max_staleness_{self.setting.max_staleness}-seed{self.seed}"
-
-    def overrides(self, num_steps: int) -> list[str]:
-        """Settings beside the quickstart's. look_ahead is max_staleness, or the data would be no older than
-        the engines need.
-        """
-        bound = self.setting.max_staleness
-        held_out = "{python: 'asyncrl.tasks.letters:Letters', size: 256, reward_pool: inline}"
-        return [
-            f"seed={self.seed}",
-            f"trainer.num_steps={num_steps}",
-            f"buffer.max_staleness={bound}",
-            f"buffer.look_ahead={bound}",
-            *VARIANTS[self.setting.variant][1],
-            f"eval={{task: {held_out}, every: {num_steps}, at_start: false, num_prompts: 256, temperature: "
-            f"1.0, slots: 64}}",
-            "observe.console=none",
-            "observe.tensorboard=false",
-        ]
 
 
-def plan(variants: list[str], seeds: list[int]) -> list[Planned]:
+def a_run(setting: Setting, seed: int, num_steps: int) -> Planned:
+    """Settings beside the quickstart's. look_ahead is max_staleness, or the data would be no older than the
+    engines need.
+    """
+    bound = setting.max_staleness
+    held_out = "{python: 'asyncrl.tasks.letters:Letters', size: 256, reward_pool: inline}"
+    overrides = (
+        f"trainer.num_steps={num_steps}",
+        f"buffer.max_staleness={bound}",
+        f"buffer.look_ahead={bound}",
+        *VARIANTS[setting.variant][1],
+        f"eval={{task: {held_out}, every: {num_steps}, at_start: false, num_prompts: 256, temperature: "
+        f"1.0, slots: 64}}",
+    )
+    return Planned(f"{setting.variant}-max_staleness_{bound}", CONFIG, seed, overrides, setting)
+
+
+def plan(variants: list[str], seeds: list[int], num_steps: int) -> list[Planned]:
     """Seed after seed, so that what is there early is complete for the first of them."""
     return [
-        Planned(Setting(variant, bound), seed)
+        a_run(Setting(variant, bound), seed, num_steps)
         for seed in seeds
         for bound in reversed(BOUNDS)
         for variant in variants
@@ -122,81 +110,6 @@ def pairs() -> list[Pair]:
             for name in VARIANTS
         ),
     ]
-
-
-def state_of(folder: Path) -> str:
-    """done; failed, with steps that it got to; or unfinished: nothing there, interrupted, or never got to
-    train.
-    """
-    summary, metrics = folder / "summary.json", folder / "metrics.jsonl"
-    if not summary.exists() or not metrics.exists() or not metrics.stat().st_size:
-        return "unfinished"
-    state = str(json.loads(summary.read_text(encoding="utf-8"))["state"])
-    return state if state in ("done", "failed") else "unfinished"
-
-
-def run_all(planned: list[Planned], root: Path, num_steps: int) -> None:
-    """Make what is missing, and say after each run when the last one will be done. Raises SystemExit if
-    asyncrl cannot start.
-    """
-    root.mkdir(parents=True, exist_ok=True)
-    missing = [run for run in planned if state_of(root / run.name) == "unfinished"]
-    for run in planned:
-        if (
-            state_of(root / run.name) == "done"
-            and (found := len(read_run(root / run.name, NUM_GROUPS).rewards)) != num_steps
-        ):
-            raise SystemExit(
-                f"{root / run.name} has {found} steps, not {num_steps}.\n  Way out: another RUNS_DIR, or "
-                f"--num-steps {found}."
-            )
-    say(f"{len(planned)} runs, {len(planned) - len(missing)} of them are there")
-    began_s = time.monotonic()
-    for number, run in enumerate(missing, start=1):
-        folder = root / run.name
-        if (folder / "config.yaml").exists():
-            shutil.rmtree(folder)  # interrupted: a run is never continued
-        started_s = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "asyncrl.cli",
-            "run",
-            str(CONFIG),
-            *run.overrides(num_steps),
-            "--run-dir",
-            str(folder),
-        ]
-        code, errors = call(command)
-        state = state_of(folder)
-        if state == "unfinished":
-            raise SystemExit(f"{run.name} ended with {code}, before it trained:\n{errors}")
-        now_s = time.monotonic()
-        left_s = (now_s - began_s) / number * (len(missing) - number)
-        ends = time.strftime("%H:%M", time.localtime(time.time() + left_s))
-        what = (
-            f"{state}, reward {read_run(folder, NUM_GROUPS).final_reward:.3f}"
-            if state == "done"
-            else f"failed: {errors}"
-        )
-        say(
-            f"[{number}/{len(missing)}] {run.name}: {what}, {now_s - started_s:.0f} s; all done at about "
-            f"{ends}"
-        )
-
-
-def call(command: list[str]) -> tuple[int, str]:
-    """Exit code and standard error. An interrupt here ends the run with all that it started, which
-    subprocess.run would not.
-    """
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = process.communicate()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.communicate()
-        raise
-    return process.returncode, errors.strip()
 
 
 def read_all(planned: list[Planned], root: Path) -> tuple[Runs, list[str]]:
@@ -252,11 +165,6 @@ Figures of every batch: [objectives.csv](objectives.csv).
 """
 
 
-def say(text: str) -> None:
-    """At once, even into a file."""
-    print(text, flush=True)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run, read, draw, write."""
     parser = argparse.ArgumentParser(description="Compare objectives on the quickstart task.")
@@ -274,13 +182,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results")
     parser.add_argument("--draw", action="store_true", help="run nothing, draw what is there")
     options = parser.parse_args(arguments)
-    planned = plan(options.only, options.seeds)
+    planned = plan(options.only, options.seeds, options.num_steps)
     if not options.draw:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            run_all(planned, options.runs_dir, options.num_steps)
-        except KeyboardInterrupt:
-            raise SystemExit("interrupted; the same command goes on where it was") from None
+        run_all(planned, options.runs_dir)
     runs, failed = read_all(planned, options.runs_dir)
     options.out.mkdir(parents=True, exist_ok=True)
     write_csv(runs, options.out / "objectives.csv")

@@ -35,10 +35,10 @@ def seeds(*rewards: float) -> dict[int, Run]:
 
 
 def test_every_planned_run_has_a_valid_config_and_a_directory_of_its_own() -> None:
-    planned = script.plan(list(script.VARIANTS), [0, 1, 2])
+    planned = script.plan(list(script.VARIANTS), [0, 1, 2], 160)
     assert len({run.name for run in planned}) == len(planned) == 7 * 2 * 3
     for run in planned:
-        config = load_config(script.CONFIG, run.overrides(160))
+        config = load_config(run.config, run.settings)
         recipe = resolve(config.algorithm)  # refuses what corrects twice
         assert (config.trainer.num_steps, config.seed) == (160, run.seed)
         assert config.buffer.look_ahead == config.buffer.max_staleness == run.setting.max_staleness
@@ -80,14 +80,14 @@ def test_the_table_has_means_over_seeds_and_the_last_tenth_of_the_steps() -> Non
 def test_what_is_done_is_drawn_and_not_made_again_and_what_failed_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root, out, planned = tmp_path / "runs", tmp_path / "out", script.plan(["grpo", "dapo"], [0, 1])
+    root, out, planned = tmp_path / "runs", tmp_path / "out", script.plan(["grpo", "dapo"], [0, 1], 4)
     for run in planned:
         write_steps(root / run.name, [0.0, 0.1, 0.2, 0.3])
         (root / run.name / "config.yaml").write_text("seed: 0\n")
         state = "failed" if run.name == "dapo-max_staleness_8-seed1" else "done"
         summary = {"state": state, "evaluation": {"eval/reward_mean": 0.3 + 0.01 * run.seed}}
         (root / run.name / "summary.json").write_text(json.dumps(summary))
-    script.run_all(planned, root, num_steps=4)  # would take seconds and replace the files otherwise
+    script.run_all(planned, root)  # would take seconds and replace the files otherwise
     assert "8 runs, 8 of them are there" in capsys.readouterr().out
     arguments = ["--only", "grpo", "dapo", "--seeds", "0", "1", "--out", str(out), "--draw"]
     assert script.main([str(root), *arguments]) == 0
@@ -99,4 +99,4 @@ def test_what_is_done_is_drawn_and_not_made_again_and_what_failed_is_told(
     (root / planned[1].name / "metrics.jsonl").write_text("")
     assert script.state_of(root / planned[1].name) == "unfinished", "it never trained: it is made again"
     with pytest.raises(SystemExit, match=r"has 4 steps, not 160.\n  Way out: another RUNS_DIR"):
-        script.run_all(planned[:1], root, num_steps=160)
+        script.run_all(script.plan(["grpo"], [0], 160), root)

@@ -14,6 +14,7 @@ import functools
 import json
 import re
 import string
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,27 @@ TOOLS: list[Any] = [
         },
     }
 ]
-EXAMPLE: list[Any] = [
-    {"role": "user", "content": "Which river flows through Baghdad?"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {
-                "id": "example",
-                "type": "function",
-                "function": {"name": "search", "arguments": '{"query": "river Baghdad"}'},
-            }
-        ],
-    },
-    {
-        "role": "tool",
-        "tool_call_id": "example",
-        "content": "Baghdad: Baghdad lies on the river Tigris, in Iraq.",
-    },
-    {"role": "assistant", "content": "<answer>Tigris</answer>"},
-]
-"""A conversation as it should go. Nothing of it was sampled, so none of it is trained on."""
+EXAMPLES = (
+    (
+        "In which town was Ada Brook born?",
+        "Ada Brook",
+        "born in 1951 in the town of Dublin, works as a weaver, lives in Oslo and keeps a hen.",
+        "Dublin",
+    ),
+    (
+        "Which animal does Paul Stone keep?",
+        "Paul Stone",
+        "born in 1932 in the town of Basel, works as a clerk, lives in Rome and keeps a mule.",
+        "mule",
+    ),
+    (
+        "As what does Emma Wood work?",
+        "Emma Wood",
+        "born in 1940 in the town of Lille, works as a cook, lives in Bonn and keeps a bee.",
+        "cook",
+    ),
+)
+"""Questions, what was searched for, what was found, answers: nobody of them is in people.jsonl."""
 
 
 async def run(
@@ -70,18 +71,18 @@ async def run(
     max_searches: int = 3,
     must_search: bool = False,
     is_shaped: bool = False,
-    has_example: bool = False,
+    num_examples: int = 0,
+    system: str = SYSTEM,
 ) -> Outcome:
     """Search and answer. `must_search`: the first turn is a call whatever the model would rather do, which
-    helps a small model begin; so does `has_example`: EXAMPLE stands before the question.
+    helps a small model begin; so does `num_examples`: so many of EXAMPLES stand before the question.
 
     The reward is 1 for a right answer, 0 for a wrong one. A small share for form keeps a model that never
     answers from standing still. `is_shaped`: instead of that share, 0.1 for passages that hold the answer,
     and up to 0.6 for a right answer among other words, with or without tags: the fewer others, the more.
     """
     index = open_index(corpus)
-    example = EXAMPLE if has_example else []
-    messages: list[Any] = [{"role": "system", "content": SYSTEM}, *example, *task.messages]
+    messages: list[Any] = [{"role": "system", "content": system}, *examples(num_examples), *task.messages]
     num_searches, found, answer, said = 0, False, None, ""
     for turn in range(max_searches + 1):
         choice: Any = "auto" if turn < max_searches else "none"
@@ -115,6 +116,23 @@ async def run(
             "right": float(is_right),
         },
     )
+
+
+def examples(number: int) -> Iterator[Any]:
+    """Conversations as they should go. Nothing of them was sampled, so none of it is trained on."""
+    for index, (question, query, passage, answer) in enumerate(EXAMPLES[:number]):
+        function = {"name": "search", "arguments": json.dumps({"query": query})}
+        call = {"id": f"example-{index}", "type": "function", "function": function}
+        yield {"role": "user", "content": question}
+        yield {"role": "assistant", "content": "", "tool_calls": [call]}
+        yield {"role": "tool", "tool_call_id": call["id"], "content": f"{query}: {passage}"}
+        yield {"role": "assistant", "content": f"<answer>{answer}</answer>"}
+
+
+def parse(text: str) -> list[tuple[str, dict[str, str]]] | None:
+    """Searches as Search-R1 writes them, <search>query</search>: gateway.tool_format of learn.yaml."""
+    queries: list[str] = re.findall(r"<search>(.*?)</search>", text, flags=re.DOTALL)
+    return [("search", {"query": query}) for query in queries] or None
 
 
 class Index:
