@@ -13,7 +13,7 @@ VOCABULARY = 49_152
 FIRST_CHARACTER = 0x20000
 """The tokenizer has a token a character, and there are as many from here on."""
 PROMPT_CHARACTERS = 40
-"""About the length of a prompt of configs/smollm2.yaml."""
+"""A short question's."""
 
 
 class ShapeTask:
@@ -62,10 +62,12 @@ def make_shape(folder: Path) -> Path:
 
 
 def shape_overrides(model: Path, num_steps: int) -> list[str]:
-    """configs/smollm2.yaml with this model, in float32, and this task."""
+    """configs/smollm2.yaml with this model, in float32, this task and longer completions."""
     return [
         f"model.path={model}",
         "model.dtype=float32",
         "task={python: 'end_to_end_shape:ShapeTask', size: 1000, reward_pool: inline}",
+        "eval=none",
+        "rollout.max_tokens=32",
         f"trainer.num_steps={num_steps}",
     ]

@@ -1,10 +1,10 @@
 r"""An agent with one tool, a calculator, for any model that writes tool calls; lookup.py is what a model from
 nothing can learn.
 
-    asyncrl run configs/smollm2.yaml task.reasoning_gym=none task.python=examples.calculator:Sums \
-        generator.python=examples.calculator:run generator.give_answer=true rollout.max_prompt_tokens=512 \
-        model.chat_template=examples/hermes.jinja \
-        'task.args={question: "What is {}? Use the calculator."}'
+    asyncrl run configs/smollm2.yaml eval=none rollout.max_prompt_tokens=512 rollout.max_tokens=32 \
+        'task={python: examples.calculator:Sums, args: {question: "What is {}? Use the calculator."}}' \
+        generator.python=examples.calculator:run generator.give_answer=true \
+        model.chat_template=examples/hermes.jinja
 
 An agent like any other: the openai client, `tools=`, a loop over `tool_calls`. Nothing in run() knows of
 training but its reward. A model whose own template knows tools needs no other one.

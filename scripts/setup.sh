@@ -32,7 +32,7 @@ pip_offers_cpu_torch() {
 install_cpu_torch() {
     if pip_offers_cpu_torch; then
         echo "setup: installing torch (CPU build)"
-        pip install --quiet "$torch"
+        pip install --no-compile --quiet "$torch"
     else
         local uv
         uv=$(command -v uv || true)
@@ -49,7 +49,7 @@ echo "setup: installing asyncrl into $venv"
 if command -v uv >/dev/null; then
     uv pip install --quiet --python "$venv/bin/python" -e '.[dev]'
 else
-    pip install --quiet -e '.[dev]'
+    pip install --no-compile --quiet -e '.[dev]'
 fi
 echo "$stamp" >"$venv/.setup-stamp"
 echo "setup: done in $(($(date +%s) - started)) s"

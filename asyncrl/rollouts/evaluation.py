@@ -8,7 +8,7 @@ import asyncio
 import math
 import os
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev, stdev
@@ -24,12 +24,13 @@ from asyncrl.waits import TimeLimit, waiting
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scored rollout: `length` in sampled tokens, of all its turns."""
+    """One scored rollout: `length` in sampled tokens, of all its turns; `metrics` as task and harness say."""
 
     prompt_id: str
     reward: float
     length: int
     is_truncated: bool
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class EvalResult:
         eval/reward_mean, eval/reward_std: over prompts, each the mean of its samples (population standard
         deviation); eval/standard_error: of reward_mean (samples of one prompt are not independent, prompts
         are); eval/length_mean: sampled tokens; eval/truncated_fraction: rollouts that ran into
-        rollout.max_tokens; eval/failed: samples without a reward, which are in none of the means.
+        rollout.max_tokens; eval/task/NAME: over the samples that have it; eval/failed: samples without a
+        reward, which are in none of the means.
         """
         metrics: dict[str, float] = {
             "eval/version": self.version,
@@ -78,6 +80,9 @@ class EvalResult:
                 "eval/length_mean": fmean(sample.length for sample in self.samples),
                 "eval/truncated_fraction": fmean(sample.is_truncated for sample in self.samples),
             }
+            for name in dict.fromkeys(name for sample in self.samples for name in sample.metrics):
+                reported = (sample.metrics[name] for sample in self.samples if name in sample.metrics)
+                metrics[f"eval/task/{name}"] = fmean(reported)
             if len(means) > 1:
                 metrics["eval/standard_error"] = stdev(means) / math.sqrt(len(means))
         return metrics
@@ -138,7 +143,8 @@ def _sample(prompt_id: str, rollout: Rollout, version: int) -> Sample:
         way_out = "make sure that nothing else pushes weights to the eval engine, then start again."
         raise EngineError("engine-eval", what, rule=rule, way_out=way_out)
     length = sum(branch.num_sampled for branch in rollout)
-    return Sample(prompt_id, rollout[0].reward, length, any(branch.is_truncated for branch in rollout))
+    is_truncated = any(branch.is_truncated for branch in rollout)
+    return Sample(prompt_id, rollout[0].reward, length, is_truncated, rollout[0].metrics)
 
 
 class Schedule:
