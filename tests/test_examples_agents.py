@@ -124,20 +124,63 @@ def test_a_shaped_reward_of_the_search_agent_grows_with_the_share_of_the_right_a
     assert outcome.reward == pytest.approx(reward)
 
 
-def test_the_questions_that_the_search_agent_learns_from_are_not_those_it_is_judged_by() -> None:
-    every, train, held_out = (
-        [row["prompt"] for row in read_lines(ROOT / f"examples/search/{name}.jsonl")]
-        for name in ("questions", "questions_train", "questions_held_out")
-    )
-    assert sorted(every) == sorted([*train, *held_out])
-    assert not set(train) & set(held_out)
+def test_what_the_search_agent_learns_from_says_nothing_of_what_it_is_judged_by() -> None:
+    asked = {
+        name: [row["prompt"] for row in read_lines(ROOT / f"examples/search/people_{name}.jsonl")]
+        for name in ("train", "held_out")
+    }
+    people = [row["title"] for row in read_lines(ROOT / "examples/search/people.jsonl")]
+    known = {
+        name: {who for who in people if any(who in text for text in texts)} for name, texts in asked.items()
+    }
+    assert (len(known["train"]), len(known["held_out"])) == (200, 40)
+    assert not known["train"] & known["held_out"]
 
 
-def test_every_question_of_the_search_agent_is_answered_by_a_passage() -> None:
+@pytest.mark.parametrize(
+    ("corpus", "questions"), [("corpus", ["questions"]), ("people", ["people_train", "people_held_out"])]
+)
+def test_every_question_of_the_search_agent_is_answered_by_a_passage(
+    corpus: str, questions: list[str]
+) -> None:
     mentions = load_object("examples.search.agent:mentions", "test")
-    texts = [f"{row['title']} {row['text']}" for row in read_lines(ROOT / "examples/search/corpus.jsonl")]
-    for row in read_lines(ROOT / "examples/search/questions.jsonl"):
+    texts = [f"{row['title']} {row['text']}" for row in read_lines(ROOT / f"examples/search/{corpus}.jsonl")]
+    for row in (row for name in questions for row in read_lines(ROOT / f"examples/search/{name}.jsonl")):
         assert any(mentions(text, right) for text in texts for right in row["answer"]), row
+
+
+def test_the_people_of_the_search_agent_are_those_that_its_script_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import examples.search.people as script
+
+    monkeypatch.setattr(script, "HERE", tmp_path)
+    script.main()
+    for name in ("people", "people_train", "people_held_out"):
+        shipped = ROOT / f"examples/search/{name}.jsonl"
+        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
+
+
+def test_the_search_agents_template_writes_what_its_format_reads() -> None:
+    examples = list(load_object("examples.search.agent:examples", "test")(2))
+    assert len(examples) == 2 * 4
+    for message in examples:
+        for call in message.get("tool_calls", []):  # as the gateway gives them to a template
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    text = (ROOT / "examples/search/search_r1.jinja").read_text(encoding="utf-8")
+    chat = [*examples, {"role": "user", "content": "Who?"}]
+    shown = (
+        ImmutableSandboxedEnvironment().from_string(text).render(messages=chat, add_generation_prompt=True)
+    )
+    assert "<|im_start|>assistant\n<search>Ada Brook</search><|im_end|>\n" in shown
+    assert "<|im_start|>user\n<information>Ada Brook: born in 1951" in shown
+    assert shown.endswith(
+        "<answer>mule</answer><|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    own = find_tool_format("examples.search.agent:parse", text)
+    (call,) = own.parse("<search>Ada Brook</search>").tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("search", {"query": "Ada Brook"})
+    assert own.parse("<search>Ada Brook").tool_calls == (), "not ended, so no search"
 
 
 def test_the_shell_agent_makes_two_turns_with_curl_alone() -> None:

@@ -52,6 +52,8 @@ def test_the_page_shows_the_examples_as_they_are() -> None:
     [
         ("capitals", "examples.my_reward:names_it", "It is {}.", "I do not know"),
         ("sums", "math", "so it is $\\boxed{{{}}}$", "$\\boxed{{123456}}$"),
+        ("words", "examples.words:shortest", "{}.", "It is 42"),
+        ("words_held_out", "examples.words:exact", "{}.", "It is {}."),
     ],
 )
 def test_the_example_data_can_be_answered(file: str, reward: str, right: str, wrong: str) -> None:
