@@ -173,7 +173,7 @@ def test_the_search_agents_template_writes_what_its_format_reads() -> None:
         ImmutableSandboxedEnvironment().from_string(text).render(messages=chat, add_generation_prompt=True)
     )
     assert "<|im_start|>assistant\n<search>Ada Brook</search><|im_end|>\n" in shown
-    assert "<|im_start|>user\n<information>Ada Brook: born in 1951" in shown
+    assert "<|im_start|>user\n<information>Ada Brook: birthplace Dublin" in shown
     assert shown.endswith(
         "<answer>mule</answer><|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -41,21 +41,21 @@ TOOLS: list[Any] = [
 ]
 EXAMPLES = (
     (
-        "In which town was Ada Brook born?",
+        "What is the birthplace of Ada Brook?",
         "Ada Brook",
-        "born in 1951 in the town of Dublin, works as a weaver, lives in Oslo and keeps a hen.",
+        "birthplace Dublin, birth year 1951, job weaver, home Oslo, pet hen.",
         "Dublin",
     ),
     (
-        "Which animal does Paul Stone keep?",
+        "What is the pet of Paul Stone?",
         "Paul Stone",
-        "born in 1932 in the town of Basel, works as a clerk, lives in Rome and keeps a mule.",
+        "birthplace Basel, birth year 1932, job clerk, home Rome, pet mule.",
         "mule",
     ),
     (
-        "As what does Emma Wood work?",
+        "What is the job of Emma Wood?",
         "Emma Wood",
-        "born in 1940 in the town of Lille, works as a cook, lives in Bonn and keeps a bee.",
+        "birthplace Lille, birth year 1940, job cook, home Bonn, pet bee.",
         "cook",
     ),
 )

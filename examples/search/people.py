@@ -17,6 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 NUM_PEOPLE, NUM_HELD_OUT = 240, 40
+FACTS = ("birthplace", "birth year", "job", "home", "pet")
 FIRST = """
     Agnes Boris Clara Dario Edith Felix Greta Hugo Irene Jonas Karla Leon Mabel Nils Olga Pablo Ruth
     Simon Tilda Victor
@@ -50,37 +51,19 @@ def main() -> None:
 
 def a_person(name: str, draw: random.Random) -> dict[str, str]:
     """Born in one town and living in another, so that the answer has to be read for."""
-    born, home = draw.sample(TOWNS, 2)
-    year = str(draw.randrange(1900, 1990))
-    return {
-        "name": name,
-        "born": born,
-        "year": year,
-        "home": home,
-        "job": draw.choice(JOBS),
-        "pet": draw.choice(PETS),
-    }
+    birthplace, home = draw.sample(TOWNS, 2)
+    year, job, pet = str(draw.randrange(1900, 1990)), draw.choice(JOBS), draw.choice(PETS)
+    return {"name": name, "birthplace": birthplace, "birth year": year, "home": home, "job": job, "pet": pet}
 
 
 def text_of(who: dict[str, str]) -> str:
-    """Their passage."""
-    return (
-        f"born in {who['year']} in the town of {who['born']}, works as a {who['job']}, "
-        f"lives in {who['home']} and keeps a {who['pet']}."
-    )
+    """Their passage, without the name."""
+    return ", ".join(f"{fact} {who[fact]}" for fact in FACTS) + "."
 
 
 def questions_about(who: dict[str, str]) -> list[dict[str, Any]]:
     """One for each fact."""
-    name = who["name"]
-    asked = {
-        f"In which town was {name} born?": who["born"],
-        f"In which year was {name} born?": who["year"],
-        f"As what does {name} work?": who["job"],
-        f"In which town does {name} live?": who["home"],
-        f"Which animal does {name} keep?": who["pet"],
-    }
-    return [{"prompt": question, "answer": [answer]} for question, answer in asked.items()]
+    return [{"prompt": f"What is the {fact} of {who['name']}?", "answer": [who[fact]]} for fact in FACTS]
 
 
 def write(name: str, rows: Iterable[dict[str, Any]]) -> None:
