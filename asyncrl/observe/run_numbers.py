@@ -96,7 +96,7 @@ TRAIN_PARTS = {
     "backward": "perf/backward_s",
     "optimizer": "perf/optimizer_s",
     "packing": "perf/pack_s",
-    "older logprobs": "perf/logprobs_s",
+    "passes without gradient": "perf/logprobs_s",
     "blocked by copies of the weights": "perf/blocked_s",
 }
 """Parts of perf/train_s in words."""

@@ -178,7 +178,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
 
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
-    """Steps, time, reward, a bar a part of the time, what the trainer did in its part, and the verdict in words. Fits 80 columns."""
+    """Steps, time, reward, a bar a part of the time, how the trainer used its own, and the verdict in words.
+    Fits 80 columns.
+    """
     bars = Table.grid(padding=(0, 1))
     for name, (words, colour, _) in SHARES.items():
         share = getattr(verdict.shares, name)

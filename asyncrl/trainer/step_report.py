@@ -57,7 +57,7 @@ GAP_ADVICE = (
 
 Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
 PHASES: tuple[Phase, ...] = ("pack", "logprobs", "forward", "backward", "optimizer", "blocked")
-"""Each is a metric perf/NAME_s; what is in none of them is checks, advantages, sums over ranks, the record."""
+"""Each is a metric perf/NAME_s. What is in none of them: checks, advantages, sums over ranks, the record."""
 
 PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
     "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},

@@ -91,8 +91,9 @@ def _active_part(name: str, config: Any) -> float:
     sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
     num_experts = next((size for size in sizes if size), None)
     chosen = getattr(config, "num_experts_per_tok", None)
-    is_known = isinstance(num_experts, int) and isinstance(chosen, int)
-    return chosen / num_experts if ".experts." in name and is_known else 1.0
+    if ".experts." in name and isinstance(num_experts, int) and isinstance(chosen, int):
+        return chosen / num_experts
+    return 1.0
 
 
 @dataclass(frozen=True)
