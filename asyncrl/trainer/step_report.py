@@ -151,8 +151,8 @@ class StepMeter:
             "perf/export_s": self._export_s,
             "perf/packed_tokens": float(sum(num_tokens)),
             "perf/device_tokens_per_s": sum(num_tokens) / device_s,
-            "perf/host_memory_bytes": float(sum(host_bytes)),
         }
+        metrics |= {"perf/host_memory_bytes": float(sum(host_bytes))} if all(host_bytes) else {}
         names = ("perf/device_memory_bytes", "perf/device_reserved_bytes")
         metrics |= {name: float(max(of_ranks)) for name, of_ranks in zip(names, device_bytes, strict=False)}
         if self._peak_flops is not None:
@@ -173,8 +173,10 @@ def _peak_host_bytes() -> int:
     """The most resident memory of this process since its start. Not ru_maxrss, which is at least what its
     parent had. 0 where the kernel does not say it.
     """
-    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    return 0
 
 
 class Gap(NamedTuple):
