@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 
 from asyncrl.observe import console as console_module
 from asyncrl.observe.console import Console, Kind, outliving, plain_line
-from asyncrl.observe.run_numbers import Steps, TimeShares, duration, sparkline
+from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers, duration, sparkline
 from asyncrl.observe.verdict import Verdict, summary_panel
 
 METRICS = {
@@ -41,6 +41,8 @@ training 71%, waiting for generation 17%
 SUMMARY = """50 in 2 min 05 s, 2.50 s each
 0.100 at first, 0.800
 stragglers 10%
+forward 30%, backward 60%, the rest 10%
+12,000 packed tokens/s a device, MFU 30.0%
 Knob: engines."""
 
 
@@ -170,7 +172,9 @@ def test_what_finds_no_room_is_left_out_and_waited_for_once_and_not_line_by_line
 
 def test_the_summary_shows_the_verdict_in_80_columns() -> None:
     shares = TimeShares(training=0.5, generation=0.3, stragglers=0.1, publishing=0.05, other=0.05)
-    verdict = Verdict(50, 125.0, 0.1, 0.8, shares, "generation", ("Generation held it.", "Knob: engines."))
+    sentences = ("Generation held it.", "Knob: engines.")
+    trainer = TrainerNumbers({"forward": 0.3, "backward": 0.6}, 12_000.0, 0.3, 100 * 2.0**30, 2.0**30)
+    verdict = Verdict(50, 125.0, 0.1, 0.8, shares, "generation", sentences, trainer=trainer)
     picture = drawn(summary_panel(verdict, title="quickstart"))
     for words in SUMMARY.splitlines():
         assert words in picture

@@ -4,7 +4,7 @@ import pytest
 from placement_cases import load
 
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import Steps, TimeShares
+from asyncrl.observe.run_numbers import Steps, TimeShares, TrainerNumbers
 from asyncrl.observe.verdict import judge
 
 ZERO, TWO = "buffer.max_staleness=0", "buffer.max_staleness=2"
@@ -78,3 +78,41 @@ def test_shares_add_up_to_one_even_where_parts_exceed_the_whole() -> None:
 def test_a_step_that_was_taken_again_takes_the_place_of_all_from_there_on() -> None:
     run = Steps([{"step": step, "reward/mean": step} for step in (0, 1, 2, 1)])
     assert (len(run), run.values("reward/mean"), run.last) == (2, [0.0, 1.0], {"step": 1, "reward/mean": 1})
+
+
+TRAINED = "train_s=0.5 forward_s=0.1 backward_s=0.25 optimizer_s=0.05 pack_s=0.001 device_tokens_per_s=12000"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "rows"),
+    [
+        ("train_s=0.5", {}),
+        (
+            f"{TRAINED} host_memory_bytes=3221225472",
+            {
+                "training": "forward 20%, backward 50%, optimizer 10%, the rest 20%",
+                "trainer": "12,000 packed tokens/s a device, 3.0 GiB of the host",
+            },
+        ),
+        (
+            f"{TRAINED} mfu=0.314 device_memory_bytes=107374182400",
+            {"trainer": "12,000 packed tokens/s a device, MFU 31.4%, 100.0 GiB of the device"},
+        ),
+    ],
+)
+def test_a_verdict_tells_how_the_trainer_used_its_time_and_its_device(
+    metrics: str, rows: dict[str, str]
+) -> None:
+    trainer = judge(Steps(steps(metrics)), config()).trainer
+    assert trainer is not None
+    found = dict(trainer.rows())
+    assert {name: found.get(name) for name in rows} == rows
+    assert rows or not found
+
+
+def test_rates_are_means_over_time_and_memory_is_the_most_of_all_steps() -> None:
+    short = {"step": 0, "perf/train_s": 1.0, "perf/mfu": 0.4, "perf/host_memory_bytes": 7.0}
+    long = {"step": 1, "perf/train_s": 3.0, "perf/mfu": 0.2, "perf/host_memory_bytes": 5.0}
+    trainer = TrainerNumbers.of(Steps([short, long, {"step": 2, "perf/train_s": 9.0}]))
+    assert (trainer.mfu, trainer.host_memory_bytes) == (pytest.approx(0.25), 7.0)
+    assert trainer.tokens_per_device_s is None

@@ -6,15 +6,18 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_model import TINY_ARCHITECTURE
+from torch.utils.flop_counter import FlopCounterMode
 from trainer_cases import Rows, batch_of, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.messages.calls import BatchArrays
-from asyncrl.trainer.model.dealing import Costs, costs_of, deal
-from asyncrl.trainer.model.packing import by_group, token_ranges
+from asyncrl.trainer.model.dealing import Costs, PassSize, costs_of, deal
+from asyncrl.trainer.model.packing import by_group, pack, token_ranges
+from asyncrl.trainer.model.policy import ForwardPlan, Policy
 from asyncrl.trainer.model.tree import TokenRange
 
 COSTS = Costs(key=0.01, loss_token=0.2)
@@ -100,6 +103,39 @@ def test_costs_are_the_operations_of_the_model() -> None:
     config = AutoConfig.for_model(**TINY_ARCHITECTURE, vocab_size=52)
     model = AutoModelForCausalLM.from_config(config)
     costs, heads = costs_of(model), config.num_attention_heads * config.head_dim
-    linear = sum(weight.numel() for weight in model.model.layers.parameters()) + config.hidden_size
+    linear = sum(weight.numel() for weight in model.model.layers.parameters() if weight.ndim > 1)
     assert costs.loss_token == pytest.approx(52 * config.hidden_size / linear)
     assert costs.key == pytest.approx(2 * config.num_hidden_layers * heads / linear)
+
+
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize("architecture", [{}, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("trains", ["all", "nothing but the embedding", "without gradient"])
+def test_the_model_flops_are_those_that_torch_counts(architecture: dict[str, object], trains: str) -> None:
+    """Of a plain pass: whole logits, and attention that computes all T x T scores, as PaLM counts it."""
+    shape = {**TINY_ARCHITECTURE, **architecture, "vocab_size": 52, "tie_word_embeddings": False}
+    config = AutoConfig.for_model(**shape)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    model.requires_grad_(trains == "all").get_input_embeddings().requires_grad_(True)
+    ids, has_backward = torch.arange(2, 32)[None], trains != "without gradient"
+    with FlopCounterMode(display=False) as counted, torch.set_grad_enabled(has_backward):
+        logits = model(input_ids=ids).logits
+        if has_backward:
+            logits.sum().backward()
+    size = PassSize(num_tokens=30, num_pairs=30 * 30, num_targets=30)
+    expected = costs_of(model).flops(size, has_backward=has_backward)
+    assert counted.get_total_flops() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_pass_is_counted_as_it_is_computed_what_sequences_share_once() -> None:
+    """Two rollouts of 60 tokens after a prompt of 20, the last of which is only predicted."""
+    header, arrays = batch_of(random_groups([[60, 60]], prompt=20))
+    (micro,) = pack(header, arrays, arrays.loss_mask, 1000, torch.device("cpu"))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_ARCHITECTURE, vocab_size=52))
+    packed, alone = Policy(model).size_of(micro), Policy(model, ForwardPlan(False, True)).size_of(micro)
+    assert (packed.num_tokens, packed.num_pairs) == (79 + 59, (79 + 59) * 79)
+    assert alone == PassSize(2 * 79, 2 * 79 * 79, 120)
+    assert packed.num_targets == len({*zip(micro.predict_U.tolist(), micro.target_U.tolist(), strict=True)})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
@@ -17,10 +18,19 @@ from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
+from asyncrl.observe.metrics import GAUGES
 from asyncrl.serving import Refused
 from asyncrl.trainer.model import parts as loading
+from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.step import TrainStep
-from asyncrl.trainer.step_report import MIN_ENGINE_TOKENS, Gap, gap_fault
+from asyncrl.trainer.step_report import (
+    MIN_ENGINE_TOKENS,
+    PHASES,
+    Gap,
+    StepMeter,
+    gap_fault,
+    peak_flops,
+)
 
 Answer = tuple[torch.Tensor, dict[str, Any]]
 
@@ -318,3 +328,113 @@ def test_past_the_limit_the_engine_that_is_off_is_named_and_nothing_is_trained(m
         step.train(header, arrays)
     assert "trainer.logprob_gap_limit=0.15" in caught.value.body.rule
     assert (step.policy_version, step.weights_digest()) == (0, before)
+
+
+def test_a_step_tells_where_its_time_went_and_the_next_one_what_the_export_took(make_step: MakeStep) -> None:
+    step, entered = make_step(algorithm={"kl_coefficient": 0.1}), list[str]()
+    enter = step._meter.enter
+    step._meter.enter = lambda phase: (entered.append(phase), enter(phase))
+    step.before_change = lambda: entered.append("waits here")
+    found = step.train(*make_batch())
+    assert entered == (
+        ["", "pack", "logprobs", "", "pack", "forward", "backward", "", "optimizer"]
+        + ["blocked", "waits here", "optimizer", "", ""]
+    )
+    parts = {phase: found[f"perf/{phase}_s"] for phase in PHASES}
+    assert all(parts.values())
+    assert sum(parts.values()) <= found["perf/train_s"]
+    per_device = found["perf/packed_tokens"] / found["perf/train_s"]
+    assert found["perf/device_tokens_per_s"] == pytest.approx(per_device)
+    assert found["perf/host_memory_bytes"] >= psutil.Process().memory_info().rss / 2
+    assert not {"perf/mfu", "perf/device_memory_bytes"} & found.keys(), "nothing is made up of a CPU"
+    assert not [name for name in found if name.startswith("perf/") and name not in GAUGES]
+    step.export(step.spec.staging_dir / "v1.safetensors")
+    assert found["perf/export_s"] == 0 < step.train(*make_batch(version=1))["perf/export_s"]
+    assert step.train(*make_batch(version=2))["perf/export_s"] == 0
+
+
+class FakeCuda:
+    """A device that is 0.5 s behind the host; events can be read once one after them was waited for."""
+
+    def __init__(self) -> None:
+        self.now_s, self.num_waits, self.passed_s = 100.0, 0, 0.0
+        self.peaks = [3000, 4000]
+        cuda = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at_s = cuda.now_s + 0.5
+
+            def synchronize(self) -> None:
+                cuda.num_waits += 1
+                cuda.passed_s = cuda.now_s = self.at_s
+
+            def elapsed_time(self, end: Event) -> float:
+                assert max(self.at_s, end.at_s) <= cuda.passed_s, "torch raises for an event that is to come"
+                return 1e3 * (end.at_s - self.at_s)
+
+        self.Event = Event
+
+    def get_device_name(self) -> str:
+        return "NVIDIA H100 80GB HBM3"
+
+    def max_memory_allocated(self) -> int:
+        return self.peaks[0]
+
+    def max_memory_reserved(self) -> int:
+        return self.peaks[1]
+
+    def reset_peak_memory_stats(self) -> None:
+        self.peaks = [1, 2]
+
+
+def test_on_cuda_a_step_is_timed_by_events_that_are_waited_for_at_its_end_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr("asyncrl.trainer.step_report.time.perf_counter", lambda: cuda.now_s)
+    meter = StepMeter(ALONE, "bfloat16", cuda)
+    meter.enter("forward")  # of a step that was refused
+    cuda.now_s += 7.0
+    meter.start()
+    timed = [("forward", 1.0), ("backward", 2.0), ("", 0.25), ("forward", 1.0), ("optimizer", 0.25)]
+    for phase, spent_s in timed:
+        meter.enter(phase)
+        cuda.now_s += spent_s
+    meter.count(989.5e12, 3000)
+    meter.count(989.5e12)
+    assert cuda.num_waits == 0
+    found = meter.numbers()
+    assert cuda.num_waits == 1
+    spent = {"forward": 2.0, "backward": 2.0, "optimizer": 0.25, "pack": 0.0, "logprobs": 0.0, "blocked": 0.0}
+    assert {phase: found[f"perf/{phase}_s"] for phase in PHASES} == pytest.approx(spent)
+    assert found["perf/train_s"] == pytest.approx(4.5 + 0.5), "to the end of the device's work"
+    assert found["perf/mfu"] == pytest.approx(2 / 5)
+    assert found["perf/device_tokens_per_s"] == pytest.approx(600)
+    assert (found["perf/device_memory_bytes"], found["perf/device_reserved_bytes"]) == (3000, 4000)
+    meter.start()
+    assert meter.numbers()["perf/device_memory_bytes"] == 1, "the peak of each step is its own"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", 989.5e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA H200 NVL", "bfloat16", 835.5e12),
+        ("NVIDIA H200", "float32", 67e12),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("NVIDIA GB200", "bfloat16", 2500e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("NVIDIA A10", "bfloat16", None),
+        ("NVIDIA H100 80GB HBM3", "float16", None),
+        ("cpu", "float32", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_its_name_or_not_claimed(
+    name: str, dtype: str, expected: float | None
+) -> None:
+    assert peak_flops(name, dtype) == expected

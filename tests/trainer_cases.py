@@ -84,6 +84,11 @@ def assert_all_close(found: Iterable[torch.Tensor], expected: Iterable[torch.Ten
         torch.testing.assert_close(one, other, rtol=limit, atol=limit)
 
 
+def learned(metrics: dict[str, float]) -> dict[str, float]:
+    """Without time, speed and memory, which are others each time."""
+    return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
+
+
 def changed(arrays: BatchArrays, **values: Any) -> BatchArrays:
     return BatchArrays(**{**dict(arrays), **values})
 

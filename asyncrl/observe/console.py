@@ -128,7 +128,8 @@ class Console:
             return "-"
         tokens = steps.total("tokens/trained", _RECENT) / steps.total("perf/step_s", _RECENT)
         length = steps.last.get("sample/length_mean", 0.0)
-        return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s, {length:.0f} tokens a rollout"
+        mfu = f", MFU {steps.last['perf/mfu']:.1%}" if "perf/mfu" in steps.last else ""
+        return f"{step_s:.2f} s a step, {tokens:,.0f} trained tokens/s, {length:.0f} tokens a rollout{mfu}"
 
     def _time(self) -> RenderableType:
         shares = TimeShares.of(lambda metric: self._steps.total(metric, _RECENT))

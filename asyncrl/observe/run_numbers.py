@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -19,7 +19,9 @@ COLUMNS = tuple(
     "step time_s reward/mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
     "perf/wait_generation_s perf/wait_stragglers_s perf/wait_publishing_s perf/handover_s "
     "sample/staleness_mean rollout/inflight rollout/dropped rollout/filtered rollout/filtered_tokens "
-    "rollout/given_up trainer/skipped_steps".split()
+    "rollout/given_up trainer/skipped_steps "
+    "perf/forward_s perf/backward_s perf/optimizer_s perf/pack_s perf/logprobs_s perf/blocked_s "
+    "perf/device_tokens_per_s perf/mfu perf/device_memory_bytes perf/host_memory_bytes".split()
 )
 """Metrics that are asked of all steps."""
 
@@ -62,6 +64,17 @@ class Steps:
         values = self.values(name, part)
         return fmean(values) if values else None
 
+    def most(self, name: str) -> float | None:
+        """The largest of the steps that have the metric; None if none has."""
+        return max(self.values(name), default=None)
+
+    def rate(self, name: str) -> float | None:
+        """Mean of what counts a second of training, over the time of all steps that have it."""
+        both = zip(self.column(name), self.column("perf/train_s"), strict=True)
+        found = [(value * train_s, train_s) for value, train_s in both if value * train_s >= 0]
+        whole_s = sum(train_s for _, train_s in found)
+        return sum(value for value, _ in found) / whole_s if whole_s else None
+
     def newest(self, name: str) -> float:
         """What a counter of the whole run says last; 0 if no step has it."""
         return ([0.0] + self.values(name))[-1]
@@ -76,6 +89,55 @@ SHARES = {
     "other": ("other", "bright_black", ""),
 }
 """Field of TimeShares -> its words, its colour, and its metric."""
+
+
+TRAIN_PARTS = {
+    "forward": "perf/forward_s",
+    "backward": "perf/backward_s",
+    "optimizer": "perf/optimizer_s",
+    "packing": "perf/pack_s",
+    "passes without gradient": "perf/logprobs_s",
+    "blocked by copies of the weights": "perf/blocked_s",
+}
+"""Parts of perf/train_s in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerNumbers:
+    """How the trainer used its device, over all steps; None where no step says it. `parts`: shares of
+    perf/train_s by the words of TRAIN_PARTS. Memory: the peak of the device, and of all ranks on the host.
+    """
+
+    parts: Mapping[str, float]
+    tokens_per_device_s: float | None
+    mfu: float | None
+    device_memory_bytes: float | None
+    host_memory_bytes: float | None
+
+    @classmethod
+    def of(cls, steps: Steps) -> TrainerNumbers:
+        """From the metrics of the trainer."""
+        train_s = steps.total("perf/train_s")
+        parts = {words: steps.total(name) for words, name in TRAIN_PARTS.items() if steps.values(name)}
+        return cls(
+            parts={words: part_s / train_s for words, part_s in parts.items()} if train_s else {},
+            tokens_per_device_s=steps.rate("perf/device_tokens_per_s"),
+            mfu=steps.rate("perf/mfu"),
+            device_memory_bytes=steps.most("perf/device_memory_bytes"),
+            host_memory_bytes=steps.most("perf/host_memory_bytes"),
+        )
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """What it says, for a table."""
+        if self.parts:
+            parts = {**self.parts, "the rest": max(0.0, 1 - sum(self.parts.values()))}
+            yield "training", ", ".join(f"{w} {share:.0%}" for w, share in parts.items() if share >= 0.005)
+        if self.tokens_per_device_s is not None:
+            mfu = "" if self.mfu is None else f", MFU {self.mfu:.1%}"
+            device, host = self.device_memory_bytes, self.host_memory_bytes
+            memory = f", {device / 2**30:.1f} GiB of the device" if device else ""
+            memory += f", {host / 2**30:.1f} GiB of the host" if host else ""
+            yield "trainer", f"{self.tokens_per_device_s:,.0f} packed tokens/s a device{mfu}{memory}"
 
 
 @dataclass(frozen=True, slots=True)

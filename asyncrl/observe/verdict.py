@@ -16,7 +16,16 @@ from rich.text import Text
 
 from asyncrl.buffer.overdue import POLICIES
 from asyncrl.config import RunConfig
-from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, duration, several, thinned
+from asyncrl.observe.run_numbers import (
+    SHARES,
+    Steps,
+    TimeShares,
+    TrainerNumbers,
+    boxed,
+    duration,
+    several,
+    thinned,
+)
 
 NUM_NAMED = 5
 """Number of batches with a skipped step that are named."""
@@ -44,6 +53,7 @@ class Verdict:
     bottleneck: str
     sentences: tuple[str, ...]
     num_skipped_steps: int = 0
+    trainer: TrainerNumbers | None = None
 
 
 def judge(steps: Steps, config: RunConfig) -> Verdict:
@@ -58,6 +68,7 @@ def judge(steps: Steps, config: RunConfig) -> Verdict:
         shares=shares,
         bottleneck=bottleneck,
         num_skipped_steps=int(steps.total("trainer/skipped_steps")),
+        trainer=TrainerNumbers.of(steps),
         sentences=(
             _what_held_it_back(bottleneck, shares),
             f"Knob: {_knob(bottleneck, steps, config)}.",
@@ -167,7 +178,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
 
 
 def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
-    """Steps, time, reward, a bar a part of the time, and the verdict in words. Fits 80 columns."""
+    """Steps, time, reward, a bar a part of the time, how the trainer used its own, and the verdict in words.
+    Fits 80 columns.
+    """
     bars = Table.grid(padding=(0, 1))
     for name, (words, colour, _) in SHARES.items():
         share = getattr(verdict.shares, name)
@@ -178,7 +191,8 @@ def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
     rows: list[tuple[str, RenderableType]] = [("steps", steps)]
     if verdict.reward_first is not None and verdict.reward_last is not None:
         rows.append(("reward", f"{verdict.reward_first:.3f} at first, {verdict.reward_last:.3f} at last"))
-    return boxed([*rows, ("time", bars), ("verdict", Text("\n".join(verdict.sentences)))], title)
+    rows += [("time", bars), *(() if verdict.trainer is None else verdict.trainer.rows())]
+    return boxed([*rows, ("verdict", Text("\n".join(verdict.sentences)))], title)
 
 
 PLOT_FILE = "reward.png"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +44,7 @@ from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.step_report import (
     GAP_ADVICE,
     GAP_WARNING,
+    StepMeter,
     append_line,
     gap_fault,
     gap_metrics,
@@ -123,6 +123,8 @@ class Learner:
         self.device, self.dtype, self.policy = parts.device, parts.dtype, parts.policy
         self._reference, self._adapters, self._masters = parts.reference, parts.adapters, parts.masters
         self._optimizer = make_optimizer(self._masters.named.values(), spec.trainer)
+        cuda = torch.cuda if self.device.type == "cuda" else None
+        self._meter = StepMeter(ranks, str(self.dtype).removeprefix("torch."), cuda)
 
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
         """Take the optimizer steps of one batch; returns its metrics by full name. Raises Refused.
@@ -130,7 +132,7 @@ class Learner:
         Metrics that a skipped step makes meaningless are NaN, like loss and gradient norm if all steps of the
         batch were skipped.
         """
-        started = time.perf_counter()
+        self._meter.start()
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
         check_batch(header, arrays, self.policy_version, vocab_size)
         has_loss = loss_tokens(header, arrays)
@@ -168,7 +170,7 @@ class Learner:
             "trainer/learning_rate": self._optimizer.param_groups[0]["lr"],
             "trainer/optimizer_steps": float(self.num_optimizer_steps),
             "trainer/skipped_steps": float(taken.num_skipped),
-            "perf/train_s": time.perf_counter() - started,
+            **self._meter.numbers(),
         }
 
     @cached_property
@@ -198,18 +200,23 @@ class Learner:
     def _forward(self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> Float32N:
         """float32 [N]: logprobs of the loss tokens, 0 elsewhere; no gradient."""
         logprobs_N = np.zeros(len(has_loss), np.float32)
-        for micro, counts in self._micro_batches(header, arrays, has_loss):
+        micros = self._micro_batches(header, arrays, has_loss)
+        self._meter.enter("logprobs")
+        for micro, counts in micros:
             logprob_M = policy(micro, self.spec.temperature).logprob_M
             if counts:
+                self._meter.count(policy.costs.flops(policy.size_of(micro), has_backward=False))
                 logprobs_N[micro.source_M] = logprob_M.cpu().numpy()
         self.ranks.add_up(logprobs_N)
         reshard(policy)
+        self._meter.enter("")
         return logprobs_N
 
     def _micro_batches(
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> list[tuple[MicroBatch, bool]]:
         """Those of this rank, and whether each one counts."""
+        self._meter.enter("pack")
         plan, max_tokens = self.policy.plan, self.spec.trainer.micro_batch_tokens
         if self.ranks.size > 1 and not (plan.is_packed and plan.window is None):
             max_tokens = 1  # each sequence alone, so that each micro-batch is one forward pass on every rank
@@ -230,6 +237,7 @@ class Learner:
                 taken.entropies_N[chosen] = sums.entropies_N[chosen]
             if taken.num_tokens == 0:  # later steps start from other weights than those it was sampled with
                 taken.gap = self._check_gap(batch, chosen, sums)
+            self._meter.enter("optimizer")
             grad_norm = self._clip_gradient()
             if not (math.isfinite(sums.loss) and math.isfinite(grad_norm)):
                 self._skip(batch, taken, f"loss {sums.loss} and gradient norm {grad_norm}")
@@ -240,6 +248,7 @@ class Learner:
                 self._step(taken, sums, grad_norm)
         finally:
             self._optimizer.zero_grad(set_to_none=True)
+        self._meter.enter("")
         taken.num_tokens += int(chosen.sum())
         taken.stats.update(sums.stats)
 
@@ -248,16 +257,22 @@ class Learner:
         numbers = self._objective.step_numbers(batch, chosen)
         sums = StepSums(len(chosen))
         for micro, counts in self._micro_batches(batch.header, batch.arrays, chosen):
+            self._meter.enter("forward")
             scores = self.policy(micro, self.spec.temperature)
             if not counts:
+                self._meter.enter("backward")
                 (scores.logprob_M.sum() * 0.0).backward()
                 continue
             loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
+            self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             sums.loss += float(loss.detach())
             sums.stats.update(stats)
             sums.logprobs_N[micro.source_M] = scores.logprob_M.detach().cpu().numpy()
             sums.entropies_N[micro.source_M] = scores.entropy_M.cpu().numpy()
+            size = self.policy.size_of(micro)
+            self._meter.count(self.policy.costs.flops(size, has_backward=True), size.num_tokens)
+        self._meter.enter("")
         sums.add_up(self.ranks)
         return sums
 
@@ -265,7 +280,9 @@ class Learner:
         learning_rate = learning_rate_at(self.spec.trainer, self.num_optimizer_steps + self._schedule_ahead)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
+        self._meter.enter("blocked")
         self.before_change()
+        self._meter.enter("optimizer")
         self._optimizer.step()
         self._masters.write_back()
         self.num_optimizer_steps += 1

@@ -91,10 +91,11 @@ class TrainStep(Learner):
         weights give NaN. Meanwhile training goes on, up to the next change of a weight.
         """
         self._offload.need("export", "weights")
-        canary = self._canary()
-        adapters = None if self._adapters is None else self._adapters.export_tensors
-        exported = Exported(self.policy_version, self._lazy_weights, adapters)
-        exporting = self._exporting = self.transport.begin(exported, path)
+        with self._meter.export():
+            canary = self._canary()
+            adapters = None if self._adapters is None else self._adapters.export_tensors
+            exported = Exported(self.policy_version, self._lazy_weights, adapters)
+            exporting = self._exporting = self.transport.begin(exported, path)
         return lambda: exporting.result().model_copy(update={"canary": _checked(canary)})
 
     def export(self, path: Path) -> ExportResponse:
@@ -184,12 +185,13 @@ class TrainStep(Learner):
         """Rank 0 writes chunk `index`, after chunk_names(), which says what `names` the others gather. The
         canary goes with the last one. Raises OSError, or Refused as export().
         """
-        weights = self._lazy_weights()
-        canary = self._canary() if self._chunks.is_last(weights, index) else None
-        if not self.ranks.is_first:
-            gather_along(weights.only(list(names)), self.dtype)
-            return None
-        return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
+        with self._meter.export():
+            weights = self._lazy_weights()
+            canary = self._canary() if self._chunks.is_last(weights, index) else None
+            if not self.ranks.is_first:
+                gather_along(weights.only(list(names)), self.dtype)
+                return None
+            return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
 
     @torch.no_grad()
     def _canary(self) -> Canary | None:

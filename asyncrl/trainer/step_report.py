@@ -1,5 +1,6 @@
-"""What a step tells: how far engines and trainer are apart on tokens that both have from the same weights,
-engine by engine; distances between policies; its line of the trained record. Imports no torch.
+"""What a step tells: its time, speed and memory; how far engines and trainer are apart on tokens that both
+have from the same weights, engine by engine; distances between policies; its line of the trained record.
+Imports no torch.
 
 The trained record, trained.jsonl, has one JSON line a step, enough to check the staleness bound with nothing
 else. A line holds `version` (the batch turned it into version + 1), `min_version`, `loss` (null where all of
@@ -19,17 +20,25 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncrl.files import LOST, cut_at, lines_from_end
 from asyncrl.messages.calls import BatchArrays, BatchHeader
+
+if TYPE_CHECKING:
+    from asyncrl.trainer.ranks import Ranks
+
+log = logging.getLogger("asyncrl.trainer")
 
 Float32M = npt.NDArray[np.float32]
 BoolN = npt.NDArray[np.bool_]
@@ -44,6 +53,130 @@ GAP_ADVICE = (
     "check that engine and trainer use the same model.dtype, temperature and weights, and read the log of an "
     "engine that is off alone; weight_sync.interrupt=keep_kv raises the gap"
 )
+
+
+Phase = Literal["pack", "logprobs", "forward", "backward", "optimizer", "blocked", ""]
+PHASES: tuple[Phase, ...] = ("pack", "logprobs", "forward", "backward", "optimizer", "blocked")
+"""Each is a metric perf/NAME_s. What is in none of them: checks, advantages, sums over ranks, the record."""
+
+PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
+    "H100 PCIe": {"bfloat16": 756e12, "float32": 51e12},
+    "H100 NVL": {"bfloat16": 835.5e12, "float32": 60e12},
+    "H200 NVL": {"bfloat16": 835.5e12, "float32": 60e12},
+    "H100": {"bfloat16": 989.5e12, "float32": 67e12},
+    "H200": {"bfloat16": 989.5e12, "float32": 67e12},
+    "GB200": {"bfloat16": 2500e12, "float32": 80e12},
+    "B200": {"bfloat16": 2250e12, "float32": 75e12},
+    "A100": {"bfloat16": 312e12, "float32": 19.5e12},
+    "L40S": {"bfloat16": 362e12, "float32": 91.6e12},
+}
+"""FLOP/s by words of the device's name, the first that fits. NVIDIA's data sheets: bfloat16 of tensor cores
+without sparsity (half of what is printed with it), float32 without TF32, which the trainer does not use.
+"""
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Of one device, FLOP/s; None if it is not known."""
+    words = set(device_name.replace("-", " ").split())
+    found = (peaks for name, peaks in PEAK_FLOPS.items() if words.issuperset(name.split()))
+    return next(found, {}).get(dtype)
+
+
+class StepMeter:
+    """Where the time of a step went on this rank; speed and memory of all ranks.
+
+    A CUDA device works behind the host. So a phase is timed by events in the stream that computes: to record
+    one waits for nothing, and they are read at the end of the step, which waits for the last one alone, not
+    for other streams. On the CPU it is the host's clock.
+
+    Life: start() -> enter() at each change of phase, count() for each micro-batch -> numbers(), on all ranks;
+        what a refused batch has left is forgotten. export() between steps.
+    """
+
+    def __init__(self, ranks: Ranks, dtype: str, cuda: Any = None) -> None:
+        """`cuda`: torch.cuda, where the trainer computes there."""
+        self._ranks, self._cuda = ranks, cuda
+        device_name = "cpu" if cuda is None else cuda.get_device_name()
+        self._peak_flops = peak_flops(device_name, dtype)
+        if cuda is not None and self._peak_flops is None:
+            log.warning("the peak FLOP/s of %s in %s are not known: no perf/mfu", device_name, dtype)
+        self._export_s = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._started_s = time.perf_counter()
+        self._stamps: list[tuple[Phase, Any]] = []
+        self._num_tokens, self._flops = 0, 0.0
+        self.enter("")
+
+    def enter(self, phase: Phase) -> None:
+        """What comes is of this phase; '': of none."""
+        stamp: Any = time.perf_counter()
+        if self._cuda is not None:
+            stamp = self._cuda.Event(enable_timing=True)
+            stamp.record()
+        self._stamps.append((phase, stamp))
+
+    def count(self, flops: float, num_tokens: int = 0) -> None:
+        """One pass over a micro-batch; its packed tokens, where it has a backward pass."""
+        self._flops += flops
+        self._num_tokens += num_tokens
+
+    @contextlib.contextmanager
+    def export(self) -> Iterator[None]:
+        """Time in which weights on their way to the engines hold the trainer; the next step tells it."""
+        started_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._export_s += time.perf_counter() - started_s
+
+    def numbers(self) -> dict[str, float]:
+        """The step ends: its metrics by full name."""
+        self.enter("")
+        seconds = dict.fromkeys(PHASES, 0.0)
+        if self._cuda is not None:
+            self._stamps[-1][1].synchronize()
+        for (phase, start), (_, end) in pairwise(self._stamps):
+            if phase:
+                seconds[phase] += end - start if self._cuda is None else start.elapsed_time(end) / 1e3
+        parts = self._ranks.gather([self._num_tokens, self._flops, _peak_host_bytes(), *self._device_bytes()])
+        num_tokens, flops, host_bytes, *device_bytes = zip(*parts, strict=True)
+        train_s = time.perf_counter() - self._started_s
+        device_s = train_s * self._ranks.size
+        metrics = {f"perf/{phase}_s": spent_s for phase, spent_s in seconds.items()}
+        metrics |= {
+            "perf/train_s": train_s,
+            "perf/export_s": self._export_s,
+            "perf/packed_tokens": float(sum(num_tokens)),
+            "perf/device_tokens_per_s": sum(num_tokens) / device_s,
+        }
+        metrics |= {"perf/host_memory_bytes": float(sum(host_bytes))} if all(host_bytes) else {}
+        names = ("perf/device_memory_bytes", "perf/device_reserved_bytes")
+        metrics |= {name: float(max(of_ranks)) for name, of_ranks in zip(names, device_bytes, strict=False)}
+        if self._peak_flops is not None:
+            metrics["perf/mfu"] = sum(flops) / (device_s * self._peak_flops)
+        self._export_s = 0.0
+        return metrics
+
+    def _device_bytes(self) -> list[int]:
+        """The most that tensors took since the step before, and the most that the allocator held for them."""
+        if self._cuda is None:
+            return []
+        found = [self._cuda.max_memory_allocated(), self._cuda.max_memory_reserved()]
+        self._cuda.reset_peak_memory_stats()
+        return found
+
+
+def _peak_host_bytes() -> int:
+    """The most resident memory of this process since its start. Not ru_maxrss, which is at least what its
+    parent had. 0 where the kernel does not say it.
+    """
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    return 0
 
 
 class Gap(NamedTuple):

@@ -32,30 +32,68 @@ BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
 
 
 @dataclass(frozen=True)
+class PassSize:
+    """What a pass computes: packed tokens, pairs of a token and one of its sequence, tokens at the head."""
+
+    num_tokens: int
+    num_pairs: int
+    num_targets: int
+
+
+@dataclass(frozen=True)
 class Costs:
     """Floating point operations of each key of a query, and of the output head for a loss token, as a part of
-    those of a token in all linear layers.
+    those of a token in all linear layers, which have `num_weights`; `trained` of these get a gradient (0..1).
     """
 
     key: float
     loss_token: float
+    num_weights: float = math.nan
+    trained: float = 1.0
 
     def of(self, length: int, shared: int, num_loss: int) -> float:
         """A sequence whose first tokens are there already."""
         num_pairs = (length * (length + 1) - shared * (shared + 1)) / 2
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
+    def flops(self, size: PassSize, *, has_backward: bool) -> float:
+        """Model FLOPs of a pass as PaLM counts them (https://arxiv.org/abs/2204.02311, appendix B): 6 a
+        weight and token, and 12 L H D T a token for attention to all T tokens of its sequence. A third of it
+        without a backward pass; 4 a weight that is frozen; what is computed once more counts once.
+        """
+        linear = size.num_tokens + self.loss_token * size.num_targets
+        attention = self.key * size.num_pairs
+        if has_backward:
+            linear, attention = (2 + self.trained) * linear, 3 * attention
+        return 2 * self.num_weights * (linear + attention)
+
 
 def costs_of(model: Any) -> Costs:
-    """From the sizes of a Hugging Face model. Experts count as if every token went to all of them."""
+    """From the sizes of a Hugging Face model. Of its experts those count that a token goes to."""
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
     head = getattr(model.get_output_embeddings(), "weight", embedding)
-    embeddings = {id(weight): weight.numel() for weight in (head, embedding)}
-    num_linear = max(sum(weight.numel() for weight in model.parameters()) - sum(embeddings.values()), 1)
+    layers = [
+        (_active_part(name, config), weight)
+        for name, weight in model.named_parameters()
+        if weight.ndim >= 2 and weight is not head and weight is not embedding
+    ]
+    num_weights = max(sum(part * weight.numel() for part, weight in layers), 1)
+    num_trained = sum(part * weight.numel() for part, weight in layers if weight.requires_grad)
     num_heads = getattr(config, "num_attention_heads", 0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
     # A weight is one multiplication and one addition; a key two of each, for its score and for its value.
-    return Costs(2 * config.num_hidden_layers * num_heads * head_dim / num_linear, head.numel() / num_linear)
+    key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
+    return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)
+
+
+def _active_part(name: str, config: Any) -> float:
+    """Of a weight, 0..1: what a token meets. Experts whose config says no such numbers count whole."""
+    sizes = (getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    num_experts = next((size for size in sizes if size), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if ".experts." in name and isinstance(num_experts, int) and isinstance(chosen, int):
+        return chosen / num_experts
+    return 1.0
 
 
 @dataclass(frozen=True)

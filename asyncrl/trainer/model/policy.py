@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.allowed import AllowedRows
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError
-from asyncrl.trainer.model.dealing import costs_of
+from asyncrl.trainer.model.dealing import PassSize, costs_of
 from asyncrl.trainer.model.fused import fuse
 from asyncrl.trainer.model.packing import MicroBatch, pack_texts
-from asyncrl.trainer.model.tree import places_of
+from asyncrl.trainer.model.tree import Layout, places_of
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -207,8 +207,8 @@ class Policy(nn.Module):
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Scores:
         """Of the micro-batch's loss tokens."""
-        window, layout = self.plan.window, micro.layout
-        if self.plan.is_packed and (window is None or layout.longest <= window):
+        layout = micro.layout
+        if self._packs(layout):
             inputs, allowed_U = packed_inputs(micro), micro.allowed_U
             scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, allowed_U)
             return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
@@ -221,6 +221,20 @@ class Policy(nn.Module):
             allowed_M = micro.allowed_U and micro.allowed_U.select(pair)
             found.append(self._scores(inputs, column_M, micro.target_U[pair], temperature, allowed_M))
         return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    def size_of(self, micro: MicroBatch) -> PassSize:
+        """What forward() computes of it."""
+        layout = micro.layout
+        if self._packs(layout):
+            pieces = [piece for one in layout.passes for piece in one.pieces]
+            num_pairs = sum(piece.num_queries * piece.num_keys for piece in pieces)
+            return PassSize(layout.num_tokens, num_pairs, len(micro.target_U))
+        lengths = [sum(length for _, length in runs) for runs in layout.rows]
+        return PassSize(sum(lengths), sum(length**2 for length in lengths), len(micro.pair_M))
+
+    def _packs(self, layout: Layout) -> bool:
+        window = self.plan.window
+        return self.plan.is_packed and (window is None or layout.longest <= window)
 
     def _scores(
         self,
