@@ -308,14 +308,14 @@ def test_the_weighted_kl_has_the_gradient_of_the_kl_and_the_plain_one_does_not(
     sampled_V = behaviour_V if is_stale else logit_V.detach()
     current_V = logit_V.log_softmax(0)
 
-    def gradient_V(probability_V: Tensor, kl_V: Tensor) -> Tensor:
+    def expected_gradient(probability_V: Tensor, kl_V: Tensor) -> Tensor:
         """In the mean over tokens of these probabilities."""
         return torch.autograd.grad((probability_V * kl_V).sum(), logit_V, retain_graph=True)[0]
 
-    exact_V = gradient_V(current_V.exp(), current_V - reference_V)
+    exact_V = expected_gradient(current_V.exp(), current_V - reference_V)
     weighted_V = losses.weighted_kl(current_V, reference_V, sampled_V, estimator)
-    torch.testing.assert_close(gradient_V(sampled_V.exp(), weighted_V), exact_V)
-    plain_V = gradient_V(sampled_V.exp(), kl(current_V, reference_V, estimator))
+    torch.testing.assert_close(expected_gradient(sampled_V.exp(), weighted_V), exact_V)
+    plain_V = expected_gradient(sampled_V.exp(), kl(current_V, reference_V, estimator))
     is_right = torch.allclose(plain_V, exact_V, rtol=0.05)
     assert is_right == (estimator == "k2" and not is_stale)
 

@@ -30,7 +30,7 @@ def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def grpo_sample(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """grpo with the standard deviation of a sample: size - 1 instead of size below the line, as TRL does.
+    """As grpo, in standard deviations of a sample: size - 1 instead of size below the line, as TRL does.
 
     So it is smaller by sqrt(1 - 1 / size) in a group of that size.
     """

@@ -1,5 +1,5 @@
-"""What the loss is made of: surrogates, corrections for stale data, masks, KL, a teacher's advantages, and the
-weights by which the losses of tokens become one number. None of them knows another.
+"""What the loss is made of: surrogates, corrections for stale data, masks, KL, a teacher's advantages, and
+the weights by which the losses of tokens become one number. None of them knows another.
 
 Surrogates have one signature, which a loss of your own has too (algorithm.loss=module:function):
 
@@ -243,7 +243,7 @@ def _cap(settings: AlgorithmConfig) -> float:
 
 
 def log_of_weight(weight_M: Tensor) -> Tensor:
-    """log of a correction, finite where it masks: log 1e-8, as TRL has it. float32 [M]."""
+    """The logarithm of a correction, log 1e-8 where it masks, as in TRL. float32 [M]."""
     return weight_M.log().clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
 
 
@@ -272,7 +272,9 @@ def top_entropy_mask(entropy_M: Tensor, share: float) -> Tensor:
     """
     if not len(entropy_M):
         return torch.ones_like(entropy_M)
-    below = math.ceil(round((1.0 - share) * (len(entropy_M) - 1), 6))  # rounded: 0.8 * 10 may be 8.000000000001
+    below = math.ceil(
+        round((1.0 - share) * (len(entropy_M) - 1), 6)
+    )  # rounded: 0.8 * 10 may be 8.000000000001
     return (entropy_M >= entropy_M.kthvalue(below + 1).values).float()
 
 
@@ -299,7 +301,7 @@ def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
 
 def weighted_kl(current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, estimator: str) -> Tensor:
     """kl() times r = exp(current - anchor), float32 [M]: of tokens that the anchor sampled, the estimate of
-    KL(current || reference), and its gradient with it.
+    KL(current || reference), and with it its gradient, given what stands before the token.
 
     With d = reference - current the gradient of r k3 is -r d times that of current, the KL's; that of r k1 is
     r (1 - d), whose 1 has mean 0. k2 has -d already, so there r has no gradient. DeepSeek-V3.2,

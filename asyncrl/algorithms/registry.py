@@ -90,7 +90,10 @@ def resolve(config: AlgorithmConfig) -> Recipe:
         rule = "the two-sided clip bounds what the clip of the ratio leaves, so it lies further out"
         raise _refused(what, rule, "raise algorithm.clip_delta, or remove it")
     if delta is not None and config.loss in RECIPES and recipe.surrogate not in _CLIPPED:
-        what, rule = f"algorithm.clip_delta={delta} with loss={config.loss}", "its ratio has no two-sided clip"
+        what, rule = (
+            f"algorithm.clip_delta={delta} with loss={config.loss}",
+            "its ratio has no two-sided clip",
+        )
         raise _refused(what, rule, "remove algorithm.clip_delta, or take loss=ppo_clip")
     return recipe
 

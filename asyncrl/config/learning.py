@@ -163,7 +163,7 @@ class AlgorithmConfig(FrozenConfig):
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
     kl_weighted: bool = True
     """In the loss, multiply it by the token's importance weight: the ratio, and the correction beside it. So
-    its gradient is that of the KL of the current policy, however stale the data."""
+    its gradient, token by token, is that of the KL of the current policy, however stale the data."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it goes: into each token's loss, or as a penalty into the reward (estimator k1)."""
     distill_weight: float = Field(default=0.0, ge=0)

@@ -126,9 +126,9 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 class BatchNumbers:
     """What is known of a batch before its first optimizer step; arrays over all its tokens [N].
 
-    `proximal_N`: logprobs by the weights before the batch, `reference_N`: by the initial weights, `entropy_N`:
-    of the token's distribution by the weights before the batch; None where not needed. `advantage_N`: that of
-    the sample a token with loss is part of.
+    `proximal_N`: logprobs by the weights before the batch, `entropy_N`: entropies by them, `reference_N`:
+    logprobs by the initial weights; None where not needed. `advantage_N`: that of the sample a token with
+    loss is part of.
     """
 
     header: BatchHeader
@@ -316,12 +316,12 @@ class Objective:
         correction_M: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The surrogate times the correction, or with it in its ratio."""
-        is_within = correction_M is not None and self._recipe.surrogate in WITHIN_RATIO
+        of_tokens, is_within = (behaviour_M, advantage_M, sequence_M), self._recipe.surrogate in WITHIN_RATIO
+        if correction_M is None:
+            return self._call_surrogate(current_M, anchor_M, *of_tokens)
         if is_within:
             anchor_M = anchor_M - losses.log_of_weight(correction_M)
-        loss_M, stats = self._call_surrogate(current_M, anchor_M, behaviour_M, advantage_M, sequence_M)
-        if correction_M is None:
-            return loss_M, stats
+        loss_M, stats = self._call_surrogate(current_M, anchor_M, *of_tokens)
         stats = {**stats, "importance_weight": correction_M.sum()}
         return loss_M if is_within else loss_M * correction_M, stats
 
