@@ -141,7 +141,7 @@ LIKE_ONE: dict[str, dict[str, Any]] = {
         "world_size": 3,
         "trainer": {"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
         "only_ranks": {"gradient_checkpointing": True, "micro_batch_tokens": 30},
-        "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1, "top_entropy": 0.5},
+        "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
     },
     "bfloat16": {"atol": 2e-2, "dtype": "bfloat16", "trainer": {"learning_rate": 1e-3}},
     # of rank 1, so that one of the processes has no share of an A
