@@ -26,7 +26,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from asyncrl.algorithms.advantages import grpo, overlong_penalty
+from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.messages.calls import BatchArrays
 from asyncrl.trainer.model.packing import pack
 from asyncrl.trainer.objective import BatchNumbers, Objective
@@ -35,6 +35,7 @@ MAX_TOKENS = 8
 GROUP_SIZE = 3
 DAPO = {"loss_type": "dapo"}
 GSPO = {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4}
+VESPO = {"loss_type": "vespo"}
 CLIPS = {"clip_low": 3e-4, "clip_high": 4e-4}
 
 
@@ -43,10 +44,21 @@ def weighted(mode: str, **more: Any) -> dict[str, Any]:
     return {**DAPO, "use_vllm": True, "vllm_importance_sampling_mode": mode, **more}
 
 
+OPTIONS = ("clip_delta", "off_policy_mask", "top_entropy", "kl_weighted")
 AROUND_BEHAVIOUR = {
     "PPO-clip": ({}, {"loss_type": "bnpo"}),
     "CISPO": ({"loss": "cispo"}, {"loss_type": "cispo", "epsilon_high": 1.28}),
     "GSPO": ({"loss": "gspo", **CLIPS}, GSPO),
+    "LUSPO": ({"loss": "luspo", **CLIPS}, {**GSPO, "loss_type": "luspo"}),
+    "VESPO": ({"loss": "vespo"}, VESPO),
+    "VESPO otherwise": (
+        {"loss": "vespo", "vespo_positive": (1.5, 0.5), "vespo_negative": (0.5, 1.5)},
+        {**VESPO, "vespo_k_pos": 1.5, "vespo_lambda_pos": 0.5, "vespo_k_neg": 0.5, "vespo_lambda_neg": 1.5},
+    ),
+    "two-sided clip": ({"clip_delta": 1.5}, {"loss_type": "bnpo", "delta": 1.5}),
+    "OPSM": ({"off_policy_mask": 0.1}, {"loss_type": "bnpo", "off_policy_mask_threshold": 0.1}),
+    "top entropy": ({"top_entropy": 0.4}, {"loss_type": "bnpo", "top_entropy_quantile": 0.4}),
+    "KL of stale data": ({"kl_coefficient": 0.3}, {"loss_type": "bnpo", "beta": 0.3}),
     "SAPO": ({"loss": "test_algorithms_functions:sapo", "aggregate": "sequence"}, {"loss_type": "sapo"}),
 }
 """One algorithm in both languages. TRL is told that its old policy is the one that sampled."""
@@ -55,6 +67,34 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "GRPO with KL": ({"ratio": "proximal", "aggregate": "sequence", "kl_coefficient": 0.3}, {"beta": 0.3}),
     "Dr. GRPO": ({"ratio": "proximal", "aggregate": "constant"}, {"loss_type": "dr_grpo"}),
     "DAPO with KL": ({"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3}, {**DAPO, "beta": 0.3}),
+    "DAPO with plain KL": (
+        {"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3, "kl_weighted": False},
+        {**DAPO, "beta": 0.3, "use_bias_correction_kl": False},
+    ),
+    "DAPO with masks and KL": (
+        {"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3, "top_entropy": 0.4},
+        {**DAPO, "beta": 0.3, "top_entropy_quantile": 0.4},
+    ),
+    "OPSM beside TIS": (
+        {"loss": "decoupled_ppo", "off_policy_mask": 0.1},
+        weighted("token_truncate", off_policy_mask_threshold=0.1),
+    ),
+    "GRPO with TIS": (
+        {"loss": "decoupled_ppo", "aggregate": "sequence"},
+        weighted("token_truncate", loss_type="grpo"),
+    ),
+    "CISPO with TIS": (
+        {"loss": "cispo", "ratio": "proximal", "correction": "tis"},
+        weighted("token_truncate", loss_type="cispo", epsilon_high=1.28),
+    ),
+    "VESPO with TIS": (
+        {"loss": "vespo", "ratio": "proximal", "correction": "tis"},
+        weighted("token_truncate", **VESPO),
+    ),
+    "VESPO with MIS": (
+        {"loss": "vespo", "ratio": "proximal", "correction": "mis"},
+        weighted("token_mask", **VESPO),
+    ),
     "GSPO over tokens": ({"loss": "gspo", "ratio": "proximal", "aggregate": "token", **CLIPS}, DAPO | GSPO),
     "decoupled PPO": ({"loss": "decoupled_ppo"}, weighted("token_truncate")),
     "MIS": ({"loss": "decoupled_ppo", "correction": "mis"}, weighted("token_mask")),
@@ -63,7 +103,10 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         weighted("sequence_truncate"),
     ),
     "MIS by sequence": ({"loss": "decoupled_ppo", "correction": "mis_sequence"}, weighted("sequence_mask")),
-    "IcePop": ({"loss": "icepop"}, weighted("token_mask", vllm_importance_sampling_clip_min=0.5)),
+    "IcePop": (
+        {"loss": "icepop", "importance_cap": 2.0},
+        weighted("token_mask", vllm_importance_sampling_clip_min=0.5),
+    ),
 }
 
 
@@ -77,6 +120,7 @@ class Sampled:
     proximal_M: Tensor
     behaviour_M: Tensor
     reference_M: Tensor
+    entropy_M: Tensor
 
 
 Answer = tuple[Tensor, dict[str, float], Tensor]
@@ -103,6 +147,7 @@ def sample(seed: int) -> Sampled:
         proximal_M=proximal_M,
         behaviour_M=behaviour_M,
         reference_M=behaviour_M + torch.randn(count),
+        entropy_M=3 * torch.rand(count),
     )
 
 
@@ -116,8 +161,8 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     mask = arrays.loss_mask
     settings = {"advantage": "dr_grpo", "clip_high": 0.28, **algorithm}
     objective = Objective(make_spec(Path(), Path(), algorithm=settings, max_tokens=MAX_TOKENS))
-    logprobs = (over_batch(value_M, arrays) for value_M in (sampled.proximal_M, sampled.reference_M))
-    batch = BatchNumbers(header, arrays, mask, *logprobs)
+    known = (sampled.proximal_M, sampled.reference_M, sampled.entropy_M)
+    batch = BatchNumbers(header, arrays, mask, *(over_batch(value_M, arrays) for value_M in known))
     batch.advantage_N = objective.advantages(batch)
     (micro,) = pack(header, arrays, mask, 1000, torch.device("cpu"))
     loss, stats = objective.micro_loss(micro, sampled.current_M, batch, objective.step_numbers(batch, mask))
@@ -135,16 +180,17 @@ def trl_loss(sampled: Sampled, *, trainer: Any = GRPOTrainer, **changes: Any) ->
     logprob_M = sampled.proximal_M
 
     def logps_and_entropies(model: Any, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
-        parts = (sampled.reference_M if model == "reference" else logprob_M).split(sampled.lengths)
-        value_BT = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-        return value_BT, torch.zeros_like(value_BT), None
+        of_model_M = sampled.reference_M if model == "reference" else logprob_M
+        parts = (value_M.split(sampled.lengths) for value_M in (of_model_M, sampled.entropy_M))
+        values = (torch.nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in parts)
+        return *values, None
 
     defaults = {field.name: field.default for config in (RLOOConfig, GRPOConfig) for field in fields(config)}
-    of_run = {"use_bias_correction_kl": False, "steps_per_generation": 1}
+    of_run = {"steps_per_generation": 1, "per_device_train_batch_size": len(lists)}
     made = object.__new__(trainer)
     vars(made).update(defaults)
     vars(made).update(
-        args=SimpleNamespace(**{**defaults, **of_run, "per_device_train_batch_size": len(lists)}),
+        args=SimpleNamespace(**{**defaults, **of_run, **changes}),
         model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
         ref_model="reference",
         accelerator=Accelerator(cpu=True),
@@ -199,9 +245,13 @@ def test_loss_and_gradient_are_those_of_trl(name: str) -> None:
     theirs, metrics, _ = trl_loss(replace(sampled, proximal_M=old_M), **theirs_says)
     assert_close(ours, theirs)
     assert_close(gradient(ours, sampled), gradient(theirs, sampled))
+    without = {key: value for key, value in ours_says.items() if key not in OPTIONS}
+    if without != ours_says:
+        assert not torch.allclose(our_loss(sampled, **without)[0], ours), "the option changes nothing here"
     if "clip_fraction" in stats:
         assert stats["clip_fraction"] > 0, "no token is clipped: the comparison proves little"
-        if ours_says.get("loss") not in ("cispo", "gspo"):  # TRL counts one sign alone, or by sequence
+        # TRL counts one sign alone, or by sequence, or not what lies above delta
+        if ours_says.get("loss") not in ("cispo", "gspo", "luspo") and "clip_delta" not in ours_says:
             clip_fraction = stats["clip_fraction"] / sum(sampled.lengths)
             assert clip_fraction == pytest.approx(metrics["clip_ratio/region_mean"])
 
@@ -223,10 +273,13 @@ def test_advantages_are_those_of_trl() -> None:
         _, _, ours_B = our_loss(sampled, advantage="rloo", **ours)
         _, _, theirs_B = trl_loss(sampled, trainer=RLOOTrainer, **{"beta": 0.0, **theirs})
         assert_close(ours_B, theirs_B)
-    # TRL divides by the deviation of a sample, size - 1 below the line, this folder by the population's.
-    _, _, theirs_B = trl_loss(sampled, scale_rewards="group")
-    bessel = ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5
-    assert_close(grpo(sampled.reward_B, torch.tensor([0, 0, 0, 1, 1, 1])) * bessel, theirs_B, 1e-3)
+    for name, scale_rewards in (("grpo_sample", "group"), ("lite_ppo", "batch"), ("dr_grpo", "none")):
+        _, _, ours_B = our_loss(sampled, advantage=name)
+        _, _, theirs_B = trl_loss(sampled, scale_rewards=scale_rewards)
+        assert_close(ours_B, theirs_B)
+    # grpo divides by the deviation of the population, grpo_sample and TRL by that of a sample.
+    ratio_B = our_loss(sampled, advantage="grpo_sample")[2] / our_loss(sampled, advantage="grpo")[2]
+    assert_close(ratio_B, torch.full_like(ratio_B, ((GROUP_SIZE - 1) / GROUP_SIZE) ** 0.5), 1e-3)
 
 
 def test_the_length_penalty_is_that_of_trl() -> None:

@@ -18,15 +18,38 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from asyncrl.algorithms import losses
-from asyncrl.algorithms.advantages import EPSILON, dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo
+from asyncrl.algorithms.advantages import (
+    EPSILON,
+    dr_grpo,
+    grpo,
+    grpo_sample,
+    lite_ppo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
 from asyncrl.algorithms.losses import interpolate, kl, m2po
-from asyncrl.algorithms.registry import BUILT_IN_ADVANTAGES, BUILT_IN_CORRECTIONS, RECIPES, Recipe, resolve
+from asyncrl.algorithms.registry import (
+    BUILT_IN_ADVANTAGES,
+    BUILT_IN_CORRECTIONS,
+    RECIPES,
+    Recipe,
+    importance_cap,
+    resolve,
+)
 from asyncrl.config import AlgorithmConfig, RunConfig
 from asyncrl.errors import ConfigError
 from asyncrl.user_code import load_object
 
-ADVANTAGES = [dr_grpo, grpo, reinforce_pp, reinforce_pp_baseline, rloo]
-SURROGATES = [losses.ppo_clip, losses.gspo, losses.cispo, losses.reinforce, losses.importance_ratio]
+ADVANTAGES = [dr_grpo, grpo, grpo_sample, lite_ppo, reinforce_pp, reinforce_pp_baseline, rloo]
+SURROGATES = [
+    losses.ppo_clip,
+    losses.gspo,
+    losses.cispo,
+    losses.vespo,
+    losses.reinforce,
+    losses.importance_ratio,
+]
 PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)))
@@ -86,6 +109,8 @@ def for_any_case(test: Any) -> Any:
     ("advantage", "rewards", "sizes", "centred", "std"),
     [
         (grpo, (0, 1, 2, 3), (4,), (-1.5, -0.5, 0.5, 1.5), 1.25**0.5),
+        (grpo_sample, (0, 1, 2, 3, 7), (4, 1), (-1.5, -0.5, 0.5, 1.5, 0), (5 / 3) ** 0.5),
+        (lite_ppo, (0, 2, 4, 6), (2, 2), (-1, 1, -1, 1), (20 / 3) ** 0.5),
         (reinforce_pp, (0, 2, 4, 6), (2, 2), (-3, -1, 1, 3), 5**0.5),
         (reinforce_pp_baseline, (0, 2, 4, 10), (2, 2), (-1, 1, -3, 3), 5**0.5),
     ],
@@ -151,6 +176,67 @@ def test_ratios_beyond_float32_give_finite_losses_and_gradients(surrogate: Any) 
     assert torch.isfinite(gradient_M).all()
 
 
+def test_the_two_sided_clip_bounds_the_ratio_of_what_is_to_become_rarer_by_hand() -> None:
+    two_sided = SETTINGS.model_copy(update={"clip_delta": 4.0})
+    current_M = tokens(*map(math.log, (2.0, 2.0, 8.0, 8.0, 0.5))).requires_grad_()
+    advantage_M = tokens(-1, 1, -1, 1, -1)
+    others = torch.zeros(5), torch.zeros(5), advantage_M, numbered(5)
+    loss_M, stats = losses.ppo_clip(current_M, *others, two_sided)
+    torch.testing.assert_close(loss_M.detach(), tokens(2.0, -1.3, 4.0, -1.3, 0.8))
+    (gradient_M,) = torch.autograd.grad(loss_M.sum(), current_M)
+    torch.testing.assert_close(gradient_M, tokens(2.0, 0, 0, 0, 0))
+    assert stats["clip_fraction"] == 4
+
+
+@for_any_case
+def test_vespo_weighs_each_sequence_by_the_formula_of_its_paper(case: Case) -> None:
+    current_M = case.current_M.clone().requires_grad_()
+    loss_M, stats = loss_of(losses.vespo, replace(case, current_M=current_M))
+    phi_M = torch.zeros_like(case.current_M)
+    for sequence in case.sequence_M.unique():
+        is_in_M = case.sequence_M == sequence
+        weight = (case.current_M - case.anchor_M)[is_in_M].double().sum().clamp(math.log(1e-8), 20).exp()
+        k, rate = (2.0, 3.0) if case.advantage_M[is_in_M][0] >= 0 else (3.0, 2.0)
+        phi_M[is_in_M] = (weight**k * (rate * (1 - weight)).exp()).float()
+    (gradient_M,) = torch.autograd.grad(loss_M.sum(), current_M)
+    torch.testing.assert_close(gradient_M, -phi_M * case.advantage_M, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(stats["sequence_weight"], phi_M.sum(), rtol=1e-4, atol=1e-6)
+
+
+# ---- masks
+
+
+def test_the_off_policy_mask_leaves_out_the_bad_tokens_of_sequences_that_became_rare_by_hand() -> None:
+    behaviour_M, current_M = tokens(-1, -1, -1, -1, -1, -1), tokens(-1, -2.5, -1.2, -1, -9, -9)
+    # The first sequence is 0.75 nats away in the mean, and its second token has an advantage of its own.
+    found = losses.off_policy_mask(
+        current_M, behaviour_M, tokens(-1, 1, -1, -1, 0, 2), numbered(2, 2, 2), limit=0.5
+    )
+    assert found.tolist() == [0, 1, 1, 1, 1, 1]
+
+
+@settings(max_examples=50)
+@given(
+    entropies=st.lists(st.integers(0, 9), min_size=1, max_size=40),
+    share=st.sampled_from([0.01, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0]),
+)
+def test_the_top_entropy_mask_keeps_what_is_at_or_above_the_quantile(
+    entropies: list[int], share: float
+) -> None:
+    entropy_M = tokens(*entropies)
+    kept_M = losses.top_entropy_mask(entropy_M, share) == 1
+    # against float64, whose own rounding must not part a token from the quantile that it is
+    quantile = torch.quantile(entropy_M.double(), 1 - share) - 1e-9
+    assert kept_M.tolist() == (entropy_M >= quantile).tolist()
+    assert kept_M.any()
+
+
+def test_the_top_entropy_mask_keeps_one_token_in_five_at_a_fifth() -> None:
+    assert losses.top_entropy_mask(torch.arange(11.0), 0.2).sum() == 3  # at and above 8, the quantile
+    assert losses.top_entropy_mask(torch.arange(100.0), 0.2).sum() == 20
+    assert losses.top_entropy_mask(torch.zeros(0), 0.2).shape == (0,)
+
+
 # ---- corrections
 
 
@@ -211,6 +297,29 @@ def test_the_kl_estimators_by_hand(estimator: str, values: list[float], gradient
     assert torch.isfinite(torch.autograd.grad(kl(far_M, tokens(-0.1), estimator).sum(), far_M)[0]).all()
 
 
+@pytest.mark.parametrize("is_stale", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_weighted_kl_has_the_gradient_of_the_kl_and_the_plain_one_does_not(
+    estimator: str, is_stale: bool
+) -> None:
+    torch.manual_seed(0)
+    logit_V, reference_V, behaviour_V = (torch.randn(5, dtype=torch.float64).log_softmax(0) for _ in range(3))
+    logit_V.requires_grad_()
+    sampled_V = behaviour_V if is_stale else logit_V.detach()
+    current_V = logit_V.log_softmax(0)
+
+    def expected_gradient(probability_V: Tensor, kl_V: Tensor) -> Tensor:
+        """In the mean over tokens of these probabilities."""
+        return torch.autograd.grad((probability_V * kl_V).sum(), logit_V, retain_graph=True)[0]
+
+    exact_V = expected_gradient(current_V.exp(), current_V - reference_V)
+    weighted_V = losses.weighted_kl(current_V, reference_V, sampled_V, estimator)
+    torch.testing.assert_close(expected_gradient(sampled_V.exp(), weighted_V), exact_V)
+    plain_V = expected_gradient(sampled_V.exp(), kl(current_V, reference_V, estimator))
+    is_right = torch.allclose(plain_V, exact_V, rtol=0.05)
+    assert is_right == (estimator == "k2" and not is_stale)
+
+
 # ---- names, and the page
 
 
@@ -231,6 +340,7 @@ def test_every_built_in_name_leads_to_a_function_and_stands_in_the_config() -> N
         ({"correction": "m2po"}, Recipe(PPO, "behaviour", "m2po")),
         ({"loss": "my.losses:mine", "correction": "tis"}, Recipe("my.losses:mine", correction="tis")),
         ({"advantage": "my.losses:mine"}, Recipe(PPO, advantage="my.losses:mine")),
+        ({"loss": "vespo", "aggregate": "sequence_sum"}, replace(RECIPES["vespo"], aggregate="sequence_sum")),
     ],
 )
 def test_the_config_overrides_the_recipe_one_key_at_a_time(config: dict[str, Any], recipe: Recipe) -> None:
@@ -238,11 +348,29 @@ def test_the_config_overrides_the_recipe_one_key_at_a_time(config: dict[str, Any
 
 
 @pytest.mark.parametrize(
+    ("config", "cap"),
+    [
+        ({}, 2.0),
+        ({"loss": "icepop"}, 5.0),
+        ({"loss": "decoupled_ppo", "correction": "icepop"}, 5.0),
+        ({"loss": "icepop", "correction": "mis"}, 2.0),
+        ({"loss": "icepop", "importance_cap": 3.0}, 3.0),
+    ],
+)
+def test_the_cap_of_importance_weights_is_that_of_the_corrections_papers(config: Any, cap: float) -> None:
+    settings = AlgorithmConfig(**config)
+    assert importance_cap(settings, resolve(settings)) == cap
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"loss": "cispo", "correction": "mis"}, "loss=cispo with ratio=behaviour and correction=mis"),
         ({"loss": "m2po", "proximal": "interpolate"}, "proximal=interpolate beside correction=m2po"),
-        ({"loss": "icepop", "importance_floor": 3.0}, "importance_floor=3.0 is above"),
+        ({"loss": "icepop", "importance_floor": 6.0}, "importance_floor=6.0 is above .*importance_cap=5.0"),
+        ({"loss": "vespo", "ratio": "proximal", "correction": "tis_sequence"}, "loss=vespo with correction="),
+        ({"clip_delta": 1.2}, "clip_delta=1.2 is not above 1 . algorithm.clip_high = 1.2"),
+        ({"loss": "cispo", "clip_delta": 9.0}, "clip_delta=9.0 with loss=cispo"),
         ({"loss": "ppo"}, "algorithm.loss=ppo is not known"),
         ({"advantage": ":function"}, "algorithm.advantage=:function is not known"),
     ],

@@ -14,7 +14,7 @@ import torch
 from branch_cases import make_branch_batch, plain_advantages, plain_loss, plain_units
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_cases import MakeStep, changed, make_batch
+from trainer_cases import MakeStep, changed, make_batch, naive
 from transformers import AutoModelForCausalLM
 
 from asyncrl.messages.calls import BatchArrays, BatchHeader
@@ -172,15 +172,42 @@ def test_the_overlong_penalty_is_for_all_sampled_tokens_of_a_unit(make_step: Mak
     np.testing.assert_allclose(advantage_N[arrays.loss_mask], expected[arrays.loss_mask], atol=1e-5)
 
 
+def test_the_top_entropy_mask_takes_the_entropies_of_the_weights_and_leaves_the_divisor(
+    make_step: MakeStep, tiny_model_dir: Path
+) -> None:
+    header, arrays = make_batch(num_groups=3)
+    step = make_step(algorithm={"loss": "reinforce", "top_entropy": 0.3}, trainer={"micro_batch_tokens": 40})
+    model, entropies = AutoModelForCausalLM.from_pretrained(tiny_model_dir), []
+    for entry in header.trajectories:
+        ids = torch.from_numpy(arrays.token_ids[entry.start : entry.end].astype(np.int64))
+        logprobs_TV = model(input_ids=ids[None]).logits[0, :-1].detach().log_softmax(-1)
+        mask_T = torch.from_numpy(arrays.loss_mask[entry.start + 1 : entry.end])
+        entropies.append(-(logprobs_TV.exp() * logprobs_TV).sum(-1)[mask_T])
+    entropy_M = torch.cat(entropies)
+    kept_M = entropy_M >= entropy_M.quantile(0.7)
+    assert 0.2 < kept_M.float().mean() < 0.4
+    advantage_N = plain_advantages(header, len(arrays.token_ids))
+    advantage_M = torch.from_numpy(advantage_N[arrays.loss_mask]).float()
+    loss = -(naive(model, header, arrays) * advantage_M * kept_M).sum() / len(kept_M)
+    loss.backward()
+    expected = float(loss.detach()), {name: one.grad for name, one in model.named_parameters()}
+    assert_same(loss_and_gradients(step, header, arrays), expected)
+
+
 @pytest.mark.parametrize(
-    ("loss", "correction"),
-    [*((loss, "auto") for loss in ("gspo", "m2po", "decoupled_ppo", "icepop", "cispo"))]
-    + [("decoupled_ppo", "tis_sequence"), ("decoupled_ppo", "mis_sequence")],
+    "algorithm",
+    [
+        *({"loss": loss} for loss in ("gspo", "m2po", "decoupled_ppo", "icepop", "cispo", "luspo", "vespo")),
+        {"loss": "decoupled_ppo", "correction": "tis_sequence"},
+        {"loss": "decoupled_ppo", "correction": "mis_sequence"},
+        {"loss": "vespo", "ratio": "proximal", "correction": "tis"},
+        {"top_entropy": 0.3, "off_policy_mask": 0.1, "clip_delta": 1.5},
+        {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
+    ],
 )
-def test_any_micro_batches_give_the_same_gradient(make_step: MakeStep, loss: str, correction: str) -> None:
+def test_any_micro_batches_give_the_same_gradient(make_step: MakeStep, algorithm: dict[str, Any]) -> None:
     header, arrays = make_branch_batch(6)
     limits = [{"micro_batch_tokens": tokens} for tokens in (10**6, 1, 40)]
-    algorithm = {"loss": loss, "correction": correction}
     steps = (make_step(algorithm=algorithm, trainer=limit) for limit in limits)
     whole, *cut = (loss_and_gradients(step, header, arrays) for step in steps)
     for found in cut:

@@ -35,7 +35,7 @@ BATCH = make_batch(version=3)
 
 
 def logprobs(step: TrainStep) -> np.ndarray:
-    return step._forward(step.policy, *BATCH, BATCH[1].loss_mask)
+    return step._forward(step.policy, *BATCH, BATCH[1].loss_mask)[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -41,7 +41,7 @@ def weights(step: TrainStep) -> dict[str, torch.Tensor]:
 
 def logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
     """float32 [N] by the step's present weights, 0 where no loss is carried."""
-    return step._forward(step.policy, header, arrays, arrays.loss_mask)
+    return step._forward(step.policy, header, arrays, arrays.loss_mask)[0]
 
 
 def test_masked_old_tokens_have_no_influence_but_stay_as_context(make_step: MakeStep) -> None:
@@ -117,7 +117,15 @@ def test_what_a_loss_of_ones_own_may_not_return_is_refused_and_changes_nothing(m
 
 
 @pytest.mark.parametrize(
-    "algorithm", [{"loss": "decoupled_ppo"}, {"loss": "tis"}, {"loss": "m2po"}, {"kl_coefficient": 0.1}]
+    "algorithm",
+    [
+        {"loss": "decoupled_ppo"},
+        {"loss": "tis"},
+        {"loss": "m2po"},
+        {"loss": "vespo", "ratio": "proximal", "correction": "mis"},
+        {"kl_coefficient": 0.1},
+        {"top_entropy": 0.2, "off_policy_mask": 0.5},
+    ],
 )
 def test_nan_logprobs_skip_the_step_and_training_goes_on(make_step: MakeStep, algorithm: Any) -> None:
     step = make_step(algorithm=algorithm)

@@ -3,7 +3,7 @@
 A sample is a rollout, or a part of one that earned a reward of its own. Every function here takes `reward_B`
 float32, finite, and `group_B` int64, the number of each sample's group (0 to num_groups - 1), and returns
 float32 [B]. Where all rewards that are compared are equal, a lone one included, the advantage is exactly 0.
-Standard deviations are those of the population.
+Standard deviations are those of the population, but for grpo_sample and lite_ppo.
 """
 
 from __future__ import annotations
@@ -27,6 +27,26 @@ def grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:
     centred_B, size_B = _centred(reward_B, group_B)
     std_B = (sequence_sum(centred_B.square(), group_B) / size_B).sqrt()
     return centred_B / (std_B + EPSILON)
+
+
+def grpo_sample(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """As grpo, in standard deviations of a sample: size - 1 instead of size below the line, as TRL does.
+
+    So it is smaller by sqrt(1 - 1 / size) in a group of that size.
+    """
+    centred_B, size_B = _centred(reward_B, group_B)
+    std_B = (sequence_sum(centred_B.square(), group_B) / (size_B - 1).clamp(min=1)).sqrt()
+    return centred_B / (std_B + EPSILON)
+
+
+def lite_ppo(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """Against its group, in standard deviations of the whole batch's rewards, that of a sample as TRL does.
+
+    Lite PPO, https://arxiv.org/abs/2508.08221. What sets it apart from reinforce_pp_baseline: that one's
+    deviation is of what is left once the groups' means are off.
+    """
+    std = (reward_B - reward_B.mean()).square().sum().div(max(len(reward_B) - 1, 1)).sqrt()
+    return _centred(reward_B, group_B)[0] / (std + EPSILON)
 
 
 def dr_grpo(reward_B: Tensor, group_B: Tensor) -> Tensor:

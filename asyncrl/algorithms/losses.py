@@ -1,5 +1,5 @@
-"""What the loss is made of: surrogates, corrections for stale data, KL, a teacher's advantages, and the
-weights by which the losses of tokens become one number. None of them knows another.
+"""What the loss is made of: surrogates, corrections for stale data, masks, KL, a teacher's advantages, and
+the weights by which the losses of tokens become one number. None of them knows another.
 
 Surrogates have one signature, which a loss of your own has too (algorithm.loss=module:function):
 
@@ -24,6 +24,8 @@ sequences as for all of them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,8 @@ TokenLoss = tuple[Tensor, dict[str, Tensor]]
 LARGEST_LOG_RATIO = 20.0
 """Log ratios are clamped to so many nats before exp: e^20 = 5e8 is past every clip and cap, and e^89 is
 infinite in float32, which times an advantage of 0, or a gradient of 0, would be NaN."""
+SMALLEST_LOG = math.log(1e-8)
+"""What stands for the log of a weight of 0."""
 
 # ---- surrogates
 
@@ -46,10 +50,12 @@ def ppo_clip(
     sequence_M: Tensor,
     settings: AlgorithmConfig,
 ) -> TokenLoss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(current - anchor).
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = exp(current - anchor); with clip_delta
+    -min(min(r, clip_delta) A, clip(...) A).
 
     clip_fraction counts tokens whose gradient the clip removed. PPO, https://arxiv.org/abs/1707.06347,
-    equation 7; unequal clips: DAPO, https://arxiv.org/abs/2503.14476, equation 10.
+    equation 7; unequal clips: DAPO, https://arxiv.org/abs/2503.14476, equation 10; clip_delta bounds r where
+    A is negative, two-sided clipping: INTELLECT-2, https://arxiv.org/abs/2505.07291.
     """
     return _clipped(exp_ratio(current_M - anchor_M), advantage_M, settings)
 
@@ -66,7 +72,9 @@ def gspo(
     at each token.
 
     So a sequence is clipped as a whole, and clip ranges are far smaller (3e-4 and 4e-4 in the paper). Goes
-    with algorithm.aggregate=sequence. https://arxiv.org/abs/2507.18071, equations 5 to 7.
+    with algorithm.aggregate=sequence. https://arxiv.org/abs/2507.18071, equations 5 to 7. With
+    aggregate=sequence_sum it is LUSPO, where a long sequence's tokens weigh no less:
+    https://arxiv.org/abs/2602.05261.
     """
     log_ratio_M = (current_M - anchor_M).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return _clipped(sequence_mean(log_ratio_M, sequence_M).exp(), advantage_M, settings)
@@ -88,6 +96,30 @@ def cispo(
     """
     ratio_M, largest = exp_ratio(current_M.detach() - anchor_M), 1.0 + settings.clip_high
     return -ratio_M.clamp(max=largest) * advantage_M * current_M, {"clip_fraction": (ratio_M > largest).sum()}
+
+
+def vespo(
+    current_M: Tensor,
+    anchor_M: Tensor,
+    behaviour_M: Tensor,
+    advantage_M: Tensor,
+    sequence_M: Tensor,
+    settings: AlgorithmConfig,
+) -> TokenLoss:
+    """-phi(W) A current, phi(W) = W^k exp(lambda (1 - W)) without gradient; W = exp(sum(current - anchor)),
+    the ratio of the whole sequence.
+
+    phi(1) = 1; k weighs small ratios down, lambda large ones, both by the sign of A (vespo_positive,
+    vespo_negative). sequence_weight is phi. A correction becomes part of W: the caller takes it off anchor.
+    https://arxiv.org/abs/2602.10693; the bounds of log W, log 1e-8 and LARGEST_LOG_RATIO, are TRL's.
+    """
+    log_w_M = sequence_sum(current_M.detach() - anchor_M, sequence_M).clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
+    (k, rate), (k_negative, rate_negative) = settings.vespo_positive, settings.vespo_negative
+    is_negative_M = advantage_M < 0
+    k_M = torch.where(is_negative_M, k_negative, k)
+    rate_M = torch.where(is_negative_M, rate_negative, rate)
+    phi_M = (k_M * log_w_M + rate_M * (1.0 - log_w_M.exp())).clamp(max=LARGEST_LOG_RATIO).exp()
+    return -phi_M * advantage_M * current_M, {"sequence_weight": phi_M.sum()}
 
 
 def reinforce(
@@ -124,9 +156,11 @@ def importance_ratio(
 def _clipped(ratio_M: Tensor, advantage_M: Tensor, settings: AlgorithmConfig) -> TokenLoss:
     plain_M = ratio_M * advantage_M
     clipped_M = ratio_M.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high) * advantage_M
-    return -torch.minimum(plain_M, clipped_M), {
-        "clip_fraction": (clipped_M.detach() < plain_M.detach()).sum()
-    }
+    is_clipped_M = clipped_M.detach() < plain_M.detach()
+    if settings.clip_delta is not None:
+        is_clipped_M |= (ratio_M > settings.clip_delta) & (advantage_M < 0)
+        plain_M = ratio_M.clamp(max=settings.clip_delta) * advantage_M
+    return -torch.minimum(plain_M, clipped_M), {"clip_fraction": is_clipped_M.sum()}
 
 
 # ---- corrections
@@ -139,7 +173,7 @@ def tis(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings:
     2025, https://fengyao.notion.site/off-policy-rl; beside a clipped loss it is decoupled PPO,
     https://arxiv.org/abs/2505.24298.
     """
-    return exp_ratio(log_weight_M).clamp(max=settings.importance_cap)
+    return exp_ratio(log_weight_M).clamp(max=_cap(settings))
 
 
 def tis_sequence(
@@ -159,7 +193,7 @@ def mis(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings:
     https://arxiv.org/abs/2510.26788.
     """
     weight_M = exp_ratio(log_weight_M)
-    return torch.where(weight_M <= settings.importance_cap, weight_M, 0.0)
+    return torch.where(weight_M <= _cap(settings), weight_M, 0.0)
 
 
 def mis_sequence(
@@ -203,6 +237,47 @@ def m2po(log_weight_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, settings
     return weight_M
 
 
+def _cap(settings: AlgorithmConfig) -> float:
+    assert settings.importance_cap != "auto", "the objective puts a number there"
+    return settings.importance_cap
+
+
+def log_of_weight(weight_M: Tensor) -> Tensor:
+    """The logarithm of a correction, log 1e-8 where it masks, as in TRL. float32 [M]."""
+    return weight_M.log().clamp(SMALLEST_LOG, LARGEST_LOG_RATIO)
+
+
+# ---- masks: 0 where a token's surrogate is left out of the loss, else 1. KL stays, and so do the divisors.
+
+
+def off_policy_mask(
+    current_M: Tensor, behaviour_M: Tensor, advantage_M: Tensor, sequence_M: Tensor, limit: float
+) -> Tensor:
+    """0 where the advantage is negative and the mean of behaviour - current over the sequence is above
+    `limit` nats.
+
+    What the policy has moved away from, and is to avoid, teaches it little and upsets it most. Off-policy
+    sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 9.
+    """
+    distance_M = sequence_mean(behaviour_M - current_M.detach(), sequence_M)
+    return ((advantage_M >= 0) | (distance_M <= limit)).float()
+
+
+def top_entropy_mask(entropy_M: Tensor, share: float) -> Tensor:
+    """1 for the tokens at or above the (1 - share) quantile of the entropies of all tokens of an optimizer
+    step; at least one.
+
+    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939 (0.2). Between two tokens the quantile is
+    interpolated, as torch.quantile does, which takes no more than 16 million.
+    """
+    if not len(entropy_M):
+        return torch.ones_like(entropy_M)
+    below = math.ceil(
+        round((1.0 - share) * (len(entropy_M) - 1), 6)
+    )  # rounded: 0.8 * 10 may be 8.000000000001
+    return (entropy_M >= entropy_M.kthvalue(below + 1).values).float()
+
+
 # ---- KL, and the policy between two
 
 
@@ -212,7 +287,7 @@ def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
 
     With d = reference - current: k1 = -d, unbiased, can be negative; k2 = d^2 / 2, low variance, biased; k3 =
     exp(d) - d - 1, unbiased, never negative. http://joschu.net/blog/kl-approx.html. That holds for the
-    values. As a loss, k2 is the one whose gradient is that of the KL (k1's has mean 0):
+    values. As a loss without weighted_kl, k2 is the one whose gradient is that of the KL (k1's has mean 0):
     https://arxiv.org/abs/2506.09477.
     """
     difference_M = reference_M.detach() - current_M
@@ -222,6 +297,18 @@ def kl(current_M: Tensor, reference_M: Tensor, estimator: str) -> Tensor:
         case "k2":
             return difference_M.square() / 2
     return difference_M.clamp(max=LARGEST_LOG_RATIO).exp() - difference_M - 1
+
+
+def weighted_kl(current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, estimator: str) -> Tensor:
+    """kl() times r = exp(current - anchor), float32 [M]: of tokens that the anchor sampled, the estimate of
+    KL(current || reference), and with it its gradient, given what stands before the token.
+
+    With d = reference - current the gradient of r k3 is -r d times that of current, the KL's; that of r k1 is
+    r (1 - d), whose 1 has mean 0. k2 has -d already, so there r has no gradient. DeepSeek-V3.2,
+    https://arxiv.org/abs/2512.02556, section 3.1; TRL's use_bias_correction_kl.
+    """
+    ratio_M = exp_ratio(current_M - anchor_M)
+    return kl(current_M, reference_M, estimator) * (ratio_M.detach() if estimator == "k2" else ratio_M)
 
 
 def kl_reward_penalty(
@@ -291,14 +378,16 @@ def token_weights(aggregate: str, tokens_S: Tensor, max_tokens: int) -> Tensor:
     `tokens_S` int64, loss tokens of all the step's sequences; one without has weight 0, and is not among
     num_sequences. `max_tokens` is rollout.max_tokens. By `aggregate`:
 
-        token     1 / num_loss_tokens               DAPO, https://arxiv.org/abs/2503.14476
-        sequence  1 / (num_sequences * its tokens)  GRPO, https://arxiv.org/abs/2402.03300
-        constant  1 / (num_sequences * max_tokens)  Dr. GRPO, https://arxiv.org/abs/2503.20783
+        token         1 / num_loss_tokens               DAPO, https://arxiv.org/abs/2503.14476
+        sequence      1 / (num_sequences * its tokens)  GRPO, https://arxiv.org/abs/2402.03300
+        sequence_sum  1 / num_sequences                 LUSPO, https://arxiv.org/abs/2602.05261
+        constant      1 / (num_sequences * max_tokens)  Dr. GRPO, https://arxiv.org/abs/2503.20783
     """
     num_sequences = (tokens_S > 0).sum()
     divisor_S = {
         "token": tokens_S.sum().expand_as(tokens_S),
         "sequence": num_sequences * tokens_S,
+        "sequence_sum": num_sequences.expand_as(tokens_S),
         "constant": (num_sequences * max_tokens).expand_as(tokens_S),
     }[aggregate]
     return torch.where(tokens_S > 0, 1.0 / divisor_S.clamp(min=1).double(), 0.0).float()

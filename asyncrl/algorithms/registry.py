@@ -15,6 +15,8 @@ _ADVANTAGES, _LOSSES = "asyncrl.algorithms.advantages:", "asyncrl.algorithms.los
 
 BUILT_IN_ADVANTAGES = {
     "grpo": _ADVANTAGES + "grpo",
+    "grpo_sample": _ADVANTAGES + "grpo_sample",
+    "lite_ppo": _ADVANTAGES + "lite_ppo",
     "dr_grpo": _ADVANTAGES + "dr_grpo",
     "rloo": _ADVANTAGES + "rloo",
     "leave_one_out": _ADVANTAGES + "rloo",
@@ -29,6 +31,13 @@ BUILT_IN_CORRECTIONS = ("tis", "tis_sequence", "mis", "mis_sequence", "icepop", 
 WHOLE_BATCH = frozenset({"m2po"})
 """Corrections that must see all tokens of an optimizer step at once."""
 
+WITHIN_RATIO = frozenset({_LOSSES + "vespo"})
+"""Surrogates whose ratio a correction becomes part of, instead of a factor of the loss."""
+
+_CLIPPED = frozenset({_LOSSES + "ppo_clip", _LOSSES + "gspo"})
+_CAP, _CAPS = 2.0, {"icepop": 5.0}
+"""importance_cap where the config says auto, and that of the corrections whose papers have another."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -39,7 +48,7 @@ class Recipe:
     surrogate: str
     ratio: Literal["behaviour", "proximal"] = "behaviour"
     correction: str = "none"
-    aggregate: Literal["token", "sequence", "constant"] = "token"
+    aggregate: Literal["token", "sequence", "sequence_sum", "constant"] = "token"
     advantage: str = BUILT_IN_ADVANTAGES["grpo"]
 
 
@@ -53,6 +62,8 @@ RECIPES = {
     "icepop": Recipe(_LOSSES + "ppo_clip", "proximal", "icepop"),
     "cispo": Recipe(_LOSSES + "cispo"),
     "gspo": Recipe(_LOSSES + "gspo", aggregate="sequence"),
+    "luspo": Recipe(_LOSSES + "gspo", aggregate="sequence_sum"),
+    "vespo": Recipe(_LOSSES + "vespo"),
     "m2po": Recipe(_LOSSES + "importance_ratio", "behaviour", "m2po"),
 }
 """algorithm.loss by name."""
@@ -72,6 +83,29 @@ def resolve(config: AlgorithmConfig) -> Recipe:
     chosen = {"ratio": config.ratio, "correction": config.correction, "aggregate": config.aggregate}
     chosen = {name: value for name, value in chosen.items() if value != "auto"}
     recipe = replace(recipe, advantage=advantage, **chosen)  # type: ignore[arg-type]
+    _check_correction(config, recipe)
+    delta, least = config.clip_delta, 1 + config.clip_high
+    if delta is not None and delta <= least:
+        what = f"algorithm.clip_delta={delta} is not above 1 + algorithm.clip_high = {least}"
+        rule = "the two-sided clip bounds what the clip of the ratio leaves, so it lies further out"
+        raise _refused(what, rule, "raise algorithm.clip_delta, or remove it")
+    if delta is not None and config.loss in RECIPES and recipe.surrogate not in _CLIPPED:
+        what, rule = (
+            f"algorithm.clip_delta={delta} with loss={config.loss}",
+            "its ratio has no two-sided clip",
+        )
+        raise _refused(what, rule, "remove algorithm.clip_delta, or take loss=ppo_clip")
+    return recipe
+
+
+def importance_cap(config: AlgorithmConfig, recipe: Recipe) -> float:
+    """The number that stands for auto, or the config's own."""
+    cap = config.importance_cap
+    return _CAPS.get(recipe.correction, _CAP) if cap == "auto" else cap
+
+
+def _check_correction(config: AlgorithmConfig, recipe: Recipe) -> None:
+    """Raise ConfigError if the correction goes neither with the other settings nor with the loss."""
     correction = recipe.correction
     if correction in WHOLE_BATCH and config.proximal == "interpolate":
         what = f"algorithm.proximal=interpolate beside correction={correction}"
@@ -79,7 +113,7 @@ def resolve(config: AlgorithmConfig) -> Recipe:
             "it is made of all tokens before the first step, so their proximal logprobs have to be computed"
         )
         raise _refused(what, rule, "set algorithm.proximal=recompute")
-    floor, cap = config.importance_floor, config.importance_cap
+    floor, cap = config.importance_floor, importance_cap(config, recipe)
     if correction == "icepop" and floor > cap:
         what = f"algorithm.importance_floor={floor} is above algorithm.importance_cap={cap}"
         raise _refused(what, "icepop would mask every token", "lower algorithm.importance_floor")
@@ -88,7 +122,10 @@ def resolve(config: AlgorithmConfig) -> Recipe:
         what = f"algorithm.loss={config.loss} with ratio=behaviour and correction={correction}"
         rule = "its ratio is taken to the behaviour policy, so a correction would weigh stale data twice"
         raise _refused(what, rule, "set algorithm.ratio=proximal, or algorithm.correction=none")
-    return recipe
+    if recipe.surrogate in WITHIN_RATIO and correction not in {"none", "tis", "mis", "icepop"}:
+        what = f"algorithm.loss={config.loss} with correction={correction}"
+        rule = "it multiplies the weights of a sequence's tokens, so each token needs one of its own"
+        raise _refused(what, rule, "set algorithm.correction to none, tis, mis or icepop")
 
 
 def _own(name: str, key: str, known: Iterable[str]) -> str:

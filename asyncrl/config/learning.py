@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from asyncrl.config.fields import FrozenConfig, Port
 
@@ -94,7 +94,15 @@ class TeacherConfig(FrozenConfig):
     supervision.max_restarts times, while rollouts wait for it."""
 
 
-GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo", "leave_one_out", "reinforce_pp_baseline")
+GROUP_ADVANTAGES = (
+    "grpo",
+    "grpo_sample",
+    "lite_ppo",
+    "dr_grpo",
+    "rloo",
+    "leave_one_out",
+    "reinforce_pp_baseline",
+)
 """Advantages against the other rollouts of the prompt."""
 
 
@@ -102,12 +110,12 @@ class AlgorithmConfig(FrozenConfig):
     """Advantages and loss; docs/algorithms.md has the recipes with their papers."""
 
     advantage: str = "grpo"
-    """Built-in name (grpo, dr_grpo, rloo, leave_one_out, reinforce_pp, reinforce_pp_baseline) or
-    `module:function`.
+    """Built-in name (grpo, grpo_sample, lite_ppo, dr_grpo, rloo, leave_one_out, reinforce_pp,
+    reinforce_pp_baseline) or `module:function`.
     """
     loss: str = "ppo_clip"
-    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, m2po) or
-    `module:function`.
+    """Built-in name (ppo_clip, dapo, decoupled_ppo, reinforce, tis, mis, icepop, cispo, gspo, luspo, vespo,
+    m2po) or `module:function`.
     """
     ratio: Literal["auto", "behaviour", "proximal"] = "auto"
     """Policy below the line of the loss's probability ratio (auto = what the loss's paper says)."""
@@ -117,15 +125,30 @@ class AlgorithmConfig(FrozenConfig):
     """Weight, without gradient, on each token's loss for the step from the behaviour to the proximal policy:
     truncated (tis) or masked (mis) importance weights a token or a sequence, icepop, m2po (auto = what the
     loss's paper says)."""
-    aggregate: Literal["auto", "token", "sequence", "constant"] = "auto"
-    """The loss is the mean over tokens, the mean over sequences of their token means, or the sum over
-    sequences * rollout.max_tokens (Dr. GRPO) (auto = what the loss's paper says)."""
+    aggregate: Literal["auto", "token", "sequence", "sequence_sum", "constant"] = "auto"
+    """The loss is the mean over tokens, the mean over sequences of their token means (sequence) or of their
+    token sums (sequence_sum), or the sum over sequences * rollout.max_tokens (Dr. GRPO) (auto = what the
+    loss's paper says)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
     """Lower clip range of the probability ratio: 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
     """Upper clip range of the probability ratio: 1 + clip_high."""
-    importance_cap: float = Field(default=2.0, gt=0)
-    """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo)."""
+    clip_delta: float | None = Field(default=None, gt=1)
+    """Two-sided clip: largest probability ratio of a token with a negative advantage, which the clip above
+    leaves without a bound; above 1 + clip_high (none = off)."""
+    vespo_positive: tuple[PositiveFloat, PositiveFloat] = (2.0, 3.0)
+    """k and lambda of vespo's weight where the advantage is 0 or more."""
+    vespo_negative: tuple[PositiveFloat, PositiveFloat] = (3.0, 2.0)
+    """k and lambda of vespo's weight where the advantage is negative."""
+    off_policy_mask: float | None = Field(default=None, gt=0)
+    """Off-policy sequence masking: tokens with a negative advantage carry no loss where the mean of behaviour
+    - current logprob over their sequence is above this, in nats (none = off)."""
+    top_entropy: float = Field(default=1.0, gt=0, le=1)
+    """Share of the loss tokens of an optimizer step, those of highest entropy, that the policy is trained on;
+    below 1 it takes one more forward pass a batch (1 = all)."""
+    importance_cap: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    """Largest importance weight towards the behaviour policy (tis, mis, icepop, decoupled_ppo) (auto = 5 for
+    the correction icepop, as in its papers, else 2)."""
     importance_floor: float = Field(default=0.5, ge=0)
     """Smallest importance weight that icepop keeps."""
     m2_limit: float = Field(default=0.04, gt=0)
@@ -138,6 +161,9 @@ class AlgorithmConfig(FrozenConfig):
     """Weight of the KL divergence to the initial weights (0 = off, and no reference weights are held)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
+    kl_weighted: bool = True
+    """In the loss, multiply it by the token's importance weight: the ratio, and the correction beside it. So
+    its gradient, token by token, is that of the KL of the current policy, however stale the data."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where it goes: into each token's loss, or as a penalty into the reward (estimator k1)."""
     distill_weight: float = Field(default=0.0, ge=0)

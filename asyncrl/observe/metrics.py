@@ -62,6 +62,7 @@ GAUGES: Mapping[str, Gauge] = {
     "policy/grad_norm": Gauge("step", "", "norm of the gradient before it is clipped"),
     "policy/clip_fraction": Gauge("step", "0..1", "tokens whose gradient or weight the loss clipped"),
     "policy/importance_weight": Gauge("step", "", "mean weight of the correction: below 1 it cuts or masks"),
+    "policy/off_policy_fraction": Gauge("step", "0..1", "tokens that algorithm.off_policy_mask left out"),
     "policy/kl_teacher": Gauge("step", "nats", "KL divergence to the teacher, where there is one"),
     "policy/kl_reference": Gauge("step", "nats", "KL divergence to the initial weights, where it is used"),
     "policy/*": Gauge("step", "", "any other statistic that algorithm.loss gives, by name, a loss token"),

@@ -186,31 +186,34 @@ class Learner:
         """All that is computed before the first step, which may change the weights."""
         batch = BatchNumbers(header, arrays, has_loss)
         if self._objective.needs_proximal:
-            batch.proximal_N = self._forward(self.policy, header, arrays, has_loss)
+            batch.proximal_N, batch.entropy_N = self._forward(self.policy, header, arrays, has_loss)
         if self._reference is not None:
-            batch.reference_N = self._forward(self._reference, header, arrays, has_loss)
+            batch.reference_N, _ = self._forward(self._reference, header, arrays, has_loss)
         elif self._objective.needs_reference:
             assert self._adapters is not None
             with self._adapters.off():
-                batch.reference_N = self._forward(self.policy, header, arrays, has_loss)
+                batch.reference_N, _ = self._forward(self.policy, header, arrays, has_loss)
         batch.advantage_N = self._objective.advantages(batch)
         return batch
 
     @torch.no_grad()
-    def _forward(self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN) -> Float32N:
-        """float32 [N]: logprobs of the loss tokens, 0 elsewhere; no gradient."""
-        logprobs_N = np.zeros(len(has_loss), np.float32)
+    def _forward(
+        self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
+    ) -> tuple[Float32N, Float32N]:
+        """float32 [N] both: logprobs of the loss tokens, and entropies there, 0 elsewhere; no gradient."""
+        logprobs_N, entropies_N = np.zeros((2, len(has_loss)), np.float32)
         micros = self._micro_batches(header, arrays, has_loss)
         self._meter.enter("logprobs")
         for micro, counts in micros:
-            logprob_M = policy(micro, self.spec.temperature).logprob_M
+            scores = policy(micro, self.spec.temperature)
             if counts:
                 self._meter.count(policy.costs.flops(policy.size_of(micro), has_backward=False))
-                logprobs_N[micro.source_M] = logprob_M.cpu().numpy()
-        self.ranks.add_up(logprobs_N)
+                logprobs_N[micro.source_M] = scores.logprob_M.cpu().numpy()
+                entropies_N[micro.source_M] = scores.entropy_M.cpu().numpy()
+        self.ranks.add_up(logprobs_N, entropies_N)
         reshard(policy)
         self._meter.enter("")
-        return logprobs_N
+        return logprobs_N, entropies_N
 
     def _micro_batches(
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN

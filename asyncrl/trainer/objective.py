@@ -21,7 +21,7 @@ from torch import Tensor
 
 from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
-from asyncrl.algorithms.registry import WHOLE_BATCH, resolve
+from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
 from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import BatchArrays, BatchHeader, Credit
 from asyncrl.serving import Refused
@@ -126,8 +126,9 @@ def find_units(header: BatchHeader, num_tokens: int) -> Units:
 class BatchNumbers:
     """What is known of a batch before its first optimizer step; arrays over all its tokens [N].
 
-    `proximal_N`: logprobs by the weights before the batch, `reference_N`: by the initial weights; None where
-    not needed. `advantage_N`: that of the sample a token with loss is part of.
+    `proximal_N`: logprobs by the weights before the batch, `entropy_N`: entropies by them, `reference_N`:
+    logprobs by the initial weights; None where not needed. `advantage_N`: that of the sample a token with
+    loss is part of.
     """
 
     header: BatchHeader
@@ -135,17 +136,19 @@ class BatchNumbers:
     has_loss: BoolN
     proximal_N: Float32N | None = None
     reference_N: Float32N | None = None
+    entropy_N: Float32N | None = None
     advantage_N: Float32N = field(init=False)
 
 
 @dataclass(frozen=True)
 class StepNumbers:
     """What all micro-batches of one optimizer step share: weight_S multiplies each loss token of a
-    trajectory, [S] in the header.
+    trajectory, [S] in the header; mask_N, 0 or 1, its surrogate.
     """
 
     weight_S: Tensor
     correction_N: Float32N | None
+    mask_N: Float32N | None
 
 
 class Objective:
@@ -153,7 +156,10 @@ class Objective:
 
     def __init__(self, spec: TrainerSpec) -> None:
         """Raises ConfigError if a function cannot be found, or not be called as it will be."""
-        self.spec, self.settings, self._recipe = spec, spec.algorithm, resolve(spec.algorithm)
+        self.spec, self._recipe = spec, resolve(spec.algorithm)
+        cap = importance_cap(spec.algorithm, self._recipe)
+        self.settings = spec.algorithm.model_copy(update={"importance_cap": cap})
+        """As the functions are given them: with a number as importance_cap."""
         self._advantage = load_advantage(self._recipe.advantage)
         self._surrogate = load_loss(self._recipe.surrogate)
         correction = self._recipe.correction
@@ -165,12 +171,13 @@ class Objective:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether a forward pass over the batch is needed before its first step, because the logprobs of that
-        step's own forward pass come too late.
+        """Whether a forward pass over the batch is needed before its first step, because the logprobs or
+        entropies of that step's own forward pass come too late.
         """
         is_used = self._recipe.ratio == "proximal" or self._correction is not None
         is_recomputed = is_used and self.spec.steps_per_batch > 1 and self.settings.proximal == "recompute"
-        return is_recomputed or self._is_penalised or self._is_whole_batch
+        is_masked = self.settings.top_entropy < 1
+        return is_recomputed or self._is_penalised or self._is_whole_batch or is_masked
 
     def advantages(self, batch: BatchNumbers) -> Float32N:
         """float32 [N], from the rewards of the batch's units (B of them) with their penalties.
@@ -233,7 +240,13 @@ class Objective:
             [int(has_loss[one.start : one.end].sum()) for one in batch.header.trajectories]
         )
         weight_S = losses.token_weights(self._recipe.aggregate, tokens_S, self.spec.max_tokens)
-        return StepNumbers(weight_S, self._whole_correction(batch, has_loss, tokens_S))
+        mask_N = None
+        if self.settings.top_entropy < 1:
+            assert batch.entropy_N is not None
+            mask_N = np.zeros(len(has_loss), np.float32)
+            entropy_M = torch.from_numpy(batch.entropy_N[has_loss])
+            mask_N[has_loss] = losses.top_entropy_mask(entropy_M, self.settings.top_entropy)
+        return StepNumbers(weight_S, self._whole_correction(batch, has_loss, tokens_S), mask_N)
 
     def _whole_correction(self, batch: BatchNumbers, has_loss: BoolN, tokens_S: Tensor) -> Float32N | None:
         """float32 [N] of a correction that needs all tokens of the step, else None."""
@@ -269,16 +282,21 @@ class Objective:
         else:
             proximal_M = over_tokens(batch.proximal_N)
         anchor_M = behaviour_M if self._recipe.ratio == "behaviour" else proximal_M
-        loss_M, stats = self._call_surrogate(current_M, anchor_M, behaviour_M, advantage_M, micro.sequence_M)
-        if self._correction is not None:
-            if step.correction_N is not None:
-                weight_M = over_tokens(step.correction_N)
-            else:
-                log_weight_M = proximal_M - behaviour_M
-                weight_M = self._correction(log_weight_M, advantage_M, micro.sequence_M, self.settings)
-            loss_M, stats = loss_M * weight_M, {**stats, "importance_weight": weight_M.sum()}
+        correction_M = None
+        if step.correction_N is not None:
+            correction_M = over_tokens(step.correction_N)
+        elif self._correction is not None:
+            log_weight_M = proximal_M - behaviour_M
+            correction_M = self._correction(log_weight_M, advantage_M, micro.sequence_M, self.settings)
+        of_tokens = (behaviour_M, advantage_M, micro.sequence_M)
+        loss_M, stats = self._corrected(current_M, anchor_M, *of_tokens, correction_M)
+        if (limit := self.settings.off_policy_mask) is not None:
+            mask_M = losses.off_policy_mask(current_M, *of_tokens, limit)
+            loss_M, stats = loss_M * mask_M, {**stats, "off_policy_fraction": (mask_M == 0).sum()}
+        if step.mask_N is not None:
+            loss_M = loss_M * over_tokens(step.mask_N)
         if batch.reference_N is not None:
-            kl_M = losses.kl(current_M, over_tokens(batch.reference_N), self.settings.kl_estimator)
+            kl_M = self._kl(current_M, over_tokens(batch.reference_N), anchor_M, correction_M)
             stats = {**stats, "kl_reference": kl_M.detach().sum()}
             if self.settings.kl_in == "loss":
                 loss_M = loss_M + self.settings.kl_coefficient * kl_M
@@ -287,6 +305,37 @@ class Objective:
             stats = {**stats, "kl_teacher": kl_M.sum()}
         weight_M = step.weight_S[micro.trajectory_S].to(current_M.device)[micro.sequence_M]
         return (loss_M * weight_M).sum(), {name: float(value) for name, value in stats.items()}
+
+    def _corrected(
+        self,
+        current_M: Tensor,
+        anchor_M: Tensor,
+        behaviour_M: Tensor,
+        advantage_M: Tensor,
+        sequence_M: Tensor,
+        correction_M: Tensor | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The surrogate times the correction, or with it in its ratio."""
+        of_tokens, is_within = (behaviour_M, advantage_M, sequence_M), self._recipe.surrogate in WITHIN_RATIO
+        if correction_M is None:
+            return self._call_surrogate(current_M, anchor_M, *of_tokens)
+        if is_within:
+            anchor_M = anchor_M - losses.log_of_weight(correction_M)
+        loss_M, stats = self._call_surrogate(current_M, anchor_M, *of_tokens)
+        stats = {**stats, "importance_weight": correction_M.sum()}
+        return loss_M if is_within else loss_M * correction_M, stats
+
+    def _kl(
+        self, current_M: Tensor, reference_M: Tensor, anchor_M: Tensor, correction_M: Tensor | None
+    ) -> Tensor:
+        """Each token's KL(current || reference), float32 [M]; weighted, that of the current policy's own
+        tokens.
+        """
+        estimator = self.settings.kl_estimator
+        if self.settings.kl_in == "reward" or not self.settings.kl_weighted:
+            return losses.kl(current_M, reference_M, estimator)
+        kl_M = losses.weighted_kl(current_M, reference_M, anchor_M, estimator)
+        return kl_M if correction_M is None else kl_M * correction_M
 
     def _call_surrogate(self, current_M: Tensor, *others_M: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         answer = self._surrogate(current_M, *others_M, self.settings)
