@@ -42,9 +42,9 @@ class HostMemory:
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         """Of a thread whose current CUDA device is that of the copies, where `device` is one. `cuda` pins."""
+        self._data = torch.empty(0, dtype=torch.uint8)
         self._cuda = cuda if device.type == "cuda" else None
         self._ordinal = 0 if self._cuda is None else self._cuda.current_device()
-        self._data = torch.empty(0, dtype=torch.uint8)
 
     def __len__(self) -> int:
         return len(self._data)
