@@ -29,7 +29,7 @@ from asyncrl.placement.fit import (
     settle_dtype,
     transport_text,
 )
-from asyncrl.placement.plan import Memory, Plan, engine_threads, make_plan, trainer_threads
+from asyncrl.placement.plan import PHASES, Memory, Plan, engine_threads, make_plan, trainer_threads
 
 ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
 ZERO = "buffer.max_staleness=0"
@@ -81,16 +81,29 @@ def test_what_a_trainer_holds_depends_on_its_ranks_its_type_and_its_adapters() -
     assert (trainer.weights, trainer.optimizer) == (2 * num, (4 + 8) * num), "masters are float32"
 
 
+def test_a_run_with_checkpoints_has_a_copy_of_the_state_on_the_host_at_any_time() -> None:
+    ranks = ["trainer.world_size=2", "placement.trainer=all", "rollout.num_engines=2"]
+    for overrides in ([ZERO], [*TURNS, *ranks], ["placement.rollout=cpu"]):
+        plan = planned(2, *overrides)
+        saved = next(process for process in plan.processes if process.name == "checkpoint")
+        assert (saved.device, saved.memory.total) == ("cpu", 12 * plan.shape.num_parameters)
+        assert {saved.held_bytes(phase, plan.placement.mode) for phase in PHASES} == {saved.memory.total}
+        without = planned(2, *overrides, "checkpoint.every=none")
+        assert "checkpoint" not in {process.name for process in without.processes}
+    assert memory(planned(2, ZERO, "trainer.lora={rank: 2}"), "checkpoint").total < saved.memory.total / 2
+
+
 def test_in_turns_a_device_needs_the_largest_of_its_phases_and_not_their_sum() -> None:
     apart, turns = planned(0, *ON_CPU, ZERO), planned(0, "placement.trainer=cpu", *TURNS)
     trainer, engine = memory(turns, "trainer-0"), memory(turns, "engine-0")
+    saved = memory(turns, "checkpoint").total
     assert engine.copies == 0, "no second set of weights: chunks go into the one that is awake"
     assert turns.peak_bytes("cpu") == {
-        "generation": engine.weights + engine.kv,
-        "training": trainer.total,
-        "publish": trainer.weights + engine.weights + memory(turns, "staging").total,
+        "generation": engine.weights + engine.kv + saved,
+        "training": trainer.total + saved,
+        "publish": trainer.weights + engine.weights + memory(turns, "staging").total + saved,
     }
-    both = trainer.total + engine.total + engine.weights + memory(apart, "staging").total
+    both = saved + trainer.total + engine.total + engine.weights + memory(apart, "staging").total
     assert set(apart.peak_bytes("cpu").values()) == {both}
     assert memory(turns, "staging").total == engine.weights, "the model is smaller than a chunk"
     assert memory(planned(0, *TURNS, "weight_sync.chunk_bytes=1048576"), "staging").total == 2**20
@@ -192,8 +205,9 @@ WIDE = [*SMALL, f"{HIDDEN}=1024", "trainer.micro_batch_tokens=56"]
     [
         ("cpu", 1.0, ["rollout.slots=4000000"], r"rollout.slots=\d+"),
         ("cpu", 0.06, ON_CPU, "trainer.gradient_checkpointing=true"),
-        ("cpu", 0.045, [*ON_CPU, *SMALL], r"trainer.micro_batch_tokens=\d+"),
-        ("cpu", 0.12, [*ON_CPU, *WIDE], "placement.rollout=trainer with buffer.max_staleness=0"),
+        ("cpu", 0.063, [*ON_CPU, *SMALL], r"trainer.micro_batch_tokens=\d+"),
+        ("cpu", 0.19, [*ON_CPU, *WIDE], "placement.rollout=trainer with buffer.max_staleness=0"),
+        ("cpu", 0.12, [*ON_CPU, *TURNS, *WIDE], "checkpoint.every=none"),
         ("cpu", 0.08, [*ON_CPU, *TURNS, *WIDE], "trainer.lora={rank: 16}"),
         ("cuda:0", 1.0, [ZERO, "rollout.slots=100000"], r"rollout.slots=\d+"),
         ("cuda:0", 0.25, [ZERO], r"trainer\.\S+"),

@@ -7,16 +7,22 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, full_disk, make_batch
 
 from asyncrl.serving import Refused
+from asyncrl.trainer.offload import HostMemory
 from asyncrl.trainer.step import TrainStep
+from asyncrl.weights.ipc import ALIGNMENT
 
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -138,6 +144,74 @@ def test_a_save_that_fails_is_an_error_and_the_next_one_succeeds(make_step: Make
         step.load_state(tmp_path / "half")
     step.begin_save_state(tmp_path / "state").result()
     make_step().load_state(tmp_path / "state")
+
+
+class PlayedCuda:
+    """What torch.cuda registers, on a machine without."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.sizes: list[int] = []
+        self._device = 0
+
+    def current_device(self) -> int:
+        return 3
+
+    @contextmanager
+    def device(self, ordinal: int) -> Iterator[None]:
+        before, self._device = self._device, ordinal
+        yield
+        self._device = before
+
+    def cudart(self) -> PlayedCuda:
+        assert self._device == 3, "a thread of the first device"
+        return self
+
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert not self.registered, "one piece at a time"
+        self.registered[pointer] = num_bytes
+        self.sizes.append(num_bytes)
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:  # noqa: N802
+        del self.registered[pointer]
+        return 0
+
+    def check_error(self, code: int) -> None:
+        assert code == 0
+
+
+def test_what_is_saved_is_copied_into_one_pinned_piece_which_goes_where_the_host_is_short_of_memory(
+    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, cuda, host = make_step(), PlayedCuda(), SimpleNamespace(available=2**30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: host)
+    step._state._memory = HostMemory(torch.device("cuda"), cuda)
+    step.begin_save_state(tmp_path / "start").result()
+    train(step, 0, 1)
+    for name in ("first", "second"):
+        step.begin_save_state(tmp_path / name).result()
+    copies, (_, size) = step._state._host, cuda.sizes
+    used = sum(copy.nbytes for copy in copies.values())
+    assert list(cuda.registered.values()) == [size], "registered at the first step, and kept"
+    assert used <= size < used + ALIGNMENT * len(copies)
+    assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies.values()), "DCP copies none"
+
+    host.available = size - 1
+    step.begin_save_state(tmp_path / "third").result()
+    assert not cuda.registered
+    with pytest.raises(Refused, match=f"{size} bytes are needed, and the host has {size - 1} available"):
+        step.begin_save_state(tmp_path / "none").result()
+    train(step, 1, 2)
+    host.available = size
+    step.begin_save_state(tmp_path / "last").result()
+    assert list(cuda.registered.values()) == [size]
+    loaded = make_step()
+    loaded.load_state(tmp_path / "last")
+    assert loaded.weights_digest() == step.weights_digest()
+    del copies
+    step._state._memory.free()
+    assert not cuda.registered
 
 
 def test_an_index_that_would_run_something_is_refused(make_step: MakeStep, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,21 +17,34 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_model import make_tiny_model
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import make_batch, make_spec
 from transformers import AutoTokenizer
 
 from asyncrl.messages import digest
+from asyncrl.messages.base import TransportName
 from asyncrl.messages.calls import ExportChunkResponse
 from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
-from asyncrl.weights.export import cut, digest_of, export_weights, in_export_dtype, named_weights
+from asyncrl.weights.export import (
+    LazyWeights,
+    cut,
+    digest_of,
+    export_weights,
+    in_export_dtype,
+    named_weights,
+)
 from asyncrl.weights.tensor_files import (
     digest_of_tensor,
     digest_tensors,
@@ -39,6 +52,7 @@ from asyncrl.weights.tensor_files import (
     torch_block_sums,
     write_tensors,
 )
+from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 
 CHUNK_BYTES = 10_000
 MakeStep = Callable[..., TrainStep]
@@ -104,6 +118,45 @@ def test_a_saved_folder_has_the_chat_template_of_the_run(tiny_model_dir: Path, t
     template.write_text("{{ messages[0]['content'] }}", encoding="utf-8")
     TrainStep(make_spec(tiny_model_dir, tmp_path, chat_template=str(template))).save(tmp_path / "saved")
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == template.read_text()
+
+
+class MadeHere(TorchDispatchMode):
+    """Counts the bytes of memory that this rank fills: of its shard, where a tensor is sharded."""
+
+    def __init__(self, known: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seen, self.num_bytes = {known.untyped_storage().data_ptr(): known}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in out if isinstance(out, list | tuple) else (out,):
+            local = one.to_local() if isinstance(one, DTensor) else one
+            if type(local) is Tensor:
+                storage = local.untyped_storage()
+                self.num_bytes += 0 if storage.data_ptr() in self._seen else storage.nbytes()
+                self._seen[storage.data_ptr()] = local
+        return out
+
+
+@pytest.fixture
+def mesh_of_four() -> Iterator[DeviceMesh]:
+    """As its second rank has it; the others answer nothing."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    yield DeviceMesh("cpu", list(range(4)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["shm", "nccl"])
+def test_a_rank_that_writes_nothing_copies_no_more_than_its_shard_into_the_dtype_of_the_export(
+    mesh_of_four: DeviceMesh, name: TransportName
+) -> None:
+    local, shape = torch.ones(26, 8), torch.Size((103, 8))
+    weight = DTensor.from_local(local, mesh_of_four, [Shard(0)], run_check=False, shape=shape, stride=(8, 1))
+    transport = make_transport(name, TrainerEnd(torch.device("cpu"), torch.bfloat16, 2**20, is_first=False))
+    with MadeHere(local) as made:
+        answer = transport.begin(Exported(3, lambda: LazyWeights({"w": weight})), Path("nowhere")).result()
+    assert (answer.version, answer.num_bytes) == (3, 0)
+    assert made.num_bytes == local.numel() * 2
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +22,9 @@ from asyncrl.http import CallRefused
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.serving import Refused
+from asyncrl.weights import nccl
 from asyncrl.weights.export import LazyWeights
+from asyncrl.weights.ipc import copy_placed
 from asyncrl.weights.nccl import BroadcastTransport, GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import digest_tensors
 from asyncrl.weights.transport import Exported, TrainerEnd
@@ -100,6 +106,147 @@ def test_a_member_that_dies_breaks_the_group_for_good(tmp_path: Path) -> None:
     for what in ("broadcast of", "the group is closed"):
         with pytest.raises(GroupBroken, match=what):
             group._broadcast(torch.zeros(8))
+
+
+# ---- streams
+
+
+class PlayedStream:
+    """`done[S]`: how much of what was given to stream S is done before what this one is given next."""
+
+    def __init__(self) -> None:
+        self.done: Counter[PlayedStream] = Counter()
+
+    def work(self) -> None:
+        self.done[self] += 1
+
+    def wait_event(self, event: PlayedEvent) -> None:
+        self.done |= event.done
+
+    def wait_stream(self, other: PlayedStream) -> None:
+        self.done |= other.done
+
+
+class PlayedEvent:
+    def __init__(self, cuda: PlayedCuda) -> None:
+        self._cuda = cuda
+
+    def record(self) -> None:
+        self.done = self._cuda.current_stream().done.copy()
+
+    def query(self) -> bool:
+        return True
+
+
+class PlayedCuda:
+    """torch.cuda of one process on a machine without: each thread begins in the default stream."""
+
+    def __init__(self) -> None:
+        self.default, self._of_thread = PlayedStream(), threading.local()
+        self.sent: list[Sent] = []
+
+    def Stream(self, device: torch.device, priority: int) -> PlayedStream:  # noqa: N802
+        return PlayedStream()
+
+    def Event(self) -> PlayedEvent:  # noqa: N802
+        return PlayedEvent(self)
+
+    def current_stream(self, device: torch.device | None = None) -> PlayedStream:
+        stream: PlayedStream = getattr(self._of_thread, "stream", self.default)
+        return stream
+
+    @contextmanager
+    def stream(self, stream: PlayedStream) -> Iterator[None]:
+        before, self._of_thread.stream = self.current_stream(), stream
+        yield
+        self._of_thread.stream = before
+
+
+class Sent(NamedTuple):
+    """A broadcast: its stream, and how much of the default stream it waited for."""
+
+    stream: PlayedStream
+    waited_for: int
+
+
+class StreamedGroup:
+    """Gloo's, with NCCL's order: a call comes after what its stream was given, and wait() has the stream that
+    waits come after the call.
+    """
+
+    def __init__(self, group: Any, cuda: PlayedCuda) -> None:
+        self._group, self._cuda = group, cuda
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        stream = self._cuda.current_stream()
+        stream.work()
+        self._cuda.sent.append(Sent(stream, stream.done[self._cuda.default]))
+        self._ended, self._work = PlayedEvent(self._cuda), self._group.broadcast(tensors, options)
+        self._ended.record()
+        return self
+
+    def wait(self, timeout: Any) -> None:
+        self._cuda.current_stream().wait_event(self._ended)
+        self._work.wait(timeout)
+
+
+def test_weights_go_in_a_stream_of_their_own_after_their_fill_and_what_training_does_waits_for_none_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, engine = PlayedCuda(), PlayedCuda()
+    connect = nccl._connect
+
+    def connect_streamed(seat: GroupSeat, *rest: Any) -> StreamedGroup:
+        return StreamedGroup(connect(seat, *rest), engine if seat.rank else training)
+
+    def copy_in_stream(*arguments: Any) -> dict[str, bytes]:
+        training.current_stream().work()
+        return copy_placed(*arguments)
+
+    monkeypatch.setattr(nccl, "_connect", connect_streamed)
+    monkeypatch.setattr(nccl, "copy_placed", copy_in_stream)
+    held = BroadcastTransport(TrainerEnd(CPU, torch.float32, 4096), training)
+    hold(held, some_weights(), 1)
+    num_buffers = training.default.done[training.default]
+    training.default.work()  # a backward pass, begun before the engines are there
+    first, second = seats(tmp_path, 2)
+    loads = []
+
+    def load() -> None:
+        engine.default.work()  # generation
+        for _ in WeightGroup(second, CPU, engine).receive():
+            loads.append(engine.current_stream())
+            engine.default.work()
+
+    with ThreadPoolExecutor() as threads:
+        loading = threads.submit(load)
+        held.send(BroadcastRequest(version=1, seat=first))
+        loading.result()
+    assert num_buffers > 1
+    (own,) = {sent.stream for sent in training.sent}
+    assert own is not training.default
+    waits = [sent.waited_for for sent in training.sent[-num_buffers:]]
+    assert waits == [num_buffers] * num_buffers, "for the fill, not for the backward pass"
+    assert training.default.done.keys() == {training.default}, "training waits for no broadcast"
+    (own,) = {sent.stream for sent in engine.sent}
+    assert own is not engine.default
+    assert loads == [engine.default] * num_buffers, "the caller works where it worked before"
+    waits = [sent.waited_for for sent in engine.sent[-num_buffers:]]
+    assert waits == [1 + num for num in range(num_buffers)], "memory is written after what still reads it"
+
+
+@pytest.mark.gpu
+def test_on_a_device_a_broadcast_does_not_wait_for_what_training_has_begun(tmp_path: Path) -> None:
+    held = BroadcastTransport(TrainerEnd(torch.device("cuda"), torch.bfloat16, 4096))
+    (seat,) = seats(tmp_path, 1)
+    for version in (1, 2):  # the first one makes NCCL's communicator
+        hold(held, {name: one.cuda() for name, one in some_weights().items()}, version)
+        torch.cuda.synchronize()
+        training = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(2**33 * version)  # type: ignore[no-untyped-call]  # cycles: some seconds
+        training.record()
+        held.send(BroadcastRequest(version=version, seat=seat))
+    assert not training.query()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.slow

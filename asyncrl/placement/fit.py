@@ -121,6 +121,8 @@ def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     in_turns = _changed(config, "placement", rollout="trainer")
     in_turns = _changed(in_turns, "buffer", max_staleness=0, look_ahead="auto")
     yield "placement.rollout=trainer with buffer.max_staleness=0", in_turns
+    if config.checkpoint.keep_every is None and not config.checkpoint.keep_best:
+        yield "checkpoint.every=none", _changed(config, "checkpoint", every=None)
     yield "trainer.lora={rank: 16}", _changed(config, "trainer", lora=LoraConfig(rank=16))
 
 

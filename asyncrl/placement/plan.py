@@ -37,9 +37,10 @@ TEACHER = "teacher"
 
 Phase = Literal["generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Side = Literal["controller", "trainer", "engine", "eval", "staging", "host"]
+Side = Literal["controller", "trainer", "engine", "eval", "staging", "host", "checkpoint"]
 """Owner of the memory. eval: what works beside both sides at any time, the teacher too; staging: weights
-between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device.
+between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device;
+checkpoint: the copy that one is written from, at any time.
 """
 
 
@@ -203,6 +204,11 @@ def _shared(
     """Memory that no process holds alone: weights on their way, and what turns move off a CUDA device."""
     sync, lora, first = config.weight_sync, config.trainer.lora, placement.trainer[0]
     size = shape.num_parameters * item_bytes(config.model.dtype, first)
+    if config.checkpoint.every is not None:
+        trained = num_trained(config, shape)
+        copied = Memory(weights=4 * trained, optimizer=8 * trained)
+        note = "the trainer's state, while a checkpoint is written and for the next"
+        yield ProcessPlan("checkpoint", "checkpoint", "cpu", 0, copied, note)
     if placement.mode == "colocated":
         chunk, device = Memory(weights=min(sync.chunk_bytes, size)), chunk_device(config, placement) or "cpu"
         yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
@@ -224,12 +230,18 @@ def _shared(
         yield ProcessPlan("staging", "staging", "cpu", 0, Memory(weights=size), note)
 
 
+def num_trained(config: RunConfig, shape: ModelShape) -> int:
+    """Parameters that the optimizer changes."""
+    lora = config.trainer.lora
+    return shape.num_parameters if lora is None else shape.num_adapter_parameters(lora.rank)
+
+
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     """Of one rank: weights that compute, AdamW's two moments (and float32 masters, where they are not the
     model's own), one micro-batch.
     """
     trainer, lora, item = config.trainer, config.trainer.lora, item_bytes(config.model.dtype, device)
-    trained = shape.num_parameters if lora is None else shape.num_adapter_parameters(lora.rank)
+    trained = num_trained(config, shape)
     working = shape.num_parameters * item if item == 2 or lora is not None else 0
     # else the model, its shards or its adapters are float32
     has_masters = item == 2 and lora is None and trainer.world_size == 1

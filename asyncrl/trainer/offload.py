@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,57 @@ PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
 """Storages and their bytes, uint8 in host memory."""
+
+
+class HostMemory:
+    """One piece of host memory, kept for the next use. For copies of a CUDA device it is pinned by being
+    registered, which takes its size and no more; torch's pinned allocator rounds each tensor up to a power of
+    two, and keeps it.
+
+    Life: empty -> of(): as large as was ever asked for -> free() -> empty ...
+    """
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """Of a thread whose current CUDA device is that of the copies, where `device` is one. `cuda` pins."""
+        self._data = torch.empty(0, dtype=torch.uint8)
+        self._cuda = cuda if device.type == "cuda" else None
+        self._ordinal = 0 if self._cuda is None else self._cuda.current_device()
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __del__(self) -> None:
+        self.free()  # memory that goes while it is registered cannot be registered again
+
+    def of(self, num_bytes: int) -> Tensor:
+        """Uint8 of so many bytes; what was there before is lost if it was less. Raises MemoryError where the
+        host has less available, and RuntimeError.
+        """
+        if num_bytes > len(self):
+            self.free()
+            available = psutil.virtual_memory().available
+            if num_bytes > available:
+                raise MemoryError(f"{num_bytes} bytes are needed, and the host has {available} available")
+            data = torch.empty(num_bytes, dtype=torch.uint8)
+            self._call("cudaHostRegister", data.data_ptr(), num_bytes, 0)
+            self._data = data
+        return self._data[:num_bytes]
+
+    def free(self) -> None:
+        """Give it back; no tensor over it may be used any more. Idempotent."""
+        data, self._data = self._data, torch.empty(0, dtype=torch.uint8)
+        if len(data):
+            self._call("cudaHostUnregister", data.data_ptr())
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the host has less available than this takes: others need it more than the next use."""
+        return psutil.virtual_memory().available < len(self)
+
+    def _call(self, name: str, *arguments: int) -> None:
+        if self._cuda is not None:
+            with self._cuda.device(self._ordinal):  # else a thread makes a context on the first device
+                self._cuda.check_error(getattr(self._cuda.cudart(), name)(*arguments))
 
 
 class Offload:
@@ -49,7 +101,7 @@ class Offload:
     ) -> None:
         """`tensors_of` a part: DTensors or not, each storage in one part only."""
         self._ranks, self._device, self._folder, self._tensors_of = ranks, device, folder, tensors_of
-        self._pinned: dict[TrainerPart, Tensor] = {}
+        self._pinned = {part: HostMemory(device) for part in PARTS if device.type == "cuda"}
         self._copies: dict[TrainerPart, Copies] = {}
         self.away: frozenset[TrainerPart] = frozenset()
 
@@ -117,26 +169,18 @@ class Offload:
             if local.ndim and is_here and storage.resizable():
                 found[storage._cdata] = storage
         sizes = [storage.nbytes() for storage in found.values()]
-        pieces = torch.split(self._host_memory(part, sum(sizes))[: sum(sizes)], sizes) if sizes else ()
+        pieces = torch.split(self._host_memory(part, sum(sizes)), sizes) if sizes else ()
         copies = list(zip(found.values(), pieces, strict=True))
         for storage, piece in copies:
             piece.copy_(_bytes_of(storage), non_blocking=True)
         return copies
 
     def _host_memory(self, part: TrainerPart, num_bytes: int) -> Tensor:
-        """Uint8 of at least so many bytes. On CUDA it is registered, which wastes nothing where torch's
-        pinned allocator rounds up to a power of two, and kept. On the CPU the file has no name: however this
-        process ends, the disk gets its space back.
+        """Uint8 of so many bytes, on CUDA kept for the next turn. On the CPU it is a file without a name:
+        however this process ends, the disk gets its space back.
         """
-        if self._device.type == "cuda":
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if part not in self._pinned or len(self._pinned[part]) < num_bytes:
-                if part in self._pinned:
-                    torch.cuda.check_error(cudart.cudaHostUnregister(self._pinned.pop(part).data_ptr()))
-                memory = torch.empty(num_bytes, dtype=torch.uint8)
-                torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
-                self._pinned[part] = memory
-            return self._pinned[part]
+        if self._pinned:
+            return self._pinned[part].of(num_bytes)
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{part}.{self._ranks.rank}"
         try:

@@ -39,10 +39,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from asyncrl.serving import Refused
 from asyncrl.trainer.model.parts import MasterWeights
-from asyncrl.trainer.offload import local_of
+from asyncrl.trainer.offload import HostMemory, local_of
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.weights.export import after_what_was_begun
+from asyncrl.weights.export import LazyWeights, after_what_was_begun, entries_of
+from asyncrl.weights.ipc import lay_out, views
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 INDEX, STATE = ".metadata", "state.json"
@@ -85,7 +86,8 @@ class TrainerState:
     on all of them.
 
     Life: begin_save -> `copying` ends, and from then on what is saved may change -> `pending` ends ->
-        begin_save ...: one at a time, since its copy lies in buffers that are used again.
+        begin_save ...: one at a time, since its copy lies in memory that is used again. Where the host has
+        less available than the copy takes, it is given back after each save.
     Invariant: a load that is refused because of what the folder is or holds has changed nothing.
     """
 
@@ -103,6 +105,8 @@ class TrainerState:
         self._ranks = ranks.beside()
         self._group = {"process_group": self._ranks.group, "no_dist": self._ranks.group is None}
         self._host: dict[str, Tensor] = {}
+        # cpu_offload has the state on the host already: nothing is gained by pinned memory
+        self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
         self.copying: Future[None] | None = None
         self.pending: Future[None] | None = None
         self._copier = ThreadPoolExecutor(1, "copy state")
@@ -171,12 +175,17 @@ class TrainerState:
         self, path: Path, live: dict[str, Tensor], manifest: SavedState, copying: Future[None]
     ) -> None:
         """On the writing thread: the copies, laid out over the ranks as `live` is, which is not read."""
-        self._ranks.agree(lambda: _copied(copying))  # else the others would wait for this rank in DCP
-        with _errors(path):
-            writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
-            dcp_save(live, storage_writer=writer, planner=_HostPlanner(self._host), **self._group)
-            if self._ranks.is_first:
-                (path / STATE).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        try:
+            self._ranks.agree(lambda: _copied(copying))  # else the others would wait for this rank in DCP
+            with _errors(path):
+                writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
+                dcp_save(live, storage_writer=writer, planner=_HostPlanner(self._host), **self._group)
+                if self._ranks.is_first:
+                    (path / STATE).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        finally:
+            if self._memory.is_short:
+                self._host = {}
+                self._memory.free()
 
     def _moments(self, master: Tensor) -> dict[str, Tensor]:
         """The optimizer's state of one weight, to be overwritten; made as AdamW makes it if there is none."""
@@ -208,16 +217,16 @@ class TrainerState:
         content_of: Callable[[Tensor], Tensor],
         reading: AbstractContextManager[Any],
     ) -> None:
-        """On the copying thread: this rank's shards into the host buffers, which are made the first time."""
+        """On the copying thread: this rank's shards to the host."""
         is_cuda = self._device.type == "cuda"
         with reading:
-            for name, tensor in live.items():
-                local = local_of(tensor)
-                buffer = self._host.get(name)
-                if buffer is None or buffer.shape != local.shape:
-                    buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=is_cuda)
-                    self._host[name] = buffer
-                buffer.copy_(content_of(local), non_blocking=is_cuda)
+            locals_ = {name: local_of(tensor) for name, tensor in live.items()}
+            self._host = {}  # views of memory that may be replaced
+            placed, num_bytes = lay_out(entries_of(LazyWeights(locals_), None))
+            for name, place in views(placed, self._memory.of(num_bytes)).items():
+                # a storage of its own: DCP copies a tensor once more that is a part of a larger one
+                self._host[name] = torch.from_numpy(place.numpy())
+                self._host[name].copy_(content_of(locals_[name]), non_blocking=is_cuda)
             if is_cuda:
                 torch.cuda.current_stream(self._device).synchronize()
 

@@ -7,6 +7,11 @@ training goes on with the originals. When every engine waits for it (asyncrl/eng
 came (servers/asyncrl_servers/vllm/worker_extension.py).
 
 On CUDA devices the group of processes is NCCL's, on the CPU gloo's; they differ in _connect, _wait and close.
+A thread of torch works in the device's default stream until it is given another one. Sent from there, a
+buffer would wait for every kernel that training has begun, and what training begins next for the slowest
+engine. So a group has a stream of its own, which waits for the event of the buffers' fill, and for nothing
+else.
+
 Why not vLLM's own helpers (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in a TCP
 store to which any program that reaches the port may write, and they unpickle its content; the trainer would
 have to import vLLM; and nothing in them ends a wait for a process that has died. Here they meet in a file of
@@ -20,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -58,8 +64,12 @@ class BroadcastTransport(Transport):
         again.
     """
 
-    def __init__(self, end: TrainerEnd) -> None:
+    def __init__(self, end: TrainerEnd, cuda: Any = None) -> None:
+        """`cuda`: what has streams and events, torch.cuda unless it is given; on the CPU there is none."""
         super().__init__(end)
+        self._cuda = cuda or _cuda_of(end.device)
+        self._filled: Any = None
+        """The event after which the buffers hold what was exported last."""
         self._digest = ""
         self._chunks: list[SentChunk] = []
         self._buffers: list[Tensor] = []
@@ -87,8 +97,9 @@ class BroadcastTransport(Transport):
             digests: dict[str, bytes] = {}
             for chunk, buffer in zip(self._chunks, self._buffers, strict=True):
                 digests |= copy_placed(chunk.tensors, buffer, tensors)
-            if end.device.type == "cuda":
-                torch.cuda.synchronize(end.device)  # another thread sends it
+            if self._cuda is not None:
+                self._filled = self._cuda.Event()
+                self._filled.record()
             answer = manifest_of(weights, end.dtype, version, digests, "")
             self._digest, self.version = answer.digest, version
         return answer.model_copy(update={"path": written})
@@ -103,8 +114,9 @@ class BroadcastTransport(Transport):
             try:
                 if self._group is None or self._group.path != seat.path:
                     self._leave()
-                    self._group = WeightGroup(seat, self.end.device)
-                self._group.send(SentWeights(version=self.version, chunks=self._chunks), self._buffers)
+                    self._group = WeightGroup(seat, self.end.device, self._cuda)
+                sent_weights = SentWeights(version=self.version, chunks=self._chunks)
+                self._group.send(sent_weights, self._buffers, self._filled)
             except GroupBroken as broken:
                 self._leave()
                 what = f"policy_version {request.version} was not sent: {broken}"
@@ -136,13 +148,17 @@ class WeightGroup:
     Life: joined, once all are there -> send, or receive, any number of times -> closed, by the first failure
         too.
     Waits: every call for the others, timeout_s at most; then the group is broken.
-    Invariant: all members make the same calls in the same order: what is sent says its own shape first.
+    Invariant: all members make the same calls in the same order: what is sent says its own shape first. On a
+        CUDA device all of it is done in the group's own stream, whatever the caller's is.
     """
 
-    def __init__(self, seat: GroupSeat, device: torch.device) -> None:
-        """Join. Raises GroupBroken."""
+    def __init__(self, seat: GroupSeat, device: torch.device, cuda: Any = None) -> None:
+        """Join. `cuda`: as a BroadcastTransport's. Raises GroupBroken."""
         self.path, self._device, self._timeout = seat.path, device, timedelta(seconds=seat.timeout_s)
         self._group: Any = None
+        self._cuda = cuda or _cuda_of(device)
+        # of high priority: its kernels are few and short, and engines stand still until they are done
+        self._stream = None if self._cuda is None else self._cuda.Stream(device, priority=-1)
         try:
             self._group = _connect(seat, device, self._timeout)
         except (RuntimeError, OSError) as error:
@@ -155,26 +171,40 @@ class WeightGroup:
         if group is not None and self._device.type == "cuda":
             group.abort()
 
-    def send(self, weights: SentWeights, buffers: list[Tensor]) -> None:
-        """As the sender: what comes, then the buffers. Raises GroupBroken."""
+    def send(self, weights: SentWeights, buffers: list[Tensor], filled: Any = None) -> None:
+        """As the sender: what comes, then the buffers, which are whole after the event `filled`. Returns when
+        all of it was sent. Raises GroupBroken.
+        """
         text = bytearray(weights.model_dump_json().encode())
-        head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
-        for tensor in (torch.tensor([len(head)], device=self._device), head, *buffers):
-            self._broadcast(tensor)
+        with self._beside():
+            head = torch.frombuffer(text, dtype=torch.uint8).to(self._device)
+            if self._stream is not None and filled is not None:
+                self._stream.wait_event(filled)
+            for tensor in (torch.tensor([len(head)], device=self._device), head, *buffers):
+                self._broadcast(tensor)
 
     def receive(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """The version, and the tensors of one buffer after the other, each buffer in memory of its own.
-        Raises GroupBroken.
+        """The version, and the tensors of one buffer after the other, each buffer in memory of its own, and
+        whole when it is told. Raises GroupBroken.
         """
-        length = torch.zeros(1, dtype=torch.int64, device=self._device)
-        self._broadcast(length)
-        head = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        self._broadcast(head)
-        weights = SentWeights.model_validate_json(head.cpu().numpy().tobytes())
+        with self._beside():
+            length = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._broadcast(length)
+            head = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
+            self._broadcast(head)
+            weights = SentWeights.model_validate_json(head.cpu().numpy().tobytes())
         for chunk in weights.chunks:
+            # Memory of the caller's stream, which reads it, and may not have read yet what lay there before.
             buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=self._device)
-            self._broadcast(buffer)
+            if self._stream is not None:
+                self._stream.wait_stream(self._cuda.current_stream(self._device))
+            with self._beside():
+                self._broadcast(buffer)
             yield weights.version, views(chunk.tensors, buffer)
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        """A context in which this thread works in the group's own stream. Never open over a yield."""
+        return nullcontext() if self._stream is None else self._cuda.stream(self._stream)
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self._group is None:
@@ -190,14 +220,18 @@ class WeightGroup:
     def _wait(self, work: Any) -> None:
         """Return when it is done, on the device too. Raises RuntimeError."""
         work.wait(self._timeout)
-        if self._device.type != "cuda":
+        if self._cuda is None:
             return
-        done, end = torch.cuda.Event(), time.monotonic() + self._timeout.total_seconds()  # type: ignore[no-untyped-call]
+        done, end = self._cuda.Event(), time.monotonic() + self._timeout.total_seconds()
         done.record()
-        while not done.query():  # type: ignore[no-untyped-call]
+        while not done.query():
             if time.monotonic() > end:
                 raise RuntimeError(f"not done after {self._timeout.total_seconds()} s")
             time.sleep(_LOOK_S)
+
+
+def _cuda_of(device: torch.device) -> Any:
+    return torch.cuda if device.type == "cuda" else None
 
 
 def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
@@ -208,6 +242,7 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
             torch.cuda.set_device(device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = 2 * timeout  # ours comes first
+        nccl.is_high_priority_stream = True  # NCCL's kernels run in a stream of its own after ours
         # A group made here does not end the process when another member dies: training goes on.
         name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         before = os.environ.get(name)
