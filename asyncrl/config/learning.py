@@ -10,6 +10,10 @@ from asyncrl.config.fields import FrozenConfig, Port
 
 CPU_MICRO_BATCH_TOKENS = 3072
 """Most tokens that the trainer packs into one forward pass on the CPU."""
+MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
+"""Alive at once: what stays in a CPU's caches, and what fills a GPU."""
+MIN_SLICE = 256
+"""Fewest vocabulary entries for which logits are computed at once, however many tokens there are."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

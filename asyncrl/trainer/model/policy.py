@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.allowed import AllowedRows
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError
@@ -36,10 +37,6 @@ from asyncrl.trainer.model.tree import places_of
 
 log = logging.getLogger("asyncrl.trainer")
 
-MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
-"""Alive at once: what stays in a CPU's caches, and what fills a GPU."""
-MIN_SLICE = 256
-"""Fewest vocabulary entries of a slice, however many tokens there are."""
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
 """What a model raises that cannot take packed tokens."""
 LARGE_LOGIT = 1000.0
