@@ -95,6 +95,7 @@ class _HeadScores(torch.autograd.Function):
             exponential_MC = logits_MC.exp()
             sum_M += exponential_MC.sum(dim=-1)
             product_M += logits_MC.mul_(exponential_MC).sum(dim=-1)
+            del logits_MC, exponential_MC  # before those of the next slice are made
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
         ctx.temperature, ctx.allowed_M = temperature, allowed_M
         # The log-sum-exp is highest + log(sum): kept apart, since their sum would lose digits where logits
@@ -124,6 +125,7 @@ class _HeadScores(torch.autograd.Function):
             grad_hidden_MD += narrow_MC @ weight_VD[part]
             if grad_weight_VD is not None:
                 grad_weight_VD[part] = narrow_MC.t() @ hidden_MD
+            del logits_MC, grad_MC, narrow_MC
         return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, grad_bias_V, None, None, None
 
 
