@@ -154,7 +154,12 @@ def test_a_version_that_is_evaluated_lies_in_host_memory_beside_the_turns() -> N
 # ---- a model of 7 billion parameters, on described machines
 
 H200 = 139 * 2**30
-ARCHITECTURE = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+ARCHITECTURE = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "vocab_size": 152064,
+}
 ARCHITECTURE |= {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
 SEVEN = ["model.dtype=bfloat16"]
 SEVEN += [f"model.scratch.architecture.{name}={value}" for name, value in ARCHITECTURE.items()]
@@ -171,7 +176,7 @@ def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
 def test_what_a_trainer_works_in_has_the_recomputed_layer_and_the_slices_of_the_head() -> None:
     token, layers, hidden, vocab = 2, 28, 3584, 152064
     layer = (14 * hidden + 4 * 18944) * 16384 * token
-    head = 2**26 * 2 * 4 + 16384 * hidden * (2 * token + 4) + vocab * hidden * token
+    head = 2**26 * (4 + token) + 16384 * hidden * (2 * token + 4) + vocab * hidden * token
     kept, all_kept = (memory(on_h200(*more), "trainer-0").activations for more in ([CHECKPOINTING], []))
     assert kept == layers * hidden * 16384 * token + max(layer, head)
     assert all_kept == layers * layer + head
@@ -321,7 +326,12 @@ ALONE, CHANGE = "depend on its prompt, seed and weights alone", "may change with
         (1, [ZERO], False, f"auto is false: a request's tokens {CHANGE}"),
         (2, [FOUR], False, f"auto is false: a request's tokens {CHANGE}"),
         (0, [ZERO, VLLM], False, f"auto is false: a request's tokens {CHANGE}"),
-        (2, [ZERO, VLLM, "placement.rollout=1"], True, f"auto is true: a request's tokens {ALONE}, by vLLM's"),
+        (
+            2,
+            [ZERO, VLLM, "placement.rollout=1"],
+            True,
+            f"auto is true: a request's tokens {ALONE}, by vLLM's",
+        ),
         (2, [FOUR, VLLM], False, f"auto is false: a request's tokens {CHANGE}"),
         (2, [FOUR, VLLM, "rollout.deterministic=true"], True, ": true: .* by vLLM's batch-invariant kernels"),
         (0, URLS, False, "how rollout.urls were started says"),

@@ -77,7 +77,9 @@ def start_words(plan: Plan, config: RunConfig) -> list[str]:
     elif is_on:
         words += "a request's tokens depend on its prompt, seed and weights alone, "
         checked = "as the engine checks at its start"
-        words += checked if facts.exact_on == "cpu" else "by vLLM's batch-invariant kernels, which are slower"
+        words += (
+            checked if facts.exact_on == "cpu" else "by vLLM's batch-invariant kernels, which may be slower"
+        )
     else:
         words += "a request's tokens may change with what runs beside it"
     return [words, *filter(None, (paged_words(plan, process, config) for process in plan.processes))]

@@ -309,14 +309,16 @@ class ModelShape:
         self, num_tokens: int, item_bytes: int, kind: str, *, is_checkpointed: bool, is_trained: bool
     ) -> int:
         """Of a forward-backward on this kind of device: of each layer about 14 vectors and 4 of its MLP; or
-        its input alone, and all of the one that is computed once more, which comes after the head. In the
-        head, if every token is predicted: a slice of float32 logits and their exponentials, hidden states
-        with their float32 gradient, and its own gradient before that is added up.
+        its input alone, and all of the one that is computed once more, which comes after the head. The head,
+        if every token is predicted, makes a slice of float32 logits with their exponentials; then one with
+        its copy in the weights' type, the gradients of hidden states, and its own before that is added up.
         """
         layer = num_tokens * (14 * self.hidden + 4 * self.intermediate) * item_bytes
         logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
-        head = logits * 2 * 4 + num_tokens * self.hidden * (2 * item_bytes + 4)
-        head += self.vocab * self.hidden * item_bytes if is_trained else 0
+        gradients = num_tokens * self.hidden * (item_bytes + 4)
+        gradients += self.vocab * self.hidden * item_bytes if is_trained else 0
+        head = num_tokens * self.hidden * item_bytes
+        head += max(logits * 2 * 4, logits * (4 + item_bytes % 4) + gradients)
         if is_checkpointed:
             return self.layers * num_tokens * self.hidden * item_bytes + max(layer, head)
         return self.layers * layer + head
