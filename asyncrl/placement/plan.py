@@ -195,16 +195,16 @@ def _engine(
         copies = weights + (shape.num_linear * item if sync.sends_adapters else 0)
     num_held = slots * (2 if config.keeps_turns else 1)
     one_kv = facts.kv_length(length) * shape.kv_per_token * item
-    kv, all_kv, what = num_held * one_kv, 0, f"{slots} x {length} tokens"
+    kv, all_kv, cache = num_held * one_kv, 0, f"{slots} x {length} tokens"
     if facts.pages_kv and not is_on_cpu:
-        kv, all_kv, what = one_kv, num_held * one_kv, f"{length} tokens at least"
+        kv, all_kv, cache = one_kv, num_held * one_kv, f"{length} tokens at least"
     if (given := _vllm_number(config, "kv_cache_memory_bytes")) is not None:
-        kv, all_kv, what = given * len(devices), 0, f"{given} bytes"
+        kv, all_kv, cache = given * len(devices), 0, f"{given} bytes"
     most = _vllm_number(config, "max_num_batched_tokens") or facts.forward_tokens
     work = shape.forward_bytes(min(most, slots * length), item)
     work += num_held * shape.vocab * 4 * facts.logit_copies
     memory = Memory(weights=weights, copies=copies, activations=work, kv=kv)
-    note = _part(f"{config.rollout.engine}: weights, KV cache of {what}", len(devices))
+    note = _part(f"{config.rollout.engine}: weights, KV cache of {cache}", len(devices))
     part, threads = memory.split(len(devices)), engine_threads(config)
     all_kv = -(-all_kv // len(devices))
     return [
