@@ -63,7 +63,9 @@ class TrainerConfig(FrozenConfig):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the gradient to this norm (none = off)."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one forward-backward of one process. Changes memory, never the result."""
+    """Most tokens in one forward-backward of one process; a longer sequence has one of its own. Changes
+    memory, never the result.
+    """
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False
