@@ -10,12 +10,17 @@ from typing import Any
 
 import pytest
 from engine_in_process import answered, make_qwen3, make_spec
+from placement_cases import EVAL, TAUGHT, TURNS, load
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.messages.base import ErrorBody, find_fatal
+from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, make_plan
+from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.serving import Refused
+from asyncrl_servers.embedded import build_engine as build
 from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model
+from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.kv_attention import CacheShape
 from asyncrl_servers.embedded.runner import MODEL_TYPES
 
@@ -66,6 +71,39 @@ def test_slots_that_cannot_fit_are_refused_with_those_that_fit(capfd: pytest.Cap
         f"set teacher.slots={fitting - 1} or less"
         in refusal_of(capfd, check_memory, teacher, **sizes).way_out
     )
+
+
+@pytest.mark.parametrize(
+    ("of", "overrides", "name"),
+    [
+        ("quickstart", [], "engine-0"),
+        ("quickstart", TURNS, "engine-0"),
+        ("quickstart", ["trainer.lora={rank: 2}", "weight_sync.transport=lora"], "engine-0"),
+        ("quickstart", [*TURNS, EVAL], EVAL_ENGINE),
+        ("quickstart", TAUGHT, TEACHER),
+        ("agent", [], "engine-0"),
+    ],
+)
+def test_the_plan_counts_what_the_server_then_asks_for(
+    of: str, overrides: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, asked = make_qwen3(tmp_path / "model"), list[int]()
+
+    def check(spec: EmbeddedSpec, *, slot_bytes: int, staged_bytes: int, free_bytes: int) -> None:
+        asked.extend([slot_bytes * (spec.slots + spec.num_kept + spec.score_slots), staged_bytes])
+
+    monkeypatch.setattr(build, "check_memory", check)
+    of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
+    given = [f"teacher.path={folder}" if one.startswith("teacher") else one for one in overrides]
+    config = load(*of_model, *given, name=of)
+    plan = make_plan(config, [])
+    in_turns = plan.placement.mode == "colocated" and name != EVAL_ENGINE
+    spec = engine_kind(config).spec(folder, name, "cpu", takes_turns=in_turns)
+    scoring = {"slots": 1, "score_slots": 16} if name == TEACHER else {}
+    build_engine(EmbeddedSpec(**{**spec, **scoring}))
+    counted = next(process.memory for process in plan.processes if process.name == name)
+    assert counted.kv < asked[0] <= counted.kv + counted.activations
+    assert counted.copies == pytest.approx(asked[1], rel=0.01)
 
 
 def test_a_length_beyond_the_model_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

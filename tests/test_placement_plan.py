@@ -27,6 +27,7 @@ from asyncrl.placement.fit import (
     refuse_too_many_connections,
     refuse_what_cannot_fit,
     settle_dtype,
+    start_words,
     transport_text,
 )
 from asyncrl.placement.plan import PHASES, Memory, Plan, engine_threads, make_plan, trainer_threads
@@ -99,7 +100,7 @@ def test_in_turns_a_device_needs_the_largest_of_its_phases_and_not_their_sum() -
     saved = memory(turns, "checkpoint").total
     assert engine.copies == 0, "no second set of weights: chunks go into the one that is awake"
     assert turns.peak_bytes("cpu") == {
-        "generation": engine.weights + engine.kv + saved,
+        "generation": engine.total + saved,
         "training": trainer.total + saved,
         "publish": trainer.weights + engine.weights + memory(turns, "staging").total + saved,
     }
@@ -157,6 +158,60 @@ def test_the_plan_says_what_each_device_needs(num_cuda: int, overrides: list[str
     assert re.search(words, text), text
 
 
+def test_a_version_that_is_evaluated_lies_in_host_memory_beside_the_turns() -> None:
+    evaluated = next(one for one in planned(1, *TURNS, EVAL, "placement.eval=cpu").processes[::-1])
+    assert (evaluated.name, evaluated.device) == ("evaluated", "cpu")
+    assert [evaluated.held_bytes(phase, "colocated") for phase in PHASES] == [evaluated.memory.weights] * 3
+
+
+# ---- a model of 7 billion parameters, on described machines
+
+H200 = 139 * 2**30
+ARCHITECTURE = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "vocab_size": 152064,
+}
+ARCHITECTURE |= {"num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
+SEVEN = ["model.dtype=bfloat16"]
+SEVEN += [f"model.scratch.architecture.{name}={value}" for name, value in ARCHITECTURE.items()]
+LONG = ["rollout.slots=256", "rollout.max_tokens=32768", "rollout.max_prompt_tokens=1024"]
+CHECKPOINTING = "trainer.gradient_checkpointing=true"
+
+
+def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
+    """The trainer has all that it wants on the first of two devices."""
+    plan = make_plan(load(*SEVEN, *overrides), cuda_devices(2, free_bytes=free_bytes))
+    return replace(plan, free_bytes={**plan.free_bytes, "cpu": 2**40, "cuda:0": 2**40})
+
+
+def test_what_a_trainer_works_in_has_the_recomputed_layer_and_the_slices_of_the_head() -> None:
+    token, layers, hidden, vocab = 2, 28, 3584, 152064
+    layer = (14 * hidden + 4 * 18944) * 16384 * token
+    head = 2**26 * (4 + token) + 16384 * hidden * (2 * token + 4) + vocab * hidden * token
+    kept, all_kept = (memory(on_h200(*more), "trainer-0").activations for more in ([CHECKPOINTING], []))
+    assert kept == layers * hidden * 16384 * token + max(layer, head)
+    assert all_kept == layers * layer + head
+    adapted = memory(on_h200("trainer.lora={rank: 16}"), "trainer-0").activations
+    assert adapted == all_kept - vocab * hidden * token, "a head that is not trained has no gradient"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_sequence_that_is_longer_than_a_micro_batch_is_counted_as_one_of_its_own(device: str) -> None:
+    where = ON_CPU if device == "cpu" else []
+    counted = [
+        memory(planned(2, *where, *more), "trainer-0").activations
+        for more in (
+            ["trainer.micro_batch_tokens=3000", "rollout.max_tokens=9992"],
+            ["trainer.micro_batch_tokens=3000", "rollout.max_tokens=2992"],
+        )
+    ]
+    assert counted[0] > 3 * counted[1]
+    if device == "cuda":
+        assert counted[0] == memory(planned(2, "trainer.micro_batch_tokens=10000"), "trainer-0").activations
+
+
 # ---- vLLM
 
 
@@ -175,14 +230,45 @@ def test_the_plan_of_a_vllm_counts_a_second_set_of_weights_on_the_cpu_alone_and_
     parts = [(process.name, process.device) for process in split.processes if process.side == "engine"]
     assert parts == [("engine-0", "cuda:1"), ("engine-0/1", "cuda:2")]
     text = plan_text(split, load(*vllm, "rollout.tensor_parallel=2"))
-    assert "1 / 2 of vllm: weights, KV cache of 64 x 56 tokens" in text
+    assert "1 / 2 of vllm: weights, KV cache of 56 tokens at least" in text
     assert f"vllm's is {vllm[1].partition('=')[2]}" in text
 
 
 def test_the_kv_cache_of_vllm_on_the_cpu_has_whole_blocks(vllm: list[str]) -> None:
     token_bytes = 2 * 4 * 2 * 32 * 4
-    many = planned(0, *vllm, "rollout.slots=1000", "rollout.max_tokens=140")
-    assert memory(many, "engine-0").kv == 2 * 1000 * 128 * token_bytes
+    many = [*vllm, "rollout.slots=1000", "rollout.max_tokens=140"]
+    assert memory(planned(0, *many), "engine-0").kv == 2 * 1000 * 128 * token_bytes
+    given = planned(0, *many, "rollout.vllm={kv-cache-memory-bytes: 123456}")
+    assert memory(given, "engine-0").kv == 123456, "it takes what it is told to take"
+
+
+def test_a_paged_kv_cache_must_hold_one_sequence_and_what_more_has_room_is_told(vllm: list[str]) -> None:
+    plan, config = on_h200(*vllm, *LONG), load(*SEVEN, *vllm, *LONG)
+    one_kv, engine = 2 * 28 * 4 * 128 * 2 * 33792, memory(plan, "engine-0")
+    assert engine.kv == one_kv
+    refuse_what_cannot_fit(plan, config)
+    fitting = 1 + (H200 - engine.total) // one_kv
+    assert 1 < fitting < 256
+    words = f"about {fitting} of 256 sequences of 33792 tokens have room at once in what is left of cuda:1"
+    assert words in plan_text(plan, config)
+    assert words in start_words(plan, config)[1]
+    few = ["rollout.slots=8", *vllm, *LONG[1:]]
+    for paged, settings in ((on_h200(*few), few), (on_h200(*vllm, *LONG, free_bytes=None), [*vllm, *LONG])):
+        assert len(start_words(paged, load(*SEVEN, *settings))) == 1, "all have room, or it is not known"
+    too_small = replace(plan, free_bytes={**plan.free_bytes, "cuda:1": engine.total - 1})
+    with pytest.raises(ConfigError, match="on cuda:1"):
+        refuse_what_cannot_fit(too_small, config)
+    with pytest.raises(ConfigError, match="on cuda:1"):  # the embedded one takes it at its start
+        refuse_what_cannot_fit(on_h200(*LONG), load(*SEVEN, *LONG))
+
+
+def test_engines_on_one_device_share_what_is_left_of_it(vllm: list[str]) -> None:
+    one, two = ([*vllm, *LONG, f"rollout.num_engines={num}"] for num in (1, 2))
+    first, second = (
+        int(re.findall(r"about (\d+) of", start_words(on_h200(*more), load(*SEVEN, *more))[1])[0])
+        for more in (one, two)
+    )
+    assert 2 * second <= first
 
 
 def test_servers_that_the_run_did_not_start_need_no_vllm_here_but_for_the_evaluation(vllm: list[str]) -> None:
@@ -204,7 +290,7 @@ WIDE = [*SMALL, f"{HIDDEN}=1024", "trainer.micro_batch_tokens=56"]
     ("device", "gib", "overrides", "setting"),
     [
         ("cpu", 1.0, ["rollout.slots=4000000"], r"rollout.slots=\d+"),
-        ("cpu", 0.06, ON_CPU, "trainer.gradient_checkpointing=true"),
+        ("cpu", 0.1, ON_CPU, "trainer.gradient_checkpointing=true"),
         ("cpu", 0.063, [*ON_CPU, *SMALL], r"trainer.micro_batch_tokens=\d+"),
         ("cpu", 0.19, [*ON_CPU, *WIDE], "placement.rollout=trainer with buffer.max_staleness=0"),
         ("cpu", 0.12, [*ON_CPU, *TURNS, *WIDE], "checkpoint.every=none"),
@@ -237,6 +323,51 @@ def test_what_no_setting_makes_fit_is_refused_and_what_is_not_known_is_not() -> 
     plan = make_plan(config, cuda_devices(1, free_bytes=None))
     refuse_what_cannot_fit(plan, config)
     assert "free is not known (no nvidia-smi)" in plan_text(plan, config)
+
+
+# ---- what a run promises of its tokens
+
+FOUR = "buffer.max_staleness=4"
+ALONE, CHANGE = "depend on its prompt, seed and weights alone", "may change with what runs beside it"
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides", "is_on", "words"),
+    [
+        (0, [FOUR], True, f"auto is true: a request's tokens {ALONE}, as the engine checks"),
+        (0, [FOUR, "rollout.deterministic=true"], True, f": true: a request's tokens {ALONE}"),
+        (0, [ZERO, "rollout.deterministic=false"], False, f": false: a request's tokens {CHANGE}"),
+        (1, [ZERO], False, f"auto is false: a request's tokens {CHANGE}"),
+        (2, [FOUR], False, f"auto is false: a request's tokens {CHANGE}"),
+        (0, [ZERO, VLLM], False, f"auto is false: a request's tokens {CHANGE}"),
+        (
+            2,
+            [ZERO, VLLM, "placement.rollout=1"],
+            True,
+            f"auto is true: a request's tokens {ALONE}, by vLLM's",
+        ),
+        (2, [FOUR, VLLM], False, f"auto is false: a request's tokens {CHANGE}"),
+        (2, [FOUR, VLLM, "rollout.deterministic=true"], True, ": true: .* by vLLM's batch-invariant kernels"),
+        (0, URLS, False, "how rollout.urls were started says"),
+    ],
+)
+def test_tokens_depend_on_nothing_beside_them_where_that_costs_nothing_or_can_be_made_use_of(
+    num_cuda: int, overrides: list[str], is_on: bool, words: str
+) -> None:
+    config = load(*overrides)
+    plan = make_plan(config, cuda_devices(num_cuda))
+    assert config.is_deterministic(plan.placement.rollout[0]) == is_on
+    assert re.search(words, start_words(plan, config)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides"), [(2, []), (0, [VLLM]), (0, URLS), (0, ["rollout.engine=simulated"])]
+)
+def test_a_promise_that_this_engine_cannot_keep_is_refused(num_cuda: int, overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.deterministic=true, and .* cannot be asked") as caught:
+        planned(num_cuda, *overrides, "rollout.deterministic=true")
+    assert caught.value.way_out == "set rollout.deterministic=auto."
+    planned(num_cuda, *overrides)
 
 
 # ---- connections

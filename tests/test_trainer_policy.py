@@ -15,10 +15,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tiny_model import TINY_ARCHITECTURE
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import Rows, assert_all_close, batch_of, naive, random_groups, trees
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl.placement.plan import ModelShape
 from asyncrl.trainer.model import policy as policy_module
 from asyncrl.trainer.model import tree
 from asyncrl.trainer.model.packing import MicroBatch, rank_micro_batches
@@ -253,3 +256,36 @@ def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
     weight = torch.linspace(-300.0, 300.0, 601)[:, None].requires_grad_()
     made = [hidden, weight, None, torch.tensor([0, 0, 5]), torch.ones(3)]
     assert_all_close(scores_of(head_scores, made, 1.0), scores_of(whole, made, 1.0), 1e-4)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Most bytes, of tensors that operations have made, that have lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {one.untyped_storage()._cdata for one in args if isinstance(one, Tensor)}
+        made = func(*args, **(kwargs or {}))
+        self._live = {key: one for key, one in self._live.items() if not one[0].expired()}
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in given:
+                self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return made
+
+
+@pytest.mark.parametrize(("num_tokens", "vocab"), [(500, 16000), (500, 2000), (10_000, 2000)])
+def test_the_output_head_takes_the_memory_that_the_plan_counts(num_tokens: int, vocab: int) -> None:
+    """In slices, in one that is smaller, and in the smallest ones."""
+    hidden, weight = (torch.randn(num, 64).requires_grad_() for num in (num_tokens, vocab))
+    target = torch.randint(0, vocab, (num_tokens,))
+    counted = ModelShape(hidden=64, vocab=vocab).step_bytes(
+        num_tokens, 4, "cpu", is_checkpointed=False, is_trained=True
+    )
+    with PeakMemory() as memory:
+        head_scores(hidden, weight, None, target, 1.0).logprob_M.sum().backward()
+    assert 0.8 * counted < memory.peak <= 1.1 * counted

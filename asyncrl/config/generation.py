@@ -39,12 +39,26 @@ class EngineFacts:
     """In turns it can free its memory there."""
     keeps_turns: bool = False
     """Beside a KV cache for what runs it has one of the same size for the turns of agents that have ended."""
-    cpu_kv_block: int = 1
-    """On the CPU its KV cache has whole blocks of so many tokens."""
+    exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
+    """Kind of device on which it can keep rollout.deterministic."""
+    pages_kv: bool = False
+    """On CUDA a sequence takes memory of the KV cache as it grows, and waits where none is left."""
+    kv_block: int = 1
+    """A sequence takes whole blocks of the KV cache, of so many tokens, or less."""
+    forward_tokens: int = 0
+    """Most tokens of a forward pass."""
+    logit_copies: int = 0
+    """Float32 arrays as wide as the vocabulary that a step makes for each slot."""
+
+    def kv_length(self, length: int) -> int:
+        """Tokens of the KV cache that a sequence of this length takes."""
+        return -(-length // self.kv_block) * self.kv_block
 
 
 ENGINES: dict[EngineKind, EngineFacts] = {
-    "embedded": EngineFacts(keeps_turns=True),
+    "embedded": EngineFacts(
+        keeps_turns=True, exact_on="cpu", kv_block=32, forward_tokens=1024, logit_copies=7
+    ),
     "simulated": EngineFacts(settings=("simulated",), has_model=False),
     "vllm": EngineFacts(
         settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
@@ -54,7 +68,11 @@ ENGINES: dict[EngineKind, EngineFacts] = {
         opens_chunks=False,
         stages_weights=False,
         sleeps_on_cpu=False,
-        cpu_kv_block=128,
+        exact_on="cuda",
+        pages_kv=True,
+        kv_block=128,
+        forward_tokens=8192,
+        logit_copies=3,
     ),
 }
 
@@ -105,8 +123,10 @@ class RolloutConfig(FrozenConfig):
     """Times that a prompt is sampled again, with other seeds, after its group failed, was dropped as too old,
     or had all its tokens masked. After the next time it is given up (rollout/given_up), and at once if it can
     never be sampled, being too long."""
-    deterministic: bool = True
-    """A request's tokens depend on its prompt, seed and weights alone, not on what runs beside it."""
+    deterministic: Literal["auto"] | bool = "auto"
+    """A request's tokens depend on its prompt, seed and weights alone, not on what runs beside it: kept by
+    embedded on a CPU, and asked of vLLM on CUDA, where it may cost throughput. True is refused elsewhere
+    (auto = true for embedded on a CPU, and for vLLM on CUDA at buffer.max_staleness=0; else false)."""
     threads: PositiveInt | Literal["auto"] = "auto"
     """CPU threads of each engine server (auto = a quarter of the cores, at least 1)."""
     ports: list[Port] | None = None

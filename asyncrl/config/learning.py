@@ -10,6 +10,10 @@ from asyncrl.config.fields import FrozenConfig, Port
 
 CPU_MICRO_BATCH_TOKENS = 3072
 """Most tokens that the trainer packs into one forward pass on the CPU."""
+MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
+"""Alive at once: what stays in a CPU's caches, and what fills a GPU."""
+MIN_SLICE = 256
+"""Fewest vocabulary entries for which logits are computed at once, however many tokens there are."""
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -59,7 +63,9 @@ class TrainerConfig(FrozenConfig):
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip the gradient to this norm (none = off)."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
-    """Most tokens in one forward-backward of one process. Changes memory, never the result."""
+    """Most tokens in one forward-backward of one process; a longer sequence has one of its own. Changes
+    memory, never the result.
+    """
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False

@@ -80,6 +80,15 @@ class RunConfig(FrozenConfig):
         """Whether its engines keep the turns of agents that have ended."""
         return self.rollout.facts.keeps_turns and self.generator.is_harness
 
+    def is_deterministic(self, device: str) -> bool:
+        """Whether an engine there is asked for tokens that do not depend on what runs beside them. Above
+        max_staleness 0 auto asks no vLLM for it: which weights sample a token is a matter of time anyway.
+        """
+        if self.rollout.deterministic != "auto":
+            return self.rollout.deterministic
+        kind = "cuda" if device.startswith("cuda") else "cpu"
+        return kind == self.rollout.facts.exact_on and (kind == "cpu" or self.buffer.max_staleness == 0)
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         trainer, rollout, checkpoint = self.trainer, self.rollout, self.checkpoint

@@ -192,6 +192,14 @@ def _check_engines(config: RunConfig, devices: Sequence[str], *, is_turns: bool)
         raise ConfigError(
             what, way_out="set placement.rollout=cpu (side by side), or rollout.engine=embedded."
         )
+    kind = "cpu" if "cpu" in devices else "cuda"
+    if rollout.deterministic is True and (rollout.urls is not None or kind != rollout.facts.exact_on):
+        where = "of rollout.urls" if rollout.urls is not None else f"on {', '.join(dict.fromkeys(devices))}"
+        raise ConfigError(
+            f"rollout.deterministic=true, and rollout.engine={rollout.engine} {where} cannot be asked for it",
+            rule="the embedded engine keeps it on a CPU, a vLLM that the run starts has it on CUDA",
+            way_out="set rollout.deterministic=auto.",
+        )
     if rollout.tensor_parallel > 1 and "cpu" in devices and rollout.urls is None:
         what = (
             f"rollout.tensor_parallel={rollout.tensor_parallel} splits engines over CUDA devices, not the CPU"

@@ -20,8 +20,8 @@ import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
 from asyncrl.config.weight_sync import transport_words
 from asyncrl.errors import ConfigError, install_extra
-from asyncrl.placement.devices import Placement, chunk_device, find_cuda_devices, place
-from asyncrl.placement.plan import Memory, Phase, Plan, lay_out
+from asyncrl.placement.devices import NO_DEVICE, Placement, chunk_device, find_cuda_devices, place
+from asyncrl.placement.plan import Memory, Phase, Plan, ProcessPlan, lay_out
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Of /proc/cpuinfo, where a CPU multiplies in bfloat16; the last one is ARM's."""
@@ -62,6 +62,46 @@ def settle_dtype(config: RunConfig, *, begun: str | None = None) -> tuple[RunCon
         dtype = "bfloat16"
         why = "this CPU has instructions for it" if is_on_cpu else "trainer and engines are on CUDA"
     return _changed(config, "model", dtype=dtype), f"model.dtype: auto is {dtype}: {why}"
+
+
+def start_words(plan: Plan, config: RunConfig) -> list[str]:
+    """What a run promises of its tokens, and how many sequences have room at once, as lines for people."""
+    facts, asked, placement = config.rollout.facts, config.rollout.deterministic, plan.placement
+    if not facts.has_model:
+        return []
+    device = placement.rollout[0]
+    is_on = device != NO_DEVICE and config.is_deterministic(device)
+    words = f"rollout.deterministic: {'auto is ' if asked == 'auto' else ''}{str(is_on).lower()}: "
+    if device == NO_DEVICE:
+        words += "how rollout.urls were started says what a request's tokens depend on"
+    elif is_on:
+        words += "a request's tokens depend on its prompt, seed and weights alone, "
+        checked = "as the engine checks at its start"
+        words += (
+            checked if facts.exact_on == "cpu" else "by vLLM's batch-invariant kernels, which may be slower"
+        )
+    else:
+        words += "a request's tokens may change with what runs beside it"
+    return [words, *filter(None, (paged_words(plan, process, config) for process in plan.processes))]
+
+
+def paged_words(plan: Plan, process: ProcessPlan, config: RunConfig) -> str:
+    """How much of its slots a paged KV cache has room for, in what the plan leaves of the device; "" where
+    that is all of them, or the cache is not paged.
+    """
+    free, one_kv = plan.free_bytes.get(process.device), process.memory.kv
+    if not process.all_kv or not one_kv or free is None:
+        return ""
+    num_paged = sum(1 for other in plan.processes if other.device == process.device and other.all_kv)
+    left = free - plan.peak_bytes(process.device)["generation"]
+    fitting, slots = 1 + max(0, left) // (one_kv * num_paged), process.all_kv // one_kv
+    if fitting >= slots:
+        return ""
+    return (
+        f"{process.name}: about {fitting} of {slots} sequences of {config.rollout.max_length} tokens have "
+        f"room at once in what is left of {process.device} (all of them: {size_text(process.all_kv)}); more "
+        "are shorter or wait, which costs throughput and is no error"
+    )
 
 
 def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
@@ -246,8 +286,9 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
         in_turns = f", the most of {by_phase}" if plan.placement.mode == "colocated" else ""
         has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
         beside = ", before the Python processes (about 0.5 GiB each)" if device == "cpu" else ""
+        beside = beside or ", before CUDA's own of each process"
         lines.append(f"memory of {device}: {size_text(max(needs.values()))}{in_turns}; {has}{beside}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *start_words(plan, config)])
 
 
 def transport_text(config: RunConfig, placement: Placement) -> str:

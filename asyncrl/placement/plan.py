@@ -19,7 +19,8 @@ import psutil
 from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.config.generation import ENGINES
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS
 from asyncrl.placement.devices import (
     NO_DEVICE,
     CudaDevice,
@@ -34,6 +35,8 @@ EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
 TEACHER = "teacher"
 """Name of the server that scores what was sampled."""
+SCORED_TOKENS = 256
+"""Tokens of which it makes logprobs at once."""
 
 Phase = Literal["generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -47,7 +50,7 @@ checkpoint: the copy that one is written from, at any time.
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes of the largest parts. `copies`: a second set of weights (staged by an engine, or the trainer's
-    reference).
+    reference). `activations`: of a forward pass, with logits, and what it keeps for a backward pass.
     """
 
     weights: int = 0
@@ -77,6 +80,8 @@ class ProcessPlan:
     threads: int
     memory: Memory
     note: str
+    all_kv: int = 0
+    """Where memory.kv is what one sequence takes: what all slots would take, each at full length."""
 
     def held_bytes(self, phase: Phase, mode: Mode) -> int:
         """What it holds in this phase. Apart, everything at any time; in turns, what the turn leaves it."""
@@ -161,9 +166,13 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
 
 def _teacher(config: RunConfig, settings: TeacherConfig, device: str) -> ProcessPlan:
     shape, item = model_shape(ModelConfig(path=settings.path)), item_bytes(config.model.dtype, device)
-    length = config.rollout.max_length
-    kv = settings.slots * length * shape.kv_per_token * item
-    memory = Memory(weights=shape.num_parameters * item, kv=kv)
+    facts, length = ENGINES["embedded"], config.rollout.max_length
+    slots = settings.slots + 1  # and the one that every engine has
+    kv = slots * facts.kv_length(length) * shape.kv_per_token * item
+    # It needs the logits of each token that it reads, not of the last one alone, and logprobs of a part.
+    work = shape.forward_bytes(facts.forward_tokens, item) + shape.vocab * 4 * facts.logit_copies * slots
+    work += shape.vocab * (facts.forward_tokens * item + SCORED_TOKENS * 3 * 4)
+    memory = Memory(weights=shape.num_parameters * item, activations=work, kv=kv)
     note = f"weights, KV cache of {settings.slots} x {length} tokens"
     return ProcessPlan(TEACHER, "eval", device, engine_threads(config), memory, note)
 
@@ -177,21 +186,39 @@ def _engine(
         what = config.rollout.engine if config.rollout.urls is None else "not started by the run"
         return [ProcessPlan(name, side, NO_DEVICE, 0, Memory(), f"{what}, {slots} sequences at once")]
     facts, length, sync = config.rollout.facts, config.rollout.max_length, config.weight_sync.facts
-    item, block = item_bytes(config.model.dtype, devices[0]), facts.cpu_kv_block
+    item, is_on_cpu = item_bytes(config.model.dtype, devices[0]), devices[0] == "cpu"
     weights = shape.num_parameters * item
-    each = -(-length // block) * block if devices[0] == "cpu" else length
+    copies = 0
     # vLLM reads a file where it lies, and on the CPU loads it beside the weights that serve.
     loads_files = not (sync.sends_adapters or sync.is_transfer)
-    is_twice = mode == "apart" and (facts.stages_weights or (devices[0] == "cpu" and loads_files))
-    num_kept = slots if config.keeps_turns else 0
-    kv = (slots + num_kept) * each * shape.kv_per_token * item
-    memory = Memory(weights=weights, copies=weights if is_twice else 0, kv=kv)
-    note = _part(f"{config.rollout.engine}: weights, KV cache of {slots} x {length} tokens", len(devices))
+    if mode == "apart" and (facts.stages_weights or (is_on_cpu and loads_files)):
+        # Under adapters the linear layers of the start stay, beside those that serve and those that come.
+        copies = weights + (shape.num_linear * item if sync.sends_adapters else 0)
+    num_held = slots * (2 if config.keeps_turns else 1)
+    one_kv = facts.kv_length(length) * shape.kv_per_token * item
+    kv, all_kv, cache = num_held * one_kv, 0, f"{slots} x {length} tokens"
+    if facts.pages_kv and not is_on_cpu:
+        kv, all_kv, cache = one_kv, num_held * one_kv, f"{length} tokens at least"
+    if (given := _vllm_number(config, "kv_cache_memory_bytes")) is not None:
+        kv, all_kv, cache = given * len(devices), 0, f"{given} bytes"
+    most = _vllm_number(config, "max_num_batched_tokens") or facts.forward_tokens
+    work = shape.forward_bytes(min(most, slots * length), item)
+    work += num_held * shape.vocab * 4 * facts.logit_copies
+    memory = Memory(weights=weights, copies=copies, activations=work, kv=kv)
+    note = _part(f"{config.rollout.engine}: weights, KV cache of {cache}", len(devices))
     part, threads = memory.split(len(devices)), engine_threads(config)
+    all_kv = -(-all_kv // len(devices))
     return [
-        ProcessPlan(f"{name}/{rank}" if rank else name, side, device, threads, part, note)
+        ProcessPlan(f"{name}/{rank}" if rank else name, side, device, threads, part, note, all_kv)
         for rank, device in enumerate(devices)
     ]
+
+
+def _vllm_number(config: RunConfig, name: str) -> int | None:
+    """What rollout.vllm says, if it is a number."""
+    given = {key.lstrip("-").replace("-", "_"): value for key, value in config.rollout.vllm.items()}
+    value = given.get(name)
+    return value if type(value) is int else None
 
 
 def _part(what: str, num: int) -> str:
@@ -218,6 +245,9 @@ def _shared(
             moved = replace(Memory(*sums), gradients=0, activations=0)
             note = "the trainer's state while the engines have the device"
             yield ProcessPlan("offloaded", "host", "cpu", 0, moved, note)
+        if config.eval is not None:
+            note = "a version that is evaluated, in shared memory"
+            yield ProcessPlan("evaluated", "eval", "cpu", 0, Memory(weights=size), note)
         return
     if sync.facts.sends_adapters and lora is not None:
         size = shape.num_adapter_parameters(lora.rank) * 4
@@ -253,9 +283,11 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
         optimizer=trained * (12 if has_masters else 8),
     )
     most = CPU_MICRO_BATCH_TOKENS if device == "cpu" else trainer.micro_batch_tokens
-    tokens = min(trainer.micro_batch_tokens, most)
-    activations = shape.activation_bytes(tokens, item, trainer.gradient_checkpointing)
-    return replace(whole.split(trainer.world_size), activations=activations)
+    # A sequence that is longer than a micro-batch is one of its own.
+    tokens = max(min(trainer.micro_batch_tokens, most), config.rollout.max_length)
+    kind, is_checkpointed = device.partition(":")[0], trainer.gradient_checkpointing
+    work = shape.step_bytes(tokens, item, kind, is_checkpointed=is_checkpointed, is_trained=lora is None)
+    return replace(whole.split(trainer.world_size), activations=work)
 
 
 def item_bytes(dtype: str, device: str) -> int:
@@ -274,17 +306,38 @@ class ModelShape:
     intermediate: int = 0
     layers: int = 0
     kv_per_token: int = 0
+    vocab: int = 0
+
+    @property
+    def num_linear(self) -> int:
+        """Parameters of the linear layers that no other layer shares; norms are too small to count."""
+        return max(0, self.num_parameters - self.vocab * self.hidden)
 
     def num_adapter_parameters(self, rank: int) -> int:
         """Of adapters on every linear layer of the decoder, at most: seven a layer, as wide as the MLP."""
         return self.layers * rank * 7 * (self.hidden + self.intermediate)
 
-    def activation_bytes(self, num_tokens: int, item_bytes: int, is_checkpointed: bool) -> int:
-        """What one forward pass keeps for its backward pass: a layer's input alone, or about 14 vectors and 4
-        of the MLP.
+    def step_bytes(
+        self, num_tokens: int, item_bytes: int, kind: str, *, is_checkpointed: bool, is_trained: bool
+    ) -> int:
+        """Of a forward-backward on this kind of device: of each layer about 14 vectors and 4 of its MLP; or
+        its input alone, and all of the one that is computed once more, which comes after the head. The head,
+        if every token is predicted, makes a slice of float32 logits with their exponentials; then one with
+        its copy in the weights' type, the gradients of hidden states, and its own before that is added up.
         """
-        a_layer = self.hidden if is_checkpointed else 14 * self.hidden + 4 * self.intermediate
-        return num_tokens * self.layers * a_layer * item_bytes
+        layer = num_tokens * (14 * self.hidden + 4 * self.intermediate) * item_bytes
+        logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
+        gradients = num_tokens * self.hidden * (item_bytes + 4)
+        gradients += self.vocab * self.hidden * item_bytes if is_trained else 0
+        head = num_tokens * self.hidden * item_bytes
+        head += max(logits * 2 * 4, logits * (4 + item_bytes % 4) + gradients)
+        if is_checkpointed:
+            return self.layers * num_tokens * self.hidden * item_bytes + max(layer, head)
+        return self.layers * layer + head
+
+    def forward_bytes(self, num_tokens: int, item_bytes: int) -> int:
+        """At once in a pass that keeps nothing: about 4 vectors and 3 of the MLP of a token."""
+        return num_tokens * (4 * self.hidden + 3 * self.intermediate) * item_bytes
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
@@ -310,7 +363,8 @@ def _shape(architecture: Mapping[str, Any], num_stored: int) -> ModelShape:
     head_dim = int(architecture.get("head_dim") or hidden // heads)
     kv_heads = int(architecture.get("num_key_value_heads", heads))
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    embeddings = int(architecture.get("vocab_size", 0)) * hidden
-    embeddings *= 1 if architecture.get("tie_word_embeddings", False) else 2
+    vocab = int(architecture.get("vocab_size", 0))
+    embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
     estimate = embeddings + layers * (attention + 3 * hidden * intermediate)  # norms are too small to count
-    return ModelShape(num_stored or estimate, hidden, intermediate, layers, 2 * layers * kv_heads * head_dim)
+    kv_per_token = 2 * layers * kv_heads * head_dim
+    return ModelShape(num_stored or estimate, hidden, intermediate, layers, kv_per_token, vocab)

@@ -71,9 +71,10 @@ class Embedded:
             "dtype": self.config.model.dtype,
             "device": device.partition(":")[0],
             "threads": engine_threads(self.config),
-            "deterministic": self.rollout.deterministic,
+            "deterministic": self.config.is_deterministic(device),
             "has_adapters": self.config.weight_sync.facts.sends_adapters,
             **({"keeps_turns": True} if self.config.keeps_turns else {}),
+            **({"takes_turns": True} if takes_turns else {}),
         }
 
     def process(self, run_dir: Path) -> Body:

@@ -28,7 +28,7 @@ from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.fit import refuse_what_cannot_fit, settle_dtype
+from asyncrl.placement.fit import refuse_what_cannot_fit, settle_dtype, start_words
 from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts, run_id
 from asyncrl.run.check import RUN_COPY
@@ -85,8 +85,8 @@ def run_job(
             write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
             job = Job(config, folder, name, point, plan.placement)
-            if dtype_words:
-                job.say(dtype_words)
+            for words in filter(None, (dtype_words, *start_words(plan, config))):
+                job.say(words)
             return asyncio.run(end_what_is_left(job.run()))
     finally:
         lock.release()

@@ -286,7 +286,7 @@ class Launcher:
             "dtype": config.model.dtype,
             "device": device.partition(":")[0],
             "threads": engine_threads(config),
-            "deterministic": config.rollout.deterministic,
+            "deterministic": config.rollout.deterministic is not False and device == "cpu",
         }
         child = self._child(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device], None)
         short_s = min(SHORT_S, config.teacher.timeout_s / 2)

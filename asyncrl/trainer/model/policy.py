@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.allowed import AllowedRows
 from asyncrl.trainer.model.attention import ATTENTION, CannotPackError
@@ -36,10 +37,6 @@ from asyncrl.trainer.model.tree import Layout, places_of
 
 log = logging.getLogger("asyncrl.trainer")
 
-MOST_LOGITS = {"cpu": 2**21, "cuda": 2**26}
-"""Alive at once: what stays in a CPU's caches, and what fills a GPU."""
-MIN_SLICE = 256
-"""Fewest vocabulary entries of a slice, however many tokens there are."""
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, CannotPackError)
 """What a model raises that cannot take packed tokens."""
 LARGE_LOGIT = 1000.0
@@ -98,6 +95,7 @@ class _HeadScores(torch.autograd.Function):
             exponential_MC = logits_MC.exp()
             sum_M += exponential_MC.sum(dim=-1)
             product_M += logits_MC.mul_(exponential_MC).sum(dim=-1)
+            del logits_MC, exponential_MC  # before those of the next slice are made
         ctx.save_for_backward(hidden_MD, weight_VD, bias_V, target_M, highest_M, sum_M)
         ctx.temperature, ctx.allowed_M = temperature, allowed_M
         # The log-sum-exp is highest + log(sum): kept apart, since their sum would lose digits where logits
@@ -127,6 +125,7 @@ class _HeadScores(torch.autograd.Function):
             grad_hidden_MD += narrow_MC @ weight_VD[part]
             if grad_weight_VD is not None:
                 grad_weight_VD[part] = narrow_MC.t() @ hidden_MD
+            del logits_MC, grad_MC, narrow_MC
         return grad_hidden_MD.to(hidden_MD.dtype), grad_weight_VD, grad_bias_V, None, None, None
 
 

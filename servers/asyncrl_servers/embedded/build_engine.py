@@ -34,7 +34,7 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     # Of a slot in float32: the logits after its prompt, and the logits of a step with their logprobs,
     # exponentials and a float64 sum.
     slot_bytes = loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize) + 7 * 4 * loaded.vocab_size
-    staged_bytes = 0 if spec.score_slots else sum(staged)
+    staged_bytes = 0 if spec.score_slots or spec.takes_turns else sum(staged)
     check_memory(spec, slot_bytes=slot_bytes, staged_bytes=staged_bytes, free_bytes=loaded.free_bytes())
     # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone.
     is_exact = spec.deterministic and loaded.device.type == "cpu"
@@ -114,7 +114,7 @@ def check_determinism(runner: Runner, name: str) -> None:
             fail(
                 f"{name}: a sequence's logits change with {n - 1} others beside it (dtype "
                 f"{runner.loaded.dtype}, {torch.get_num_threads()} threads)",
-                rule="rollout.deterministic=true: tokens depend on prompt, seed and weights alone",
+                rule="rollout.deterministic (auto or true): tokens depend on prompt, seed and weights alone",
                 way_out="set rollout.threads=1, model.dtype=float32, or rollout.deterministic=false.",
             )
 

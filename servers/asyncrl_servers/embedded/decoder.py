@@ -40,7 +40,7 @@ class EmbeddedSpec(EngineSpec):
     threads: int = Field(default=1, ge=1)
     """CPU threads of torch."""
     deterministic: bool = True
-    """A request's tokens depend on its prompt, seed and weights alone. Checked at start."""
+    """On a CPU: a request's tokens depend on its prompt, seed and weights alone. Checked at start."""
     has_adapters: bool = False
     """Adapters will be published (weight_sync.transport=lora): memory for the weights under them is counted
     at start.
@@ -49,6 +49,8 @@ class EmbeddedSpec(EngineSpec):
     """What has ended stays in the KV cache, for the turns that follow it: as many sequences as there are
     slots, in memory of the same size.
     """
+    takes_turns: bool = False
+    """New weights come chunk by chunk into those that are awake, so there is no memory for others."""
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = it is not answered). A server that scores is a teacher: its
     weights stay those of its start, so there is no memory for others.
