@@ -69,6 +69,11 @@ class MergedLinear(lora.Linear):
     weights. With scale 0 it is the layer below.
     """
 
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: Any = None) -> None:
+        """Not to `meta`, where a base lies that is filled later: A has been drawn."""
+        if not self.get_base_layer().weight.is_meta:
+            super()._move_adapter_to_device_of_base_layer(adapter_name, device)
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in] -> [..., out]."""
         scale, base = self.scaling[ADAPTER], self.get_base_layer()
