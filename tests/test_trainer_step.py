@@ -18,7 +18,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.serving import Refused
-from asyncrl.trainer.model import parts as loading
+from asyncrl.trainer.model import loading
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import MIN_ENGINE_TOKENS, Gap, gap_fault
 

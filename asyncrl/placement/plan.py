@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -35,11 +36,15 @@ EVAL_ENGINE = "engine-eval"
 TEACHER = "teacher"
 """Name of the server that scores what was sampled."""
 
-Phase = Literal["generation", "training", "publish"]
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a stored tensor that is one expert's."""
+
+Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Side = Literal["controller", "trainer", "engine", "eval", "staging", "host"]
+Side = Literal["controller", "trainer", "engine", "eval", "staging", "host", "start"]
 """Owner of the memory. eval: what works beside both sides at any time, the teacher too; staging: weights
-between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device.
+between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device;
+start: what the trainer's processes load before their weights are where they stay.
 """
 
 
@@ -78,8 +83,19 @@ class ProcessPlan:
     note: str
 
     def held_bytes(self, phase: Phase, mode: Mode) -> int:
-        """What it holds in this phase. Apart, everything at any time; in turns, what the turn leaves it."""
+        """What it holds in this phase, in that of the start when the trainer has loaded its weights. Apart,
+        everything at any time after it; in turns, what the turn leaves it.
+        """
         memory = self.memory
+        match self.side, phase:
+            case "start", _:
+                return memory.total if phase == "start" else 0
+            case "trainer", "start":
+                return memory.weights + memory.copies
+            case ("staging" | "host", "start"):
+                return 0
+            case "engine", "start" if mode == "colocated":  # they are started before it, and sleep
+                return 0
         if mode == "apart":
             return memory.total
         match self.side, phase:
@@ -200,7 +216,11 @@ def _part(what: str, num: int) -> str:
 def _shared(
     config: RunConfig, shape: ModelShape, placement: Placement, plans: Sequence[ProcessPlan]
 ) -> Iterator[ProcessPlan]:
-    """Memory that no process holds alone: weights on their way, and what turns move off a CUDA device."""
+    """Memory that no process holds alone, or only for a time: the model as it is loaded, weights on their
+    way, and what turns move off a CUDA device.
+    """
+    if (loaded := _start_memory(config, shape, placement)) is not None:
+        yield loaded
     sync, lora, first = config.weight_sync, config.trainer.lora, placement.trainer[0]
     size = shape.num_parameters * item_bytes(config.model.dtype, first)
     if placement.mode == "colocated":
@@ -222,6 +242,26 @@ def _shared(
     if has_file:
         note = "weights on their way, in shared memory"
         yield ProcessPlan("staging", "staging", "cpu", 0, Memory(weights=size), note)
+
+
+def _start_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> ProcessPlan | None:
+    """Host memory of the trainer's start beside the weights that stay: the whole model in the process that
+    trains it on a CUDA device; of each rank a tensor, or the whole model where transformers has to convert
+    what is stored. None where there is nothing beside.
+    """
+    trainer, device, ranks = config.trainer, placement.trainer[0], config.trainer.world_size
+    is_sharded = ranks > 1 or trainer.cpu_offload
+    item = 4 if trainer.lora is None else item_bytes(config.model.dtype, device)
+    if is_sharded and not shape.is_converted:
+        memory, note = Memory(weights=ranks * shape.largest_tensor * item), "of each rank the largest tensor"
+    elif is_sharded or device != "cpu":
+        has_reference = is_sharded and config.algorithm.kl_coefficient > 0 and trainer.lora is None
+        copies = ranks * shape.num_parameters * item if has_reference else 0
+        memory = Memory(weights=ranks * shape.num_parameters * item, copies=copies)
+        note = "of each trainer process the whole model"
+    else:
+        return None
+    return ProcessPlan("start", "start", "cpu", 0, memory, f"{note}, as it is loaded")
 
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
@@ -254,7 +294,9 @@ def item_bytes(dtype: str, device: str) -> int:
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
-    layers. All 0: the model is not on disk (a hub id that is not fetched), and its memory is not known.
+    layers; `largest_tensor`: its parameters; `is_converted`: transformers stacks what is stored, experts one
+    by one, so that no rank can read its part alone. All 0: the model is not on disk (a hub id that is not
+    fetched), and its memory is not known.
     """
 
     num_parameters: int = 0
@@ -262,6 +304,8 @@ class ModelShape:
     intermediate: int = 0
     layers: int = 0
     kv_per_token: int = 0
+    largest_tensor: int = 0
+    is_converted: bool = False
 
     def num_adapter_parameters(self, rank: int) -> int:
         """Of adapters on every linear layer of the decoder, at most: seven a layer, as wide as the MLP."""
@@ -278,20 +322,22 @@ class ModelShape:
 def model_shape(model: ModelConfig) -> ModelShape:
     """From config.json and file headers."""
     if model.scratch is not None:
-        return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}, 0)
+        architecture = {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
+        return _shape(architecture, {}, is_converted=any("experts" in key for key in architecture))
     folder = Path(model.path or "")
     try:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        num_stored = 0
+        stored = dict[str, int]()
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="numpy") as file:
-                num_stored += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+                stored |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError):
         return ModelShape()
-    return _shape(architecture, num_stored)
+    is_converted = not stored or any(EXPERT.search(name) for name in stored)
+    return _shape(architecture, stored, is_converted=is_converted or "quantization_config" in architecture)
 
 
-def _shape(architecture: Mapping[str, Any], num_stored: int) -> ModelShape:
+def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_converted: bool) -> ModelShape:
     hidden, layers = int(architecture.get("hidden_size", 0)), int(architecture.get("num_hidden_layers", 0))
     intermediate = int(architecture.get("intermediate_size", 4 * hidden))
     heads = int(architecture.get("num_attention_heads", 1))
@@ -301,4 +347,13 @@ def _shape(architecture: Mapping[str, Any], num_stored: int) -> ModelShape:
     embeddings = int(architecture.get("vocab_size", 0)) * hidden
     embeddings *= 1 if architecture.get("tie_word_embeddings", False) else 2
     estimate = embeddings + layers * (attention + 3 * hidden * intermediate)  # norms are too small to count
-    return ModelShape(num_stored or estimate, hidden, intermediate, layers, 2 * layers * kv_heads * head_dim)
+    largest = max(stored.values(), default=hidden * max(intermediate, int(architecture.get("vocab_size", 0))))
+    return ModelShape(
+        num_parameters=sum(stored.values()) or estimate,
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        kv_per_token=2 * layers * kv_heads * head_dim,
+        largest_tensor=largest,
+        is_converted=is_converted,
+    )
