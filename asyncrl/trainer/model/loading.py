@@ -55,7 +55,10 @@ def load_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype, *, i
     is_adapted = spec.trainer.lora is not None
     with loading(spec):
         model, info = AutoModelForCausalLM.from_pretrained(
-            spec.model_path, dtype=dtype if is_adapted else torch.float32, output_loading_info=True
+            spec.model_path,
+            dtype=dtype if is_adapted else torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, by name
         )
     missing = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]
     _refuse_others(spec.model_path, missing, info["unexpected_keys"])
