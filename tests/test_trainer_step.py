@@ -19,6 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.serving import Refused
 from asyncrl.trainer.model import loading
+from asyncrl.trainer.model.parts import learning_rate_at
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import MIN_ENGINE_TOKENS, Gap, gap_fault
 
@@ -256,7 +257,7 @@ def test_the_kl_to_the_initial_weights_is_zero_at_first_and_more_later(make_step
 def test_the_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int, rates: Any) -> None:
     steps = {"warmup_steps": warmup_steps, "num_steps": num_steps}
     config = TrainerConfig(learning_rate=1.0, schedule=schedule, **steps)
-    found = {step: loading.learning_rate_at(config, step) for step in rates}
+    found = {step: learning_rate_at(config, step) for step in rates}
     assert found == pytest.approx(rates, abs=1e-6)
 
 
