@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import running
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_model import make_tiny_model
+from tiny_model import TINY_ARCHITECTURE, make_tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_cases import make_spec
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.loading import load_model, meta_model, stored_weights
@@ -28,7 +29,7 @@ from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
 
 CPU = torch.device("cpu")
-MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 @contextlib.contextmanager
@@ -71,6 +72,14 @@ def bin_file(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def experts(folder: Path) -> None:
+    shape = {name: value for name, value in TINY_ARCHITECTURE.items() if name != "model_type"}
+    config = AutoConfig.for_model("qwen3_moe", **shape, **MOE, vocab_size=52)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert any(".experts.0." in name for name in file.keys()), "one by one, and stacked in the model"  # noqa: SIM118
+
+
 @pytest.mark.parametrize("rank", [0, 2, 4])
 @pytest.mark.parametrize(
     ("architecture", "change", "values"),
@@ -79,7 +88,7 @@ def bin_file(folder: Path) -> None:
         ({"tie_word_embeddings": False, "attention_bias": True}, None, {"dtype": "bfloat16"}),
         ({}, None, {"trainer": {"lora": {"rank": 2}}, "dtype": "bfloat16"}),
         ({}, bin_file, {}),
-        (MOE, None, {}),
+        ({}, experts, {}),
     ],
     ids=["tied, many files", "untied, biases", "adapters", "converted by transformers", "experts"],
 )
