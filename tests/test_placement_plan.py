@@ -100,12 +100,14 @@ def test_in_turns_a_device_needs_the_largest_of_its_phases_and_not_their_sum() -
     saved = memory(turns, "checkpoint").total
     assert engine.copies == 0, "no second set of weights: chunks go into the one that is awake"
     assert turns.peak_bytes("cpu") == {
+        "start": trainer.weights,
         "generation": engine.total + saved,
         "training": trainer.total + saved,
         "publish": trainer.weights + engine.weights + memory(turns, "staging").total + saved,
     }
     both = saved + trainer.total + engine.total + engine.weights + memory(apart, "staging").total
-    assert set(apart.peak_bytes("cpu").values()) == {both}
+    assert {apart.peak_bytes("cpu")[phase] for phase in ("generation", "training", "publish")} == {both}
+    assert apart.peak_bytes("cpu")["start"] == trainer.weights + engine.total + engine.weights
     assert memory(turns, "staging").total == engine.weights, "the model is smaller than a chunk"
     assert memory(planned(0, *TURNS, "weight_sync.chunk_bytes=1048576"), "staging").total == 2**20
 
@@ -119,6 +121,34 @@ def test_turns_on_a_cuda_device_keep_the_trainers_state_on_the_host_meanwhile() 
     assert host.held_bytes("generation", "colocated") == trainer.weights + trainer.optimizer
     assert host.held_bytes("publish", "colocated") == trainer.optimizer
     assert host.held_bytes("training", "colocated") == 0
+
+
+EXPERTS = "model.scratch.architecture.num_experts=4"
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides", "num_models", "num_tensors"),
+    [
+        (0, [], 0, 0),
+        (3, [], 1, 0),
+        (3, ["trainer.world_size=2"], 0, 2),
+        (3, ["trainer.world_size=2", EXPERTS], 2, 0),
+        (3, ["trainer.world_size=2", EXPERTS, "algorithm.kl_coefficient=0.1"], 4, 0),
+    ],
+)
+def test_the_start_counts_what_ranks_load_into_host_memory_before_it_is_on_their_device(
+    num_cuda: int, overrides: list[str], num_models: int, num_tensors: int
+) -> None:
+    plan = planned(num_cuda, *overrides)
+    loaded = 4 * (num_models * plan.shape.num_parameters + num_tensors * plan.shape.largest_tensor)
+    held = [process.memory.total for process in plan.processes if process.side == "start"]
+    assert sum(held) == loaded
+    peak = plan.peak_bytes("cpu")
+    assert num_cuda == 0 or peak["start"] == loaded
+    if loaded > peak["generation"]:
+        config, free = load(*overrides), {**plan.free_bytes, "cpu": loaded - 1}
+        with pytest.raises(ConfigError, match="start needs .* of memory on cpu"):
+            refuse_what_cannot_fit(replace(plan, free_bytes=free), config)
 
 
 TWO_IN_TURNS = [*TURNS, "placement.trainer=all", "trainer.world_size=2", "rollout.num_engines=2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,14 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
         assert isinstance(server.child, ChildProcess)
         assert json.loads(server.child.spec)["device"] == ("cuda" if num_cuda else "cpu")
         assert server.child.env.get("CUDA_VISIBLE_DEVICES") == (names if num_cuda else None)
+
+
+def test_what_loads_a_large_model_may_take_longer_to_start(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(50 * 10**9)  # without a block on the disk
+    launch = replace(launcher(tmp_path), model_path=tmp_path)
+    servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
+    assert [server.start_s for server in servers] == [300.0 + 1000.0] * 2
 
 
 # ---- whether it is ready

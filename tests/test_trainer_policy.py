@@ -25,7 +25,7 @@ from asyncrl.placement.plan import ModelShape
 from asyncrl.trainer.model import policy as policy_module
 from asyncrl.trainer.model import tree
 from asyncrl.trainer.model.packing import MicroBatch, rank_micro_batches
-from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, head_scores
+from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, head_scores, probe_model
 from asyncrl.trainer.ranks import Ranks
 
 GROUPS = random_groups([[5, 60, 1, 9], [40], [3, 3, 30]])
@@ -194,6 +194,38 @@ def test_the_plan_check_sees_that_sequences_mix(dtype: torch.dtype, monkeypatch:
     plan = find_plan(make_model(dtype=dtype))
     assert not plan.is_packed
     assert "away from the plain ones" in plan.reason
+
+
+MANY_LAYERS: list[tuple[str, dict[str, Any], int]] = [
+    *((kind, {}, 2) for kind in [*PACKED, *ALONE] if kind != "gpt2"),
+    ("gpt2", {"n_layer": 9}, 2),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 6}, 2),
+    ("smollm3", {"no_rope_layer_interval": 3, "layer_types": None}, 2),
+    ("gemma3_text", {"sliding_window": 900, "query_pre_attn_scalar": 8}, 2),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "changes", "num_layers"), MANY_LAYERS)
+def test_a_small_random_model_has_the_plan_of_the_whole_and_leaves_the_random_numbers(
+    kind: str, changes: dict[str, Any], num_layers: int, dtype: torch.dtype
+) -> None:
+    if (kind, dtype) == ("mamba", torch.bfloat16):
+        pytest.skip("transformers' slow path for it computes in float32 alone")
+    whole = make_model(kind, dtype, **{"num_hidden_layers": 9, "vocab_size": 3000} | changes)
+    before, state = whole.config.to_dict(), torch.get_rng_state()
+    small = probe_model(whole.config, torch.device("cpu"), dtype)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert whole.config.to_dict() == before
+    assert small.dtype == dtype
+    assert small.config.num_hidden_layers == num_layers
+    assert small.get_input_embeddings().num_embeddings == 1024
+    plan, expected = find_plan(small), find_plan(whole)
+    assert (plan.is_packed, plan.has_plain_head, plan.window) == (
+        expected.is_packed,
+        expected.has_plain_head,
+        expected.window,
+    )
 
 
 # ---- the sliced head gives the logprobs, entropies and gradients of a whole log-softmax

@@ -20,7 +20,8 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.observe.metrics import GAUGES
 from asyncrl.serving import Refused
-from asyncrl.trainer.model import parts as loading
+from asyncrl.trainer.model import loading
+from asyncrl.trainer.model.parts import learning_rate_at
 from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import (
@@ -274,7 +275,7 @@ def test_the_kl_to_the_initial_weights_is_zero_at_first_and_more_later(make_step
 def test_the_learning_rate_by_hand(schedule: Any, warmup_steps: int, num_steps: int, rates: Any) -> None:
     steps = {"warmup_steps": warmup_steps, "num_steps": num_steps}
     config = TrainerConfig(learning_rate=1.0, schedule=schedule, **steps)
-    found = {step: loading.learning_rate_at(config, step) for step in rates}
+    found = {step: learning_rate_at(config, step) for step in rates}
     assert found == pytest.approx(rates, abs=1e-6)
 
 

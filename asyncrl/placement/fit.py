@@ -116,9 +116,10 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
         free, mode = plan.free_bytes[device] or 0, plan.placement.mode
         held = [(p.name, p.held_bytes(phase, mode)) for p in plan.processes if p.device == device]
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in held if size)
+        what = "the run" if mode == "apart" and phase != "start" else phase
         raise ConfigError(
-            f"{'the run' if mode == 'apart' else phase} needs {size_text(free + lacking)} of memory on "
-            f"{device} ({parts}), and {size_text(free)} are free",
+            f"{what} needs {size_text(free + lacking)} of memory on {device} ({parts}), and "
+            f"{size_text(free)} are free",
             way_out=_way_out(plan, config),
         )
     refuse_too_many_connections(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -38,12 +39,16 @@ TEACHER = "teacher"
 SCORED_TOKENS = 256
 """Tokens of which it makes logprobs at once."""
 
-Phase = Literal["generation", "training", "publish"]
+EXPERT = re.compile(r"\.experts\.\d+\.")
+"""In the name of a stored tensor that is one expert's."""
+
+Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Side = Literal["controller", "trainer", "engine", "eval", "staging", "host", "checkpoint"]
+Side = Literal["controller", "trainer", "engine", "eval", "staging", "host", "checkpoint", "start"]
 """Owner of the memory. eval: what works beside both sides at any time, the teacher too; staging: weights
 between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device;
-checkpoint: the copy that one is written from, at any time.
+checkpoint: the copy that one is written from, at any time after the start; start: what the trainer's
+processes load before their weights are where they stay.
 """
 
 
@@ -84,8 +89,19 @@ class ProcessPlan:
     """Where memory.kv is what one sequence takes: what all slots would take, each at full length."""
 
     def held_bytes(self, phase: Phase, mode: Mode) -> int:
-        """What it holds in this phase. Apart, everything at any time; in turns, what the turn leaves it."""
+        """What it holds in this phase, in that of the start when the trainer has loaded its weights. Apart,
+        everything at any time after it; in turns, what the turn leaves it.
+        """
         memory = self.memory
+        match self.side, phase:
+            case "start", _:
+                return memory.total if phase == "start" else 0
+            case "trainer", "start":
+                return memory.weights + memory.copies
+            case ("staging" | "host" | "checkpoint", "start"):
+                return 0
+            case "engine", "start" if mode == "colocated":  # they are started before it, and sleep
+                return 0
         if mode == "apart":
             return memory.total
         match self.side, phase:
@@ -228,7 +244,11 @@ def _part(what: str, num: int) -> str:
 def _shared(
     config: RunConfig, shape: ModelShape, placement: Placement, plans: Sequence[ProcessPlan]
 ) -> Iterator[ProcessPlan]:
-    """Memory that no process holds alone: weights on their way, and what turns move off a CUDA device."""
+    """Memory that no process holds alone, or only for a time: the model as it is loaded, weights on their
+    way, and what turns move off a CUDA device.
+    """
+    if (loaded := _start_memory(config, shape, placement)) is not None:
+        yield loaded
     sync, lora, first = config.weight_sync, config.trainer.lora, placement.trainer[0]
     size = shape.num_parameters * item_bytes(config.model.dtype, first)
     if config.checkpoint.every is not None:
@@ -266,6 +286,26 @@ def num_trained(config: RunConfig, shape: ModelShape) -> int:
     return shape.num_parameters if lora is None else shape.num_adapter_parameters(lora.rank)
 
 
+def _start_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> ProcessPlan | None:
+    """Host memory of the trainer's start beside the weights that stay: the whole model in the process that
+    trains it on a CUDA device; of each rank a tensor, or the whole model where transformers has to convert
+    what is stored. None where there is nothing beside.
+    """
+    trainer, device, ranks = config.trainer, placement.trainer[0], config.trainer.world_size
+    is_sharded = ranks > 1 or trainer.cpu_offload
+    item = 4 if trainer.lora is None else item_bytes(config.model.dtype, device)
+    if is_sharded and not shape.is_converted:
+        memory, note = Memory(weights=ranks * shape.largest_tensor * item), "of each rank the largest tensor"
+    elif is_sharded or device != "cpu":
+        has_reference = is_sharded and config.algorithm.kl_coefficient > 0 and trainer.lora is None
+        copies = ranks * shape.num_parameters * item if has_reference else 0
+        memory = Memory(weights=ranks * shape.num_parameters * item, copies=copies)
+        note = "of each trainer process the whole model"
+    else:
+        return None
+    return ProcessPlan("start", "start", "cpu", 0, memory, f"{note}, as it is loaded")
+
+
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     """Of one rank: weights that compute, AdamW's two moments (and float32 masters, where they are not the
     model's own), one micro-batch.
@@ -298,7 +338,9 @@ def item_bytes(dtype: str, device: str) -> int:
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
-    layers. All 0: the model is not on disk (a hub id that is not fetched), and its memory is not known.
+    layers; `largest_tensor`: its parameters; `is_converted`: transformers stacks what is stored, experts one
+    by one, so that no rank can read its part alone. All 0: the model is not on disk (a hub id that is not
+    fetched), and its memory is not known.
     """
 
     num_parameters: int = 0
@@ -307,6 +349,8 @@ class ModelShape:
     layers: int = 0
     kv_per_token: int = 0
     vocab: int = 0
+    largest_tensor: int = 0
+    is_converted: bool = False
 
     @property
     def num_linear(self) -> int:
@@ -343,20 +387,22 @@ class ModelShape:
 def model_shape(model: ModelConfig) -> ModelShape:
     """From config.json and file headers."""
     if model.scratch is not None:
-        return _shape({"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}, 0)
+        architecture = {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
+        return _shape(architecture, {}, is_converted=any("experts" in key for key in architecture))
     folder = Path(model.path or "")
     try:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        num_stored = 0
+        stored = dict[str, int]()
         for path in folder.glob("*.safetensors"):
             with safe_open(path, framework="numpy") as file:
-                num_stored += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+                stored |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, SafetensorError):
         return ModelShape()
-    return _shape(architecture, num_stored)
+    is_converted = not stored or any(EXPERT.search(name) for name in stored)
+    return _shape(architecture, stored, is_converted=is_converted or "quantization_config" in architecture)
 
 
-def _shape(architecture: Mapping[str, Any], num_stored: int) -> ModelShape:
+def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_converted: bool) -> ModelShape:
     hidden, layers = int(architecture.get("hidden_size", 0)), int(architecture.get("num_hidden_layers", 0))
     intermediate = int(architecture.get("intermediate_size", 4 * hidden))
     heads = int(architecture.get("num_attention_heads", 1))
@@ -366,5 +412,14 @@ def _shape(architecture: Mapping[str, Any], num_stored: int) -> ModelShape:
     vocab = int(architecture.get("vocab_size", 0))
     embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
     estimate = embeddings + layers * (attention + 3 * hidden * intermediate)  # norms are too small to count
-    kv_per_token = 2 * layers * kv_heads * head_dim
-    return ModelShape(num_stored or estimate, hidden, intermediate, layers, kv_per_token, vocab)
+    largest = max(stored.values(), default=hidden * max(intermediate, vocab))
+    return ModelShape(
+        num_parameters=sum(stored.values()) or estimate,
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        kv_per_token=2 * layers * kv_heads * head_dim,
+        vocab=vocab,
+        largest_tensor=largest,
+        is_converted=is_converted,
+    )

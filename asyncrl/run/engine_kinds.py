@@ -28,7 +28,7 @@ from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, item_bytes
 from asyncrl.rollouts.recording import SampledBy
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files
+from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files, load_limit_s
 
 if TYPE_CHECKING:
     from asyncrl.run.start import Launcher, Server
@@ -164,7 +164,7 @@ class Vllm(Embedded):
         mark = secrets.token_hex(4)
         client = VllmServer(server.caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
         client.meeting = meeting
-        server.ready = partial(client.ready, VLLM_START_TIMEOUT_S)
+        server.ready = partial(client.ready, VLLM_START_TIMEOUT_S + load_limit_s(launcher.model_path))
         return client
 
     def request(self, sampling: Body) -> tuple[str, Body]:

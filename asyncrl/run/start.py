@@ -1,7 +1,7 @@
 """Makes the servers of a run as child processes, starts them, and asks how they are.
 
-Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer; one that dies first ends
-    the start with its own last words.
+Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer, and load_limit_s() of the
+    model that it loads; one that dies first ends the start with its own last words.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, engine_threads, trainer
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
+from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.waits import TimeLimit
 
@@ -48,6 +49,7 @@ class Server:
 
     `answers`: what /health says. `health`: its last answer. `engine`: the client of an engine server, through
     which it is asked. `ready`: what the kind of engine waits for where a first answer is not enough.
+    `start_s`: how long it may take to give the first one.
     """
 
     child: ChildProcess | ForeignProcess
@@ -56,6 +58,7 @@ class Server:
     health: Health | None = None
     engine: EngineClient | None = None
     ready: Callable[[], Awaitable[Health]] | None = None
+    start_s: float = START_TIMEOUT_S
 
     @property
     def name(self) -> str:
@@ -110,7 +113,7 @@ class Server:
         """
         await self.child.start()
         self.caller.url = self.child.url
-        asking = asyncio.ensure_future(self.ask(START_TIMEOUT_S) if self.ready is None else self.ready())
+        asking = asyncio.ensure_future(self.ask(self.start_s) if self.ready is None else self.ready())
         watching = asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait({asking, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -225,7 +228,8 @@ class Launcher:
             name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
             spec = self.trainer_spec(rank, staging_dir).model_dump_json()
             child = self._child(name, module, spec, self.placement.trainer, port)
-            servers.append(Server(child, Caller(name, "", self.secret), TrainerHealth))
+            caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
+            servers.append(Server(child, caller, TrainerHealth, start_s=start_s))
         return servers
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
@@ -290,7 +294,13 @@ class Launcher:
         }
         child = self._child(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device], None)
         short_s = min(SHORT_S, config.teacher.timeout_s / 2)
-        return Server(child, Caller(TEACHER, "", self.secret, short_s=short_s), EngineHealth)
+        caller, start_s = Caller(TEACHER, "", self.secret, short_s=short_s), self.start_s(folder)
+        return Server(child, caller, EngineHealth, start_s=start_s)
+
+    @staticmethod
+    def start_s(folder: Path) -> float:
+        """How long a process that loads this model may take to answer."""
+        return START_TIMEOUT_S + load_limit_s(folder)
 
     @cached_property
     def tokenizer(self) -> HFChatTokenizer:
@@ -325,7 +335,8 @@ class Launcher:
         eval_s = None if config.eval is None else config.eval.timeout_s
         limits = (config.rollout.timeout_s, config.weight_sync.timeout_s, eval_s)
         short_s = min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
-        return Server(child, Caller(child.name, "", key, short_s=short_s), EngineHealth)
+        caller, start_s = Caller(child.name, "", key, short_s=short_s), self.start_s(self.model_path)
+        return Server(child, caller, EngineHealth, start_s=start_s)
 
     def _child(
         self,

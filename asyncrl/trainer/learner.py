@@ -23,14 +23,9 @@ from asyncrl.messages.calls import BatchArrays, BatchHeader, pack_batch
 from asyncrl.messages.token_grammars import TokenGrammars
 from asyncrl.serving import Refused
 from asyncrl.trainer.model.allowed import AllowedSets, find_allowed
+from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
-from asyncrl.trainer.model.parts import (
-    TrainedModel,
-    learning_rate_at,
-    load_tokenizer,
-    make_optimizer,
-    reshard,
-)
+from asyncrl.trainer.model.parts import TrainedModel, learning_rate_at, make_optimizer, reshard
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.objective import (
     BatchNumbers,

@@ -29,6 +29,8 @@ MODEL_PIN = "model.json"
 """In the run directory: the model that the run began with."""
 MODEL_KEY = "model.path"
 WEIGHTS = ("*.safetensors", "*.bin")
+SLOWEST_BYTES_S = 50e6
+"""What a process that loads weights reads in a second at least: less than a hard disk gives."""
 TOKENIZER = (
     *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "added_tokens.json"),
     *("special_tokens_map.json", "chat_template.*"),
@@ -88,6 +90,12 @@ def find_on_disk(path: str, key: str = MODEL_KEY) -> Path | None:
     except (OSError, ValueError, ConfigError):  # not there, or not all of it
         return None
     return folder if any(folder.glob("tokenizer*")) else None
+
+
+def load_limit_s(folder: Path) -> float:
+    """How long a process may take to load the model of this folder, beside its start."""
+    paths = [path for pattern in WEIGHTS for path in folder.glob(pattern) if path.is_file()]
+    return sum(path.stat().st_size for path in paths) / SLOWEST_BYTES_S
 
 
 def check_model_type(model_type: Any, source: str) -> None:

@@ -33,8 +33,9 @@ from asyncrl.messages.calls import (
 )
 from asyncrl.serving import Refused
 from asyncrl.trainer.learner import Learner
+from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import pack_texts
-from asyncrl.trainer.model.parts import load_tokenizer, reshard
+from asyncrl.trainer.model.parts import reshard
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.state import Progress, TrainerState

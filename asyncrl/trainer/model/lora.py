@@ -97,6 +97,19 @@ class _MergedLinear(torch.autograd.Function):
         return grad_x, None, None, grad_A, grad_B, None
 
 
+@contextmanager
+def _not_on_meta(layers: list[Any]) -> Iterator[None]:
+    """Peft puts a new adapter where the layer's weight is, in its dtype. One on `meta`, to be filled later,
+    has meanwhile a stand-in on the CPU that takes no memory: A is drawn as it is over a loaded model.
+    """
+    empty = [(layer, layer.weight) for layer in layers if layer.weight.is_meta]
+    for layer, weight in empty:
+        layer.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    yield
+    for layer, weight in empty:
+        layer.weight = weight.requires_grad_(False)
+
+
 class Adapters:
     """The adapters of one model.
 
@@ -120,7 +133,8 @@ class Adapters:
         )
         # As in https://huggingface.co/docs/peft/developer_guides/custom_models
         self._peft_config._register_custom_module({nn.Linear: MergedLinear})
-        peft.inject_adapter_in_model(self._peft_config, model, ADAPTER)
+        with _not_on_meta([model.get_submodule(name) for name in names]):
+            peft.inject_adapter_in_model(self._peft_config, model, ADAPTER)
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         for parameter in model.parameters():  # whatever the dtype that the model was loaded in
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)

@@ -9,19 +9,23 @@ import copy
 import math
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan
+from asyncrl.trainer.model.loading import (
+    StoredWeights,
+    fill,
+    load_model,
+    loading,
+    meta_model,
+    stored_weights,
+)
+from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
 
@@ -70,10 +74,6 @@ def _collect(master: Tensor, parameter: Tensor) -> None:
     parameter.grad = None
 
 
-STATE_BYTES = 12
-"""Bytes a parameter beside its float32 weight: gradient and two moments of AdamW."""
-
-
 def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     """The device and the dtype of forward pass and exports that the spec's `auto` stand for."""
     if spec.device == "cuda" and not torch.cuda.is_available():
@@ -82,50 +82,6 @@ def resolve_device(spec: TrainerSpec) -> tuple[torch.device, torch.dtype]:
     is_cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
     dtype = ("bfloat16" if is_cuda else "float32") if spec.dtype == "auto" else spec.dtype
     return torch.device("cuda" if is_cuda else "cpu"), getattr(torch, dtype)
-
-
-def load_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype, *, is_sharded: bool) -> Any:
-    """The model with float32 master weights, dropout off, all parameters trained; under adapters in the dtype
-    of the forward pass.
-
-    One to be sharded stays whole in host memory, in every rank, until its shards go to the device.
-    """
-    is_adapted = spec.trainer.lora is not None
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            spec.model_path, dtype=dtype if is_adapted else torch.float32, output_loading_info=True
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"cannot load the model {spec.model_path}: {reason}",
-            rule="model.path is a Hugging Face folder or hub id of a causal language model",
-            way_out="correct model.path; a hub id needs the network or a filled cache.",
-        ) from error
-    if missing := sorted([*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])]):
-        raise ConfigError(
-            f"the weights of {spec.model_path} lack {len(missing)} tensors, e.g. {missing[0]}",
-            rule="transformers would fill them with random numbers, in every process with others",
-            way_out="complete the folder; model.scratch makes a model with random weights on purpose.",
-        )
-    if not is_adapted:  # gradients and optimizer state of adapters are small beside the weights
-        _check_memory(sum(parameter.numel() for parameter in model.parameters()), device, spec.trainer)
-    for parameter in model.parameters():  # an offload cannot give the memory of a mapped file up
-        if not parameter.untyped_storage().resizable():
-            parameter.data = parameter.data.clone()
-    # dropout would make the trainer's logprobs differ from the engine's; gradients flow all the same
-    model.eval()
-    return (model if is_sharded else model.to(device)).requires_grad_(True)
-
-
-def load_tokenizer(spec: TrainerSpec) -> Any:
-    """The model's tokenizer, with spec.chat_template if there is one. Raises OSError or ValueError if it
-    cannot be read.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
-    if spec.chat_template is not None:
-        tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
-    return tokenizer
 
 
 def make_optimizer(weights: Iterable[torch.Tensor], config: TrainerConfig) -> torch.optim.AdamW:
@@ -155,31 +111,19 @@ def learning_rate_at(config: TrainerConfig, step: int) -> float:
     return peak * {"constant": 1.0, "linear": 1.0 - progress, "cosine": cosine}[config.schedule]
 
 
-def _check_memory(num_parameters: int, device: torch.device, config: TrainerConfig) -> None:
-    """Refuse what cannot fit before it is allocated. On CUDA the weights themselves are still to be moved, a
-    shard to each device.
-    """
-    if device.type == "cuda" and not config.cpu_offload:
-        shard = -(-num_parameters // config.world_size)
-        needed_bytes, free_bytes = shard * (STATE_BYTES + 4), torch.cuda.mem_get_info(device)[0]
-    else:  # the shards of all ranks lie in the memory of one host
-        needed_bytes, free_bytes = num_parameters * STATE_BYTES, psutil.virtual_memory().available
-    if needed_bytes > free_bytes:
-        raise ConfigError(
-            f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state of "
-            f"{num_parameters / 1e6:.0f} M parameters, and {free_bytes / 2**30:.1f} GiB are free",
-            rule=f"{STATE_BYTES} bytes a parameter beside the float32 weights, activations not counted",
-            way_out="set trainer.lora, take a smaller model or more memory, or raise trainer.world_size.",
-        )
-
-
 def sharded_policy(
-    model: Any, plan: ForwardPlan, ranks: Ranks, dtype: torch.dtype, *, is_offloaded: bool
+    model: Any,
+    plan: ForwardPlan,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    stored: StoredWeights | None,
+    *,
+    is_offloaded: bool,
 ) -> Policy:
-    """A policy of `model` (whole, on any device), sharded in place and moved to this rank's device, layer
-    after layer. Parameters become float32 shards, which the optimizer steps on; each decoder layer is
-    gathered for its forward and backward pass in the dtype of the run, and its gradient is added up over the
-    ranks in float32.
+    """A policy of `model`, sharded in place and moved to this rank's device, layer after layer: a whole one
+    on any device, or one on `meta`, which is filled with what is `stored`. Parameters become float32 shards,
+    which the optimizer steps on; each decoder layer is gathered for its forward and backward pass in the
+    dtype of the run, and its gradient is added up over the ranks in float32.
     """
     assert ranks.mesh is not None
     policy = Policy(model, plan)
@@ -200,6 +144,8 @@ def sharded_policy(
     set_unused: Any = getattr(policy, "set_reduce_scatter_unused_params", None)
     if set_unused is not None:
         set_unused(True)
+    if stored is not None:
+        fill(policy, stored, torch.device("cpu" if is_offloaded else ranks.mesh.device_type))
     return policy
 
 
@@ -231,27 +177,30 @@ class TrainedModel:
         self.device, self.dtype = device, dtype = resolve_device(spec)
         self.adapters: Adapters | None = None
         self.reference: Policy | None = None
-        model = load_model(spec, device, dtype, is_sharded=ranks.mesh is not None)
+        stored = None
+        if ranks.mesh is None:
+            model = load_model(spec, device, dtype, is_sharded=False)
+        else:
+            model = meta_model(spec, device, dtype)
+            if (stored := stored_weights(model, spec)) is None:
+                model = load_model(spec, device, dtype, is_sharded=True)
+        with loading(spec):
+            plan = find_plan(probe_model(model.config, device, dtype))
         if spec.trainer.lora is not None:
             from asyncrl.trainer.model.lora import Adapters
 
             self.adapters = Adapters(model, spec.trainer.lora, dtype)
         # Without its adapters the model is the reference.
-        has_copy = needs_reference and self.adapters is None
+        frozen = _frozen_copy(model, dtype) if needs_reference and self.adapters is None else None
         if ranks.mesh is None:
-            if has_copy:
-                self.reference = Policy(_frozen_copy(model, dtype))
+            self.reference = None if frozen is None else Policy(frozen, plan)
             self.masters = MasterWeights(model, dtype)
-            self.policy = Policy(model)
+            self.policy = Policy(model, plan)
         else:
-            # A policy finds its plan with whole weights in the dtype of the run, so before the shards are
-            # cut; in host memory, because a device need not hold the whole model.
-            frozen = _frozen_copy(model, dtype)
-            plan, is_offloaded = find_plan(frozen), spec.trainer.cpu_offload
-            if has_copy:
-                self.reference = sharded_policy(frozen, plan, ranks, dtype, is_offloaded=is_offloaded)
-            del frozen
-            self.policy = sharded_policy(model, plan, ranks, dtype, is_offloaded=is_offloaded)
+            options: dict[str, Any] = {"is_offloaded": spec.trainer.cpu_offload}
+            if frozen is not None:
+                self.reference = sharded_policy(frozen, plan, ranks, dtype, stored, **options)
+            self.policy = sharded_policy(model, plan, ranks, dtype, stored, **options)
             self.masters = MasterWeights(model, torch.float32)  # the shards are float32 already
         if spec.trainer.gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()

@@ -1,6 +1,7 @@
 """The language model as the trainer sees it: packed tokens in, logprobs out.
 
-Two plans, chosen at the start by comparing both with one plain forward pass a sequence (find_plan):
+Two plans, chosen at the start by comparing both with one plain forward pass a sequence (find_plan), on a
+small random model of the same architecture (probe_model), on the device and in the dtype of the run:
 
     packed   every token once, no padding, shared prefixes computed once (attention.py). All usual
              architectures.
@@ -16,6 +17,7 @@ pass multiplies in the weights' dtype.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 from asyncrl.errors import ConfigError
@@ -43,6 +46,8 @@ LARGE_LOGIT = 1000.0
 """Far above every soft cap, which are 2 to 50."""
 PREFIX, OWN = 20, (9, 1, 5)
 """Tokens of the sequences that are tried: a shared prefix with own tokens, and one more sequence without."""
+MIN_LAYERS, MOST_ENTRIES = 2, 1024
+"""Of a model that is tried: layers, and entries of its vocabulary."""
 
 
 class Scores(NamedTuple):
@@ -198,7 +203,7 @@ class Policy(nn.Module):
         self.costs = costs_of(model)
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
-        if next(model.parameters()).is_cpu:
+        if not next(model.parameters()).is_cuda:  # on a CPU, or to be filled there
             fuse(model)
         if not self.plan.is_packed:
             name = type(model).__name__
@@ -288,6 +293,32 @@ def packed_inputs(micro: MicroBatch) -> dict[str, Any]:
         "attention_mask": torch.zeros((1, 1, 1, 1), device=micro.token_ids_N.device),
         "packed_layout": micro.layout,
     }
+
+
+def probe_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """A model with random weights that has one layer of each kind of `config`, MIN_LAYERS at least, and a
+    small vocabulary: find_plan finds of it what it would of the whole, which need not fit this device.
+    Raises what transformers raises for a config that makes no model.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    num_layers = getattr(text, "num_hidden_layers", None)
+    if num_layers is not None and num_layers > MIN_LAYERS:
+        lists = {name: value for name, value in vars(text).items() if isinstance(value, list | tuple)}
+        by_layer = {name: value for name, value in lists.items() if len(value) == num_layers}
+        kinds = [str([value[layer] for value in by_layer.values()]) for layer in range(num_layers)]
+        chosen = sorted({kind: layer for layer, kind in reversed([*enumerate(kinds)])}.values())
+        chosen = chosen if len(chosen) >= MIN_LAYERS else [*range(MIN_LAYERS)]
+        text.num_hidden_layers = len(chosen)
+        for name, value in by_layer.items():
+            setattr(text, name, [value[layer] for layer in chosen])
+    text.vocab_size = min(text.vocab_size, MOST_ENTRIES)
+    text.pad_token_id = text.bos_token_id = text.eos_token_id = None  # they may lie above it
+    if hasattr(text, "initializer_range"):  # so that attention weighs as much as the residual, at any width
+        text.initializer_range = text.hidden_size**-0.5
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.device(device):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(small, dtype=dtype).eval()
 
 
 @torch.no_grad()
