@@ -88,7 +88,8 @@ def test_a_run_with_checkpoints_has_a_copy_of_the_state_on_the_host_at_any_time(
         plan = planned(2, *overrides)
         saved = next(process for process in plan.processes if process.name == "checkpoint")
         assert (saved.device, saved.memory.total) == ("cpu", 12 * plan.shape.num_parameters)
-        assert {saved.held_bytes(phase, plan.placement.mode) for phase in PHASES} == {saved.memory.total}
+        after = [phase for phase in PHASES if phase != "start"]
+        assert {saved.held_bytes(phase, plan.placement.mode) for phase in after} == {saved.memory.total}
         without = planned(2, *overrides, "checkpoint.every=none")
         assert "checkpoint" not in {process.name for process in without.processes}
     assert memory(planned(2, ZERO, "trainer.lora={rank: 2}"), "checkpoint").total < saved.memory.total / 2
