@@ -7,21 +7,16 @@ files alone: no torch, nothing is loaded.
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import psutil
-from safetensors import SafetensorError, safe_open
 
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS, MIN_SLICE, MOST_LOGITS
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.placement.devices import (
     NO_DEVICE,
     CudaDevice,
@@ -31,6 +26,7 @@ from asyncrl.placement.devices import (
     find_cuda_devices,
     place,
 )
+from asyncrl.placement.model_shape import ModelShape, model_shape
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
@@ -38,9 +34,6 @@ TEACHER = "teacher"
 """Name of the server that scores what was sampled."""
 SCORED_TOKENS = 256
 """Tokens of which it makes logprobs at once."""
-
-EXPERT = re.compile(r"\.experts\.\d+\.")
-"""In the name of a stored tensor that is one expert's."""
 
 Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -333,93 +326,3 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
 def item_bytes(dtype: str, device: str) -> int:
     """Bytes of a weight where it computes."""
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda")) else 4
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
-    layers; `largest_tensor`: its parameters; `is_converted`: transformers stacks what is stored, experts one
-    by one, so that no rank can read its part alone. All 0: the model is not on disk (a hub id that is not
-    fetched), and its memory is not known.
-    """
-
-    num_parameters: int = 0
-    hidden: int = 0
-    intermediate: int = 0
-    layers: int = 0
-    kv_per_token: int = 0
-    vocab: int = 0
-    largest_tensor: int = 0
-    is_converted: bool = False
-
-    @property
-    def num_linear(self) -> int:
-        """Parameters of the linear layers that no other layer shares; norms are too small to count."""
-        return max(0, self.num_parameters - self.vocab * self.hidden)
-
-    def num_adapter_parameters(self, rank: int) -> int:
-        """Of adapters on every linear layer of the decoder, at most: seven a layer, as wide as the MLP."""
-        return self.layers * rank * 7 * (self.hidden + self.intermediate)
-
-    def step_bytes(
-        self, num_tokens: int, item_bytes: int, kind: str, *, is_checkpointed: bool, is_trained: bool
-    ) -> int:
-        """Of a forward-backward on this kind of device: of each layer about 14 vectors and 4 of its MLP; or
-        its input alone, and all of the one that is computed once more, which comes after the head. The head,
-        if every token is predicted, makes a slice of float32 logits with their exponentials; then one with
-        its copy in the weights' type, the gradients of hidden states, and its own before that is added up.
-        """
-        layer = num_tokens * (14 * self.hidden + 4 * self.intermediate) * item_bytes
-        logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
-        gradients = num_tokens * self.hidden * (item_bytes + 4)
-        gradients += self.vocab * self.hidden * item_bytes if is_trained else 0
-        head = num_tokens * self.hidden * item_bytes
-        head += max(logits * 2 * 4, logits * (4 + item_bytes % 4) + gradients)
-        if is_checkpointed:
-            return self.layers * num_tokens * self.hidden * item_bytes + max(layer, head)
-        return self.layers * layer + head
-
-    def forward_bytes(self, num_tokens: int, item_bytes: int) -> int:
-        """At once in a pass that keeps nothing: about 4 vectors and 3 of the MLP of a token."""
-        return num_tokens * (4 * self.hidden + 3 * self.intermediate) * item_bytes
-
-
-def model_shape(model: ModelConfig) -> ModelShape:
-    """From config.json and file headers."""
-    if model.scratch is not None:
-        architecture = {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
-        return _shape(architecture, {}, is_converted=any("experts" in key for key in architecture))
-    folder = Path(model.path or "")
-    try:
-        architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        stored = dict[str, int]()
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, framework="numpy") as file:
-                stored |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError):
-        return ModelShape()
-    is_converted = not stored or any(EXPERT.search(name) for name in stored)
-    return _shape(architecture, stored, is_converted=is_converted or "quantization_config" in architecture)
-
-
-def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_converted: bool) -> ModelShape:
-    hidden, layers = int(architecture.get("hidden_size", 0)), int(architecture.get("num_hidden_layers", 0))
-    intermediate = int(architecture.get("intermediate_size", 4 * hidden))
-    heads = int(architecture.get("num_attention_heads", 1))
-    head_dim = int(architecture.get("head_dim") or hidden // heads)
-    kv_heads = int(architecture.get("num_key_value_heads", heads))
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    vocab = int(architecture.get("vocab_size", 0))
-    embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
-    estimate = embeddings + layers * (attention + 3 * hidden * intermediate)  # norms are too small to count
-    largest = max(stored.values(), default=hidden * max(intermediate, vocab))
-    return ModelShape(
-        num_parameters=sum(stored.values()) or estimate,
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        kv_per_token=2 * layers * kv_heads * head_dim,
-        vocab=vocab,
-        largest_tensor=largest,
-        is_converted=is_converted,
-    )
