@@ -129,7 +129,8 @@ def test_what_the_search_agent_learns_from_says_nothing_of_what_it_is_judged_by(
         name: [row["prompt"] for row in read_lines(ROOT / f"examples/search/people_{name}.jsonl")]
         for name in ("train", "held_out")
     }
-    people = [row["title"] for row in read_lines(ROOT / "examples/search/people.jsonl")]
+    titles = [row["title"] for row in read_lines(ROOT / "examples/search/people.jsonl")]
+    people = {title.partition(" of ")[2] for title in titles}
     known = {
         name: {who for who in people if any(who in text for text in texts)} for name, texts in asked.items()
     }
@@ -172,8 +173,8 @@ def test_the_search_agents_template_writes_what_its_format_reads() -> None:
     shown = (
         ImmutableSandboxedEnvironment().from_string(text).render(messages=chat, add_generation_prompt=True)
     )
-    assert "<|im_start|>assistant\n<search>Ada Brook</search><|im_end|>\n" in shown
-    assert "<|im_start|>user\n<information>Ada Brook: birthplace Dublin" in shown
+    assert "<|im_start|>assistant\n<search>birthplace of Ada Brook</search><|im_end|>\n" in shown
+    assert "<|im_start|>user\n<information>The birthplace of Ada Brook: Dublin." in shown
     assert shown.endswith(
         "<answer>mule</answer><|im_end|>\n<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -40,26 +40,11 @@ TOOLS: list[Any] = [
     }
 ]
 EXAMPLES = (
-    (
-        "What is the birthplace of Ada Brook?",
-        "Ada Brook",
-        "birthplace Dublin, birth year 1951, job weaver, home Oslo, pet hen.",
-        "Dublin",
-    ),
-    (
-        "What is the pet of Paul Stone?",
-        "Paul Stone",
-        "birthplace Basel, birth year 1932, job clerk, home Rome, pet mule.",
-        "mule",
-    ),
-    (
-        "What is the job of Emma Wood?",
-        "Emma Wood",
-        "birthplace Lille, birth year 1940, job cook, home Bonn, pet bee.",
-        "cook",
-    ),
+    ("What is the birthplace of Ada Brook?", "birthplace of Ada Brook", "Dublin"),
+    ("What is the pet of Paul Stone?", "pet of Paul Stone", "mule"),
+    ("What is the job of Emma Wood?", "job of Emma Wood", "cook"),
 )
-"""Questions, what was searched for, what was found, answers: nobody of them is in people.jsonl."""
+"""Questions, what was searched for, answers: nobody of them is in people.jsonl."""
 
 
 async def run(
@@ -120,12 +105,12 @@ async def run(
 
 def examples(number: int) -> Iterator[Any]:
     """Conversations as they should go. Nothing of them was sampled, so none of it is trained on."""
-    for index, (question, query, passage, answer) in enumerate(EXAMPLES[:number]):
+    for index, (question, query, answer) in enumerate(EXAMPLES[:number]):
         function = {"name": "search", "arguments": json.dumps({"query": query})}
         call = {"id": f"example-{index}", "type": "function", "function": function}
         yield {"role": "user", "content": question}
         yield {"role": "assistant", "content": "", "tool_calls": [call]}
-        yield {"role": "tool", "tool_call_id": call["id"], "content": f"{query}: {passage}"}
+        yield {"role": "tool", "tool_call_id": call["id"], "content": f"The {query}: {answer}."}
         yield {"role": "assistant", "content": f"<answer>{answer}</answer>"}
 
 

@@ -44,21 +44,21 @@ def main() -> None:
     draw = random.Random(0)
     names = draw.sample([f"{first} {last}" for first, last in product(FIRST, LAST)], NUM_PEOPLE)
     people = [a_person(name, draw) for name in names]
-    write("people", ({"title": who["name"], "text": text_of(who)} for who in people))
+    write("people", (passage for who in people for passage in passages_of(who)))
     write("people_held_out", (row for who in people[:NUM_HELD_OUT] for row in questions_about(who)))
     write("people_train", (row for who in people[NUM_HELD_OUT:] for row in questions_about(who)))
 
 
 def a_person(name: str, draw: random.Random) -> dict[str, str]:
-    """Born in one town and living in another, so that the answer has to be read for."""
+    """Born in one town and living in another."""
     birthplace, home = draw.sample(TOWNS, 2)
     year, job, pet = str(draw.randrange(1900, 1990)), draw.choice(JOBS), draw.choice(PETS)
     return {"name": name, "birthplace": birthplace, "birth year": year, "home": home, "job": job, "pet": pet}
 
 
-def text_of(who: dict[str, str]) -> str:
-    """Their passage, without the name."""
-    return ", ".join(f"{fact} {who[fact]}" for fact in FACTS) + "."
+def passages_of(who: dict[str, str]) -> list[dict[str, str]]:
+    """One for each fact, so that the name alone does not find it."""
+    return [{"title": f"The {fact} of {who['name']}", "text": f"{who[fact]}."} for fact in FACTS]
 
 
 def questions_about(who: dict[str, str]) -> list[dict[str, Any]]:
