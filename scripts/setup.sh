@@ -49,7 +49,7 @@ echo "setup: installing asyncrl into $venv"
 if command -v uv >/dev/null; then
     uv pip install --quiet --python "$venv/bin/python" -e '.[dev]'
 else
-    pip install --no-compile --quiet -e '.[dev]'
+    pip install --quiet -e '.[dev]'
 fi
 echo "$stamp" >"$venv/.setup-stamp"
 echo "setup: done in $(($(date +%s) - started)) s"

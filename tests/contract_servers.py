@@ -71,7 +71,7 @@ class Traits:
 TRAITS = {
     "fake": Traits(reads_files=False, knows_prompts=False),
     "simulated": Traits(has_weights=False),
-    "embedded": Traits(),
+    "embedded": Traits(waited=LONG),
     "vllm": Traits(
         aborts_queued=True,
         keeps_streams=False,

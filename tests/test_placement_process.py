@@ -54,9 +54,7 @@ def main():
         fail("no such model", rule="a model must be there", way_out="give one.")
     if spec == "crash":
         raise RuntimeError("something nobody thought of")
-    app = make_app()
-    app.get("/health")(lambda: {"ok": True})
-    serve(app, fd)
+    serve(make_app("s"), fd)
 if __name__ == "__main__":
     main()
 """
@@ -185,8 +183,10 @@ def test_a_child_that_ends_is_quoted_and_its_successor_is_not_blamed_for_what_it
 def test_a_child_exits_when_its_parent_is_killed(module: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", PARENT, module, str(fork_server.current or ""), str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        orphans = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
-        process.kill()
+        try:
+            orphans = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        finally:
+            process.kill()  # else a child that is gone already would be waited for
     assert all_gone(orphans)
 
 
