@@ -144,7 +144,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def children_of(process: subprocess.Popen[str], name: str = "") -> list[psutil.Process]:
     """The child processes whose command line holds `name`; the fork server is none that a run talks to."""
-    commands = {child: " ".join(child.cmdline()) for child in psutil.Process(process.pid).children()}
+    commands = dict[psutil.Process, str]()
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended meanwhile; a zombie too
+            commands[child] = " ".join(child.cmdline())
     return [child for child, command in commands.items() if name in command and "fork_server" not in command]
 
 

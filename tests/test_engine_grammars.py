@@ -263,8 +263,8 @@ def test_a_missing_llguidance_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}}
-DIGITS |= {"minItems": 200, "maxItems": 200}
-"""Some 900 tokens: time for a story to interrupt them."""
+DIGITS |= {"minItems": 500, "maxItems": 500}
+"""Some 2,200 tokens: time for a story to interrupt them."""
 
 
 @pytest.mark.slow
@@ -274,8 +274,8 @@ def test_an_answer_outlives_its_server_and_new_weights_and_goes_on_by_its_gramma
     """Two servers, over HTTP. The weights are published anew, in both ways, and the server that samples is
     killed; the other one begins in the middle of the answer.
     """
-    spec = make_spec(folder, slots=2, max_length=2500).model_dump()
-    request = SamplingRequest("r", (1, 2, 3), 2000, 1.0, seed=7, grammar=grammar_of(DIGITS), top_logprobs=2)
+    spec = make_spec(folder, slots=2, max_length=3600).model_dump()
+    request = SamplingRequest("r", (1, 2, 3), 3500, 1.0, seed=7, grammar=grammar_of(DIGITS), top_logprobs=2)
 
     async def story(children: list[EngineProcess]) -> None:
         async with AsyncExitStack() as stack:
