@@ -80,15 +80,25 @@ async def test_a_publish_in_mid_stream(server: Server, engine: EngineClient, int
 @contract
 async def test_a_pools_request_tells_each_token_once(server: Server, engine: EngineClient, how: Any) -> None:
     """It goes on over publishes and over whole turns of sleep and wake."""
-    old = await be_awake(engine, server)
+    for _ in range(5):  # a server may be done before a process that gets no core asks for the next commit
+        old = await be_awake(engine, server)
+        if await _sampled_at(server, engine, how, old) == [old, old + 1, old + 2]:
+            return
+    pytest.fail("its request was done before the second publish, each time")
+
+
+async def _sampled_at(server: Server, engine: EngineClient, how: Any, old: int) -> list[int]:
+    """The versions that sampled a request over two publishes; all that was told of it is checked."""
     pool = EnginePool([engine], slots=SLOTS)
     settings = {"temperature": 1.0 if server.traits.resumes_draws else 0.0, "seed": 3}
     request = SamplingRequest(f"{how}/{old}", (1, 2, 3), server.traits.waited, **settings)  # type: ignore[arg-type]
     told: list[int] = []
     running = asyncio.create_task(pool.generate(request, on_tokens=told.extend))
     for version in (old + 1, old + 2):
+        # its answer comes after all that was sampled before: what is told from here on is of these weights
+        await engine.generate_segment(server.request(max_tokens=1))
         num_told = len(told)
-        await until(engine, lambda _, n=num_told: len(told) > n)  # type: ignore[misc]
+        await until(engine, lambda _, n=num_told: len(told) > n or running.done())  # type: ignore[misc]
         if how != "sleep":
             await engine.commit(version, await prepare(engine, server, version), how)
             continue
@@ -101,9 +111,8 @@ async def test_a_pools_request_tells_each_token_once(server: Server, engine: Eng
     completion = await running
     assert tuple(told) == completion.token_ids
     assert len(told) == pool.gauges()["tokens/generated"] == server.traits.waited
-    versions = [span.version for span in completion.version_spans]
-    # on a machine where this process gets no core, the engine may be done before a commit is asked for
-    assert versions == sorted({*versions}) and {*versions} <= {old, old + 1, old + 2}  # noqa: PT018
-    assert versions[0] == old
     whole = await engine.generate_segment(server.request(max_tokens=server.traits.waited, **settings))
     assert completion.token_ids == tuple(whole.token_ids), "the same weights under each version"
+    versions = [span.version for span in completion.version_spans]
+    assert versions == sorted(set(versions))
+    return versions

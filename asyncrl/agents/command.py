@@ -90,6 +90,7 @@ class CommandHarness:
         self._numbers = itertools.count()
         self._own_children: set[int] = set()
         self._num_starting = 0
+        self._is_killed = False
         self._folder: str | None = None
         if is_worker:
             self._folder = tempfile.mkdtemp(prefix="asyncrl-commands-")
@@ -110,6 +111,8 @@ class CommandHarness:
                 contextlib.closing(OutputPipe("standard error", self.max_output_bytes)) as errors,
             ):
                 code = await self._run(task, session, folder, door, output, errors)
+                if self._is_killed:  # by this process as it ends: that is no result of the rollout
+                    raise asyncio.CancelledError
                 text = self._output(code, output, errors)
             return last_line_outcome(text) if session.outcome_key is None else Outcome()
         finally:
@@ -118,7 +121,8 @@ class CommandHarness:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def kill_all_nowait(self) -> None:
-        """SIGKILL to all that any command of this harness has started."""
+        """SIGKILL to all that any command of this harness has started; what runs is cancelled. Any thread."""
+        self._is_killed = True
         kill_group_nowait(self.token)
 
     async def _run(
