@@ -209,6 +209,18 @@ async def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(ow
     assert find_group(harness.token) == []
 
 
+@in_loop
+async def test_what_dies_with_its_process_is_no_result(own_temp: Path) -> None:
+    """A worker that loses its run kills its commands; one that is killed has not failed."""
+    began = own_temp.parent / "began"
+    harness = shell(f"touch {began}; sleep 3600")
+    running = asyncio.ensure_future(harness.run(TASK, SESSION))
+    await settled(began.exists)
+    harness.kill_all_nowait()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 @pytest.mark.slow
 def test_no_file_descriptor_and_no_zombie_is_left_after_many_commands() -> None:
     """In a process of its own: it becomes the parent of what its commands leave behind."""
