@@ -60,7 +60,9 @@ TAIL = 15
 
 def main() -> None:
     """Parse, and run a part; or one row of it, as the child that measures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", type=int, choices=range(1, 6), help="which part (needed, but for --need)")
     parser.add_argument("--row", nargs="+", default=[], help="these rows alone")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on the CPU too")
@@ -74,7 +76,9 @@ def main() -> None:
         parser.error("give --part")
     rows = [row for row in ROWS if options.part in (None, row.part)]
     if unknown := set(options.row) - {row.name for row in rows}:
-        parser.error(f"part {options.part} has no row {', '.join(sorted(unknown))}: {[row.name for row in rows]}")
+        parser.error(
+            f"part {options.part} has no row {', '.join(sorted(unknown))}: {[row.name for row in rows]}"
+        )
     rows = [row for row in rows if not options.row or row.name in options.row]
     if options.child is not None:
         measure(rows[0], options)
@@ -180,7 +184,9 @@ class Part:
         ok = {True: "ok", False: "NOT ok", None: ""}[told.get("ok")]
         self.has_failed |= told.get("ok") is False
         against = f"  ({told['against']})" if told.get("against") else ""
-        self.write(f"{row.part} {row.name:<20} {told['what']:<46} {told['value']:>12}{against}  {ok}".rstrip())
+        self.write(
+            f"{row.part} {row.name:<20} {told['what']:<46} {told['value']:>12}{against}  {ok}".rstrip()
+        )
 
     def write(self, line: str) -> None:
         """Print, and append to the file once it is known."""

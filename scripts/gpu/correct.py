@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu.models import architecture, make_batch, make_folder, make_model, make_spec
-from gpu.rows import Bench
 from torch import Tensor
 
 from asyncrl.algorithms.registry import RECIPES
@@ -23,6 +21,8 @@ from asyncrl.trainer.model.policy import Policy, find_plan, head_scores, probe_m
 from asyncrl.trainer.objective import BatchNumbers, Objective
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import GAP_WARNING
+from gpu.models import architecture, make_batch, make_folder, make_model, make_spec
+from gpu.rows import Bench
 
 REPO = Path(__file__).resolve().parents[2]
 ROUNDED = 0.02
@@ -31,15 +31,35 @@ ROUNDED_DEEP = 0.1
 """The same, through all layers of a model."""
 SAME = 1e-4
 """The same, for float32 on both devices."""
-INI = "[pytest]\npythonpath = {paths}\nmarkers =\n    slow: takes long\n    gpu: needs CUDA\n    vllm: needs vLLM\n"
+INI = """[pytest]
+pythonpath = {paths}
+markers =
+    slow: takes long
+    gpu: needs CUDA
+    vllm: needs vLLM
+"""
 
 
 def marked_tests(bench: Bench) -> None:
     """Run the tests that have the mark gpu, under settings that need no plugin of pytest."""
     tests = [str(path) for path in sorted((REPO / "tests").glob("test_*.py")) if _is_marked(path)]
     ini = bench.folder / "pytest.ini"
-    ini.write_text(INI.format(paths=" ".join(str(REPO / name) for name in ("tests", "benchmarks", "scripts"))))
-    command = [sys.executable, "-m", "pytest", "-q", "-c", str(ini), "--rootdir", str(REPO), "-m", "gpu", "-rfE"]
+    ini.write_text(
+        INI.format(paths=" ".join(str(REPO / name) for name in ("tests", "benchmarks", "scripts")))
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        str(ini),
+        "--rootdir",
+        str(REPO),
+        "-m",
+        "gpu",
+        "-rfE",
+    ]
     command += ["-p", "no:cacheprovider", "--basetemp", str(bench.folder / "pytest"), *tests]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
@@ -72,7 +92,8 @@ def all_losses(bench: Bench) -> None:
         batch.advantage_N = objective.advantages(batch)
         numbers = objective.step_numbers(batch, mask)
         (found, found_M), (exact, exact_M) = (
-            _loss_on(torch.device(kind), objective, batch, current_N, numbers) for kind in (bench.device, "cpu")
+            _loss_on(torch.device(kind), objective, batch, current_N, numbers)
+            for kind in (bench.device, "cpu")
         )
         worst["loss"] = max(worst["loss"], abs(found - exact) / max(abs(exact), 1e-3))
         worst["gradient"] = max(worst["gradient"], distance(found_M, exact_M))
@@ -104,13 +125,15 @@ def head(bench: Bench) -> None:
         for device, dtype in ((bench.device, torch.bfloat16), ("cpu", torch.float32))
     )
     gap = float((found[0].cpu() - exact[0]).abs().max())
-    bench.tell("head: largest difference of a logprob, nats", f"{gap:.1e}", against="at most 1e-3", ok=gap <= 1e-3)
+    bench.tell(
+        "head: largest difference of a logprob, nats", f"{gap:.1e}", against="at most 1e-3", ok=gap <= 1e-3
+    )
     for what, one, other in zip(("hidden states", "weights"), found[1:], exact[1:], strict=True):
         _tell_gradient(bench, f"head: gradient of {what}", distance(one, other), ROUNDED)
 
 
 def _head_on(device: str, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    hidden_MD, weight_VD = (one.to(device, dtype).requires_grad_() for one in given[:2])
+    hidden_MD, weight_VD = (one.to(device, dtype, copy=True).requires_grad_() for one in given[:2])
     target_M, grad_M = (one.to(device) for one in given[2:])
     scores = head_scores(hidden_MD, weight_VD, None, target_M, 0.8)
     scores.logprob_M.backward(grad_M)
@@ -142,7 +165,9 @@ def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
     bench.tell("logprobs: largest gap, nats", f"{gaps.max():.4f}")
     found, expected = (_gradients(one, *batch) for one in (step, exact))
     parts = [(distance(found[name], one), float(one.norm()), name) for name, one in expected.items()]
-    whole = float(np.sqrt(sum((part * norm) ** 2 for part, norm, _ in parts) / sum(norm**2 for _, norm, _ in parts)))
+    whole = float(
+        np.sqrt(sum((part * norm) ** 2 for part, norm, _ in parts) / sum(norm**2 for _, norm, _ in parts))
+    )
     _tell_gradient(bench, f"gradient of {len(parts)} weights", whole, ROUNDED_DEEP)
     worst, _, name = max(parts)
     bench.tell(f"the farthest: {name}", f"{worst:.4f}")
@@ -194,7 +219,12 @@ def distances(bench: Bench, shape: str) -> None:
     limit = CANARY_LIMITS["bfloat16"]
     gap: Callable[[Tensor, Tensor], float] = lambda one, other: float((one - other).abs().mean())  # noqa: E731
     canary = gap(packed_T, plain_T)
-    bench.tell("canary: packed against plain, mean nats", f"{canary:.4f}", against=f"limit {limit}", ok=canary <= limit)
+    bench.tell(
+        "canary: packed against plain, mean nats",
+        f"{canary:.4f}",
+        against=f"limit {limit}",
+        ok=canary <= limit,
+    )
     for what, logprob_T in (("packed", packed_T), ("plain", plain_T)):
         found = gap(logprob_T, exact_T)
         bench.tell(f"canary: {what} against float32, mean nats", f"{found:.4f}", ok=found <= limit)

@@ -13,6 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 import yaml
+
 from gpu.models import architecture
 from gpu.rows import Bench, NotRunError
 
@@ -59,12 +60,18 @@ def learns(bench: Bench, config: str) -> None:
     if bench.is_tiny:
         overrides += ["trainer.num_steps=2", "trainer.num_groups=2", "rollout.slots=16"]
     limit_s = bench.limit_s - GRACE_S - 20.0
-    steps = run_job(bench, REPO / "configs" / f"{config}.yaml", config, overrides, limit_s=limit_s, must_end=False)
+    steps = run_job(
+        bench, REPO / "configs" / f"{config}.yaml", config, overrides, limit_s=limit_s, must_end=False
+    )
     rewards = [line["reward/mean"] for line in steps]
     before, after = fmean(rewards[:WINDOW]), fmean(rewards[-WINDOW:])
-    bench.tell("reward, first and last 10 steps", f"{before:.3f} {after:.3f}", ok=bench.is_tiny or after > before)
+    bench.tell(
+        "reward, first and last 10 steps", f"{before:.3f} {after:.3f}", ok=bench.is_tiny or after > before
+    )
     seconds = steps[-1]["time_s"]
-    bench.tell("steps, seconds", f"{len(steps)} {seconds:.1f}", against=f"{seconds / len(steps):.3f} s a step")
+    bench.tell(
+        "steps, seconds", f"{len(steps)} {seconds:.1f}", against=f"{seconds / len(steps):.3f} s a step"
+    )
     bench.tell("handovers of a step, seconds", f"{_median(steps, 'perf/handover_s'):.3f}")
     bench.tell("logprob gap on fresh tokens, mean nats", f"{_median(steps, 'policy/logprob_gap_mean'):.2e}")
     _plot(bench, steps, config)
@@ -82,7 +89,9 @@ def _plot(bench: Bench, steps: list[Line], config: str) -> None:
 
     figure, axis = pyplot.subplots(figsize=(8, 4))
     axis.plot([line["time_s"] for line in steps], [line["reward/mean"] for line in steps], linewidth=0.8)
-    axis.set(xlabel="seconds of training", ylabel="reward of a batch", title=f"{bench.label}: {config}, in turns")
+    axis.set(
+        xlabel="seconds of training", ylabel="reward of a batch", title=f"{bench.label}: {config}, in turns"
+    )
     path = bench.out / f"{bench.label}-{config}.png"
     figure.savefig(path, dpi=100, bbox_inches="tight")
     bench.tell("reward against seconds", path.name)
@@ -150,7 +159,9 @@ def with_vllm(bench: Bench, case: str) -> None:
     from engine_servers import has_vllm
 
     lacking = [] if has_vllm() else ["vLLM"]
-    lacking += [f"two CUDA devices, {torch.cuda.device_count()} here"] if torch.cuda.device_count() < 2 else []
+    lacking += (
+        [f"two CUDA devices, {torch.cuda.device_count()} here"] if torch.cuda.device_count() < 2 else []
+    )
     if lacking:
         raise NotRunError(f"needs {' and '.join(lacking)}")
     runs = CASES[case]
@@ -164,7 +175,9 @@ def with_vllm(bench: Bench, case: str) -> None:
         tokens.append(_tokens(bench.folder / config.stem / "trained.jsonl"))
     if case == "batch-invariance":
         one, other = (sorted(found) for found in tokens)
-        bench.tell("tokens of the first batch, both runs", "the same" if one == other else "others", ok=one == other)
+        bench.tell(
+            "tokens of the first batch, both runs", "the same" if one == other else "others", ok=one == other
+        )
 
 
 def _tell_run(bench: Bench, name: str, steps: list[Line]) -> None:

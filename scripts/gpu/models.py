@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu.rows import Bench
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -16,12 +15,15 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.scratch import make_character_tokenizer
 from asyncrl.trainer.trainer_client import TrainerSpec
+from gpu.rows import Bench
 
 MAX_LENGTH = 131_072
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128}
 
 
-def _shape(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any) -> dict[str, Any]:
+def _shape(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
@@ -112,7 +114,8 @@ def make_batch(
     rng, entries, tokens, masks, start = np.random.default_rng(0), [], [], [], 0
     for index, length in enumerate(lengths):
         group, sample = divmod(index, group_size)
-        head = rng.integers(0, vocab_size, prompt) if sample == 0 else head
+        if sample == 0:
+            head = rng.integers(0, vocab_size, prompt)
         tokens += [head, rng.integers(0, vocab_size, length)]
         masks += [np.zeros(prompt, np.bool_), np.ones(length, np.bool_)]
         end = start + prompt + length
@@ -130,9 +133,7 @@ def make_batch(
     )
 
 
-def at_version(
-    version: int, header: BatchHeader, arrays: BatchArrays
-) -> tuple[BatchHeader, BatchArrays]:
+def at_version(version: int, header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
     """The same batch, as if it were sampled at `version`."""
     versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
     header = header.model_copy(update={"version": version, "min_version": version})

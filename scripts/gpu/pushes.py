@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from gpu.models import make_folder
-from gpu.rows import Bench
 from transformers import AutoModelForCausalLM
 
 from asyncrl.engines.engine import EngineClient
@@ -21,6 +19,8 @@ from asyncrl.messages.base import EnginePart
 from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.weights.export import Chunks, LazyWeights, chunks_of, entries_of, export_weights, named_weights
 from asyncrl.weights.ipc import SharedChunk
+from gpu.models import make_folder
+from gpu.rows import Bench
 
 PEER = {"0.6B": "a peer: 0.18 s"}
 REPETITIONS = 4
@@ -60,9 +60,7 @@ async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
     staging, times = new_staging_dir(), list[Times]()
     try:
         cut = _make_chunks(sets[0], staging, device, dtype)
-        serving = engine_server(
-            "embedded", folder, bench.folder, slots=SLOTS, max_length=MAX_LENGTH, **given
-        )
+        serving = engine_server("embedded", folder, bench.folder, slots=SLOTS, max_length=MAX_LENGTH, **given)
         async with serving as (server, _):
             pool = EnginePool([server], slots=SLOTS)
             load = [] if in_chunks else [asyncio.create_task(keep_generating(pool, n)) for n in range(LOAD)]
@@ -140,7 +138,9 @@ def _tell(bench: Bench, times: list[Times], num_bytes: int, peer: str) -> None:
     size = min(num_bytes, COPY_BYTES)
     (copy_s, _), _ = copy_costs(size, torch.device(bench.device))
     copy_s *= num_bytes / size
-    bench.tell("weights, GB", f"{num_bytes / 1e9:.2f}", against=f"memory copy to pinned memory: {copy_s:.3f} s")
+    bench.tell(
+        "weights, GB", f"{num_bytes / 1e9:.2f}", against=f"memory copy to pinned memory: {copy_s:.3f} s"
+    )
     for what in times[0]:
         seconds = median(one[what] for one in times)
         against = f"{seconds / copy_s:.2f} of the copy" + (f"; {peer}" if peer and what[0] != " " else "")

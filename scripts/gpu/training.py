@@ -7,8 +7,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu.models import architecture, at_version, make_batch, make_folder, make_spec
-from gpu.rows import Bench
 
 from asyncrl.config import RunConfig
 from asyncrl.messages.calls import pack_batch
@@ -16,6 +14,8 @@ from asyncrl.placement.fit import size_text
 from asyncrl.placement.model_shape import model_shape
 from asyncrl.placement.plan import trainer_memory
 from asyncrl.trainer.step import TrainStep
+from gpu.models import architecture, at_version, make_batch, make_folder, make_spec
+from gpu.rows import Bench
 
 PROMPT, GROUP_SIZE = 64, 2
 STEPS = 3

@@ -7,11 +7,11 @@ from statistics import median
 from typing import Literal
 
 import torch
-from gpu.models import make_folder
-from gpu.rows import Bench
 
 from asyncrl.placement.lease import clear_stale_staging
 from asyncrl.run import start
+from gpu.models import make_folder
+from gpu.rows import Bench
 
 MIB = 2**20
 
@@ -38,11 +38,17 @@ def handover(bench: Bench, way: Literal["ipc", "shm"]) -> None:
     size = 16 * MIB if bench.is_tiny else colocation.COPY_BYTES
     (copy_s, _), _ = copy_costs(size, torch.device(bench.device))
     moved, copies_s = median(case.moved), median(case.moved) * copy_s / size
-    bench.tell("to the trainer, seconds", f"{median(case.to_trainer_s):.3f}", against=f"{len(case.moved)} turns")
-    bench.tell("to the engine, seconds", f"{median(case.to_engines_s):.3f}", against="with the push of new weights")
+    bench.tell(
+        "to the trainer, seconds", f"{median(case.to_trainer_s):.3f}", against=f"{len(case.moved)} turns"
+    )
+    bench.tell(
+        "to the engine, seconds", f"{median(case.to_engines_s):.3f}", against="with the push of new weights"
+    )
     for name in case.phases[0]:
         bench.tell(f"  {name}", f"{median(phase[name] for phase in case.phases):.3f}")
-    bench.tell("bytes moved in both, GB", f"{moved / 1e9:.2f}", against="state of the trainer twice, and the push")
+    bench.tell(
+        "bytes moved in both, GB", f"{moved / 1e9:.2f}", against="state of the trainer twice, and the push"
+    )
     against = f"{case.handover_s / copies_s:.2f} of them in both handovers, {case.handover_s:.3f} s"
     bench.tell("memory copy of as many, pinned, seconds", f"{copies_s:.3f}", against=against)
     bench.tell("first turn, both handovers, seconds", f"{case.first_s:.3f}")
