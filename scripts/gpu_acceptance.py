@@ -50,7 +50,7 @@ REPO = Path(__file__).resolve().parents[1]
 IMPORTED = (REPO, REPO / "servers")
 sys.path[:0] = [str(path) for path in (*IMPORTED, REPO / "benchmarks", REPO / "scripts")]
 
-from gpu.rows import MARK, ROWS, Bench, NotRunError, Row  # noqa: E402
+from gpu.rows import MARK, ROWS, Bench, NotRunError, Row, say  # noqa: E402
 
 PART_S, LAST_START_S = 530.0, 480.0
 """Of a part: when its last row is ended, and when none starts any more."""
@@ -99,7 +99,6 @@ def packages(wheels: Path | None, folder: Path) -> Iterator[None]:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
     sys.path.insert(0, str(site))
-    importlib.invalidate_caches()
     inherited = filter(None, [os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, (site, *IMPORTED)), *inherited])
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -157,8 +156,9 @@ class Part:
             end_session(child)  # what the row has left running
         if (code := child.wait()) != 0:
             why = f"was ended after {limit_s:.0f} s" if is_late else f"ended with {code}"
-            last = next((line for line in reversed(lines) if line.strip()), "")
-            self.tell(row, {"what": "", "value": f"{why}: {last}", "ok": False})
+            self.tell(
+                row, {"what": "", "value": f"{why}: {lines[-1] if lines else 'no output'}", "ok": False}
+            )
             print("\n".join(f"    {line}" for line in lines))
         else:
             self.tell(row, {"what": "seconds of the row", "value": f"{time.monotonic() - started_s:.1f}"})
@@ -169,7 +169,7 @@ class Part:
         for line in output:
             if line.startswith(MARK):
                 self.tell(row, json.loads(line.removeprefix(MARK)))
-            else:
+            elif line.strip():
                 others.append(line.rstrip())
         return others
 
@@ -212,7 +212,7 @@ def measure(row: Row, options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    print(MARK + json.dumps({"machine": machine_line(), "label": label}), flush=True)
+    say(machine=machine_line(), label=label)
     models = options.child.parent / "models"
     bench = Bench(device, options.tiny, label, options.child, models, options.out, options.budget_s)
     if device == "cpu" and not options.tiny:

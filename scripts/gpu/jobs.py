@@ -20,8 +20,8 @@ from gpu.rows import Bench, NotRunError
 REPO = Path(__file__).resolve().parents[2]
 WINDOW = 10
 """Steps that a mean is of, at both ends of a run."""
-GRACE_S = 30.0
-"""To end in, after an interrupt."""
+GRACE_S, MIN_RUN_S = 30.0, 40.0
+"""To end in, after an interrupt; and the least that a run is begun for."""
 
 Line = dict[str, Any]
 
@@ -60,6 +60,8 @@ def learns(bench: Bench, config: str) -> None:
     if bench.is_tiny:
         overrides += ["trainer.num_steps=2", "trainer.num_groups=2", "rollout.slots=16"]
     limit_s = bench.limit_s - GRACE_S - 20.0
+    if limit_s < MIN_RUN_S:
+        raise NotRunError(f"no time: {limit_s:.0f} s are left for it")
     steps = run_job(
         bench, REPO / "configs" / f"{config}.yaml", config, overrides, limit_s=limit_s, must_end=False
     )

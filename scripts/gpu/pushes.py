@@ -139,7 +139,7 @@ def _tell(bench: Bench, times: list[Times], num_bytes: int, peer: str) -> None:
     (copy_s, _), _ = copy_costs(size, torch.device(bench.device))
     copy_s *= num_bytes / size
     bench.tell(
-        "weights, GB", f"{num_bytes / 1e9:.2f}", against=f"memory copy to pinned memory: {copy_s:.3f} s"
+        "weights, GB", f"{num_bytes / 1e9:.3g}", against=f"memory copy to pinned memory: {copy_s:.3f} s"
     )
     for what in times[0]:
         seconds = median(one[what] for one in times)

@@ -19,6 +19,11 @@ BASE = (
 """What every part imports. A wheel may have another name: yaml is PyYAML's."""
 
 
+def say(**told: Any) -> None:
+    """One result, on a line of its own, whatever was written before it."""
+    print(f"\n{MARK}{json.dumps(told)}", flush=True)
+
+
 class NotRunError(Exception):
     """Why a measurement cannot be made here: no fault of the code."""
 
@@ -37,6 +42,7 @@ class Row:
 
     def missing(self) -> list[str]:
         """Packages that it needs and this Python does not have."""
+        importlib.invalidate_caches()
         return [name for name in (*BASE, *self.needs) if importlib.util.find_spec(name) is None]
 
 
@@ -57,6 +63,7 @@ ROWS = (
     _speed("0.6B-65k", "0.6B", 65_536, "26.8 % MFU on one H100", 2),
     _speed("4B-16k", "4B", 16_384, "14.7 % and 36.1 % MFU on 8 H200", 4, checkpointing=True),
     Row(2, "trl", "training.beside_trl", needs=("trl", "datasets")),
+    _speed("0.6B-65k-checkpointing", "0.6B", 65_536, "26.8 % MFU on one H100", 2, checkpointing=True),
     Row(3, "turns-ipc", "turns.handover", {"way": "ipc"}),
     Row(3, "turns-shm", "turns.handover", {"way": "shm"}),
     Row(3, "quickstart", "jobs.learns", {"config": "quickstart"}),
@@ -92,7 +99,7 @@ class Bench:
         """One result, printed at once. `against`: what it is compared with; `ok`: whether it passes (None:
         there is no limit).
         """
-        print(MARK + json.dumps({"what": what, "value": value, "against": against, "ok": ok}), flush=True)
+        say(what=what, value=value, against=against, ok=ok)
 
     def need_cuda(self, what: str) -> bool:
         """Whether there is a CUDA device; if not, say that `what` was not run."""

@@ -47,7 +47,7 @@ def handover(bench: Bench, way: Literal["ipc", "shm"]) -> None:
     for name in case.phases[0]:
         bench.tell(f"  {name}", f"{median(phase[name] for phase in case.phases):.3f}")
     bench.tell(
-        "bytes moved in both, GB", f"{moved / 1e9:.2f}", against="state of the trainer twice, and the push"
+        "bytes moved in both, GB", f"{moved / 1e9:.3g}", against="state of the trainer twice, and the push"
     )
     against = f"{case.handover_s / copies_s:.2f} of them in both handovers, {case.handover_s:.3f} s"
     bench.tell("memory copy of as many, pinned, seconds", f"{copies_s:.3f}", against=against)
