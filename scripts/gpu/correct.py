@@ -110,7 +110,7 @@ def _loss_on(
     loss, _ = objective.micro_loss(micro, current_M, batch, numbers)
     loss.backward()
     assert current_M.grad is not None
-    return float(loss), current_M.grad
+    return float(loss.detach()), current_M.grad
 
 
 def head(bench: Bench) -> None:
@@ -192,8 +192,8 @@ def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dic
 
 @torch.no_grad()
 def distances(bench: Bench, shape: str) -> None:
-    """How far bfloat16 is from itself: the trainer's packed pass against the model's plain one, as the plan is
-    chosen by and as a canary sees them; and both against float32.
+    """How far bfloat16 is from itself: the trainer's packed pass against the model's plain one, as the plan
+    is chosen by and as a canary sees them; and both against float32.
     """
     model, device = make_model(bench, shape), torch.device(bench.device)
     plan = find_plan(probe_model(model.config, device, torch.bfloat16))
