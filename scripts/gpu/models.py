@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from transformers.utils.logging import disable_progress_bar
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
 from gpu.rows import Bench
+
+T = TypeVar("T")
 
 MAX_LENGTH = 131_072
 QWEN3: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128}
@@ -103,6 +107,20 @@ def make_spec(
             **values,
         }
     )
+
+
+class Trainer:
+    """One in this process, made as a trainer's process makes it: alone or, where a device is to train shards,
+    on a mesh of one rank.
+    """
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._service = TrainerService(spec)
+        self.step = self._service.step
+
+    def call(self, work: Callable[[], T]) -> T:
+        """On the thread that the trainer works on."""
+        return self._service._torch_thread.submit(work).result()
 
 
 def make_batch(

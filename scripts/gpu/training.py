@@ -13,8 +13,7 @@ from asyncrl.messages.calls import pack_batch
 from asyncrl.placement.fit import size_text
 from asyncrl.placement.model_shape import model_shape
 from asyncrl.placement.plan import trainer_memory
-from asyncrl.trainer.step import TrainStep
-from gpu.models import architecture, at_version, make_batch, make_folder, make_spec
+from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
 from gpu.rows import Bench
 
 PROMPT, GROUP_SIZE = 64, 2
@@ -38,10 +37,11 @@ def speed(
         config = _config(str(model), tokens, checkpointing=True)
         planned = trainer_memory(config, model_shape(config.model), "cuda:0").total
     trainer = config.trainer.model_dump()
-    step = TrainStep(make_spec(bench, model, trainer=trainer, algorithm={"loss": "ppo_clip"}))
+    made = Trainer(make_spec(bench, model, trainer=trainer, algorithm={"loss": "ppo_clip"}))
     vocab_size = architecture(bench, shape)["vocab_size"]
     batch = make_batch(vocab_size, [tokens - PROMPT] * num_sequences, prompt=PROMPT, group_size=GROUP_SIZE)
-    metrics = [step.train(*at_version(version, *batch)) for version in range(1 + STEPS)][1:]
+    batches = [at_version(version, *batch) for version in range(1 + STEPS)]
+    metrics = [made.call(lambda one=one: made.step.train(*one)) for one in batches][1:]
     _tell(bench, metrics, num_sequences, tokens, peer)
     if bench.need_cuda("peak memory against the plan"):
         peak = max(one["perf/device_memory_bytes"] for one in metrics)
