@@ -7,9 +7,10 @@
 # make setup-vllm    install vLLM's CPU build into .venv-vllm, for rollout.engine=vllm without a GPU (about 2 minutes)
 # make setup-frameworks  install agent frameworks into .venv-frameworks, for the tests that run them unmodified (about a minute)
 # make bench         every benchmark, a short table each
+# make gpu           on a machine with a CUDA device: what it computes against a CPU, and how fast; results in benchmarks/results
 # make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
 # make docs          write docs/configuration.md anew from the settings
-.PHONY: setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench fuzz docs
+.PHONY: setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz docs
 
 BIN := .venv/bin
 
@@ -55,6 +56,10 @@ check: setup
 
 bench: setup
 	for name in request_cost engine publish buffer async_vs_sync on_overdue trainer balance agents in_flight run_efficiency journal checkpoint long_run gateway offload colocation break_even startup; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+
+# One part after the other, each less than 9 minutes; what needs a device that is not here is not run.
+gpu: setup
+	failed=0; for part in 1 2 3 4 5; do $(BIN)/python scripts/gpu_acceptance.py --part $$part || failed=1; done; exit $$failed
 
 fuzz: setup
 	$(BIN)/python scripts/fuzz.py

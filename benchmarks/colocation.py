@@ -110,8 +110,9 @@ class Memory:
             if self.device == "cuda":
                 held = _cuda_bytes()
                 sizes = [
-                    sum(held.get(server.child.pid or 0, 0) for server in side) for side in (trainer, engine)
+                    sum(held.get(server.child.pid or -1, 0) for server in side) for side in (trainer, engine)
                 ]
+                sizes = sizes if any(sizes) else [held[0], 0]
             else:
                 sizes = [sum(_pss_bytes(server.child.pid) for server in side) for side in (trainer, engine)]
             self.samples.append((time.perf_counter(), *sizes))  # type: ignore[arg-type]
@@ -126,12 +127,19 @@ def _pss_bytes(pid: int | None) -> int:
 
 
 def _cuda_bytes() -> dict[int, int]:
-    """By process, as nvidia-smi says."""
+    """By process, as nvidia-smi says; all of the device under 0, for containers, where it names none of our
+    processes.
+    """
     import subprocess
 
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
-    return {int(pid): int(used) * MIB for pid, used in (line.split(",") for line in lines)}
+    def ask(query: str) -> list[list[str]]:
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [[cell.strip() for cell in line.split(",")] for line in lines]
+
+    rows = ask("--query-compute-apps=pid,used_memory")
+    held = {int(pid): int(used) * MIB for pid, used in rows if pid.isdigit() and used.isdigit()}
+    return held | {0: sum(int(used) * MIB for (used,) in ask("--query-gpu=memory.used"))}
 
 
 @dataclass

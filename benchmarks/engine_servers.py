@@ -34,10 +34,18 @@ def has_vllm() -> bool:
 
 @asynccontextmanager
 async def engine_server(
-    kind: str, model: Path, folder: Path, *, slots: int, max_length: int, keeps_turns: bool = False
+    kind: str,
+    model: Path,
+    folder: Path,
+    *,
+    slots: int,
+    max_length: int,
+    keeps_turns: bool = False,
+    **of_embedded: object,
 ) -> AsyncIterator[tuple[EngineClient, Caller]]:
     """A running server of `kind` (embedded, vllm) on the CPU in float32, its client, and the caller below
     that. No end token. keeps_turns: the embedded one keeps what has ended in its cache; vLLM always does.
+    `of_embedded`: more fields of its spec, or others, like device.
     """
     secret = secrets.token_hex(16)
     spec = {
@@ -59,7 +67,7 @@ async def engine_server(
             env={"PYTHONPATH": str(import_folder(folder / "imports"))},
         )
     else:
-        spec |= {"keeps_turns": keeps_turns}
+        spec |= {"keeps_turns": keeps_turns, **of_embedded}
         child = ChildProcess(
             "engine-0", "asyncrl_servers.embedded", json.dumps(spec), run_dir=folder, secret=secret
         )

@@ -20,7 +20,7 @@ from trainer_case import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Case, Meter, write_
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.trainer.model import tree
 from asyncrl.trainer.model.tree import TokenRange
-from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.rank_process import TrainerService
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 
@@ -68,7 +68,9 @@ def main() -> None:
         tree._trie = nothing_shared
     header, arrays = case.batch()
     with tempfile.TemporaryDirectory() as folder:
-        step, meter = TrainStep(make_spec(case, Path(folder))), Meter(case)
+        Path(folder, "staging").mkdir()
+        # Made as a trainer's process makes it: on CUDA that may be shards on a mesh of one rank.
+        step, meter = TrainerService(make_spec(case, Path(folder))).step, Meter(case)
         meter.mark_loaded()
         metrics: list[dict[str, float]] = []
         while not meter.is_over():

@@ -1,0 +1,247 @@
+"""Part 1: what the device computes is what a CPU computes in float32, up to bfloat16's rounding."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from asyncrl.algorithms.registry import RECIPES
+from asyncrl.messages.calls import BatchArrays, BatchHeader
+from asyncrl.run.engine_kinds import CANARY_LIMITS, CANARY_TOKENS
+from asyncrl.trainer.model.packing import pack, pack_texts
+from asyncrl.trainer.model.policy import Policy, find_plan, head_scores, probe_model
+from asyncrl.trainer.objective import BatchNumbers, Objective
+from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.step_report import GAP_WARNING
+from gpu.models import Trainer, architecture, make_batch, make_folder, make_model, make_spec
+from gpu.rows import Bench
+
+REPO = Path(__file__).resolve().parents[2]
+ROUNDED = 0.02
+"""Largest distance of a gradient through one layer in bfloat16, as a part of its norm."""
+ROUNDED_DEEP = 0.1
+"""The same, through all layers of a model."""
+SAME = 1e-4
+"""The same, for float32 on both devices."""
+INI = """[pytest]
+pythonpath = {paths}
+markers =
+    slow: takes long
+    gpu: needs CUDA
+    vllm: needs vLLM
+"""
+
+
+def marked_tests(bench: Bench) -> None:
+    """Run the tests that have the mark gpu, under settings that need no plugin of pytest."""
+    tests = [str(path) for path in sorted((REPO / "tests").glob("test_*.py")) if _is_marked(path)]
+    ini = bench.folder / "pytest.ini"
+    ini.write_text(
+        INI.format(paths=" ".join(str(REPO / name) for name in ("tests", "benchmarks", "scripts")))
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        str(ini),
+        "--rootdir",
+        str(REPO),
+        "-m",
+        "gpu",
+        "-rfE",
+    ]
+    command += ["-p", "no:cacheprovider", "--basetemp", str(bench.folder / "pytest"), *tests]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
+    if done.returncode != 0:
+        print(done.stdout[-3000:], done.stderr[-1000:])
+    is_right = done.returncode == 0 and (bench.device != "cuda" or " passed" in last)
+    bench.tell(f"tests marked gpu, of {len(tests)} files", last, ok=is_right)
+
+
+def _is_marked(path: Path) -> bool:
+    return "@pytest.mark.gpu\n" in path.read_text(encoding="utf-8")
+
+
+def distance(found: Tensor, exact: Tensor) -> float:
+    """Norm of the difference, as a part of the norm of what is exact."""
+    found, exact = found.detach().cpu().double(), exact.detach().cpu().double()
+    return float((found - exact).norm() / exact.norm())
+
+
+def all_losses(bench: Bench) -> None:
+    """Each built-in loss and its gradient by the same logprobs, here and on the CPU."""
+    header, arrays = make_batch(500, [20, 3, 40, 11, 7, 60, 25, 9], prompt=5, group_size=4)
+    model, rng, mask = make_folder(bench, "0.5B"), np.random.default_rng(1), arrays.loss_mask
+    current_N, proximal_N = (
+        (arrays.behaviour_logprobs + mask * rng.normal(0.0, 0.2, len(mask))).astype(np.float32) for _ in "12"
+    )
+    worst = {"loss": 0.0, "gradient": 0.0}
+    for name in RECIPES:
+        objective = Objective(make_spec(bench, model, algorithm={"loss": name}))
+        batch = BatchNumbers(header, arrays, mask, proximal_N=proximal_N)
+        batch.advantage_N = objective.advantages(batch)
+        numbers = objective.step_numbers(batch, mask)
+        (found, found_M), (exact, exact_M) = (
+            _loss_on(torch.device(kind), objective, batch, current_N, numbers)
+            for kind in (bench.device, "cpu")
+        )
+        worst["loss"] = max(worst["loss"], abs(found - exact) / max(abs(exact), 1e-3))
+        worst["gradient"] = max(worst["gradient"], distance(found_M, exact_M))
+    for what, value in worst.items():
+        words = f"{len(RECIPES)} losses, float32: largest distance of a {what}"
+        bench.tell(words, f"{value:.1e}", against=f"at most {SAME:g}", ok=value <= SAME)
+
+
+def _loss_on(
+    device: torch.device, objective: Objective, batch: BatchNumbers, current_N: np.ndarray, numbers: Any
+) -> tuple[float, Tensor]:
+    (micro,) = pack(batch.header, batch.arrays, batch.has_loss, 10**6, device)
+    current_M = torch.from_numpy(current_N[micro.source_M]).to(device).requires_grad_()
+    loss, _ = objective.micro_loss(micro, current_M, batch, numbers)
+    loss.backward()
+    assert current_M.grad is not None
+    return float(loss.detach()), current_M.grad
+
+
+def head(bench: Bench) -> None:
+    """The output head of the 0.6B shape on bfloat16 numbers, against the same numbers in float32."""
+    shape, num = architecture(bench, "0.6B"), 64 if bench.is_tiny else 512
+    torch.manual_seed(0)
+    hidden_MD = torch.randn(num, shape["hidden_size"]).bfloat16()
+    weight_VD = (torch.randn(shape["vocab_size"], shape["hidden_size"]) * 0.1).bfloat16()
+    target_M, grad_M = torch.randint(shape["vocab_size"], (num,)), torch.randn(num)
+    found, exact = (
+        _head_on(device, dtype, hidden_MD, weight_VD, target_M, grad_M)
+        for device, dtype in ((bench.device, torch.bfloat16), ("cpu", torch.float32))
+    )
+    gap = float((found[0].cpu() - exact[0]).abs().max())
+    bench.tell(
+        "head: largest difference of a logprob, nats", f"{gap:.1e}", against="at most 1e-3", ok=gap <= 1e-3
+    )
+    for what, one, other in zip(("hidden states", "weights"), found[1:], exact[1:], strict=True):
+        _tell_gradient(bench, f"head: gradient of {what}", distance(one, other), ROUNDED)
+
+
+def _head_on(device: str, dtype: torch.dtype, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    hidden_MD, weight_VD = (one.to(device, dtype, copy=True).requires_grad_() for one in given[:2])
+    target_M, grad_M = (one.to(device) for one in given[2:])
+    scores = head_scores(hidden_MD, weight_VD, None, target_M, 0.8)
+    scores.logprob_M.backward(grad_M)
+    assert hidden_MD.grad is not None
+    assert weight_VD.grad is not None
+    return scores.logprob_M.detach(), hidden_MD.grad, weight_VD.grad
+
+
+def _tell_gradient(bench: Bench, what: str, found: float, limit: float) -> None:
+    bench.tell(f"{what}, distance", f"{found:.4f}", against=f"at most {limit:g}", ok=found <= limit)
+
+
+def against_cpu(bench: Bench, trainer: dict[str, Any]) -> None:
+    """Packed forward and backward of the 0.6B shape in bfloat16 against float32 on the CPU: groups of unequal
+    completions, whose prompts are there once.
+    """
+    model, threads = make_folder(bench, "0.6B"), os.cpu_count() or 1
+    settings: dict[str, Any] = {"trainer": trainer, "algorithm": {"loss": "reinforce"}, "threads": threads}
+    exact = Trainer(make_spec(bench, model, **settings | {"device": "cpu", "dtype": "float32"}))
+    trainer_here = Trainer(make_spec(bench, model, **settings))
+    _same_adapters(trainer_here.step, exact.step)
+    vocab_size = architecture(bench, "0.6B")["vocab_size"]
+    batch = make_batch(vocab_size, [16, 130, 70, 33, 90, 8, 150, 61], prompt=64, group_size=4)
+    mask = batch[1].loss_mask
+    sides = (trainer_here, exact)
+    found_N, exact_N = (one.call(lambda step=one.step: _logprobs(step, *batch)) for one in sides)
+    gaps = np.abs(found_N - exact_N)[mask]
+    bench.tell("logprobs: mean gap, nats", f"{gaps.mean():.4f}", against=f"at most {GAP_WARNING}",
+               ok=bool(gaps.mean() <= GAP_WARNING))  # fmt: skip
+    bench.tell("logprobs: largest gap, nats", f"{gaps.max():.4f}")
+    found, expected = (one.call(lambda step=one.step: _gradients(step, *batch)) for one in sides)
+    parts = [(distance(found[name], one), float(one.norm()), name) for name, one in expected.items()]
+    whole = float(
+        np.sqrt(sum((part * norm) ** 2 for part, norm, _ in parts) / sum(norm**2 for _, norm, _ in parts))
+    )
+    _tell_gradient(bench, f"gradient of {len(parts)} weights", whole, ROUNDED_DEEP)
+    worst, _, name = max(parts)
+    bench.tell(f"the farthest: {name}", f"{worst:.4f}")
+
+
+@torch.no_grad()
+def _same_adapters(step: TrainStep, exact: TrainStep) -> None:
+    """New ones are drawn by the device, and their B is 0: then A would have no gradient."""
+    for name, weight in exact._masters.named.items():
+        if ".lora_B" in name:
+            weight.normal_(0.0, 0.01)
+        if ".lora_" in name:
+            _whole(step._masters.named[name]).copy_(weight)
+    step._masters.write_back()
+    exact._masters.write_back()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Of a mesh of one rank, the one shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _logprobs(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> np.ndarray:
+    return step._forward(step.policy, header, arrays, arrays.loss_mask)[0]
+
+
+def _gradients(step: TrainStep, header: BatchHeader, arrays: BatchArrays) -> dict[str, Tensor]:
+    step._accumulate(step._numbers(header, arrays, arrays.loss_mask), arrays.loss_mask)
+    grads = {name: master.grad for name, master in step._masters.named.items()}
+    return {name: _whole(grad).cpu() for name, grad in grads.items() if grad is not None}
+
+
+@torch.no_grad()
+def distances(bench: Bench, shape: str) -> None:
+    """How far bfloat16 is from itself: the trainer's packed pass against the model's plain one, as the plan
+    is chosen by and as a canary sees them; and both against float32.
+    """
+    model, device = make_model(bench, shape), torch.device(bench.device)
+    plan = find_plan(probe_model(model.config, device, torch.bfloat16))
+    bench.tell("plan by the small model", "packed" if plan.is_packed else plan.reason, ok=plan.is_packed)
+    whole = find_plan(model)
+    bench.tell("plan by the whole model", "packed" if whole.is_packed else whole.reason, ok=whole.is_packed)
+    ids = np.random.default_rng(0).integers(0, architecture(bench, shape)["vocab_size"], CANARY_TOKENS)
+    ids_1T = torch.from_numpy(ids).to(device)[None]
+
+    def plain() -> tuple[Tensor, Tensor]:
+        output = model(input_ids=ids_1T, use_cache=False, output_hidden_states=True)
+        logprob_TV = torch.log_softmax(output.logits[0, :-1].float(), -1)
+        return output.hidden_states[-1][0].float(), logprob_TV.gather(-1, ids_1T[0, 1:, None])[:, 0]
+
+    plain_TD, plain_T = plain()
+    policy = Policy(model, plan)
+    packed_T = _packed_logprobs(policy, ids, device)
+    model.float()
+    exact_T = _packed_logprobs(policy, ids, device)
+    model.set_attn_implementation("sdpa")
+    exact_TD, _ = plain()
+    bench.tell("hidden states, bfloat16 against float32", f"{distance(plain_TD, exact_TD):.4f}")
+    limit = CANARY_LIMITS["bfloat16"]
+    gap: Callable[[Tensor, Tensor], float] = lambda one, other: float((one - other).abs().mean())  # noqa: E731
+    canary = gap(packed_T, plain_T)
+    bench.tell(
+        "canary: packed against plain, mean nats",
+        f"{canary:.4f}",
+        against=f"limit {limit}",
+        ok=canary <= limit,
+    )
+    for what, logprob_T in (("packed", packed_T), ("plain", plain_T)):
+        found = gap(logprob_T, exact_T)
+        bench.tell(f"canary: {what} against float32, mean nats", f"{found:.4f}", ok=found <= limit)
+
+
+def _packed_logprobs(policy: Policy, ids: np.ndarray, device: torch.device) -> Tensor:
+    return policy(pack_texts([[ids]], device)).logprob_M

@@ -1,0 +1,201 @@
+"""Whole runs by `asyncrl run`. Part 3: two shipped configs on one device; part 5: what needs vLLM and two
+devices.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import yaml
+
+from gpu.models import architecture
+from gpu.rows import Bench, NotRunError
+
+REPO = Path(__file__).resolve().parents[2]
+WINDOW = 10
+"""Steps that a mean is of, at both ends of a run."""
+GRACE_S, MIN_RUN_S = 30.0, 40.0
+"""To end in, after an interrupt; and the least that a run is begun for."""
+
+Line = dict[str, Any]
+
+
+def run_job(
+    bench: Bench, config: Path, name: str, overrides: list[str], *, limit_s: float, must_end: bool = True
+) -> list[Line]:
+    """The lines of metrics.jsonl. A run that takes longer than `limit_s` is interrupted, which is an error if
+    it `must_end`.
+    """
+    run_dir = bench.folder / name
+    command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *overrides, "--run-dir", str(run_dir)]
+    with (bench.folder / f"{name}.log").open("w+", encoding="utf-8") as log:
+        job = subprocess.Popen(command, cwd=REPO, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            code: int | None = job.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            job.send_signal(signal.SIGINT)
+            code = None
+            job.wait(GRACE_S)
+        log.seek(0)
+        said = log.read()[-3000:]
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    steps = [line for line in map(json.loads, lines) if "step" in line and "reward/mean" in line]
+    if code or not steps or (code is None and must_end):
+        ended = f"was interrupted after {limit_s:.0f} s" if code is None else f"ended with {code}"
+        raise RuntimeError(f"{said}\nasyncrl run {name} {ended} with {len(steps)} steps")
+    return steps
+
+
+def learns(bench: Bench, config: str) -> None:
+    """A shipped config, both sides in turns on the device; reward against seconds."""
+    device = "cuda" if bench.device == "cuda" else "cpu"
+    overrides = [f"placement={{trainer: {device}, rollout: trainer}}", "buffer.max_staleness=0"]
+    if bench.is_tiny:
+        overrides += ["trainer.num_steps=2", "trainer.num_groups=2", "rollout.slots=16"]
+    limit_s = bench.limit_s - GRACE_S - 20.0
+    if limit_s < MIN_RUN_S:
+        raise NotRunError(f"no time: {limit_s:.0f} s are left for it")
+    steps = run_job(
+        bench, REPO / "configs" / f"{config}.yaml", config, overrides, limit_s=limit_s, must_end=False
+    )
+    rewards = [line["reward/mean"] for line in steps]
+    before, after = fmean(rewards[:WINDOW]), fmean(rewards[-WINDOW:])
+    bench.tell(
+        "reward, first and last 10 steps", f"{before:.3f} {after:.3f}", ok=bench.is_tiny or after > before
+    )
+    seconds = steps[-1]["time_s"]
+    bench.tell(
+        "steps, seconds", f"{len(steps)} {seconds:.1f}", against=f"{seconds / len(steps):.3f} s a step"
+    )
+    bench.tell("handovers of a step, seconds", f"{_median(steps, 'perf/handover_s'):.3f}")
+    bench.tell("logprob gap on fresh tokens, mean nats", f"{_median(steps, 'policy/logprob_gap_mean'):.2e}")
+    _plot(bench, steps, config)
+
+
+def _median(steps: list[Line], name: str) -> float:
+    return median(line[name] for line in steps if line.get(name) is not None)
+
+
+def _plot(bench: Bench, steps: list[Line], config: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(8, 4))
+    axis.plot([line["time_s"] for line in steps], [line["reward/mean"] for line in steps], linewidth=0.8)
+    axis.set(
+        xlabel="seconds of training", ylabel="reward of a batch", title=f"{bench.label}: {config}, in turns"
+    )
+    path = bench.out / f"{bench.label}-{config}.png"
+    figure.savefig(path, dpi=100, bbox_inches="tight")
+    bench.tell("reward against seconds", path.name)
+
+
+# ---- part 5
+
+APART = {"trainer": 0, "rollout": 1}
+TURNS = {"trainer": 0, "rollout": "trainer"}
+BOTH_IN_TURNS = {"trainer": [0, 1], "rollout": "trainer"}
+NUM_STEPS = 8
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "nccl": {
+        name: {"placement": APART, "buffer": {"max_staleness": 2}, "weight_sync": {"transport": name}}
+        for name in ("nccl", "shm")
+    },
+    "sleep": {
+        name: {"placement": TURNS, "buffer": {"max_staleness": 0}, "weight_sync": {"transport": name}}
+        for name in ("ipc", "shm")
+    },
+    "tensor-parallel": {
+        "tensor_parallel=2": {
+            "placement": BOTH_IN_TURNS,
+            "buffer": {"max_staleness": 0},
+            "trainer": {"world_size": 2},
+            "rollout": {"tensor_parallel": 2},
+        }
+    },
+    "batch-invariance": {
+        f"deterministic=true, {slots} slots": {
+            "placement": APART,
+            "buffer": {"max_staleness": 0},
+            "rollout": {"deterministic": True, "slots": slots},
+        }
+        for slots in (64, 16)
+    },
+    "async-against-sync": {
+        f"max_staleness={staleness}": {"placement": APART, "buffer": {"max_staleness": staleness}}
+        for staleness in (4, 0)
+    },
+}
+"""Sections of the runs of each row, by what the run is called."""
+
+
+def vllm_config(bench: Bench, sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """A run of the 1.5B shape over the letters task, with these settings."""
+    shape = {name: value for name, value in architecture(bench, "1.5B").items() if name != "vocab_size"}
+    base: dict[str, dict[str, Any]] = {
+        "model": {
+            "dtype": "bfloat16",
+            "scratch": {"characters": "abcdef0123456789 ", "architecture": shape},
+        },
+        "task": {"python": "asyncrl.tasks.letters:Letters", "size": 1000, "reward_pool": "inline"},
+        "rollout": {"engine": "vllm", "slots": 64, "max_prompt_tokens": 8, "max_tokens": 512},
+        "trainer": {"num_groups": 8, "num_steps": NUM_STEPS, "learning_rate": 1e-5},
+        "checkpoint": {"every": None},
+    }
+    names = [*base, *(name for name in sections if name not in base)]
+    return {"seed": 0, **{name: base.get(name, {}) | sections.get(name, {}) for name in names}}
+
+
+def with_vllm(bench: Bench, case: str) -> None:
+    """The runs of one row; not run without vLLM or two devices."""
+    import torch
+    from engine_servers import has_vllm
+
+    lacking = [] if has_vllm() else ["vLLM"]
+    lacking += (
+        [f"two CUDA devices, {torch.cuda.device_count()} here"] if torch.cuda.device_count() < 2 else []
+    )
+    if lacking:
+        raise NotRunError(f"needs {' and '.join(lacking)}")
+    runs = CASES[case]
+    tokens = []
+    for number, (name, sections) in enumerate(runs.items()):
+        config = bench.folder / f"{case}-{number}.yaml"
+        config.write_text(yaml.safe_dump(vllm_config(bench, sections)), encoding="utf-8")
+        limit_s = bench.limit_s / len(runs) - GRACE_S
+        steps = run_job(bench, config, config.stem, [], limit_s=limit_s)
+        _tell_run(bench, name, steps[2:] or steps)
+        tokens.append(_tokens(bench.folder / config.stem / "trained.jsonl"))
+    if case == "batch-invariance":
+        one, other = (sorted(found) for found in tokens)
+        bench.tell(
+            "tokens of the first batch, both runs", "the same" if one == other else "others", ok=one == other
+        )
+
+
+def _tell_run(bench: Bench, name: str, steps: list[Line]) -> None:
+    wanted = {
+        "perf/tokens_per_s": "tokens/s",
+        "perf/weight_sync_s": "push, in all, seconds",
+        "perf/weight_sync_pause_s": "push, without a token, seconds",
+        "perf/handover_s": "both handovers, seconds",
+        "policy/logprob_gap_mean": "logprob gap, mean nats",
+    }
+    for key, words in wanted.items():
+        if any(line.get(key) is not None for line in steps):
+            bench.tell(f"{name}: {words}", f"{_median(steps, key):.4g}")
+
+
+def _tokens(record: Path) -> list[str]:
+    """Hashes of what the first batch was trained on: of later ones the weights may differ by a rounding."""
+    first = json.loads(record.read_text(encoding="utf-8").splitlines()[0])
+    return [one["tokens_sha"] for one in first["trajectories"]]

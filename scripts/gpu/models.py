@@ -1,0 +1,158 @@
+"""Models of random weights in the shapes of known ones, made on the device; batches and specs for them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.config import AlgorithmConfig, TrainerConfig
+from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.trainer.model.scratch import make_character_tokenizer
+from asyncrl.trainer.rank_process import TrainerService
+from asyncrl.trainer.trainer_client import TrainerSpec
+from gpu.rows import Bench
+
+T = TypeVar("T")
+
+MAX_LENGTH = 131_072
+QWEN3: dict[str, Any] = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128}
+
+
+def _shape(
+    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "tie_word_embeddings": True,
+        **more,
+    }
+
+
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151_936}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": _shape(896, 24, 14, 2, 4864, **QWEN2),
+    "0.6B": _shape(1024, 28, 16, 8, 3072, **QWEN3),
+    "1.5B": _shape(1536, 28, 12, 2, 8960, **QWEN2),
+    "4B": _shape(2560, 36, 32, 8, 9728, **QWEN3),
+    "7B": _shape(3584, 28, 28, 4, 18_944, **QWEN2 | {"vocab_size": 152_064, "tie_word_embeddings": False}),
+}
+"""Qwen2.5 and Qwen3, as their config.json say."""
+TINY = _shape(64, 2, 4, 2, 128, vocab_size=512)
+
+
+def architecture(bench: Bench, shape: str) -> dict[str, Any]:
+    """Of this shape, or a tiny one of its kind."""
+    chosen = SHAPES[shape]
+    tiny = TINY | {"head_dim": 16, "tie_word_embeddings": chosen["tie_word_embeddings"]}
+    return {**chosen, **(tiny if bench.is_tiny else {}), "max_position_embeddings": MAX_LENGTH}
+
+
+def make_model(bench: Bench, shape: str) -> Any:
+    """In bfloat16, on the device; no token ends a text."""
+    given = architecture(bench, shape)
+    config = AutoConfig.for_model(
+        given.pop("model_type"), **given, eos_token_id=None, bos_token_id=None, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    with torch.device(bench.device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
+
+
+def make_folder(bench: Bench, shape: str) -> Path:
+    """A Hugging Face folder of it, which the rows of a part share."""
+    disable_progress_bar()
+    folder, unfinished = bench.models / shape, bench.folder / "unfinished"
+    if not folder.is_dir():
+        make_model(bench, shape).save_pretrained(unfinished)
+        make_character_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789").save_pretrained(unfinished)
+        bench.models.mkdir(exist_ok=True)
+        shutil.move(unfinished, folder)
+        if bench.device == "cuda":
+            torch.cuda.empty_cache()
+    return folder
+
+
+def make_spec(
+    bench: Bench,
+    model: Path,
+    *,
+    trainer: dict[str, Any] | None = None,
+    algorithm: dict[str, Any] | None = None,
+    **values: Any,
+) -> TrainerSpec:
+    """Of a trainer in this process."""
+    (bench.folder / "staging").mkdir(exist_ok=True)
+    return TrainerSpec.model_validate(
+        {
+            "model_path": str(model),
+            "dtype": "bfloat16",
+            "device": bench.device,
+            "trainer": TrainerConfig(**(trainer or {})).model_dump(),
+            "algorithm": AlgorithmConfig(**(algorithm or {})).model_dump(),
+            "measures_gap": False,  # the logprobs of a made-up batch are no engine's
+            "staging_dir": bench.folder / "staging",
+            "record_path": bench.folder / "trained.jsonl",
+            "failed_dir": bench.folder / "failed",
+            **values,
+        }
+    )
+
+
+class Trainer:
+    """One in this process, made as a trainer's process makes it: alone or, where a device is to train shards,
+    on a mesh of one rank.
+    """
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._service = TrainerService(spec)
+        self.step = self._service.step
+
+    def call(self, work: Callable[[], T]) -> T:
+        """On the thread that the trainer works on."""
+        return self._service._torch_thread.submit(work).result()
+
+
+def make_batch(
+    vocab_size: int, lengths: list[int], *, prompt: int, group_size: int
+) -> tuple[BatchHeader, BatchArrays]:
+    """Random completions of these lengths for random prompts, group after group, sampled at version 0: their
+    behaviour logprobs are those of a uniform policy and a little noise.
+    """
+    rng, entries, tokens, masks, start = np.random.default_rng(0), [], [], [], 0
+    for index, length in enumerate(lengths):
+        group, sample = divmod(index, group_size)
+        if sample == 0:
+            head = rng.integers(0, vocab_size, prompt)
+        tokens += [head, rng.integers(0, vocab_size, length)]
+        masks += [np.zeros(prompt, np.bool_), np.ones(length, np.bool_)]
+        end = start + prompt + length
+        place = {"group_index": group, "group_id": group, "start": start, "end": end}
+        name = {"sample_index": sample, "prompt_id": f"p{group}"}
+        entries.append(TrajectoryHeader(**place, **name, reward=float(rng.random())))
+        start = end
+    mask = np.concatenate(masks)
+    noise = rng.normal(-np.log(vocab_size), 0.05, len(mask))
+    return BatchHeader(version=0, min_version=0, mask_older=False, trajectories=entries), BatchArrays(
+        token_ids=np.concatenate(tokens).astype(np.int32),
+        loss_mask=mask,
+        behaviour_logprobs=np.where(mask, noise, 0.0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+    )
+
+
+def at_version(version: int, header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
+    """The same batch, as if it were sampled at `version`."""
+    versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
+    header = header.model_copy(update={"version": version, "min_version": version})
+    return header, arrays.model_copy(update={"versions": versions})

@@ -1,0 +1,147 @@
+"""Part 4: new weights for an embedded engine on the device that they come from: how long in all, and how long
+it samples nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.pool import EnginePool
+from asyncrl.messages.base import EnginePart
+from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.weights.export import Chunks, LazyWeights, chunks_of, entries_of, export_weights, named_weights
+from asyncrl.weights.ipc import SharedChunk
+from gpu.models import make_folder
+from gpu.rows import Bench
+
+PEER = {"0.6B": "a peer: 0.18 s"}
+REPETITIONS = 4
+"""The first is not counted."""
+SLOTS, MAX_LENGTH, LOAD = 16, 512, 4
+CHUNK_BYTES = 2**28
+COPY_BYTES = 2**29
+BOTH: list[EnginePart] = ["kv", "weights"]
+
+Times = dict[str, float]
+
+
+def by_file(bench: Bench, shape: str) -> None:
+    """A file in shared memory (transport=shm), loaded beside the weights that serve, while requests run."""
+    asyncio.run(_measure(bench, shape, in_chunks=False))
+
+
+def by_chunks(bench: Bench, shape: str) -> None:
+    """As in turns: the engine has given its weights up, and takes chunk after chunk from memory that it has
+    open with the trainer.
+    """
+    asyncio.run(_measure(bench, shape, in_chunks=True))
+
+
+async def _measure(bench: Bench, shape: str, *, in_chunks: bool) -> None:
+    from engine_servers import engine_server
+    from publish import keep_generating
+
+    clear_stale_staging()
+    folder, device = make_folder(bench, shape), torch.device(bench.device)
+    dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
+    first = named_weights(model)
+    sets = [LazyWeights(first), LazyWeights({name: tensor * 1.01 for name, tensor in first.items()})]
+    num_bytes = sum(tensor.nbytes for tensor in first.values())
+    given = {"device": bench.device, "dtype": str(dtype).removeprefix("torch."), "takes_turns": in_chunks}
+    staging, times = new_staging_dir(), list[Times]()
+    try:
+        cut = _make_chunks(sets[0], staging, device, dtype)
+        serving = engine_server("embedded", folder, bench.folder, slots=SLOTS, max_length=MAX_LENGTH, **given)
+        async with serving as (server, _):
+            pool = EnginePool([server], slots=SLOTS)
+            load = [] if in_chunks else [asyncio.create_task(keep_generating(pool, n)) for n in range(LOAD)]
+            for version in range(1, 1 + (2 if bench.is_tiny else REPETITIONS)):
+                weights = sets[version % 2]
+                if in_chunks:
+                    times.append(await push_chunks(server, weights, cut, version))
+                else:
+                    await asyncio.sleep(0.5)  # so that something runs that is interrupted
+                    times.append(await push_file(server, weights, staging, version))
+            for task in load:
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await asyncio.gather(*load)
+    finally:
+        remove_staging_dir(staging)
+    _tell(bench, times[1:], num_bytes, PEER.get(shape, ""))
+
+
+def _make_chunks(weights: LazyWeights, staging: Path, device: torch.device, dtype: torch.dtype) -> Chunks:
+    """As the trainer's in turns."""
+    entries = [entries_of(chunk, dtype) for chunk in chunks_of(weights, dtype, CHUNK_BYTES)]
+    return Chunks(SharedChunk(staging, entries, device), CHUNK_BYTES, dtype)
+
+
+async def push_file(server: EngineClient, weights: LazyWeights, staging: Path, version: int) -> Times:
+    """Seconds of one push, of the whole and of its parts."""
+    path, begun = staging / f"{version}.safetensors", time.perf_counter()
+    sent = await asyncio.to_thread(export_weights, weights, path, version)
+    exported = time.perf_counter()
+    await server.prepare(sent)
+    prepared = time.perf_counter()
+    report = await server.commit(version, sent.digest, "abort")
+    ended = time.perf_counter()
+    assert report.digest == sent.digest, f"the engine serves {report.digest}, sent was {sent.digest}"
+    path.unlink()
+    return {
+        "push, in all": ended - begun,
+        "without a token": report.pause_s,
+        "  export": exported - begun,
+        "  prepare": prepared - exported,
+        "  commit": ended - prepared,
+    }
+
+
+async def push_chunks(server: EngineClient, weights: LazyWeights, cut: Chunks, version: int) -> Times:
+    """The same; the engine samples nothing from its sleep until it is awake again."""
+    begun = time.perf_counter()
+    await server.sleep(BOTH)
+    await server.wake(["weights"])
+    awake, writing_s, is_last, index = time.perf_counter(), 0.0, False, 0
+    while not is_last:
+        started = time.perf_counter()
+        cut.names(weights, version, index)
+        chunk = await asyncio.to_thread(cut.write, weights, index)
+        writing_s += time.perf_counter() - started
+        assert await server.load_chunk(chunk) == chunk.digest
+        is_last, index = chunk.is_last, index + 1
+    report = await server.commit(version, chunk.whole_digest, "abort")
+    pushed = time.perf_counter()
+    await server.wake(["kv"])
+    ended = time.perf_counter()
+    assert report.digest == chunk.whole_digest, f"the engine serves {report.digest}, not what was sent"
+    return {
+        "push, in all": pushed - awake,
+        "without a token": ended - begun,
+        "  trainer writes": writing_s,
+        "  engine sleeps, wakes": awake - begun + ended - pushed,
+    }
+
+
+def _tell(bench: Bench, times: list[Times], num_bytes: int, peer: str) -> None:
+    from offload import copy_costs
+
+    size = min(num_bytes, COPY_BYTES)
+    (copy_s, _), _ = copy_costs(size, torch.device(bench.device))
+    copy_s *= num_bytes / size
+    bench.tell(
+        "weights, GB", f"{num_bytes / 1e9:.3g}", against=f"memory copy to pinned memory: {copy_s:.3f} s"
+    )
+    for what in times[0]:
+        seconds = median(one[what] for one in times)
+        against = f"{seconds / copy_s:.2f} of the copy" + (f"; {peer}" if peer and what[0] != " " else "")
+        bench.tell(f"{what}, seconds", f"{seconds:.4f}", against=against)

@@ -1,0 +1,118 @@
+"""Part 2: how fast optimizer steps are, and whether they need the memory that the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from asyncrl.config import RunConfig
+from asyncrl.messages.calls import pack_batch
+from asyncrl.placement.fit import size_text
+from asyncrl.placement.model_shape import model_shape
+from asyncrl.placement.plan import trainer_memory
+from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
+from gpu.rows import Bench
+
+PROMPT, GROUP_SIZE = 64, 2
+STEPS = 3
+"""That are counted, after one that is not."""
+WITHIN = 0.1
+"""Of the plan's memory."""
+
+
+def speed(
+    bench: Bench, *, shape: str, tokens: int, num_sequences: int, checkpointing: bool, peer: str
+) -> None:
+    """Sequences of `tokens` tokens, each a micro-batch: forward, backward and AdamW over float32 masters."""
+    model = make_folder(bench, shape)
+    tokens = 256 if bench.is_tiny else tokens
+    config = _config(str(model), tokens, checkpointing=checkpointing)
+    planned = trainer_memory(config, model_shape(config.model), "cuda:0").total
+    if bench.device == "cuda" and planned > (free := torch.cuda.mem_get_info()[0]):
+        words = f"with checkpointing: {size_text(planned)} without, {size_text(free)} are free"
+        bench.tell("gradient checkpointing", words)
+        config = _config(str(model), tokens, checkpointing=True)
+        planned = trainer_memory(config, model_shape(config.model), "cuda:0").total
+    trainer = config.trainer.model_dump()
+    made = Trainer(make_spec(bench, model, trainer=trainer, algorithm={"loss": "ppo_clip"}))
+    vocab_size = architecture(bench, shape)["vocab_size"]
+    batch = make_batch(vocab_size, [tokens - PROMPT] * num_sequences, prompt=PROMPT, group_size=GROUP_SIZE)
+    batches = [at_version(version, *batch) for version in range(1 + STEPS)]
+    metrics = [made.call(lambda one=one: made.step.train(*one)) for one in batches][1:]
+    _tell(bench, metrics, num_sequences, tokens, peer)
+    if bench.need_cuda("peak memory against the plan"):
+        peak = max(one["perf/device_memory_bytes"] for one in metrics)
+        held = max(one["perf/device_reserved_bytes"] for one in metrics)
+        against = f"planned {size_text(planned)}, {peak / planned - 1:+.1%}; held {size_text(int(held))}"
+        ok = abs(peak / planned - 1) <= WITHIN
+        bench.tell("peak memory", size_text(int(peak)), against=against, ok=ok)
+
+
+def _tell(bench: Bench, metrics: list[dict[str, float]], num: int, tokens: int, peer: str) -> None:
+    numbers = {name: median(one[name] for one in metrics) for name in metrics[0] if name.startswith("perf/")}
+    what = f"tokens/s, {num} sequences of {tokens}"
+    bench.tell(what, f"{numbers['perf/device_tokens_per_s']:.0f}", against=peer)
+    if "perf/mfu" in numbers:
+        bench.tell("MFU", f"{numbers['perf/mfu']:.1%}", against=peer)
+    phases = ("pack", "forward", "backward", "optimizer")
+    parts = ", ".join(f"{phase} {numbers[f'perf/{phase}_s']:.2f}" for phase in phases)
+    bench.tell("seconds of a step", f"{numbers['perf/train_s']:.2f}", against=parts)
+
+
+def _config(model: str, tokens: int, *, checkpointing: bool) -> RunConfig:
+    """Of a run whose sequences have so many tokens; on the CPU, so that nothing asks for a device."""
+    trainer = {"micro_batch_tokens": tokens, "gradient_checkpointing": checkpointing, "threads": 2}
+    return RunConfig.model_validate(
+        {
+            "model": {"path": model, "dtype": "bfloat16"},
+            "task": {"python": "asyncrl.tasks.letters:Letters"},
+            "rollout": {
+                "group_size": GROUP_SIZE,
+                "max_prompt_tokens": PROMPT,
+                "max_tokens": tokens - PROMPT,
+            },
+            "trainer": trainer | {"num_groups": 1},
+        }
+    )
+
+
+def beside_trl(bench: Bench) -> None:
+    """The step of benchmarks/trainer.py, ours and TRL's on the same batch: 32 sequences of 512 tokens."""
+    import trainer as benchmark
+    from trainer_case import GROUP_SIZE as OF_GROUP
+    from trainer_case import Case
+
+    model, num, length = make_folder(bench, "0.6B"), 32, 448
+    if bench.is_tiny:
+        num, length = OF_GROUP, 16
+    vocab_size = architecture(bench, "0.6B")["vocab_size"]
+    batch = make_batch(vocab_size, [length] * num, prompt=PROMPT, group_size=OF_GROUP)
+    path = bench.folder / "batch"
+    path.write_bytes(pack_batch(*batch))
+    case = Case(
+        model_path=str(model),
+        batch_path=str(path),
+        dtype="bfloat16",
+        device=bench.device,
+        threads=benchmark.THREADS,
+        checkpointing=False,
+        seconds=0.0 if bench.is_tiny else 5.0,
+        warm_up=0 if bench.is_tiny else 2,
+    )
+    sides: dict[str, Any] = {"ours": benchmark.summary([benchmark.run_child("ours", case, bench.folder)])}
+    for size in (OF_GROUP,) if bench.is_tiny else (4, 16):
+        one = replace(case, micro_batch=size)
+        name = f"TRL, {size} a forward"
+        sides[name] = benchmark.summary([benchmark.run_child("trl", one, bench.folder)])
+    rates = {name: num * (PROMPT + length) / side.wall_s for name, side in sides.items()}
+    for name, side in sides.items():
+        against = f"{side.wall_s:.3f} s a step, {side.peak_bytes / 2**30:.2f} GiB above the loaded model"
+        bench.tell(f"{name}: tokens/s", f"{rates[name]:.0f}", against=against)
+    (_, ours), *others = sides.items()
+    fastest = min((side for _, side in others), key=lambda side: side.wall_s)
+    bench.tell("TRL / ours, wall seconds", f"{fastest.wall_s / ours.wall_s:.2f}")
+    benchmark.check_agreement(ours, fastest, "bfloat16")
+    bench.tell("loss and gradient norm of both", "the same step", ok=True)
