@@ -10,11 +10,11 @@ all parts.
     4  pushes of weights to the embedded engine: total seconds, and those without a token
     5  vLLM: nccl, sleep, tensor parallel, batch invariance, async against sync (needs vLLM and two devices)
 
-Each part takes less than 9 minutes on one H200, reaches no network, and needs no installation: a checkout
+Each part is ended within 9 minutes, reaches no network, and needs no installation: a checkout
 will do. Models are random, and made when they are needed. Each row is a process of its own: what breaks one
 loses no other. A row is ended after --budget-s seconds; what would start after 8 minutes is not run (part 5
 is more than one call holds: name its rows). Results are printed and appended to DIR/DEVICE.txt as they come,
-plots go beside it (DIR: benchmarks/results).
+plots go beside it (DIR: benchmarks/results); where nothing can be run there is no file.
 
 Exit code: 1 if a row failed or is NOT ok, or a package is missing for a row of parts 1 to 4; else 0. What
 needs a device that is not there is `not run`. --tiny takes tiny sizes, on the CPU where there is no device:
@@ -69,12 +69,13 @@ def main() -> None:
     parser.add_argument("--part", type=int, choices=range(1, 6), help="which part (needed, but for --need)")
     parser.add_argument("--row", nargs="+", default=[], help="these rows alone")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on the CPU too")
-    parser.add_argument("--out", type=Path, default=REPO / "benchmarks" / "results", help="for DEVICE.txt")
+    parser.add_argument("--out", type=Path, help="for DEVICE.txt (default: benchmarks/results; tiny: runs)")
     parser.add_argument("--budget-s", type=float, help="limit of a row (default 240; 500 in part 5)")
     parser.add_argument("--wheels", type=Path, help="folder of wheels that this Python lacks")
     parser.add_argument("--need", action="store_true", help="print what rows lack, and run nothing")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.out = options.out or REPO / ("runs" if options.tiny else "benchmarks/results")
     if options.part is None and not options.need:
         parser.error("give --part")
     rows = [row for row in ROWS if options.part in (None, row.part)]
@@ -216,12 +217,12 @@ def measure(row: Row, options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     label = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    say(machine=machine_line(), label=label)
     models = options.child.parent / "models"
     bench = Bench(device, options.tiny, label, options.child, models, options.out, options.budget_s)
     if device == "cpu" and not options.tiny:
         bench.tell("", "not run: no CUDA device")
         return
+    say(machine=machine_line(), label=label)
     module, _, function = row.function.partition(".")
     try:
         getattr(importlib.import_module(f"gpu.{module}"), function)(bench, **row.arguments)

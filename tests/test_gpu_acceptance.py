@@ -170,6 +170,10 @@ def test_rows_are_processes_and_one_that_breaks_or_hangs_is_ended(tmp_path: Path
     done = subprocess.run([*command, "--row", "tests"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tests marked gpu" in done.stdout
+    if not torch.cuda.is_available():
+        untold = subprocess.run([*command[:4], *command[5:], "--row", "head"], capture_output=True, text=True)
+        assert untold.returncode == 0
+        assert "not run: no CUDA device" in untold.stdout
     late = subprocess.run([*command, "--row", "head", "--budget-s", "0.1"], capture_output=True, text=True)
     assert late.returncode == 1
     assert "was ended after 0 s" in late.stdout
