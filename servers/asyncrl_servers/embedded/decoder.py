@@ -175,7 +175,7 @@ def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
     if tensors[0].device.type == "cpu":
         return [tensor.numpy() for tensor in tensors]
     packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
-    pieces = zip(packed.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+    pieces = zip(packed.split_with_sizes([tensor.numel() for tensor in tensors]), tensors, strict=True)
     return [piece.to(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces]
 
 
@@ -183,7 +183,7 @@ class CudaCaptures:
     """CUDA graphs with one pool of memory: none of them may run while another one's results are needed."""
 
     def __init__(self) -> None:
-        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """What runs the kernels of `function` again, on the memory that they have now. Raises RuntimeError.

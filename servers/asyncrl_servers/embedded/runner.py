@@ -259,7 +259,7 @@ class DecodeGraphs:
         self._new_captures, self._captures = new_captures, cast("Captures | None", None)
         self._parameters = [*runner.loaded.model.parameters()]
         self._inputs = torch.zeros(3, most_rows, dtype=torch.int64, device=runner.loaded.device)
-        """Of each row: token id, position, and the slot that gets its key."""
+        """Of each row: token id, position, and the slot, or row, whose key is written."""
         self._logits: Tensor | None = None
         self._addresses: list[int] = []
         self._num_steps = Counter[Layout]()
@@ -274,11 +274,7 @@ class DecodeGraphs:
 
     def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
         """Logits [n, V], which the next step overwrites, of Runner.decode()."""
-        cache = self._runner.cache
-        addresses = [one.data_ptr() for one in (*self._parameters, cache.keys, cache.values)]
-        if addresses != self._addresses:
-            self.drop()
-            self._addresses = addresses
+        self._drop_moved()
         layout, logits = self._fill(last_ids, lengths), self._take_logits()
         if (replay := self._replay_of(layout, logits)) is not None:
             replay()
@@ -296,6 +292,7 @@ class DecodeGraphs:
     def check(self) -> None:
         """Give up unless replayed steps are, bit for bit, the computed ones. Clears the KV cache."""
         cache, max_length = self._runner.cache, self._runner.max_length
+        self._drop_moved()
         for num in sorted({1, self._most_rows}):
             ids, lengths = np.arange(num) % self._runner.loaded.vocab_size, np.full(num, min(40, max_length))
             layout, logits = self._fill(ids * 0, lengths), self._take_logits()
@@ -315,8 +312,17 @@ class DecodeGraphs:
                     f"a replayed step of {num} rows differs by {difference:.3g} in its logits"
                 )
 
+    def _drop_moved(self) -> None:
+        cache = self._runner.cache
+        addresses = [one.data_ptr() for one in (*self._parameters, cache.keys, cache.values)]
+        if addresses != self._addresses:
+            self.drop()
+            self._addresses = addresses
+
     def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
-        """Put a step into `_inputs`; rows of padding do once more what the first row does, where it does."""
+        """Put a step into `_inputs`. Rows of padding write the first row's key once more: their own slots may
+        be filled already for what is admitted next.
+        """
         num, most_length = len(last_ids), padded_length(self._runner.max_length)
         rows = min(-(-num // CHUNK) * CHUNK if num > CHUNK // 2 else num, self._most_rows)
         inputs, padded = np.zeros((3, self._most_rows), np.int64), np.ones(rows, np.int64)
@@ -342,7 +348,8 @@ class DecodeGraphs:
         _, _, kv_heads, num_positions, _ = cache.keys.shape
         heads = slots_R[:, None] * kv_heads + torch.arange(kv_heads, device=logits.device)
         index = (heads * num_positions + positions_R[:, None]).reshape(-1)
-        pass_ = Pass(cache, self._runner.decode_stretches(cuts, positions_R), index, is_exact=False)
+        stretches = self._runner.decode_stretches(cuts, positions_R)
+        pass_ = Pass(cache, stretches, index, is_exact=False, source=slots_R)
         logits[:rows] = self._decoder.forward(pass_, ids_R, positions_R, None)
 
     def _replay_of(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:
