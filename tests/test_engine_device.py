@@ -1,5 +1,5 @@
-"""The embedded engine's way to CUDA, without a device: how often a step waits for it, and its graphs, which are
-recorded and played again on the CPU. That the same holds on CUDA has not been run.
+"""The embedded engine's way to CUDA, without a device: how often a step waits for it, and its graphs, which
+are recorded and played again on the CPU. That the same holds on CUDA has not been run.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class There(Tensor):
 
 
 class Device(TorchDispatchMode):
-    """Counts where the host waits for a device: a look at a value, or a transfer that is not from pinned memory
-    to there. Operands on two devices are refused.
+    """Counts where the host waits for a device: a look at a value, or a transfer that is not from pinned
+    memory to there. Operands on two devices are refused.
     """
 
     def __init__(self) -> None:
@@ -160,8 +160,12 @@ class Recorded:
 
         class Recorder(TorchDispatchMode):
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                calls.append((func, args, kwargs or {}, func(*args, **kwargs or {})))
-                return calls[-1][-1]
+                made = func(*args, **kwargs or {})
+                calls.append((func, *tree_map(at_this_address, (args, kwargs or {})), made))
+                return made
+
+        def at_this_address(one: Any) -> Any:
+            return one.detach() if isinstance(one, torch.nn.Parameter) else one
 
         with Recorder():
             function()
