@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_in_process import drawn, make_qwen3, make_request, make_spec, stage_file
+from engine_in_process import drawn, make_qwen3, make_request, make_spec, stage_file, weights_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -22,7 +22,7 @@ from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 from asyncrl_servers.embedded.decoder import LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import MOST_GRAPHS, Runner
+from asyncrl_servers.embedded.runner import MOST_GRAPHS, DecodeGraphs, Runner
 
 HERE, THERE = torch.device("cpu"), torch.device("meta")
 LOOKS = {"item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique"}
@@ -72,7 +72,8 @@ class Device(TorchDispatchMode):
         is_move = name == "copy_" or (kwargs.get("device") is not None and operands)
         if is_move:
             source, is_from, is_to = operands[-1], sides[-1], sides[0] if name == "copy_" else goes_there
-            is_free = kwargs.get("non_blocking") and any(source is one for one in self._pinned)
+            is_asked = kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,))
+            is_free = is_asked and any(source is one for one in self._pinned)
             if is_from != is_to and not (is_to and is_free):
                 self.waits.append(str(func))
         else:
@@ -124,9 +125,20 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
+class Again:
+    """Captures that compute once more."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        return function
+
+
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["plain", "graphs"])
 @pytest.mark.parametrize("num", [1, 4, 12])
-def test_a_step_waits_for_its_device_once_whatever_runs_in_it(folder: Path, num: int) -> None:
+def test_a_step_waits_for_its_device_once_whatever_runs_in_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num: int, has_graphs: bool
+) -> None:
     """Prompts that are read and tokens that are drawn, in any way: what was drawn comes in one transfer."""
+    monkeypatch.setattr(DecodeGraphs, "_drop_moved", lambda _: None)  # these tensors have no addresses
     spec = make_spec(folder, slots=12, deterministic=False)
     requests = [
         make_request(f"r{seed}", prompt_ids=(5, seed), seed=seed, max_tokens=6, **ASKED[seed % 4])
@@ -135,16 +147,21 @@ def test_a_step_waits_for_its_device_once_whatever_runs_in_it(folder: Path, num:
     expected = ask(engine := build_engine(spec), requests)
     while engine.num_queued or not expected[-1].done():
         engine.turn()
-    step = Engine.turn.__wrapped__  # type: ignore[attr-defined]  # inference mode has no tensors like There
+    for owner, name in ((Engine, "turn"), (DecodeGraphs, "check"), (DecodeGraphs, "_take_logits")):
+        # Inference mode has no tensors like There.
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
     with torch.no_grad(), Device() as device:
         loaded = LoadedModel(spec)
         put_there(loaded)
         runner = Runner(loaded, spec.slots, spec.max_length, is_exact=False)
+        if has_graphs:
+            runner.take_graphs(spec.slots, Again)
         futures = ask(engine := Engine(spec, runner, Weights(loaded, spec)), requests)
         for _ in range(6):
             device.waits.clear()
-            step(engine)
+            engine.turn()
             assert len(device.waits) == 1, device.waits
+    assert runner.graphs is None or runner.graphs.state == "on"
     found = [future.result(timeout=0) for future in futures]
     assert [one.token_ids for one in found] == [one.result(timeout=0).token_ids for one in expected]
 
@@ -202,8 +219,8 @@ def check_same(found: list[GenerateResponse], expected: list[GenerateResponse]) 
         np.testing.assert_allclose(drawn(ours)[1], drawn(theirs)[1], atol=1e-4)
 
 
-def publish_halfway(engine: Engine, other_folder: Path, tmp_path: Path) -> Callable[[], None]:
-    staged = engine.weights.prepare(stage_file(other_folder, 1, tmp_path))
+def publish_halfway(engine: Engine, other: Path | dict[str, Tensor], tmp_path: Path) -> Callable[[], None]:
+    staged = engine.weights.prepare(stage_file(other, 1, tmp_path))
     commit = CommitRequest(version=1, digest=staged.digest, interrupt="keep")
     return lambda: engine.commit(commit) and None
 
@@ -296,3 +313,21 @@ def test_an_engine_that_promises_the_bits_of_a_step_has_no_graphs(folder: Path) 
     engine = build_engine(make_spec(folder))
     engine.runner.take_graphs(4, Recorded)
     assert engine.runner.graphs is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_on_a_device_give_the_bits_of_what_is_computed(
+    folder: Path, other_folder: Path, tmp_path: Path, dtype: str
+) -> None:
+    spec = make_spec(folder, slots=10, device="cuda", dtype=dtype, deterministic=False)
+    other = {name: one.to(getattr(torch, dtype)) for name, one in weights_of(other_folder).items()}
+    found = []
+    for is_replayed in (True, False):
+        engine = build_engine(spec)
+        assert engine.runner.graphs is not None
+        if not is_replayed:
+            engine.runner.graphs._replay_of = lambda layout, logits: None  # type: ignore[method-assign]
+        found.append([drawn(one) for one in answers(engine, publish_halfway(engine, other, tmp_path))])
+        assert engine.health().graphs == "on"
+    assert found[0] == found[1]
