@@ -4,8 +4,11 @@ are recorded and played again on the CPU. That the same holds on CUDA has not be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ from asyncrl.messages.calls import CommitRequest, GenerateResponse, SleepRequest
 from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
-from asyncrl_servers.embedded.decoder import LoadedModel
+from asyncrl_servers.embedded.decoder import CudaCaptures, LoadedModel
 from asyncrl_servers.embedded.loaded_weights import Weights
 from asyncrl_servers.embedded.runner import MOST_GRAPHS, DecodeGraphs, Runner
 
@@ -313,6 +316,62 @@ def test_an_engine_that_promises_the_bits_of_a_step_has_no_graphs(folder: Path) 
     engine = build_engine(make_spec(folder))
     engine.runner.take_graphs(4, Recorded)
     assert engine.runner.graphs is None
+
+
+class Stream:
+    """Stands for the CUDA streams: which of them is current, and what was done in which."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def wait_stream(self, other: Stream) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, told: list[str]) -> list[Stream]:
+    """The calls of torch.cuda that a capture makes; returns a list whose last one is the current stream."""
+    current, real_graph = [Stream("main", told)], inspect.signature(torch.cuda.graph)
+
+    @contextmanager
+    def stream(one: Stream) -> Iterator[None]:
+        current.append(one)
+        yield
+        current.pop()
+
+    @contextmanager
+    def graph(*args: Any, **kwargs: Any) -> Iterator[None]:
+        asked = real_graph.bind(*args, **kwargs).arguments
+        current.append(asked["stream"])
+        told.append(f"capture in {asked['pool']}, {asked['capture_error_mode']}")
+        yield
+        current.pop()  # not where it fails: torch leaves its stream in place, too
+
+    fakes = {"Stream": lambda: Stream("side", told), "graph_pool_handle": lambda: "pool", "graph": graph}
+    fakes |= {"current_stream": lambda: current[-1], "stream": stream, "set_stream": current.append}
+    for name, fake in {**fakes, "CUDAGraph": lambda: SimpleNamespace(replay="replay")}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return current
+
+
+def test_a_capture_follows_a_first_run_beside_and_leaves_its_stream_even_when_it_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = list[str]()
+    current = fake_cuda(monkeypatch, told)
+    captures: Any = CudaCaptures()
+    assert captures.capture(lambda: told.append(f"runs in {current[-1].name}")) == "replay"
+    waits = ["side waits for main", "runs in side", "main waits for side"]
+    assert told == [*waits, "capture in pool, thread_local", "runs in side"]
+    assert current[-1].name == "main"
+    told.clear()
+
+    def fail_in_a_capture() -> None:
+        if told[-1].startswith("capture"):
+            raise RuntimeError("not permitted")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        captures.capture(fail_in_a_capture)
+    assert current[-1].name == "main"
 
 
 @pytest.mark.gpu
