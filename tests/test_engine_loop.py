@@ -19,7 +19,7 @@ from asyncrl.messages.frames import Asked
 from asyncrl.testing.fakes import ask
 from asyncrl_servers.embedded import decode_loop
 from asyncrl_servers.embedded.build_engine import build_engine
-from asyncrl_servers.embedded.runner import moves_after_removal
+from asyncrl_servers.embedded.sequence import moves_after_removal
 
 
 @pytest.fixture(scope="module")

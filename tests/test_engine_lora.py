@@ -61,14 +61,19 @@ def sampled(engine: Engine) -> tuple[list[int], list[float]]:
     return answer.token_ids, answer.logprobs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adapters_give_what_merged_weights_give_bit_by_bit(folder: Path, tmp_path: Path, dtype: str) -> None:
-    """Each publish starts from the base."""
+@pytest.mark.parametrize(
+    ("dtype", "keeps_place"), [("float32", False), ("bfloat16", False), ("float32", True)]
+)
+def test_adapters_give_what_merged_weights_give_bit_by_bit(
+    folder: Path, tmp_path: Path, dtype: str, keeps_place: bool
+) -> None:
+    """Each publish starts from the base, which is left as it is where weights are copied into place, too."""
     # The second file leaves a layer of the first out, and brings another one: nothing of the first may stay.
     files = [adapters(folder), adapters(folder, (Q_PROJ, "model.layers.0.mlp.up_proj"), seed=1, rank=2)]
     answers = []
     for kind in ("lora", "weights"):
         with running_engine(folder, dtype=dtype) as engine:
+            engine.weights.keeps_place = keeps_place
             found = [sampled(engine)]
             for version, tensors in enumerate(files, start=1):
                 full = merged(folder, tensors, getattr(torch, dtype))

@@ -20,9 +20,8 @@ from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.serving import Refused
 from asyncrl_servers.embedded import build_engine as build
 from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model
-from asyncrl_servers.embedded.decoder import EmbeddedSpec
+from asyncrl_servers.embedded.decoder import MODEL_TYPES, EmbeddedSpec
 from asyncrl_servers.embedded.kv_attention import CacheShape
-from asyncrl_servers.embedded.runner import MODEL_TYPES
 
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}

@@ -209,6 +209,8 @@ class EngineHealth(Message):
     tokens_prefilled: int = 0
     """Prompt tokens that were computed, not copied from the KV cache, so far."""
     asleep: list[EnginePart] = []
+    graphs: str = ""
+    """Whether decode steps go through CUDA graphs: on, or off and why; empty where there are none."""
 
 
 # The trainer worker.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl_servers.embedded.runner import Ints
+from asyncrl_servers.embedded.kv_attention import Ints
 from asyncrl_servers.embedded.sequence import Rows, Sequence
 
 MIN_COPIED = 32

@@ -13,10 +13,11 @@ from torch import Tensor
 from asyncrl.serving import fail
 from asyncrl.weights.adapters import linear_parameters
 from asyncrl_servers.embedded.decode_loop import Engine
-from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
+from asyncrl_servers.embedded.decoder import CudaCaptures, EmbeddedSpec, LoadedModel
 from asyncrl_servers.embedded.given_tokens import Scorer
+from asyncrl_servers.embedded.kv_attention import NO_INTS
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import NO_INTS, Runner
+from asyncrl_servers.embedded.runner import Runner
 
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 """Largest difference between our logits and the model's own attention, relative to the largest logit."""
@@ -42,6 +43,8 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     check_same_model(runner, spec.name)
     if is_exact:
         check_determinism(runner, spec.name)
+    if loaded.device.type == "cuda":
+        runner.take_graphs(spec.slots, CudaCaptures)
     scorer = Scorer(loaded, spec, is_exact=is_exact) if spec.score_slots else None
     return Engine(spec, runner, Weights(loaded, spec), on_crash, scorer)
 

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars, TokenMatcher
 from asyncrl.serving import Refused
-from asyncrl_servers.embedded.decoder import LoadedModel
+from asyncrl_servers.embedded.decoder import LoadedModel, to_device
 from asyncrl_servers.embedded.sequence import Sequence
 
 
@@ -72,6 +71,6 @@ def refused(request: GenerateRequest, error: GrammarError) -> Refused:
 
 
 def _mask_rows(logits_NV: Tensor, allowed: Mapping[int, npt.NDArray[np.bool_]]) -> None:
-    index = torch.tensor([*allowed], device=logits_NV.device)
-    allowed_MV = torch.from_numpy(np.stack([*allowed.values()])).to(logits_NV.device)
+    index = to_device(np.array([*allowed]), logits_NV.device)
+    allowed_MV = to_device(np.stack([*allowed.values()]), logits_NV.device)
     logits_NV[index] = logits_NV[index].masked_fill(~allowed_MV, float("-inf"))

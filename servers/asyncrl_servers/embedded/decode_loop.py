@@ -24,8 +24,8 @@ from asyncrl_servers.embedded.constraints import Constraints
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.embedded.given_tokens import Scorer
 from asyncrl_servers.embedded.loaded_weights import Weights
-from asyncrl_servers.embedded.runner import Runner, moves_after_removal
-from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, sample
+from asyncrl_servers.embedded.runner import Runner
+from asyncrl_servers.embedded.sequence import Rows, Sequence, StopWatch, moves_after_removal, sample
 from asyncrl_servers.served_engine import Listener, check_request
 
 Answer = TypeVar("Answer")
@@ -101,6 +101,7 @@ class Engine:
             device=str(self.runner.loaded.device),
             decode_s=self._decode_s,
             asleep=self.weights.asleep,
+            graphs=self.runner.graphs.state if self.runner.graphs is not None else "",
         )
 
     def run(self, asked: Asked, listener: Listener) -> Sequence:
@@ -330,6 +331,7 @@ class Engine:
             self.runner.take_cache(slots=0)
             self._rows.forget_kept()
             self.weights.set_asleep("kv")
+        self.runner.drop_graphs()
         self.runner.loaded.give_back()
         return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 

@@ -1,29 +1,37 @@
 """What an embedded engine server is started with: its spec, and the Hugging Face causal model that it names,
-with what the slot cache needs of it.
+with what the slot cache needs of it, its forward pass, and ways to its device.
 """
 
 from __future__ import annotations
 
 import ctypes
 import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import numpy.typing as npt
 import psutil
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.serving import fail
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,
+    Pass,
     ProbePass,
     UnsupportedAttentionError,
     in_force,
 )
 from asyncrl_servers.served_engine import EngineSpec
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+STATIC_ROPE = frozenset({"default", "linear", "llama3"})
+"""Kinds of rotary embedding whose angles depend on the position alone."""
 
 
 class EmbeddedSpec(EngineSpec):
@@ -149,6 +157,55 @@ class LoadedModel:
         return model.to(self.device), loading
 
 
+def pinned(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array in memory from which it can be copied to this device while the host goes on."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """The array there; nothing waits for the device."""
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+def to_host(*tensors: Tensor) -> list[npt.NDArray[Any]]:
+    """All of them in one transfer, the one place where a decode step waits for its device: what each has is
+    exact in float64 (floats, and ints below 2**53).
+    """
+    if tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    packed = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu()
+    pieces = zip(packed.split_with_sizes([tensor.numel() for tensor in tensors]), tensors, strict=True)
+    return [piece.to(tensor.dtype).view(tensor.shape).numpy() for piece, tensor in pieces]
+
+
+class CudaCaptures:
+    """CUDA graphs with one pool of memory: none of them may run while another one's results are needed."""
+
+    def __init__(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """What runs the kernels of `function` again, on the memory that they have now. Raises RuntimeError.
+
+        It is run once before, as torch asks: what libraries set up at their first call is not captured.
+        """
+        here, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+            here.wait_stream(self._stream)
+            # Other threads load weights meanwhile, and may take memory.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                function()
+        finally:
+            torch.cuda.set_stream(here)  # a capture that fails leaves its own in place
+        return graph.replay
+
+
 def _probe_shape(model: Any, max_length: int, device: torch.device) -> CacheShape:
     """Switch the model to our attention and record what each layer needs."""
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
@@ -174,3 +231,81 @@ def _eos_ids(model: Any, tokenizer: Any | None) -> frozenset[int]:
         if value is not None:
             found.update(value if isinstance(value, list | tuple) else [int(value)])
     return frozenset(found)
+
+
+class PlainDecoder:
+    """The forward pass of Llama-like models without the wrappers of transformers, over the model's own
+    modules, so that it follows every swap of their weights.
+
+    A small model's decode step is mostly Python, and half of it goes through transformers' layers of calls.
+    Llama, Mistral, Qwen2 and Qwen3 share one plain shape (RMSNorm, rotary attention, gated MLP), which is run
+    here. Any other model is run through its own forward. Both are compared with the model's own attention at
+    start (build_engine.check_same_model).
+    """
+
+    def __init__(self, model: Any, max_length: int) -> None:
+        self._model, self._layers = model, [_layer(layer) for layer in model.model.layers]
+        first = model.model.layers[0].self_attn
+        self._head_dim, self._scaling = first.head_dim, first.scaling
+        embedding = model.model.embed_tokens.weight
+        positions = torch.arange(max_length, device=embedding.device)
+        cos_1PD, sin_1PD = model.model.rotary_emb(embedding[:1][None], positions[None])
+        half = self._head_dim // 2
+        self._cos_PD = cos_1PD[0]
+        # rotate_half negates the first half of what it rolls; the sign is put into the table instead.
+        self._sin_PD = torch.cat((-sin_1PD[0, :, :half], sin_1PD[0, :, half:]), dim=-1)
+
+    @classmethod
+    def of(cls, model: Any, max_length: int) -> PlainDecoder | None:
+        """For this model, or None if its forward may be another one."""
+        config = model.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        is_plain = (
+            config.model_type in MODEL_TYPES
+            and config.hidden_act in ("silu", "swish")
+            and rope.get("rope_type", "default") in STATIC_ROPE
+            and rope.get("partial_rotary_factor", 1.0) == 1.0
+        )
+        return cls(model, max_length) if is_plain else None
+
+    def forward(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None) -> Tensor:
+        """Logits of the rows `keep` (None: all), [rows, V]."""
+        base, num_rows, head_dim = self._model.model, len(ids_R), self._head_dim
+        linear, rms_norm, half = functional.linear, torch.rms_norm, head_dim // 2
+        hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
+        cos_R1D, sin_R1D = self._cos_PD[positions_R].unsqueeze(1), self._sin_PD[positions_R].unsqueeze(1)
+        for number, layer in enumerate(self._layers):
+            norm, mlp_norm, head_norms, to_query, to_key, to_value, out, gate, up, down = layer
+            normed_RH = rms_norm(hidden_RH, *norm)
+            query = linear(normed_RH, *to_query).view(num_rows, -1, head_dim)
+            key = linear(normed_RH, *to_key).view(num_rows, -1, head_dim)
+            value = linear(normed_RH, *to_value).view(num_rows, -1, head_dim)
+            if head_norms:
+                query, key = rms_norm(query, *head_norms[0]), rms_norm(key, *head_norms[1])
+            query = query * cos_R1D + query.roll(half, -1) * sin_R1D
+            key = key * cos_R1D + key.roll(half, -1) * sin_R1D
+            mixed = pass_.attend(number, query, key, value, self._scaling)
+            hidden_RH = hidden_RH + linear(mixed.reshape(num_rows, -1), *out)
+            normed_RH = rms_norm(hidden_RH, *mlp_norm)
+            gated = functional.silu(linear(normed_RH, *gate)) * linear(normed_RH, *up)
+            hidden_RH = hidden_RH + linear(gated, *down)
+        if keep is not None:
+            hidden_RH = hidden_RH[keep]
+        return cast(Tensor, self._model.lm_head(rms_norm(hidden_RH, *_norm(base.norm))))
+
+
+def _layer(module: Any) -> tuple[Any, ...]:
+    """The Parameters of a decoder layer, which cost a lookup each where they are asked of their modules."""
+    attention, mlp = module.self_attn, module.mlp
+    maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+    norms = (module.input_layernorm, module.post_attention_layernorm)
+    return (
+        *map(_norm, norms),
+        [_norm(one) for one in head_norms],
+        *((one.weight, one.bias) for one in (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
+    )
+
+
+def _norm(module: Any) -> tuple[Any, ...]:
+    return module.weight.shape, module.weight, module.variance_epsilon

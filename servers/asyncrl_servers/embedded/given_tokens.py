@@ -14,9 +14,9 @@ from torch import Tensor
 
 from asyncrl.messages.base import ScoreRequest, ScoreResponse
 from asyncrl.serving import Refused
-from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
-from asyncrl_servers.embedded.kv_attention import Stretch
-from asyncrl_servers.embedded.runner import NO_INTS, Ints, Part, Runner, cut_calls, written
+from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel, to_device, to_host
+from asyncrl_servers.embedded.kv_attention import NO_INTS, Ints, Part, Stretch, written
+from asyncrl_servers.embedded.runner import Runner, cut_calls
 
 if TYPE_CHECKING:
     from asyncrl_servers.embedded.decode_loop import Engine
@@ -69,12 +69,14 @@ class Scorer(Runner):
         found = [np.zeros(len(text.ids) - 1, np.float32) for text in texts]
         # Nothing follows from the last token.
         for parts in cut_calls([(slot, text.ids[:-1], 0) for slot, text in enumerate(texts)]):
-            logits, row = self._logits(parts), 0
+            logits, row, of_parts = self._logits(parts), 0, list[Tensor]()
             for slot, _, start, end in parts:
                 of_part, row = logits[row : row + end - start], row + end - start
-                targets = torch.from_numpy(texts[slot].ids[start + 1 : end + 1]).to(logits.device)
+                targets = to_device(texts[slot].ids[start + 1 : end + 1], logits.device)
                 logprobs = torch.log_softmax(of_part.float() / texts[slot].request.temperature, dim=-1)
-                found[slot][start:end] = logprobs.gather(1, targets[:, None])[:, 0].cpu().numpy()
+                of_parts.append(logprobs.gather(1, targets[:, None])[:, 0])
+            for (slot, _, start, end), logprobs_T in zip(parts, to_host(*of_parts), strict=True):
+                found[slot][start:end] = logprobs_T
         return found
 
     def _logits(self, parts: list[Part]) -> Tensor:

@@ -17,11 +17,13 @@ build_engine.check_determinism checks it at start, on the machine at hand.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
@@ -33,6 +35,20 @@ CONTRACTION = 128
 """Positions summed in one matrix product with V."""
 MIN_ROWS = 4
 """Rows of the smallest matrix product of attention."""
+CHUNK = 8
+"""Decoding slots are joined to stretches chunk by chunk."""
+STRETCH_FLOATS = 30_000
+"""Keys read in the time that one more stretch costs (measured: 30 us a layer, on one CPU thread)."""
+CUDA_STRETCH_FLOATS = 10_000_000
+"""The same on CUDA (an estimate, not run: five kernels of 3 us, at 3 TB/s of bfloat16 keys and values)."""
+
+Ints = npt.NDArray[np.int64]
+Ids = Sequence[int] | Ints
+NO_INTS = np.zeros(0, np.int64)
+Share = tuple[int, int, int]
+"""(slot of a job, another slot, how many of the first tokens are the other's, too)."""
+Part = tuple[int, Ids, int, int]
+"""(slot, its token ids, start, end): tokens of a job that go through one call."""
 
 
 class UnsupportedAttentionError(Exception):
@@ -51,6 +67,11 @@ class CacheShape:
     num_layers: int
     kv_heads: int
     head_dim: int
+
+    def stretch_worth(self, device: torch.device) -> float:
+        """Positions that are read in the time that one more stretch costs."""
+        floats = STRETCH_FLOATS if device.type == "cpu" else CUDA_STRETCH_FLOATS
+        return floats / (self.kv_heads * self.head_dim)
 
     def slot_bytes(self, max_length: int, itemsize: int) -> int:
         """Bytes of the keys and values of one slot."""
@@ -98,6 +119,66 @@ class Stretch:
     invalid: Tensor
     gather: Tensor | None = None
     kept: Tensor | None = None
+
+
+def cut_rows(padded_lengths: Ints, worth: float) -> list[tuple[int, int, int]]:
+    """Stretches (start, end, length) that cover the rows [n]; each row's padded length is at most its
+    stretch's.
+
+    Neighbouring chunks are joined unless more positions are saved than a stretch of their own is `worth`: a
+    long sequence does not make the short ones pay.
+    """
+    stretches: list[tuple[int, int, int]] = []
+    for chunk_start in range(0, len(padded_lengths), CHUNK):
+        chunk_end = min(chunk_start + CHUNK, len(padded_lengths))
+        length = int(padded_lengths[chunk_start:chunk_end].max())
+        start, end, joined = stretches[-1] if stretches else (0, 0, length)
+        common = max(joined, length)
+        wasted = (end - start) * (common - joined) + (chunk_end - chunk_start) * (common - length)
+        if wasted > worth:
+            stretches.append((chunk_start, chunk_end, length))
+        else:
+            stretches[-1:] = [(start, chunk_end, common)]
+    return stretches
+
+
+class Writes(NamedTuple):
+    """Where the keys of a call go: those of row `rows`[i] (None: i) to position `positions`[i] of slot
+    `slots`[i].
+    """
+
+    rows: Ints | None
+    slots: Ints
+    positions: Ints
+
+
+def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Writes:
+    """Rows are those of the slots 0..n-1, at the positions `decoded` [n], and then of the parts; what a slot
+    shares of its parts goes to the other slot as well.
+    """
+    if not shares:
+        slots = [np.full(end - start, slot) for slot, _, start, end in parts]
+        positions = [np.arange(start, end) for _, _, start, end in parts]
+        return Writes(
+            None, np.concatenate([np.arange(len(decoded)), *slots]), np.concatenate([decoded, *positions])
+        )
+    of_slot, row = dict[int, tuple[int, Ints]](), len(decoded)
+    """First position that is written, and the rows from there on."""
+    for slot, _, start, end in parts:
+        first, rows = of_slot.get(slot, (start, NO_INTS))
+        of_slot[slot] = first, np.concatenate([rows, np.arange(row, row + end - start)])
+        row += end - start
+    for source, slot, length in shares:
+        first, rows = of_slot.get(source, (length, NO_INTS))
+        if first < length:
+            own = of_slot[slot][1] if slot in of_slot else NO_INTS
+            of_slot[slot] = first, np.concatenate([rows[: length - first], own])
+    sizes = [len(rows) for _, rows in of_slot.values()]
+    return Writes(
+        np.concatenate([np.arange(len(decoded)), *(rows for _, rows in of_slot.values())]),
+        np.concatenate([np.arange(len(decoded)), np.repeat(list(of_slot), sizes)]),
+        np.concatenate([decoded, *(np.arange(first, first + len(rows)) for first, rows in of_slot.values())]),
+    )
 
 
 @dataclass(slots=True)

@@ -48,6 +48,8 @@ class Weights(WeightState):
         self._linear = linear_parameters(loaded.model)
         self._base: dict[str, Tensor] | None = {name: one.data for name, one in self._parameters.items()}
         self._memory = TrainerMemory(loaded.device)
+        self.keeps_place = loaded.device.type == "cuda"
+        """Weights are swapped by a copy, so that graphs of the decode step go on: they read this memory."""
 
     @property
     def digest(self) -> str:
@@ -83,11 +85,11 @@ class Weights(WeightState):
         """Make the weights of the commit that has begun the serving ones."""
         assert self.swapping is not None
         request, tensors = self.swapping[1].request, self.swapping[1].tensors
-        self._put(tensors)
         if request.kind == "lora":
             self._has_adapters = True
         else:
             self._base = None
+        self._put(tensors, in_place=self.keeps_place)
         self.settle(request.version, request.digest, request.path)
 
     def check_may_sleep(self) -> None:
@@ -127,9 +129,17 @@ class Weights(WeightState):
             self.set_awake("weights")
             return self.num_bytes if was_asleep else 0
 
-    def _put(self, tensors: Mapping[str, Tensor]) -> None:
+    def _put(self, tensors: Mapping[str, Tensor], *, in_place: bool = False) -> None:
+        """Make these the parameters; `in_place`: copied into the memory that these have, unless `_base` needs
+        it.
+        """
+        kept = {one.data_ptr() for one in (self._base or {}).values()}
         for name, parameter in self._parameters.items():
-            parameter.data = tensors[name]
+            is_there = parameter.shape == tensors[name].shape and parameter.data_ptr() not in kept
+            if in_place and is_there:
+                parameter.data.copy_(tensors[name])
+            else:
+                parameter.data = tensors[name]
 
     def _copies(self, path: str) -> tuple[dict[str, Tensor], Tensor]:
         """Of what is in a file, which may be replaced by the next export while these weights serve; and the

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from asyncrl_servers.embedded.decoder import LoadedModel
+from asyncrl_servers.embedded.decoder import LoadedModel, PlainDecoder, pinned, to_device
 from asyncrl_servers.embedded.kv_attention import (
+    CHUNK,
     LENGTH_STEP,
+    NO_INTS,
+    Ids,
+    Ints,
+    Part,
     Pass,
+    Share,
     SlotCache,
     Stretch,
+    Writes,
+    cut_rows,
     in_force,
     padded_length,
+    written,
 )
 
 PREFILL_ROWS = 1024
@@ -29,28 +39,24 @@ EXACT_ROWS = 16
 """Exact calls have a multiple of this many rows: the size from which a row of a float32 product keeps its
 bits.
 """
+GRAPH_STEP = 64
+"""Positions by which the layouts of short sequences differ; of long ones, an eighth to a quarter of them."""
+MIN_STEPS = 4
+"""Steps of a layout that are computed before it is captured, which costs as much as some of them."""
+MOST_GRAPHS = 64
+"""Layouts that are held; the one that was used longest ago makes way."""
 QUERY_STEP = 16
 """The tokens of a sequence are filled up to a multiple of this many queries, so that several go together."""
 SCORE_FLOATS = 2**21
 """Most scores, a query head of each KV head, of a stretch of several slots."""
-CHUNK = 8
-"""Decoding slots are joined to stretches chunk by chunk."""
-STRETCH_FLOATS = 30_000
-"""Keys read in the time that one more stretch costs (measured: 30 us a layer, on one CPU thread)."""
 
-MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-STATIC_ROPE = frozenset({"default", "linear", "llama3"})
-"""Kinds of rotary embedding whose angles depend on the position alone."""
-
-Ints = npt.NDArray[np.int64]
-Ids = Sequence[int] | Ints
-NO_INTS = np.zeros(0, np.int64)
+log = logging.getLogger(__name__)
 Job = tuple[int, Ids, int]
 """(slot, token ids, how many of them the slot has already)."""
-Share = tuple[int, int, int]
-"""(slot of a job, another slot, how many of the first tokens are the other's, too)."""
-Part = tuple[int, Ids, int, int]
-"""(slot, its token ids, start, end): tokens of a job that go through one call."""
+Cut = tuple[int, int, int]
+"""(first slot, end, length) of a stretch of a decode step."""
+Layout = tuple[int, tuple[Cut, ...]]
+"""(rows, stretches) of a decode step: the same kernels, on other values."""
 
 
 class Runner:
@@ -64,7 +70,22 @@ class Runner:
         self.loaded, self.slots, self.max_length, self.is_exact = loaded, slots, max_length, is_exact
         self._plain = PlainDecoder.of(loaded.model, max_length)
         self._positions = torch.arange(padded_length(max_length), device=loaded.device)
+        self.graphs: DecodeGraphs | None = None
         self.take_cache(slots)
+
+    def take_graphs(self, most_rows: int, new_captures: Callable[[], Captures]) -> None:
+        """Decode steps of up to `most_rows` sequences go through graphs, if these pass their check. Not where
+        what stands beside must not matter, as steps are filled up; nor where transformers runs the model,
+        which may look at values on the host.
+        """
+        if self._plain is not None and not self.is_exact:
+            self.graphs = DecodeGraphs(self, self._plain, most_rows, new_captures)
+            self.graphs.check()
+
+    def drop_graphs(self) -> None:
+        """Free what they hold; they are captured again when they are needed."""
+        if self.graphs is not None:
+            self.graphs.drop()
 
     @property
     def cache_bytes(self) -> int:
@@ -94,6 +115,8 @@ class Runner:
         What is computed for a slot is written to those that share it, too; the job of one that shares comes
         after that of the other, and counts the shared tokens among those that its slot has.
         """
+        if self.graphs is not None and not jobs and len(last_ids) and not self.graphs.given_up:
+            return self.graphs.step(last_ids, lengths)
         calls = cut_calls(jobs)
         logits = [self._step_call(last_ids, lengths, calls[0], shares)]
         logits += [self._step_call(NO_INTS, NO_INTS, parts, shares) for parts in calls[1:]]
@@ -104,12 +127,9 @@ class Runner:
     ) -> Tensor:
         """Logits [n + K, V] of a step of n slots, and after the K sequences that end in `parts`."""
         device, num_decoded = self.loaded.device, len(last_ids)
-        own = torch.from_numpy(lengths - 1).to(device)[:, None, None, None, None]
-        floats = self.loaded.shape.kv_heads * self.loaded.shape.head_dim
-        stretches = [
-            Stretch(start, end, 1, length, self._positions[:length] > own[start:end])
-            for start, end, length in cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, floats)
-        ]
+        worth = self.loaded.shape.stretch_worth(device)
+        cuts = cut_rows(-(-lengths // LENGTH_STEP) * LENGTH_STEP, worth)
+        stretches = self.decode_stretches(cuts, to_device(lengths - 1, device))
         stretches += self._read_stretches(parts, num_decoded)
         kept, row = list(range(num_decoded)), num_decoded
         for _, all_ids, start, end in parts:
@@ -125,9 +145,16 @@ class Runner:
             written(lengths - 1, parts, shares),
             np.concatenate([lengths - 1, *(np.arange(start, end) for _, _, start, end in parts)]),
             np.concatenate([last_ids, *(all_ids[start:end] for _, all_ids, start, end in parts)]),
-            None if keep is None else torch.from_numpy(keep).to(device),
+            None if keep is None else to_device(keep, device),
         )
         return logits[: len(kept)]
+
+    def decode_stretches(self, cuts: Sequence[Cut], positions_R: Tensor) -> list[Stretch]:
+        """Of a query a slot, at these positions."""
+        own = positions_R[:, None, None, None, None]
+        return [
+            Stretch(*cut[:2], 1, cut[2], self._positions[: cut[2]] > own[cut[0] : cut[1]]) for cut in cuts
+        ]
 
     def _read_stretches(self, parts: Sequence[Part], row: int) -> Iterator[Stretch]:
         """Stretches of the parts, whose rows begin at `row`: neighbouring slots with as many padded queries
@@ -151,15 +178,15 @@ class Runner:
             firsts = row + np.cumsum(counts, axis=0) - counts
             places = np.arange(tokens)
             gather = firsts + np.minimum(places, counts - 1)
-            positions = torch.from_numpy(starts + places).to(device)[:, None, None, :, None]
+            positions = to_device(starts + places, device)[:, None, None, :, None]
             yield Stretch(
                 group[0][0],
                 group[-1][0] + 1,
                 tokens,
                 length,
                 self._positions[:length] > positions,
-                torch.from_numpy(gather.reshape(-1)).to(device),
-                torch.from_numpy(np.flatnonzero(places < counts)).to(device),
+                to_device(gather.reshape(-1), device),
+                to_device(np.flatnonzero(places < counts), device),
             )
             row += int(counts.sum())
 
@@ -187,7 +214,7 @@ class Runner:
         packed[: len(ids)], packed[rows : rows + len(ids)] = ids, positions
         packed[2 * rows : 2 * rows + num_written] = NO_INTS if writes.rows is None else writes.rows
         packed[2 * rows + num_written :] = (heads * num_positions + writes.positions[:, None]).reshape(-1)
-        on_device = torch.from_numpy(packed).to(device)
+        on_device = to_device(packed, device)
         ids_R, positions_R = on_device[:rows], on_device[rows : 2 * rows]
         source = None if writes.rows is None else on_device[2 * rows : 2 * rows + num_written]
         flat_index = on_device[2 * rows + num_written :]
@@ -207,6 +234,152 @@ class Runner:
         return cast(Tensor, answer.logits.squeeze(axis))
 
 
+class Captures(Protocol):
+    """Records what a function computes (decoder.CudaCaptures)."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """What computes it again, on the memory of this time. Raises RuntimeError."""
+
+
+class DecodeGraphs:
+    """Decode steps without the host's work on each kernel: captured once, replayed from then on.
+
+    A graph reads and writes the memory of its capture. So what changes with every step goes through `_inputs`
+    and `_logits`, and when weights or KV cache have moved, every graph is dropped.
+
+    Life: of a layout: computed MIN_STEPS times -> captured -> replayed -> dropped, at a sleep or for others.
+    Rows are filled up to a multiple of 8 and lengths in steps, so that layouts recur: logits may depend on
+    what stands beside a sequence, which CUDA promises nobody.
+    """
+
+    def __init__(
+        self, runner: Runner, decoder: PlainDecoder, most_rows: int, new_captures: Callable[[], Captures]
+    ) -> None:
+        self._runner, self._decoder, self._most_rows = runner, decoder, most_rows
+        self._new_captures, self._captures = new_captures, cast("Captures | None", None)
+        self._parameters = [*runner.loaded.model.parameters()]
+        self._inputs = torch.zeros(3, most_rows, dtype=torch.int64, device=runner.loaded.device)
+        """Of each row: token id, position, and the slot, or row, whose key is written."""
+        self._logits: Tensor | None = None
+        self._addresses: list[int] = []
+        self._num_steps = Counter[Layout]()
+        self._replays: OrderedDict[Layout, Callable[[], None]] = OrderedDict()
+        self.given_up = ""
+        """Why no step goes through graphs any more."""
+
+    @property
+    def state(self) -> str:
+        """For EngineHealth."""
+        return f"off: {self.given_up}" if self.given_up else "on"
+
+    def step(self, last_ids: Ints, lengths: Ints) -> Tensor:
+        """Logits [n, V], which the next step overwrites, of Runner.decode()."""
+        self._drop_moved()
+        layout, logits = self._fill(last_ids, lengths), self._take_logits()
+        if (replay := self._replay_of(layout, logits)) is not None:
+            replay()
+        else:
+            self._compute(layout, logits)
+        return logits[: len(last_ids)]
+
+    def drop(self) -> None:
+        """Free all graphs and what they hold."""
+        self._replays.clear()
+        self._num_steps.clear()
+        self._captures = self._logits = None
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Give up unless replayed steps are, bit for bit, the computed ones. Clears the KV cache."""
+        cache, max_length = self._runner.cache, self._runner.max_length
+        self._drop_moved()
+        for num in sorted({1, self._most_rows}):
+            ids, lengths = np.arange(num) % self._runner.loaded.vocab_size, np.full(num, min(40, max_length))
+            layout, logits = self._fill(ids * 0, lengths), self._take_logits()
+            replay = self._capture(layout, logits)
+            if replay is None:
+                return
+            self._fill(ids, lengths)
+            found = []
+            for run in (partial(self._compute, layout, logits), replay):
+                for memory in (cache.keys, cache.values, logits):
+                    memory.zero_()
+                run()
+                found.append(logits[:num].clone())
+            if not torch.equal(*found):
+                difference = (found[0] - found[1]).abs().max().item()
+                return self._give_up(
+                    f"a replayed step of {num} rows differs by {difference:.3g} in its logits"
+                )
+
+    def _drop_moved(self) -> None:
+        cache = self._runner.cache
+        addresses = [one.data_ptr() for one in (*self._parameters, cache.keys, cache.values)]
+        if addresses != self._addresses:
+            self.drop()
+            self._addresses = addresses
+
+    def _fill(self, last_ids: Ints, lengths: Ints) -> Layout:
+        """Put a step into `_inputs`. Rows of padding write the first row's key once more: their own slots may
+        be filled already for what is admitted next.
+        """
+        num, most_length = len(last_ids), padded_length(self._runner.max_length)
+        rows = min(-(-num // CHUNK) * CHUNK if num > CHUNK // 2 else num, self._most_rows)
+        inputs, padded = np.zeros((3, self._most_rows), np.int64), np.ones(rows, np.int64)
+        inputs[:, :num] = last_ids, lengths - 1, np.arange(num)
+        inputs[:, num:rows] = inputs[:, :1]
+        padded[:num] = lengths
+        self._inputs.copy_(pinned(inputs, self._inputs.device), non_blocking=True)
+        steps = np.maximum(GRAPH_STEP, 1 << np.maximum(np.log2(padded).astype(np.int64) - 2, 0))
+        padded = np.minimum(-(-padded // steps) * steps, most_length)
+        return rows, tuple(cut_rows(padded, self._runner.loaded.shape.stretch_worth(self._inputs.device)))
+
+    @torch.inference_mode(False)
+    def _take_logits(self) -> Tensor:
+        if self._logits is None:
+            head, size = self._runner.loaded.model.lm_head.weight, self._most_rows
+            self._logits = torch.zeros(size, len(head), dtype=head.dtype, device=head.device)
+        return self._logits
+
+    def _compute(self, layout: Layout, logits: Tensor) -> None:
+        """From `_inputs` to the first rows of `logits`, by kernels that depend on the layout alone."""
+        (rows, cuts), cache = layout, self._runner.cache
+        ids_R, positions_R, slots_R = self._inputs[:, :rows].unbind()
+        _, _, kv_heads, num_positions, _ = cache.keys.shape
+        heads = slots_R[:, None] * kv_heads + torch.arange(kv_heads, device=logits.device)
+        index = (heads * num_positions + positions_R[:, None]).reshape(-1)
+        stretches = self._runner.decode_stretches(cuts, positions_R)
+        pass_ = Pass(cache, stretches, index, is_exact=False, source=slots_R)
+        logits[:rows] = self._decoder.forward(pass_, ids_R, positions_R, None)
+
+    def _replay_of(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:
+        if layout in self._replays:
+            self._replays.move_to_end(layout)
+            return self._replays[layout]
+        if len(self._num_steps) >= 16 * MOST_GRAPHS:
+            self._num_steps.clear()
+        self._num_steps[layout] += 1
+        return self._capture(layout, logits) if self._num_steps[layout] > MIN_STEPS else None
+
+    def _capture(self, layout: Layout, logits: Tensor) -> Callable[[], None] | None:
+        """None, and no graphs from here on, if it fails."""
+        try:
+            self._captures = self._captures or self._new_captures()
+            replay = self._captures.capture(partial(self._compute, layout, logits))
+        except RuntimeError as error:
+            self._give_up(f"a step of {layout[0]} rows cannot be captured: {error}")
+            return None
+        if len(self._replays) >= MOST_GRAPHS:
+            self._replays.popitem(last=False)
+        self._replays[layout] = replay
+        return replay
+
+    def _give_up(self, why: str) -> None:
+        self.given_up = why
+        self.drop()
+        log.warning("decode steps go on without CUDA graphs: %s", why)
+
+
 def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
     """The parts of each call, one call at least."""
     calls: list[list[Part]] = [[]]
@@ -220,161 +393,3 @@ def cut_calls(jobs: Sequence[Job]) -> list[list[Part]]:
             calls[-1].append((slot, ids, start, end))
             room -= end - start
     return calls
-
-
-class Writes(NamedTuple):
-    """Where the keys of a call go: those of row `rows`[i] (None: i) to position `positions`[i] of slot
-    `slots`[i].
-    """
-
-    rows: Ints | None
-    slots: Ints
-    positions: Ints
-
-
-def written(decoded: Ints, parts: Sequence[Part], shares: Sequence[Share]) -> Writes:
-    """Rows are those of the slots 0..n-1, at the positions `decoded` [n], and then of the parts; what a slot
-    shares of its parts goes to the other slot as well.
-    """
-    if not shares:
-        slots = [np.full(end - start, slot) for slot, _, start, end in parts]
-        positions = [np.arange(start, end) for _, _, start, end in parts]
-        return Writes(
-            None, np.concatenate([np.arange(len(decoded)), *slots]), np.concatenate([decoded, *positions])
-        )
-    of_slot, row = dict[int, tuple[int, Ints]](), len(decoded)
-    """First position that is written, and the rows from there on."""
-    for slot, _, start, end in parts:
-        first, rows = of_slot.get(slot, (start, NO_INTS))
-        of_slot[slot] = first, np.concatenate([rows, np.arange(row, row + end - start)])
-        row += end - start
-    for source, slot, length in shares:
-        first, rows = of_slot.get(source, (length, NO_INTS))
-        if first < length:
-            own = of_slot[slot][1] if slot in of_slot else NO_INTS
-            of_slot[slot] = first, np.concatenate([rows[: length - first], own])
-    sizes = [len(rows) for _, rows in of_slot.values()]
-    return Writes(
-        np.concatenate([np.arange(len(decoded)), *(rows for _, rows in of_slot.values())]),
-        np.concatenate([np.arange(len(decoded)), np.repeat(list(of_slot), sizes)]),
-        np.concatenate([decoded, *(np.arange(first, first + len(rows)) for first, rows in of_slot.values())]),
-    )
-
-
-def cut_rows(padded_lengths: Ints, floats_per_position: int) -> list[tuple[int, int, int]]:
-    """Stretches (start, end, length) that cover the rows [n]; each row's padded length is at most its
-    stretch's.
-
-    Neighbouring chunks are joined unless the positions saved are worth a stretch of their own: a long
-    sequence does not make the short ones pay.
-    """
-    worth = STRETCH_FLOATS / floats_per_position
-    stretches: list[tuple[int, int, int]] = []
-    for chunk_start in range(0, len(padded_lengths), CHUNK):
-        chunk_end = min(chunk_start + CHUNK, len(padded_lengths))
-        length = int(padded_lengths[chunk_start:chunk_end].max())
-        start, end, joined = stretches[-1] if stretches else (0, 0, length)
-        common = max(joined, length)
-        wasted = (end - start) * (common - joined) + (chunk_end - chunk_start) * (common - length)
-        if wasted > worth:
-            stretches.append((chunk_start, chunk_end, length))
-        else:
-            stretches[-1:] = [(start, chunk_end, common)]
-    return stretches
-
-
-def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
-    """Moves (source, target), in order, that close the gap at `row` among rows [n]: only rows above it move.
-
-    Each chunk gets the longest row of those behind it, so that like lengths stand together: from the last of
-    the chunks behind it whose longest are as long as the next one's, which saves the moves between them.
-    """
-    moves, gap, last = [], row, len(lengths) - 1
-    starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
-    longest = np.maximum.reduceat(-(-lengths // LENGTH_STEP), starts).tolist() if len(starts) else []
-    for number, start in enumerate(starts.tolist()):
-        if longest[number] not in longest[number + 1 : number + 2]:
-            source = start + int(lengths[start : min(start + CHUNK, last + 1)].argmax())
-            moves.append((source, gap))
-            gap = source
-    if gap != last:
-        moves.append((last, gap))
-    return moves
-
-
-class PlainDecoder:
-    """The forward pass of Llama-like models without the wrappers of transformers, over the model's own
-    modules, so that it follows every swap of their weights.
-
-    A small model's decode step is mostly Python, and half of it goes through transformers' layers of calls.
-    Llama, Mistral, Qwen2 and Qwen3 share one plain shape (RMSNorm, rotary attention, gated MLP), which is run
-    here. Any other model is run through its own forward. Both are compared with the model's own attention at
-    start (build_engine.check_same_model).
-    """
-
-    def __init__(self, model: Any, max_length: int) -> None:
-        self._model, self._layers = model, [_layer(layer) for layer in model.model.layers]
-        first = model.model.layers[0].self_attn
-        self._head_dim, self._scaling = first.head_dim, first.scaling
-        embedding = model.model.embed_tokens.weight
-        positions = torch.arange(max_length, device=embedding.device)
-        cos_1PD, sin_1PD = model.model.rotary_emb(embedding[:1][None], positions[None])
-        half = self._head_dim // 2
-        self._cos_PD = cos_1PD[0]
-        # rotate_half negates the first half of what it rolls; the sign is put into the table instead.
-        self._sin_PD = torch.cat((-sin_1PD[0, :, :half], sin_1PD[0, :, half:]), dim=-1)
-
-    @classmethod
-    def of(cls, model: Any, max_length: int) -> PlainDecoder | None:
-        """For this model, or None if its forward may be another one."""
-        config = model.config
-        rope = getattr(config, "rope_parameters", None) or {}
-        is_plain = (
-            config.model_type in MODEL_TYPES
-            and config.hidden_act in ("silu", "swish")
-            and rope.get("rope_type", "default") in STATIC_ROPE
-            and rope.get("partial_rotary_factor", 1.0) == 1.0
-        )
-        return cls(model, max_length) if is_plain else None
-
-    def forward(self, pass_: Pass, ids_R: Tensor, positions_R: Tensor, keep: Tensor | None) -> Tensor:
-        """Logits of the rows `keep` (None: all), [rows, V]."""
-        base, num_rows, head_dim = self._model.model, len(ids_R), self._head_dim
-        linear, rms_norm, half = functional.linear, torch.rms_norm, head_dim // 2
-        hidden_RH = functional.embedding(ids_R, base.embed_tokens.weight)
-        cos_R1D, sin_R1D = self._cos_PD[positions_R].unsqueeze(1), self._sin_PD[positions_R].unsqueeze(1)
-        for number, layer in enumerate(self._layers):
-            norm, mlp_norm, head_norms, to_query, to_key, to_value, out, gate, up, down = layer
-            normed_RH = rms_norm(hidden_RH, *norm)
-            query = linear(normed_RH, *to_query).view(num_rows, -1, head_dim)
-            key = linear(normed_RH, *to_key).view(num_rows, -1, head_dim)
-            value = linear(normed_RH, *to_value).view(num_rows, -1, head_dim)
-            if head_norms:
-                query, key = rms_norm(query, *head_norms[0]), rms_norm(key, *head_norms[1])
-            query = query * cos_R1D + query.roll(half, -1) * sin_R1D
-            key = key * cos_R1D + key.roll(half, -1) * sin_R1D
-            mixed = pass_.attend(number, query, key, value, self._scaling)
-            hidden_RH = hidden_RH + linear(mixed.reshape(num_rows, -1), *out)
-            normed_RH = rms_norm(hidden_RH, *mlp_norm)
-            gated = functional.silu(linear(normed_RH, *gate)) * linear(normed_RH, *up)
-            hidden_RH = hidden_RH + linear(gated, *down)
-        if keep is not None:
-            hidden_RH = hidden_RH[keep]
-        return cast(Tensor, self._model.lm_head(rms_norm(hidden_RH, *_norm(base.norm))))
-
-
-def _layer(module: Any) -> tuple[Any, ...]:
-    """The Parameters of a decoder layer, which cost a lookup each where they are asked of their modules."""
-    attention, mlp = module.self_attn, module.mlp
-    maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    head_norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-    norms = (module.input_layernorm, module.post_attention_layernorm)
-    return (
-        *map(_norm, norms),
-        [_norm(one) for one in head_norms],
-        *((one.weight, one.bias) for one in (*maps, mlp.gate_proj, mlp.up_proj, mlp.down_proj)),
-    )
-
-
-def _norm(module: Any) -> tuple[Any, ...]:
-    return module.weight.shape, module.weight, module.variance_epsilon

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 from asyncrl.messages.calls import TopLogprobs
 from asyncrl.messages.frames import Asked, Sampled, spans_of
 from asyncrl.messages.token_grammars import TokenMatcher
+from asyncrl_servers.embedded.decoder import to_device, to_host
+from asyncrl_servers.embedded.kv_attention import CHUNK, LENGTH_STEP, Ints
 from asyncrl_servers.served_engine import Listener, Run, uniform_draws
 
 _HEAD = 64
@@ -223,6 +226,25 @@ class Rows:
                 sequence.kept_row = row
 
 
+def moves_after_removal(row: int, lengths: Ints) -> list[tuple[int, int]]:
+    """Moves (source, target), in order, that close the gap at `row` among rows [n]: only rows above it move.
+
+    Each chunk gets the longest row of those behind it, so that like lengths stand together: from the last of
+    the chunks behind it whose longest are as long as the next one's, which saves the moves between them.
+    """
+    moves, gap, last = [], row, len(lengths) - 1
+    starts = np.arange((row // CHUNK + 1) * CHUNK, last + 1, CHUNK)
+    longest = np.maximum.reduceat(-(-lengths // LENGTH_STEP), starts).tolist() if len(starts) else []
+    for number, start in enumerate(starts.tolist()):
+        if longest[number] not in longest[number + 1 : number + 2]:
+            source = start + int(lengths[start : min(start + CHUNK, last + 1)].argmax())
+            moves.append((source, gap))
+            gap = source
+    if gap != last:
+        moves.append((last, gap))
+    return moves
+
+
 Drawn = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], dict[int, TopLogprobs]]
 
 
@@ -244,30 +266,32 @@ def sample(
     logits_NV = logits_NV.float()
     if (temperatures != 1.0).any():
         divisors = np.where(temperatures == 0.0, np.float32(1.0), temperatures)
-        logits_NV = logits_NV / torch.from_numpy(divisors).to(device)[:, None]
+        logits_NV = logits_NV / to_device(divisors, device)[:, None]
     is_cut = (top_ps < 1.0) & (temperatures > 0.0)
     if is_cut.any():
         logits_NV = _cut_top_p(logits_NV, np.flatnonzero(is_cut), top_ps)
     logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
     cdf_NV = logprobs_NV.exp().cumsum(-1, dtype=torch.float64)
-    draws = torch.from_numpy(uniform_draws(seeds, positions)).to(device)[:, None]
+    draws = to_device(uniform_draws(seeds, positions), device)[:, None]
     tokens_N1 = torch.searchsorted(cdf_NV, draws * cdf_NV[:, -1:], right=True)
     # A product that rounds up to the total lands behind the last token; the last one of probability above 0
     # is meant.
     tokens_N1 = torch.minimum(tokens_N1, torch.searchsorted(cdf_NV, cdf_NV[:, -1:].contiguous()))
     if (is_greedy := temperatures == 0.0).any():
-        chosen = torch.from_numpy(np.flatnonzero(is_greedy)).to(device)
+        chosen = to_device(np.flatnonzero(is_greedy), device)
         tokens_N1[chosen, 0] = logits_NV[chosen].argmax(-1)
     # Only logits that are not finite land behind the last token still; their logprob tells the caller.
     tokens_N1.clamp_(max=logits_NV.shape[1] - 1)
     picked_N1 = logprobs_NV.gather(1, tokens_N1)
-    found = {row: _likeliest(logprobs_NV[row], num) for row, num in (top or {}).items()}
-    return tokens_N1[:, 0].cpu().numpy(), picked_N1[:, 0].cpu().numpy(), found
+    top = top or {}
+    likeliest = [logprobs_NV[row].topk(min(num, logprobs_NV.shape[1])) for row, num in top.items()]
+    token_ids, logprobs, *found = to_host(tokens_N1[:, 0], picked_N1[:, 0], *chain.from_iterable(likeliest))
+    pairs = zip(top, found[::2], found[1::2], strict=True)
+    return token_ids, logprobs, {row: _likeliest(values, ids) for row, values, ids in pairs}
 
 
-def _likeliest(logprobs_V: Tensor, num: int) -> TopLogprobs:
+def _likeliest(values: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> TopLogprobs:
     """Without tokens that cannot be drawn."""
-    values, ids = logprobs_V.topk(min(num, len(logprobs_V)))
     pairs = zip(ids.tolist(), values.tolist(), strict=True)
     return [(token, value) for token, value in pairs if value > float("-inf")]
 
@@ -276,8 +300,8 @@ def _cut_top_p(logits_NV: Tensor, cut: npt.NDArray[np.int64], top_ps: npt.NDArra
     """Keep, in the rows `cut`, the fewest most likely tokens whose probabilities add up to top_p (Holtzman et
     al. 2020).
     """
-    index = torch.from_numpy(cut).to(logits_NV.device)
-    limits = torch.from_numpy(top_ps[cut]).to(logits_NV.device)[:, None]
+    index = to_device(cut, logits_NV.device)
+    limits = to_device(top_ps[cut], logits_NV.device)[:, None]
     chosen_MV = logits_NV[index]
     ordered_MV, order_MV = chosen_MV.sort(dim=-1, descending=True, stable=True)
     probabilities_MV = torch.softmax(ordered_MV, dim=-1).double()
