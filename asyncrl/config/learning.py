@@ -85,6 +85,14 @@ class TrainerConfig(FrozenConfig):
     port: Port | None = None
     """Port of the trainer on 127.0.0.1 (none = any free one)."""
 
+    def is_sharded(self, device: str, dtype: str) -> bool:
+        """Whether the weights are FSDP2's shards: float32, cast and gathered layer by layer. Those of several
+        ranks are; and those of a lone one on a CUDA device that trains all weights in bfloat16, since a
+        bfloat16 model beside its float32 weights would take 2 bytes a parameter more.
+        """
+        casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
+        return self.world_size > 1 or self.cpu_offload or casts_all
+
 
 class TeacherConfig(FrozenConfig):
     """A second model, whose logprobs of the sampled tokens are learnt from: on-policy distillation

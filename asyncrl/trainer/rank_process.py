@@ -95,7 +95,7 @@ class TrainerService:
         """The export that was begun and has not been asked for."""
         # Loaded on the thread that will step: the number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
-            lambda: TrainStep(spec, join_ranks(spec, resolve_device(spec)[0]))
+            lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
         ).result()
         if not self.step.ranks.is_first:
             self._torch_thread.submit(self._follow)

@@ -24,7 +24,7 @@ from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import open_as, whole_folder
 from asyncrl.weights.adapters import linear_parameters, merge
-from asyncrl.weights.export import in_export_dtype, named_weights
+from asyncrl.weights.export import in_export_dtype, named_weights, whole_here
 from asyncrl.weights.tensor_files import SCALE
 
 
@@ -180,7 +180,7 @@ class Adapters:
 
     def _merge(self, layer: Any, base: Tensor) -> Tensor:
         pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-        lora_A, lora_B = (weight.detach().to(self._dtype) for weight in pair)
+        lora_A, lora_B = (whole_here(weight.detach()).to(self._dtype) for weight in pair)
         return merge(base, lora_A, lora_B, self.scale)
 
     def save(self, path: Path, tensors: dict[str, Tensor], model_path: str) -> None:

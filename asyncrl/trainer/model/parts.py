@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 class MasterWeights:
     """Named float32 weights that an optimizer steps on, under a model that computes in bfloat16: its
-    micro-batches' gradients are added up in float32. In float32 the parameters are their own masters.
+    micro-batches' gradients are added up in float32. In float32 the parameters are their own masters, as
+    FSDP's shards are: so a copy is made on the CPU, and of adapters.
 
     Life: made once; after each optimizer step write_back().
     Invariant: outside of a step the model's weights are the masters, rounded to its dtype.
@@ -123,7 +124,8 @@ def sharded_policy(
     """A policy of `model`, sharded in place and moved to this rank's device, layer after layer: a whole one
     on any device, or one on `meta`, which is filled with what is `stored`. Parameters become float32 shards,
     which the optimizer steps on; each decoder layer is gathered for its forward and backward pass in the
-    dtype of the run, and its gradient is added up over the ranks in float32.
+    dtype of the run, and its gradient is added up over the ranks in float32. On a mesh of one rank nothing
+    is sent: to gather is to cast.
     """
     assert ranks.mesh is not None
     policy = Policy(model, plan)
@@ -135,7 +137,7 @@ def sharded_policy(
     for layer in _layers(model):
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
-    for module in _sharded(policy):
+    for module in _sharded(policy) if ranks.size > 1 else ():
         # The step's loss is a sum over all ranks, not a mean: nothing is divided.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
