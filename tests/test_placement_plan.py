@@ -245,7 +245,7 @@ def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
 
 
 def test_what_a_trainer_works_in_has_the_recomputed_layer_and_the_slices_of_the_head() -> None:
-    token, layers, hidden, vocab = 2, 28, 3584, 152064
+    token, layers, hidden = 2, 28, 3584
     layer = (14 * hidden + 4 * 18944) * 16384 * token
     head = 2**26 * (4 + token) + 16384 * hidden * (2 * token + 4)
     adapters = "trainer.lora={rank: 16}"

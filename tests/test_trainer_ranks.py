@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import job_runs
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from branch_cases import make_branch_batch
 from rank_processes import TIMEOUT_S, running, save_state
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
-from trainer_cases import changed, learned, make_batch, make_spec
+from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig, TrainerConfig, load_config
@@ -43,7 +40,7 @@ from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import sharded_policy
 from asyncrl.trainer.model.policy import find_plan
 from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.ranks import Ranks, join_ranks
+from asyncrl.trainer.ranks import join_ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
 
@@ -129,8 +126,8 @@ def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
 
 
 def test_offloading_to_the_cpu_is_refused_on_the_cpu(tiny_model_dir: Path, tmp_path: Path) -> None:
+    spec = make_spec(tiny_model_dir, tmp_path, trainer={"cpu_offload": True})
     with pytest.raises(ConfigError, match="cpu_offload=true, and the trainer runs on the CPU"):
-        spec = make_spec(tiny_model_dir, tmp_path, trainer={"cpu_offload": True})
         join_ranks(spec, torch.device("cpu"), torch.float32)
 
 
@@ -149,16 +146,6 @@ def test_a_lone_rank_has_shards_where_they_save_a_copy_in_bfloat16(
     trainer: dict[str, Any], device: str, dtype: str, expected: bool
 ) -> None:
     assert TrainerConfig.model_validate(trainer).is_sharded(device, dtype) == expected
-
-
-@contextlib.contextmanager
-def mesh_of_one(folder: Path) -> Iterator[Ranks]:
-    store = dist.FileStore(str(folder / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield Ranks(0, 1, init_device_mesh("cpu", (1,)))
-    finally:
-        dist.destroy_process_group()
 
 
 def held_bytes(step: TrainStep) -> int:

@@ -70,6 +70,10 @@ class TrainerConfig(FrozenConfig):
     """Keep only each layer's input for the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
+    compile: bool | Literal["auto"] = "auto"
+    """Have torch.compile fuse what a layer computes around attention; the first steps wait for it (auto = on
+    CUDA, for models without experts that take packed tokens, where a C compiler is found).
+    """
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
     max_skipped_steps: int = Field(default=3, ge=1)

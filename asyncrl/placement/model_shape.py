@@ -27,9 +27,9 @@ LAYER = re.compile(r"\.\d+\.")
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
-    layers; `largest_tensor`, `largest_layer`: its parameters; `outside`: those that are in no layer, embeddings
-    and head; `is_converted`: transformers stacks what is stored, experts one
-    by one, so that no rank can read its part alone. All 0: the model is not on disk (a hub id that is not
+    layers; `largest_tensor`, `largest_layer`: its parameters; `outside`: those that are in no layer but in
+    embeddings and head; `is_converted`: transformers stacks what is stored, experts one by one, so that no
+    rank can read its part alone. All 0: the model is not on disk (a hub id that is not
     fetched), and its memory is not known.
     """
 
@@ -80,7 +80,9 @@ class ModelShape:
         layer = self.largest_layer
         size = (self.outside + min(num_ranks, 2) * layer) * item_bytes
         if is_trained:
-            size += self.vocab * self.hidden * item_bytes + layer * (item_bytes + 4) + -(-layer * 4 // num_ranks)
+            size += (
+                self.vocab * self.hidden * item_bytes + layer * (item_bytes + 4) + -(-layer * 4 // num_ranks)
+            )
         return size
 
     def forward_bytes(self, num_tokens: int, item_bytes: int) -> int:

@@ -37,11 +37,9 @@ SCORED_TOKENS = 256
 
 Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Side = Literal[
-    "controller", "trainer", "shards", "engine", "eval", "staging", "host", "checkpoint", "start"
-]
-"""Owner of the memory. shards: state of the trainer that trainer.cpu_offload has in host memory; eval: what works beside both sides at any time, the teacher too; staging: weights
-between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device;
+Side = Literal["controller", "trainer", "shards", "engine", "eval", "staging", "host", "checkpoint", "start"]
+"""Owner of the memory. shards: state of the trainer that trainer.cpu_offload has in host memory; eval: what
+works beside both sides at any time, the teacher too; staging: weights between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device;
 checkpoint: the copy that one is written from, at any time after the start; start: what the trainer's
 processes load before their weights are where they stay.
 """
@@ -91,7 +89,7 @@ class ProcessPlan:
         match self.side, phase:
             case "start", _:
                 return memory.total if phase == "start" else 0
-            case ("trainer" | "shards"), "start":
+            case (("trainer" | "shards"), "start"):
                 return memory.weights + memory.copies
             case ("staging" | "host" | "checkpoint", "start"):
                 return 0
