@@ -39,9 +39,10 @@ Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Side = Literal["controller", "trainer", "shards", "engine", "eval", "staging", "host", "checkpoint", "start"]
 """Owner of the memory. shards: state of the trainer that trainer.cpu_offload has in host memory; eval: what
-works beside both sides at any time, the teacher too; staging: weights between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device;
-checkpoint: the copy that one is written from, at any time after the start; start: what the trainer's
-processes load before their weights are where they stay.
+works beside both sides at any time, the teacher too; staging: weights between trainer and engines, in memory
+that both open; host: state that the trainer moved off a CUDA device; checkpoint: the copy that one is written
+from, at any time after the start; start: what the trainer's processes load before their weights are where
+they stay.
 """
 
 

@@ -25,7 +25,7 @@ BACKEND: Any = "inductor"
 MOST_GRAPHS = 64
 """Of a layer: with and without gradients, trained or frozen, of one token or more, of each kind."""
 CHECKPOINTING = "forward_with_checkpointing"
-"""Name of the function that transformers puts around a layer's own forward; older ones put it around the call."""
+"""Name of what transformers puts around a layer's own forward; older ones put it around the call."""
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
