@@ -79,7 +79,12 @@ def test_what_a_trainer_holds_depends_on_its_ranks_its_type_and_its_adapters() -
     gathered = shape.gathered_bytes(4, 3, is_trained=True)
     head_gradient = shape.vocab * shape.hidden * 4
     assert third.activations == whole.activations - head_gradient + gathered
-    assert memory(planned(0, "trainer.lora={rank: 2}"), "trainer-0").optimizer < whole.optimizer
+    adapted, merged = (
+        memory(planned(0, f"trainer.lora={{rank: 2, merge: {when}}}"), "trainer-0")
+        for when in ("pass", "step")
+    )
+    assert adapted.optimizer < whole.optimizer
+    assert merged == replace(adapted, copies=4 * planned(0).shape.num_linear)
     plan = planned(1, "placement.rollout=cpu", "model.dtype=bfloat16")
     trainer, num = memory(plan, "trainer-0"), plan.shape.num_parameters
     assert (trainer.weights, trainer.optimizer) == (4 * num, 8 * num), "float32 shards of a mesh of one rank"

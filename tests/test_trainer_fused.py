@@ -108,10 +108,11 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBack
         ({}, {}, False),
         ({"gradient_checkpointing": True}, {"algorithm": {"kl_coefficient": 0.1}}, False),
         ({"lora": {"rank": 2, "alpha": 4}}, {"algorithm": {"kl_coefficient": 0.1}}, False),
+        ({"lora": {"rank": 2, "merge": "step"}}, {"dtype": "bfloat16"}, False),
         ({"gradient_checkpointing": True}, {"algorithm": {"kl_coefficient": 0.1}}, True),
         ({"gradient_checkpointing": True, "lora": {"rank": 2}}, {"dtype": "bfloat16"}, True),
     ],
-    ids=["plain", "checkpointing", "adapters", "shards", "shards, adapters"],
+    ids=["plain", "checkpointing", "adapters", "merged adapters", "shards", "shards, adapters"],
 )
 def test_compiled_layers_learn_the_same_and_are_compiled_once_for_all_lengths(
     compiler: CompileCounterWithBackend,

@@ -31,6 +31,10 @@ class LoraConfig(FrozenConfig):
     """Names of the linear layers that get one, e.g. [q_proj, v_proj] (all-linear = every one but the
     head).
     """
+    merge: Literal["pass", "step"] = "pass"
+    """When adapters are merged into the weights that a forward or backward pass takes: in each pass, or once
+    a step, which saves its time and keeps a second copy of the layers that have one. The result is the same,
+    bit for bit."""
 
 
 class TrainerConfig(FrozenConfig):
@@ -88,6 +92,15 @@ class TrainerConfig(FrozenConfig):
     """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
     port: Port | None = None
     """Port of the trainer on 127.0.0.1 (none = any free one)."""
+
+    @model_validator(mode="after")
+    def _merged_weights_are_whole(self) -> Self:
+        if self.lora is not None and self.lora.merge == "step" and (self.world_size > 1 or self.cpu_offload):
+            raise ValueError(
+                "lora.merge=step keeps merged weights whole on the device, and with world_size above 1 or "
+                "cpu_offload they are not; set trainer.lora.merge=pass"
+            )
+        return self
 
     def is_sharded(self, device: str, dtype: str) -> bool:
         """Whether the weights are FSDP2's shards: float32, cast and gathered layer by layer. Those of several

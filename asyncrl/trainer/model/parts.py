@@ -9,7 +9,7 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +54,7 @@ class MasterWeights:
         gradient have a master.
         """
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.then: Callable[[], None] = lambda: None
         if dtype == torch.float32:
             self.named: dict[str, Tensor] = dict(named)
             self._working: dict[str, nn.Parameter] = {}
@@ -67,9 +68,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Give the model the masters as they are now."""
+        """Give the model the masters as they are now, and `then` what follows from them."""
         for name, parameter in self._working.items():
             parameter.copy_(self.named[name])
+        self.then()
 
 
 def _collect(master: Tensor, parameter: Tensor) -> None:
@@ -240,6 +242,9 @@ class TrainedModel:
                 self.reference = sharded_policy(frozen, plan, ranks, dtype, stored, **options)
             self.policy = sharded_policy(model, plan, ranks, dtype, stored, **options)
             self.masters = MasterWeights(model, torch.float32)  # the shards are float32 already
+        if self.adapters is not None and spec.trainer.lora is not None and spec.trainer.lora.merge == "step":
+            self.masters.then = self.adapters.keep_merged
+            self.adapters.keep_merged()
         if spec.trainer.gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
 
