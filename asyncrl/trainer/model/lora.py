@@ -65,8 +65,8 @@ class MergedLinear(lora.Linear):
     """Peft's layer with the forward pass of an engine, which merges W + scale * B A once a publish and in
     bfloat16 rounds it. To add scale * B (A x) to W x would be another policy: a weight that the adapter moves
     by less than half a bfloat16 step does not move in the engine. So the merged, rounded weight is used here
-    too, made anew in each pass (or `kept`, once a step), with gradients for A and B as if nothing were rounded,
-    like those of master weights. With scale 0 it is the layer below.
+    too, made anew in each pass (or `kept`, once a step), with gradients for A and B as if nothing were
+    rounded, like those of master weights. With scale 0 it is the layer below.
     """
 
     kept: Tensor | None
