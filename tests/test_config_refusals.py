@@ -38,6 +38,7 @@ eval.task.python=a:b eval.samples=2 -> all the same at eval.temperature=0
 trainer.mini_batches=3 -> trainer.mini_batches=3 does not divide trainer.num_groups=8
 trainer.world_size=65 -> above the 64 sequences
 trainer.cpu_offload=true placement.trainer=cpu -> set it to false
+trainer.world_size=2 trainer.lora={merge: step} -> set trainer.lora.merge=pass
 rollout.group_size=1 -> algorithm.advantage=grpo compares the rollouts of a prompt
 checkpoint.keep_best=true -> must divide eval.every=None
 checkpoint.keep_every=7 -> keep_every=7 is not a multiple of every=50

@@ -75,11 +75,39 @@ def test_what_a_trainer_holds_depends_on_its_ranks_its_type_and_its_adapters() -
     whole, third = (memory(planned(0, *more), "trainer-0") for more in ([], ["trainer.world_size=3"]))
     for name in ("weights", "gradients", "optimizer"):
         assert getattr(third, name) == pytest.approx(getattr(whole, name) / 3, rel=0.01)
-    assert third.activations == whole.activations
-    assert memory(planned(0, "trainer.lora={rank: 2}"), "trainer-0").optimizer < whole.optimizer
+    shape = planned(0).shape
+    gathered = shape.gathered_bytes(4, 3, is_trained=True)
+    head_gradient = shape.vocab * shape.hidden * 4
+    assert third.activations == whole.activations - head_gradient + gathered
+    adapted, merged = (
+        memory(planned(0, f"trainer.lora={{rank: 2, merge: {when}}}"), "trainer-0")
+        for when in ("pass", "step")
+    )
+    assert adapted.optimizer < whole.optimizer
+    assert merged == replace(adapted, copies=4 * planned(0).shape.num_linear)
     plan = planned(1, "placement.rollout=cpu", "model.dtype=bfloat16")
     trainer, num = memory(plan, "trainer-0"), plan.shape.num_parameters
+    assert (trainer.weights, trainer.optimizer) == (4 * num, 8 * num), "float32 shards of a mesh of one rank"
+    trainer = memory(planned(0, *ON_CPU, "model.dtype=bfloat16"), "trainer-0")
     assert (trainer.weights, trainer.optimizer) == (2 * num, (4 + 8) * num), "masters are float32"
+
+
+@pytest.mark.parametrize("more", [[], ["trainer.lora={rank: 2}"], ["algorithm.kl_coefficient=0.1"]])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_offloaded_trainer_has_its_state_on_the_host_and_a_step_on_its_device(
+    world_size: int, more: list[str]
+) -> None:
+    more = [*more, ZERO, f"trainer.world_size={world_size}", "model.dtype=bfloat16"]
+    more += ["placement.trainer=all", "placement.rollout=trainer", f"rollout.num_engines={world_size}"]
+    here, away = (planned(world_size, *more, *also) for also in ([], ["trainer.cpu_offload=true"]))
+    whole, step, state = memory(here, "trainer-0"), memory(away, "trainer-0"), memory(away, "trainer-0/host")
+    assert step == Memory(activations=step.activations)
+    assert replace(state, activations=step.activations) == whole or "lora" in more[0]
+    assert (state.weights, state.optimizer) == (whole.weights, whole.optimizer)
+    assert "offloaded" not in {process.name for process in away.processes}, "turns have nothing to move"
+    host = next(process for process in away.processes if process.name == "trainer-0/host")
+    held = {phase: host.held_bytes(phase, "colocated") for phase in PHASES}
+    assert held == dict.fromkeys(PHASES, state.total) | {"start": state.weights + state.copies}
 
 
 def test_a_run_with_checkpoints_has_a_copy_of_the_state_on_the_host_at_any_time() -> None:
@@ -131,14 +159,16 @@ EXPERTS = "model.scratch.architecture.num_experts=4"
     ("num_cuda", "overrides", "num_models", "num_tensors"),
     [
         (0, [], 0, 0),
-        (3, [], 1, 0),
+        (3, ["model.dtype=float32"], 1, 0),
+        (3, ["model.dtype=bfloat16"], 0, 1),
+        (3, ["model.dtype=bfloat16", "trainer.lora={rank: 2}"], 0.5, 0),
         (3, ["trainer.world_size=2"], 0, 2),
         (3, ["trainer.world_size=2", EXPERTS], 2, 0),
         (3, ["trainer.world_size=2", EXPERTS, "algorithm.kl_coefficient=0.1"], 4, 0),
     ],
 )
 def test_the_start_counts_what_ranks_load_into_host_memory_before_it_is_on_their_device(
-    num_cuda: int, overrides: list[str], num_models: int, num_tensors: int
+    num_cuda: int, overrides: list[str], num_models: float, num_tensors: int
 ) -> None:
     plan = planned(num_cuda, *overrides)
     loaded = 4 * (num_models * plan.shape.num_parameters + num_tensors * plan.shape.largest_tensor)
@@ -220,14 +250,26 @@ def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
 
 
 def test_what_a_trainer_works_in_has_the_recomputed_layer_and_the_slices_of_the_head() -> None:
-    token, layers, hidden, vocab = 2, 28, 3584, 152064
+    token, layers, hidden = 2, 28, 3584
     layer = (14 * hidden + 4 * 18944) * 16384 * token
-    head = 2**26 * (4 + token) + 16384 * hidden * (2 * token + 4) + vocab * hidden * token
-    kept, all_kept = (memory(on_h200(*more), "trainer-0").activations for more in ([CHECKPOINTING], []))
+    head = 2**26 * (4 + token) + 16384 * hidden * (2 * token + 4)
+    adapters = "trainer.lora={rank: 16}"
+    found = (memory(on_h200(adapters, *more), "trainer-0").activations for more in ([CHECKPOINTING], []))
+    kept, all_kept = found
     assert kept == layers * hidden * 16384 * token + max(layer, head)
     assert all_kept == layers * layer + head
-    adapted = memory(on_h200("trainer.lora={rank: 16}"), "trainer-0").activations
-    assert adapted == all_kept - vocab * hidden * token, "a head that is not trained has no gradient"
+
+
+def test_a_trainer_on_cuda_holds_what_is_gathered_beside_what_it_works_in() -> None:
+    plan = on_h200(CHECKPOINTING)
+    outside = 152064 * 3584
+    layer = 3584 * 128 * (2 * 28 + 2 * 4) + 3 * 3584 * 18944
+    assert (plan.shape.outside, plan.shape.largest_layer) == (outside, layer)
+    gathered = (outside + layer) * 2 + 152064 * 3584 * 2 + layer * (2 + 4 + 4)
+    adapted = memory(on_h200(CHECKPOINTING, "trainer.lora={rank: 16}"), "trainer-0").activations
+    assert memory(plan, "trainer-0").activations == adapted + gathered
+    two = replace(plan.shape, vocab=0).gathered_bytes(2, 2, is_trained=True)
+    assert two == (outside + 2 * layer) * 2 + layer * (2 + 4 + 2), "and the next layer, on its way"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -1,15 +1,31 @@
-"""Norms and rotary embeddings in fewer passes: the same function as transformers', where it is exchanged."""
+"""Layers in fewer passes, exchanged in part or compiled as a whole: the same function as transformers'."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib.machinery
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from tiny_model import make_tiny_model
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from trainer_cases import learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from asyncrl.trainer.model.fused import fuse
+from asyncrl.errors import ConfigError
+from asyncrl.trainer.model import attention, fused, parts
+from asyncrl.trainer.model.fused import fuse, why_not_compiled
+from asyncrl.trainer.model.policy import ForwardPlan
+from asyncrl.trainer.rank_process import _words
+from asyncrl.trainer.ranks import ALONE
+from asyncrl.trainer.step import TrainStep
 
 SIZES = {
     "hidden_size": 64,
@@ -65,3 +81,153 @@ def test_a_model_gives_the_same_logits_and_gradients(
     for module in fused.modules():
         if "forward" in vars(module):
             assert module.forward.__self__ is module, "a copy computes with its own weights"
+
+
+# ---- compiled layers
+
+GUARDED = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:.*Function.*should not be instantiated:DeprecationWarning",
+)
+"""Torch's own tracer is warned of these, and hides them from all but filters that make errors of them."""
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBackend]:
+    """Traces and differentiates graphs as for a device, runs them as they are, and counts them."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(fused, "BACKEND", counter)
+    yield counter
+    torch._dynamo.reset()
+
+
+@GUARDED
+@pytest.mark.parametrize(
+    ("trainer", "values", "has_mesh"),
+    [
+        ({}, {}, False),
+        ({"gradient_checkpointing": True}, {"algorithm": {"kl_coefficient": 0.1}}, False),
+        ({"lora": {"rank": 2, "alpha": 4}}, {"algorithm": {"kl_coefficient": 0.1}}, False),
+        ({"lora": {"rank": 2, "merge": "step"}}, {"dtype": "bfloat16"}, False),
+        ({"gradient_checkpointing": True}, {"algorithm": {"kl_coefficient": 0.1}}, True),
+        ({"gradient_checkpointing": True, "lora": {"rank": 2}}, {"dtype": "bfloat16"}, True),
+    ],
+    ids=["plain", "checkpointing", "adapters", "merged adapters", "shards", "shards, adapters"],
+)
+def test_compiled_layers_learn_the_same_and_are_compiled_once_for_all_lengths(
+    compiler: CompileCounterWithBackend,
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    trainer: dict[str, Any],
+    values: dict[str, Any],
+    has_mesh: bool,
+) -> None:
+    settings = {"learning_rate": 1e-3, "micro_batch_tokens": 60, **trainer}
+    limit = 0.02 if "dtype" in values else 1e-4
+    with mesh_of_one(tmp_path) if has_mesh else contextlib.nullcontext(ALONE) as ranks:
+        eager, compiled = (
+            TrainStep(
+                make_spec(tiny_model_dir, tmp_path, trainer={**settings, "compile": is_on}, **values), ranks
+            )
+            for is_on in ("auto", True)
+        )
+        assert not eager.policy.is_compiled, "auto is for CUDA"
+        num_graphs = list[int]()
+        for version in range(3):  # others in number and length
+            batch = make_batch(version=version, seed=version, num_groups=2 + version)
+            wanted, found = (learned(one.train(*batch)) for one in (eager, compiled))
+            assert found == pytest.approx(wanted, rel=10 * limit, abs=limit)
+            num_graphs.append(compiler.frame_count)
+    assert num_graphs[0] > 0
+    assert num_graphs == num_graphs[:1] * 3
+
+
+def test_what_cannot_be_compiled_is_left_alone_or_refused(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+    experts = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("qwen3_moe", **SIZES, num_experts=4, moe_intermediate_size=16)
+    )
+    assert "experts" in why_not_compiled(experts, cpu, torch.float32)
+    assert "float32" in why_not_compiled(model, cuda, torch.float32)
+    packed, windowed = ForwardPlan(True, True), ForwardPlan(True, True, window=8)
+    spec, asked = (make_spec(tiny_model_dir, tmp_path, trainer={"compile": one}) for one in ("auto", True))
+    off = make_spec(tiny_model_dir, tmp_path, trainer={"compile": False})
+    cases = [(spec, packed, cuda, True), (spec, windowed, cuda, False), (spec, packed, cpu, False)]
+    for given, plan, device, expected in [*cases, (asked, packed, cpu, True), (off, packed, cuda, False)]:
+        assert parts.should_compile(given, model, plan, device, torch.bfloat16) == expected
+    with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens at any length"):
+        parts.should_compile(asked, model, windowed, cuda, torch.bfloat16)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not parts.should_compile(spec, model, packed, cuda, torch.bfloat16)
+    with pytest.raises(ConfigError, match="no C compiler"):
+        parts.should_compile(asked, model, packed, cuda, torch.bfloat16)
+
+
+@GUARDED
+def test_layers_that_do_not_compile_are_an_error_that_names_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(fused, "BACKEND", broken)
+    folder = make_tiny_model(tmp_path / "model")
+    step = TrainStep(make_spec(folder, tmp_path, trainer={"compile": True}))
+    with pytest.raises(Exception, match="no such kernel") as caught:
+        step.train(*make_batch())
+    assert "set trainer.compile=false" in _words(caught.value).way_out
+    torch._dynamo.reset()
+
+
+# ---- what a CUDA process chooses at its start
+
+
+@pytest.mark.parametrize("name", parts.ALLOCATOR_ENV)
+def test_segments_grow_unless_the_user_has_set_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    told = list[str]()
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    parts.prepare_cuda({name: "max_split_size_mb:64"})
+    assert told == []
+    parts.prepare_cuda({})
+    assert told == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize(
+    ("is_installed", "capability", "fault", "expected"),
+    [
+        (True, (9, 0), None, "FA3"),
+        (True, (8, 0), None, "FA2"),
+        (True, (10, 0), None, "FA2"),
+        (False, (9, 0), None, "FA2"),
+        (True, (9, 0), RuntimeError("it does not expose FA3 kernels"), "FA2"),
+    ],
+)
+def test_fa3_is_chosen_where_it_is_installed_and_can_run(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_installed: bool,
+    capability: tuple[int, int],
+    fault: Exception | None,
+    expected: str,
+) -> None:
+    activated = list[str]()
+
+    def activate(name: str) -> None:
+        if fault is not None:
+            raise fault
+        activated.append(name)
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, raising=False)
+    module = ModuleType("flash_attn_interface")
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    if is_installed:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert attention.choose_flash(capability) == expected
+    assert activated == (["FA3"] if expected == "FA3" else [])
+    assert ("cannot be used" in caplog.text) == (fault is not None)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.serving import Refused
+from asyncrl.trainer.model import lora
 from asyncrl.trainer.model.lora import ADAPTER, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep
 
@@ -92,6 +93,39 @@ def test_a_change_too_small_for_bfloat16_changes_neither_trainer_nor_engine() ->
         layer(x).sum().backward()
         assert layer.lora_A[ADAPTER].weight.grad.all()
         layer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_merged_once_a_step_is_what_is_merged_in_each_pass_bit_for_bit(
+    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    num_merged = list[int]()
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        num_merged[-1] += 1
+        return merge(*arguments)
+
+    monkeypatch.setattr(lora, "merge", counted)
+    digests = []
+    for when in ("pass", "step"):
+        num_merged.append(0)
+        settings = {"lora": {**LORA["lora"], "merge": when}, "micro_batch_tokens": 40}
+        step = make_step(trainer=settings, dtype=dtype, algorithm={"kl_coefficient": 0.1})
+        trained(step)
+        step.begin_save_state(tmp_path / when).result()
+        step.offload(["weights", "optimizer"])
+        step.onload(["weights", "optimizer"])
+        before = logprobs(step)
+        step.train(*make_batch(version=step.policy_version))
+        assert not np.array_equal(logprobs(step), before)
+        step.load_state(tmp_path / "pass")
+        assert np.array_equal(logprobs(step), before)
+        digests.append((step.weights_digest(), step.export(tmp_path / f"{when}.safetensors").digest))
+        digests[-1] += (before.tobytes(),)
+    assert digests[0] == digests[1]
+    layers, exported = 14, 14
+    assert num_merged[1] == (1 + step.num_optimizer_steps + 1 + 1) * layers + exported
+    assert num_merged[0] > 3 * num_merged[1]
 
 
 def test_what_is_saved_opens_elsewhere(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> None:

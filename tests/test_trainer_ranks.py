@@ -16,10 +16,11 @@ from branch_cases import make_branch_batch
 from rank_processes import TIMEOUT_S, running, save_state
 from safetensors.torch import load_file
 from tiny_model import make_tiny_model
-from trainer_cases import changed, learned, make_batch, make_spec
+from torch.profiler import ProfilerActivity, profile
+from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoModelForCausalLM
 
-from asyncrl.config import load_config
+from asyncrl.config import ModelConfig, TrainerConfig, load_config
 from asyncrl.errors import ConfigError, RoomError
 from asyncrl.http import CallRefused
 from asyncrl.messages.base import find_fatal
@@ -33,7 +34,12 @@ from asyncrl.messages.calls import (
     TrainerHealth,
 )
 from asyncrl.placement.devices import place
+from asyncrl.placement.model_shape import model_shape
 from asyncrl.run import start as startup
+from asyncrl.trainer.model.packing import pack_texts
+from asyncrl.trainer.model.parts import sharded_policy
+from asyncrl.trainer.model.policy import find_plan
+from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import join_ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
@@ -120,8 +126,91 @@ def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
 
 
 def test_offloading_to_the_cpu_is_refused_on_the_cpu(tiny_model_dir: Path, tmp_path: Path) -> None:
+    spec = make_spec(tiny_model_dir, tmp_path, trainer={"cpu_offload": True})
     with pytest.raises(ConfigError, match="cpu_offload=true, and the trainer runs on the CPU"):
-        join_ranks(make_spec(tiny_model_dir, tmp_path, trainer={"cpu_offload": True}), torch.device("cpu"))
+        join_ranks(spec, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "device", "dtype", "expected"),
+    [
+        ({}, "cuda", "bfloat16", True),
+        ({}, "cuda", "float32", False),
+        ({}, "cpu", "bfloat16", False),
+        ({"lora": {"rank": 2}}, "cuda", "bfloat16", False),
+        ({"lora": {"rank": 2}, "cpu_offload": True}, "cuda", "bfloat16", True),
+        ({"world_size": 2}, "cpu", "float32", True),
+    ],
+)
+def test_a_lone_rank_has_shards_where_they_save_a_copy_in_bfloat16(
+    trainer: dict[str, Any], device: str, dtype: str, expected: bool
+) -> None:
+    assert TrainerConfig.model_validate(trainer).is_sharded(device, dtype) == expected
+
+
+def held_bytes(step: TrainStep) -> int:
+    tensors = [*step._tensors_of("weights"), *step._tensors_of("optimizer")]
+    storages = (local_of(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4}], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_mesh_of_one_rank_learns_what_masters_do_without_a_bfloat16_model(
+    tiny_model_dir: Path, tmp_path: Path, lora: dict[str, Any] | None, checkpointing: bool
+) -> None:
+    trainer = {"lora": lora, "gradient_checkpointing": checkpointing, "learning_rate": 1e-3}
+    values = {"trainer": trainer, "dtype": "bfloat16", "canary_tokens": 8}
+    alone = TrainStep(make_spec(tiny_model_dir, tmp_path / "alone", **values))
+    with mesh_of_one(tmp_path) as ranks:
+        step = TrainStep(make_spec(tiny_model_dir, tmp_path / "mesh", **values), ranks)
+        for one in (alone, step):
+            one.spec.staging_dir.mkdir(parents=True)
+        for version in range(2):
+            batch = aged(*make_batch(version=version, seed=version))
+            wanted, found = (learned(one.train(*batch)) for one in (alone, step))
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+        if lora is None:
+            num = sum(one.numel() for one in step.policy.parameters())
+            assert held_bytes(alone) - held_bytes(step) >= 2 * num, "a bfloat16 model"
+            assert 12 * num <= held_bytes(step) < 12.5 * num, "float32 weights and moments alone"
+        exports = [one.export(tmp_path / f"{name}.safetensors") for name, one in (("a", alone), ("m", step))]
+        for name, tensor in load_file(exports[0].path).items():
+            found_tensor = load_file(exports[1].path)[name]
+            assert found_tensor.dtype == tensor.dtype
+            torch.testing.assert_close(found_tensor, tensor, rtol=1e-2, atol=1e-5)
+        assert exports[1].canary.logprobs == pytest.approx(exports[0].canary.logprobs, abs=0.02)
+        digest = step.weights_digest()
+        step.begin_save_state(tmp_path / "state").result()
+        step.offload(["weights", "optimizer"])
+        step.onload(["weights", "optimizer"])
+        step.train(*make_batch(version=2))
+        assert step.weights_digest() != digest
+        step.load_state(tmp_path / "state")
+        assert step.weights_digest() == digest
+        alone.load_state(tmp_path / "state")
+        assert alone.weights_digest() == digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_gathered_of_shards_is_what_the_plan_counts(tmp_path: Path, dtype: torch.dtype) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 5}
+    folder = make_tiny_model(tmp_path / "model", **sizes)
+    shape = model_shape(ModelConfig(path=str(folder)))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    layers = [sum(one.numel() for one in layer.parameters()) for layer in model.model.layers]
+    assert shape.largest_layer == max(layers)
+    assert shape.outside == sum(one.numel() for one in model.parameters()) - sum(layers)
+    ids = np.arange(8) + 6
+    with mesh_of_one(tmp_path) as ranks:
+        policy = sharded_policy(model, find_plan(model), ranks, dtype, None, is_offloaded=False)
+        for _ in range(2):  # the second one adds to the gradients of the first
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+                policy(pack_texts([[ids]], torch.device("cpu"))).logprob_M.sum().backward()
+    events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
+    sizes_held = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()) if e.name() == "[memory]"]
+    counted = shape.gathered_bytes(dtype.itemsize, 1, is_trained=True)
+    assert 0.6 * counted < max(np.cumsum(sizes_held)) < 1.1 * counted
 
 
 LIKE_ONE: dict[str, dict[str, Any]] = {

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import TrainerSpec
 
@@ -66,6 +69,17 @@ def make_batch(
         behaviour_logprobs=np.where(mask, rng.normal(-4.0, 0.3, len(mask)), 0).astype(np.float32),
         versions=np.where(mask, version, -1).astype(np.int32),
     )
+
+
+@contextlib.contextmanager
+def mesh_of_one(folder: Path) -> Iterator[Ranks]:
+    """The place of a lone rank whose weights are shards, as on a CUDA device."""
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield Ranks(0, 1, init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -31,6 +31,10 @@ class LoraConfig(FrozenConfig):
     """Names of the linear layers that get one, e.g. [q_proj, v_proj] (all-linear = every one but the
     head).
     """
+    merge: Literal["pass", "step"] = "pass"
+    """When adapters are merged into the weights that a forward or backward pass takes: in each pass, or once
+    a step, which saves its time and keeps a second copy of the layers that have one. The result is the same,
+    bit for bit."""
 
 
 class TrainerConfig(FrozenConfig):
@@ -70,6 +74,10 @@ class TrainerConfig(FrozenConfig):
     """Keep only each layer's input for the backward pass: less memory, about a third more time."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
+    compile: bool | Literal["auto"] = "auto"
+    """Have torch.compile fuse what a layer computes around attention; the first steps wait for it (auto = on
+    CUDA, for models without experts that take packed tokens, where a C compiler is found).
+    """
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""
     max_skipped_steps: int = Field(default=3, ge=1)
@@ -84,6 +92,23 @@ class TrainerConfig(FrozenConfig):
     """CPU threads of the trainer (auto = the cores that the engines leave, at least 1)."""
     port: Port | None = None
     """Port of the trainer on 127.0.0.1 (none = any free one)."""
+
+    @model_validator(mode="after")
+    def _merged_weights_are_whole(self) -> Self:
+        if self.lora is not None and self.lora.merge == "step" and (self.world_size > 1 or self.cpu_offload):
+            raise ValueError(
+                "trainer.lora.merge=step keeps merged weights whole on the device, and with world_size above 1 "
+                "or cpu_offload none are; set trainer.lora.merge=pass"
+            )
+        return self
+
+    def is_sharded(self, device: str, dtype: str) -> bool:
+        """Whether the weights are FSDP2's shards: float32, cast and gathered layer by layer. Those of several
+        ranks are; and those of a lone one on a CUDA device that trains all weights in bfloat16, since a
+        bfloat16 model beside its float32 weights would take 2 bytes a parameter more.
+        """
+        casts_all = device.startswith("cuda") and dtype == "bfloat16" and self.lora is None
+        return self.world_size > 1 or self.cpu_offload or casts_all
 
 
 class TeacherConfig(FrozenConfig):

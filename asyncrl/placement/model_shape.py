@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,16 @@ from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 
 EXPERT = re.compile(r"\.experts\.\d+\.")
 """In the name of a stored tensor that is one expert's."""
+LAYER = re.compile(r"\.\d+\.")
+"""In the name of one that is a layer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
-    layers; `largest_tensor`: its parameters; `is_converted`: transformers stacks what is stored, experts one
-    by one, so that no rank can read its part alone. All 0: the model is not on disk (a hub id that is not
+    layers; `largest_tensor`, `largest_layer`: its parameters; `outside`: those that are in no layer but in
+    embeddings and head; `is_converted`: transformers stacks what is stored, experts one by one, so that no
+    rank can read its part alone. All 0: the model is not on disk (a hub id that is not
     fetched), and its memory is not known.
     """
 
@@ -36,6 +40,8 @@ class ModelShape:
     kv_per_token: int = 0
     vocab: int = 0
     largest_tensor: int = 0
+    largest_layer: int = 0
+    outside: int = 0
     is_converted: bool = False
 
     @property
@@ -64,6 +70,20 @@ class ModelShape:
         if is_checkpointed:
             return self.layers * num_tokens * self.hidden * item_bytes + max(layer, head)
         return self.layers * layer + head
+
+    def gathered_bytes(self, item_bytes: int, num_ranks: int, *, is_trained: bool) -> int:
+        """Of what FSDP gathers from shards while a step computes: all that is in no layer, and the layer at
+        work; of several ranks also the next one, on its way. If they are trained, the head's gradient until
+        the end, and those of a layer: as computed, in float32 to be added up over the ranks, and a rank's
+        part of the sums.
+        """
+        layer = self.largest_layer
+        size = (self.outside + min(num_ranks, 2) * layer) * item_bytes
+        if is_trained:
+            size += (
+                self.vocab * self.hidden * item_bytes + layer * (item_bytes + 4) + -(-layer * 4 // num_ranks)
+            )
+        return size
 
     def forward_bytes(self, num_tokens: int, item_bytes: int) -> int:
         """At once in a pass that keeps nothing: about 4 vectors and 3 of the MLP of a token."""
@@ -99,6 +119,13 @@ def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_con
     embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
     estimate = embeddings + layers * (attention + 3 * hidden * intermediate)  # norms are too small to count
     largest = max(stored.values(), default=hidden * max(intermediate, vocab))
+    by_layer = Counter[str]()
+    for name, size in stored.items():
+        found = LAYER.search(name)
+        by_layer[name[: found.end()] if found else ""] += size
+    outside = by_layer.pop("", 0)
+    if not by_layer:
+        by_layer[""], outside = attention + 3 * hidden * intermediate, embeddings
     return ModelShape(
         num_parameters=sum(stored.values()) or estimate,
         hidden=hidden,
@@ -107,5 +134,7 @@ def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_con
         kv_per_token=2 * layers * kv_heads * head_dim,
         vocab=vocab,
         largest_tensor=largest,
+        largest_layer=max(by_layer.values()),
+        outside=outside,
         is_converted=is_converted,
     )

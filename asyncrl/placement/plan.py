@@ -37,11 +37,12 @@ SCORED_TOKENS = 256
 
 Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Side = Literal["controller", "trainer", "engine", "eval", "staging", "host", "checkpoint", "start"]
-"""Owner of the memory. eval: what works beside both sides at any time, the teacher too; staging: weights
-between trainer and engines, in memory that both open; host: state that the trainer moved off a CUDA device;
-checkpoint: the copy that one is written from, at any time after the start; start: what the trainer's
-processes load before their weights are where they stay.
+Side = Literal["controller", "trainer", "shards", "engine", "eval", "staging", "host", "checkpoint", "start"]
+"""Owner of the memory. shards: state of the trainer that trainer.cpu_offload has in host memory; eval: what
+works beside both sides at any time, the teacher too; staging: weights between trainer and engines, in memory
+that both open; host: state that the trainer moved off a CUDA device; checkpoint: the copy that one is written
+from, at any time after the start; start: what the trainer's processes load before their weights are where
+they stay.
 """
 
 
@@ -89,7 +90,7 @@ class ProcessPlan:
         match self.side, phase:
             case "start", _:
                 return memory.total if phase == "start" else 0
-            case "trainer", "start":
+            case (("trainer" | "shards"), "start"):
                 return memory.weights + memory.copies
             case ("staging" | "host" | "checkpoint", "start"):
                 return 0
@@ -163,6 +164,10 @@ def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple
     what = "weights and AdamW state" if config.trainer.lora is None else "weights, AdamW state of adapters"
     for rank, device in enumerate(placement.trainer):
         memory, note = trainer_memory(config, shape, device), _part(what, ranks)
+        if config.trainer.cpu_offload:
+            shards, note = replace(memory, activations=0), f"{note}, between uses"
+            plans.append(ProcessPlan(f"trainer-{rank}/host", "shards", "cpu", 0, shards, note))
+            memory, note = Memory(activations=memory.activations), "a micro-batch, with gathered layers"
         plans.append(ProcessPlan(f"trainer-{rank}", "trainer", device, threads, memory, note))
     for index, devices in enumerate(placement.engines):
         plans += _engine(config, shape, placement.mode, f"engine-{index}", devices, config.rollout.slots)
@@ -252,7 +257,7 @@ def _shared(
     if placement.mode == "colocated":
         chunk, device = Memory(weights=min(sync.chunk_bytes, size)), chunk_device(config, placement) or "cpu"
         yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
-        if placement.is_on_cuda:
+        if placement.is_on_cuda and not config.trainer.cpu_offload:
             held = [plan.memory for plan in plans if plan.side == "trainer"]
             sums = (sum(each) for each in zip(*map(astuple, held), strict=True))
             moved = replace(Memory(*sums), gradients=0, activations=0)
@@ -285,7 +290,7 @@ def _start_memory(config: RunConfig, shape: ModelShape, placement: Placement) ->
     what is stored. None where there is nothing beside.
     """
     trainer, device, ranks = config.trainer, placement.trainer[0], config.trainer.world_size
-    is_sharded = ranks > 1 or trainer.cpu_offload
+    is_sharded = is_trainer_sharded(config, device)
     item = 4 if trainer.lora is None else item_bytes(config.model.dtype, device)
     if is_sharded and not shape.is_converted:
         memory, note = Memory(weights=ranks * shape.largest_tensor * item), "of each rank the largest tensor"
@@ -301,17 +306,17 @@ def _start_memory(config: RunConfig, shape: ModelShape, placement: Placement) ->
 
 def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     """Of one rank: weights that compute, AdamW's two moments (and float32 masters, where they are not the
-    model's own), one micro-batch.
+    model's own), one micro-batch, with what is gathered of shards meanwhile.
     """
     trainer, lora, item = config.trainer, config.trainer.lora, item_bytes(config.model.dtype, device)
-    trained = num_trained(config, shape)
-    working = shape.num_parameters * item if item == 2 or lora is not None else 0
-    # else the model, its shards or its adapters are float32
-    has_masters = item == 2 and lora is None and trainer.world_size == 1
+    trained, is_sharded = num_trained(config, shape), is_trainer_sharded(config, device)
+    has_masters = item == 2 and lora is None and not is_sharded
     has_reference = config.algorithm.kl_coefficient > 0 and lora is None
+    base = shape.num_parameters * item if has_masters or lora is not None else 0
+    merged = shape.num_linear * item if lora is not None and lora.merge == "step" else 0
     whole = Memory(
-        weights=working if has_masters else working + trained * 4,
-        copies=shape.num_parameters * item if has_reference else 0,
+        weights=base + (0 if has_masters else trained * 4),
+        copies=shape.num_parameters * item if has_reference else merged,
         gradients=trained * 4,
         optimizer=trained * (12 if has_masters else 8),
     )
@@ -319,8 +324,18 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     # A sequence that is longer than a micro-batch is one of its own.
     tokens = max(min(trainer.micro_batch_tokens, most), config.rollout.max_length)
     kind, is_checkpointed = device.partition(":")[0], trainer.gradient_checkpointing
-    work = shape.step_bytes(tokens, item, kind, is_checkpointed=is_checkpointed, is_trained=lora is None)
+    is_trained = lora is None
+    frees_gradients = is_trained and not is_sharded
+    work = shape.step_bytes(tokens, item, kind, is_checkpointed=is_checkpointed, is_trained=frees_gradients)
+    if is_sharded:
+        work += shape.gathered_bytes(item, trainer.world_size, is_trained=is_trained)
     return replace(whole.split(trainer.world_size), activations=work)
+
+
+def is_trainer_sharded(config: RunConfig, device: str) -> bool:
+    """TrainerConfig.is_sharded, of the run."""
+    is_half = item_bytes(config.model.dtype, device) == 2
+    return config.trainer.is_sharded(device, "bfloat16" if is_half else "float32")
 
 
 def item_bytes(dtype: str, device: str) -> int:

@@ -45,7 +45,7 @@ FREE_SECTIONS = ("observe", "checkpoint", "journal", "supervision")
 """Sections that change how a run is shown and stored, and not what it computes."""
 FREE_KEYS = {
     "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "
-    "logprob_gap_limit max_skipped_steps",
+    "compile logprob_gap_limit max_skipped_steps",
     "rollout": "ports timeout_s slots max_failed_groups max_hand_backs "
     + " ".join(name for facts in ENGINES.values() for name in facts.free_settings),
     "weight_sync": "timeout_s chunk_bytes disk_dir rolling canary_limit retries",

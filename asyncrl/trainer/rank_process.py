@@ -95,7 +95,7 @@ class TrainerService:
         """The export that was begun and has not been asked for."""
         # Loaded on the thread that will step: the number of CPU threads belongs to the calling thread.
         self.step = self._torch_thread.submit(
-            lambda: TrainStep(spec, join_ranks(spec, resolve_device(spec)[0]))
+            lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
         ).result()
         if not self.step.ranks.is_first:
             self._torch_thread.submit(self._follow)
@@ -278,6 +278,8 @@ def _words(error: Exception) -> ErrorBody:
     if isinstance(error, ConfigError):
         return ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
     way_out = "the trainer's log has the traceback."
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        way_out = "set trainer.compile=false, which takes the model's layers as they are; " + way_out
     # torch reports a lack of memory on the CPU as a plain RuntimeError
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
         way_out = "lower trainer.micro_batch_tokens, or take a smaller model or more memory."

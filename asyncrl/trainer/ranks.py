@@ -115,13 +115,13 @@ ALONE = Ranks()
 """One process, no process group, nothing sharded."""
 
 
-def join_ranks(spec: TrainerSpec, device: torch.device) -> Ranks:
+def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
     """Meet the other ranks. Raises ConfigError for trainer.cpu_offload without a GPU."""
     size, is_cuda = spec.trainer.world_size, device.type == "cuda"
     if spec.trainer.cpu_offload and not is_cuda:
         what = "trainer.cpu_offload=true, and the trainer runs on the CPU"
         raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=cuda.")
-    if size == 1 and not spec.trainer.cpu_offload:
+    if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
         return ALONE
     # No host name is looked up, and no port is open to the network.
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))

@@ -67,12 +67,19 @@ class LazyWeights(Mapping[str, Tensor]):
 
 def named_weights(model: Any) -> dict[str, Tensor]:
     """Every parameter once (tied duplicates left out) and every persistent buffer, by the model's own
-    names.
+    names. The one shard of a mesh of one rank is the tensor.
     """
     with_duplicates = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     state = model.state_dict(keep_vars=True).items()
     buffers = {name: tensor for name, tensor in state if name not in with_duplicates}
-    return {name: tensor.detach() for name, tensor in {**dict(model.named_parameters()), **buffers}.items()}
+    weights = {**dict(model.named_parameters()), **buffers}
+    return {name: whole_here(tensor.detach()) for name, tensor in weights.items()}
+
+
+def whole_here(tensor: Tensor) -> Tensor:
+    """The tensor that is all of a mesh of one rank, any other as it is."""
+    is_one = isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1
+    return cast(DTensor, tensor).to_local() if is_one else tensor
 
 
 def whole_tensors(
@@ -92,6 +99,8 @@ def whole_tensors(
 
 def _gathered(tensor: DTensor) -> Tensor | None:
     """The whole tensor on rank 0 of its mesh, None on the others."""
+    if tensor.device_mesh.size() == 1:
+        return tensor.to_local()
     local, group, (placement, *others) = tensor.to_local(), tensor.device_mesh.get_group(0), tensor.placements
     is_first = tensor.device_mesh.get_rank() == 0
     if others or not placement.is_shard(0):

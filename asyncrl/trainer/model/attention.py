@@ -11,13 +11,18 @@ masked call attends to, with all the keys that they see.
 
 The kernels are flash attention on the CPU and, for bfloat16 and float16, on CUDA; elsewhere plain SDPA runs
 sequence by sequence. Grouped-query heads (K < H) are never expanded. Registered with transformers as
-ATTENTION; a model's layers reach it with the keyword `packed_layout`.
+ATTENTION; a model's layers reach it with the keyword `packed_layout`. Layers that are compiled get the number
+of a layout instead (number_of): torch.compile then sees one operator and a tensor, whatever the layout.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import logging
 from functools import lru_cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,6 +34,8 @@ from transformers.masking_utils import sdpa_mask
 from asyncrl.trainer.model.kernel_calls import KernelCall, Places, calls_of
 from asyncrl.trainer.model.tree import Layout
 
+log = logging.getLogger("asyncrl.trainer")
+
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _varlen = torch.ops.aten._flash_attention_forward
@@ -38,6 +45,11 @@ ATTENTION = "asyncrl_packed"
 """Name in transformers' AttentionInterface."""
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 """Keywords of attention variants that have no packed form here."""
+
+
+_layouts: WeakValueDictionary[int, Layout] = WeakValueDictionary()
+"""Those that have a number."""
+_numbers = itertools.count()
 
 
 class CannotPackError(Exception):
@@ -55,19 +67,21 @@ def attention(
     """What transformers calls: [1, heads, N, head_dim] -> [1, N, heads, head_dim]. Without a layout it is
     plain SDPA.
     """
-    layout: Layout | None = options.pop("packed_layout", None)
+    layout: Layout | Tensor | None = options.pop("packed_layout", None)
     windows: set[int] | None = options.pop("windows_seen", None)
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if present := [name for name in UNSUPPORTED if options.get(name) is not None]:
         raise CannotPackError(f"its attention has {present[0]}")
+    scale = options.get("scaling")
+    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    if isinstance(layout, Tensor):
+        return _numbered_forward(query, key, value, layout, scale)[0], None
     is_whole = query.shape[::2] == (1, layout.num_tokens)
     if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
         raise CannotPackError(f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}")
     if windows is not None and options.get("sliding_window") is not None:
         windows.add(int(options["sliding_window"]))
-    scale = options.get("scaling")
-    scale = query.shape[3] ** -0.5 if scale is None else float(scale)
     return packed_attention(query, key, value, layout, scale).transpose(1, 2), None
 
 
@@ -111,25 +125,9 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> Tensor:
-        run = _forward_cuda if query.is_cuda else _forward_cpu
         # A token's heads lie side by side, whatever came in: so tokens are gathered and put back fast.
         query, key, value = (_by_token(tensor) for tensor in (query, key, value))
-        output = torch.empty_like(query)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        logsum = query.new_empty((1, query.shape[2], query.shape[1]), dtype=wide).transpose(1, 2)
-        for call in calls_of(layout, query.device):
-            own = call.queries
-            found, found_logsum = run((query, key, value), call, scale)
-            if not call.is_causal:  # of tokens that the calls before have been at
-                before, before_logsum = _at(output, own), _at(logsum, own)
-                weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
-                found = torch.lerp(before.to(wide), found.to(wide), weight).to(output.dtype)
-                found_logsum = torch.logaddexp(before_logsum, found_logsum)
-            for total, more in ((output, found), (logsum, found_logsum)):
-                if isinstance(own, slice):
-                    total[:, :, own] = more
-                else:
-                    total.index_copy_(2, own, more)
+        output, logsum = _merged(query, key, value, layout, scale)
         ctx.save_for_backward(query, key, value, output, logsum)
         ctx.layout, ctx.scale = layout, scale
         return output
@@ -137,20 +135,133 @@ class _Packed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsum = ctx.saved_tensors
-        run = _backward_cuda if query.is_cuda else _backward_cpu
-        # What many sequences share gets many gradients: they are added up in float32.
-        is_sum = len(ctx.layout.passes) > 1
-        wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
-        totals = [torch.zeros_like(tensor, dtype=wide) for tensor in (query, key, value)]
         tensors = (_by_token(grads[0]), query, key, value, output)
-        for call in calls_of(ctx.layout, query.device):
-            found = run(tensors, logsum, call, ctx.scale)
-            for total, more, place in zip(totals, found, (call.queries, call.keys, call.keys), strict=True):
-                if isinstance(place, slice):
-                    total[:, :, place] += more
-                else:
-                    total.transpose(1, 2)[0].index_add_(0, place, more.transpose(1, 2)[0].to(wide))
-        return *(total.to(query.dtype) for total in totals), None, None
+        return *_merged_backward(tensors, logsum, ctx.layout, ctx.scale), None, None
+
+
+def _merged(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [1, H, N, D] and log-sum-exp [1, H, N], float32, of tensors by token."""
+    run = _forward_cuda if query.is_cuda else _forward_cpu
+    output = torch.empty_like(query)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    logsum = query.new_empty((1, query.shape[2], query.shape[1]), dtype=wide).transpose(1, 2)
+    for call in calls_of(layout, query.device):
+        own = call.queries
+        found, found_logsum = run((query, key, value), call, scale)
+        if not call.is_causal:  # of tokens that the calls before have been at
+            before, before_logsum = _at(output, own), _at(logsum, own)
+            weight = torch.sigmoid(found_logsum - before_logsum)[..., None]
+            found = torch.lerp(before.to(wide), found.to(wide), weight).to(output.dtype)
+            found_logsum = torch.logaddexp(before_logsum, found_logsum)
+        for total, more in ((output, found), (logsum, found_logsum)):
+            if isinstance(own, slice):
+                total[:, :, own] = more
+            else:
+                total.index_copy_(2, own, more)
+    return output, logsum
+
+
+def _merged_backward(
+    tensors: tuple[Tensor, ...], logsum: Tensor, layout: Layout, scale: float
+) -> list[Tensor]:
+    """Gradients of query, key and value; tensors, by token, are the output's gradient, query, key, value,
+    output.
+    """
+    _, *inputs, _ = tensors
+    query = inputs[0]
+    run = _backward_cuda if query.is_cuda else _backward_cpu
+    # What many sequences share gets many gradients: they are added up in float32.
+    is_sum = len(layout.passes) > 1
+    wide = torch.promote_types(query.dtype, torch.float32) if is_sum else query.dtype
+    totals = [torch.zeros_like(tensor, dtype=wide) for tensor in inputs]
+    for call in calls_of(layout, query.device):
+        found = run(tensors, logsum, call, scale)
+        for total, more, place in zip(totals, found, (call.queries, call.keys, call.keys), strict=True):
+            if isinstance(place, slice):
+                total[:, :, place] += more
+            else:
+                total.transpose(1, 2)[0].index_add_(0, place, more.transpose(1, 2)[0].to(wide))
+    return [total.to(query.dtype) for total in totals]
+
+
+def number_of(layout: Layout) -> Tensor:
+    """A number that stands for it in layers that are compiled, int64 on the CPU, as long as it lives."""
+    number = next(_numbers)
+    _layouts[number] = layout
+    return torch.tensor(number)
+
+
+@torch.library.custom_op("asyncrl::packed_attention", mutates_args=())
+def _numbered_forward(
+    query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """packed_attention, [1, N, H, D] as attention() returns it, and its log-sum-exp [1, N, H]."""
+    query, key, value = (_by_token(tensor) for tensor in (query, key, value))
+    output, logsum = _merged(query, key, value, _layouts[int(number)], scale)
+    return output.transpose(1, 2).contiguous(), logsum.transpose(1, 2).contiguous()
+
+
+@_numbered_forward.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, number: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    _, num_heads, num_tokens, size = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    output = query.new_empty((1, num_tokens, num_heads, size))
+    return output, query.new_empty((1, num_tokens, num_heads), dtype=wide)
+
+
+@torch.library.custom_op("asyncrl::packed_attention_backward", mutates_args=())
+def _numbered_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logsum: Tensor,
+    number: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each [1, N, H, D]."""
+    query, key, value = (_by_token(tensor) for tensor in (query, key, value))
+    grad, output, logsum = (tensor.contiguous().transpose(1, 2) for tensor in (grad, output, logsum))
+    found = _merged_backward((grad, query, key, value, output), logsum, _layouts[int(number)], scale)
+    grad_query, grad_key, grad_value = (one.transpose(1, 2).contiguous() for one in found)
+    return grad_query, grad_key, grad_value
+
+
+@_numbered_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    like = (one.new_empty((1, one.shape[2], one.shape[1], one.shape[3])) for one in (query, key, value))
+    grad_query, grad_key, grad_value = like
+    return grad_query, grad_key, grad_value
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    query, key, value, number, output, logsum = ctx.saved_tensors
+    found = _numbered_backward(grad, query, key, value, output, logsum, number, ctx.scale)
+    return *(one.transpose(1, 2) for one in found), None, None
+
+
+_numbered_forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def choose_flash(capability: tuple[int, int]) -> str:
+    """FA3 for the kernels of CUDA (https://arxiv.org/abs/2407.08608), if they are installed and the device
+    has this compute capability, else FA2, which is torch's own. Torch then has the same operators run them.
+    """
+    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+    if activate is None or capability != (9, 0) or importlib.util.find_spec("flash_attn_interface") is None:
+        return "FA2"
+    try:
+        activate("FA3")
+    except (ImportError, RuntimeError, OSError) as error:
+        log.warning("FlashAttention 3 is installed and cannot be used, so FA2 is: %s", error)
+        return "FA2"
+    return "FA3"
 
 
 def _by_token(tensor: Tensor) -> Tensor:

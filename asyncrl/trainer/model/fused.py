@@ -1,5 +1,6 @@
-"""Parts of a model's layers in fewer passes over memory on a CPU, where transformers computes them operation
-by operation: RMS norms and rotary embeddings, with their gradients in closed form.
+"""Parts of a model's layers in fewer passes over memory, where transformers computes them operation by
+operation. A layer can be compiled as a whole, which is for CUDA. On a CPU RMS norms and rotary embeddings are
+exchanged by ones with their gradients in closed form.
 
 A part is exchanged only if the bytecode of its function is that of Llama, which most architectures copy; then
 it is the same function, and only its rounding in float32 differs. What is not float32 on a CPU goes to the
@@ -8,6 +9,9 @@ model's own function.
 
 from __future__ import annotations
 
+import os
+import shutil
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,6 +20,12 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
 ROTARY = "apply_rotary_pos_emb"
+BACKEND: Any = "inductor"
+"""Of torch.compile."""
+MOST_GRAPHS = 64
+"""Of a layer: with and without gradients, trained or frozen, of one token or more, of each kind."""
+CHECKPOINTING = "forward_with_checkpointing"
+"""Name of what transformers puts around a layer's own forward; older ones put it around the call."""
 _norm_backward = torch.ops.aten.native_layer_norm_backward
 
 
@@ -33,6 +43,58 @@ def fuse(model: nn.Module) -> None:
                 made = FunctionType(forward.__code__, {**names, ROTARY: _rotary}, None, forward.__defaults__)
                 made.__kwdefaults__ = forward.__kwdefaults__
                 module.forward = MethodType(made, module)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The blocks that transformers itself never splits over devices; innermost first."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names][::-1]
+
+
+def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Why compile_layers() is not for a model that is packed at any length, "" if it is."""
+    layers = layers_of(model)
+    if not layers:
+        return "it has no layers that torch.compile could take one by one"
+    if any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters()):
+        return "what its layers compute depends on the data (experts)"
+    if device.type == "cuda" and dtype == torch.float32:
+        return "packed attention on CUDA has no kernel for float32"
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return "there is no C compiler, which torch.compile needs"
+    return ""
+
+
+def compile_layers(model: Any) -> None:
+    """Have the forward pass of each layer compiled when it is first run: one graph for all layers of a kind,
+    whatever the number of tokens, with packed attention as one operator in it. Hooks, those of FSDP too, and
+    checkpointing stay around it.
+
+    What cannot be compiled is then an error, and not computed otherwise.
+    """
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MOST_GRAPHS)
+    compiled = dict[Any, Any]()
+    for layer in layers_of(model):
+        forward: Any = type(layer).forward
+        is_checkpointing = forward.__code__.co_name == CHECKPOINTING
+        forward = forward.__wrapped__ if is_checkpointing else forward
+        if forward not in compiled:
+            compiled[forward] = torch.compile(forward, backend=BACKEND, dynamic=True, fullgraph=True)
+        run = partial(_checkpointed if is_checkpointing else _as_it_is, compiled[forward])
+        layer.forward = MethodType(run, layer)
+
+
+def _as_it_is(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return forward(layer, *args, **kwargs)
+
+
+def _checkpointed(forward: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """As transformers does it, around what is compiled."""
+    run = partial(forward, layer, **kwargs)
+    if layer.gradient_checkpointing and layer.training:
+        return layer._gradient_checkpointing_func(run, *args)
+    return run(*args)
 
 
 def _is_llamas_rotary(function: Any) -> bool:

@@ -24,7 +24,7 @@ from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import open_as, whole_folder
 from asyncrl.weights.adapters import linear_parameters, merge
-from asyncrl.weights.export import in_export_dtype, named_weights
+from asyncrl.weights.export import in_export_dtype, named_weights, whole_here
 from asyncrl.weights.tensor_files import SCALE
 
 
@@ -65,9 +65,15 @@ class MergedLinear(lora.Linear):
     """Peft's layer with the forward pass of an engine, which merges W + scale * B A once a publish and in
     bfloat16 rounds it. To add scale * B (A x) to W x would be another policy: a weight that the adapter moves
     by less than half a bfloat16 step does not move in the engine. So the merged, rounded weight is used here
-    too, made anew in each pass, with gradients for A and B as if nothing were rounded, like those of master
-    weights. With scale 0 it is the layer below.
+    too, made anew in each pass (or `kept`, once a step), with gradients for A and B as if nothing were
+    rounded, like those of master weights. With scale 0 it is the layer below.
     """
+
+    kept: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("kept", None, persistent=False)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -75,26 +81,35 @@ class MergedLinear(lora.Linear):
         if not scale:
             return base(x)  # type: ignore[no-any-return]
         lora_A, lora_B = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
-        return _MergedLinear.apply(x, base.weight, base.bias, lora_A, lora_B, scale)  # type: ignore[no-any-return, no-untyped-call]
+        return _MergedLinear.apply(x, base.weight, base.bias, lora_A, lora_B, scale, self.kept)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, base: Tensor, bias: Tensor | None, lora_A: Tensor, lora_B: Tensor, scale: float
+        ctx: Any,
+        x: Tensor,
+        base: Tensor,
+        bias: Tensor | None,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        scale: float,
+        merged: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(x, base, lora_A, lora_B)
-        ctx.scale = scale
-        return functional.linear(x, merge(base, lora_A, lora_B, scale), bias)
+        ctx.save_for_backward(x, base if merged is None else merged, lora_A, lora_B)
+        ctx.scale, ctx.is_merged = scale, merged is not None
+        return functional.linear(x, merge(base, lora_A, lora_B, scale) if merged is None else merged, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, base, lora_A, lora_B = ctx.saved_tensors
+        x, weight, lora_A, lora_B = ctx.saved_tensors
         grad_NO, x_NI = grads[0].flatten(0, -2), x.flatten(0, -2)
-        grad_x = (grads[0] @ merge(base, lora_A, lora_B, ctx.scale)) if ctx.needs_input_grad[0] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grads[0] @ (weight if ctx.is_merged else merge(weight, lora_A, lora_B, ctx.scale))
         grad_A = ctx.scale * ((grad_NO @ lora_B).T @ x_NI)
         grad_B = ctx.scale * (grad_NO.T @ (x_NI @ lora_A.T))
-        return grad_x, None, None, grad_A, grad_B, None
+        return grad_x, None, None, grad_A, grad_B, None, None
 
 
 @contextmanager
@@ -148,6 +163,19 @@ class Adapters:
         finally:
             self._set_scale(self.scale)
 
+    @torch.no_grad()
+    def keep_merged(self) -> None:
+        """Have each pass from now on take the weights that are merged here; to be called after each change
+        of an adapter.
+        """
+        for layer in self.layers.values():
+            pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
+            merged = merge(layer.get_base_layer().weight, *pair, self.scale)
+            if layer.kept is None:
+                layer.register_buffer("kept", merged, persistent=False)
+            else:
+                layer.kept.copy_(merged)
+
     def tensors(self) -> dict[str, Tensor]:
         """A [rank, in] and B [out, rank] of each layer, sharded where the model is."""
         return {
@@ -180,7 +208,7 @@ class Adapters:
 
     def _merge(self, layer: Any, base: Tensor) -> Tensor:
         pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
-        lora_A, lora_B = (weight.detach().to(self._dtype) for weight in pair)
+        lora_A, lora_B = (whole_here(weight.detach()).to(self._dtype) for weight in pair)
         return merge(base, lora_A, lora_B, self.scale)
 
     def save(self, path: Path, tensors: dict[str, Tensor], model_path: str) -> None:

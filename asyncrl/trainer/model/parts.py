@@ -6,8 +6,10 @@ Every failure here is a ConfigError with the way out: it happens before the firs
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ from torch.distributed import fsdp
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.model.attention import choose_flash
+from asyncrl.trainer.model.fused import layers_of, why_not_compiled
 from asyncrl.trainer.model.loading import (
     StoredWeights,
     fill,
@@ -33,9 +37,13 @@ if TYPE_CHECKING:
     from asyncrl.trainer.model.lora import Adapters
 
 
+log = logging.getLogger("asyncrl.trainer")
+
+
 class MasterWeights:
     """Named float32 weights that an optimizer steps on, under a model that computes in bfloat16: its
-    micro-batches' gradients are added up in float32. In float32 the parameters are their own masters.
+    micro-batches' gradients are added up in float32. In float32 the parameters are their own masters, as
+    FSDP's shards are: so a copy is made on the CPU, and of adapters.
 
     Life: made once; after each optimizer step write_back().
     Invariant: outside of a step the model's weights are the masters, rounded to its dtype.
@@ -46,6 +54,7 @@ class MasterWeights:
         gradient have a master.
         """
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.then: Callable[[], None] = lambda: None
         if dtype == torch.float32:
             self.named: dict[str, Tensor] = dict(named)
             self._working: dict[str, nn.Parameter] = {}
@@ -59,9 +68,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Give the model the masters as they are now."""
+        """Give the model the masters as they are now, and `then` what follows from them."""
         for name, parameter in self._working.items():
             parameter.copy_(self.named[name])
+        self.then()
 
 
 def _collect(master: Tensor, parameter: Tensor) -> None:
@@ -119,23 +129,25 @@ def sharded_policy(
     stored: StoredWeights | None,
     *,
     is_offloaded: bool,
+    is_compiled: bool = False,
 ) -> Policy:
     """A policy of `model`, sharded in place and moved to this rank's device, layer after layer: a whole one
     on any device, or one on `meta`, which is filled with what is `stored`. Parameters become float32 shards,
     which the optimizer steps on; each decoder layer is gathered for its forward and backward pass in the
-    dtype of the run, and its gradient is added up over the ranks in float32.
+    dtype of the run, and its gradient is added up over the ranks in float32. On a mesh of one rank nothing
+    is sent: to gather is to cast.
     """
     assert ranks.mesh is not None
-    policy = Policy(model, plan)
+    policy = Policy(model, plan, is_compiled=is_compiled)
     options: dict[str, Any] = {
         "mesh": ranks.mesh,
         "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
         "offload_policy": fsdp.CPUOffloadPolicy() if is_offloaded else fsdp.OffloadPolicy(),
     }
-    for layer in _layers(model):
+    for layer in layers_of(model):
         fsdp.fully_shard(layer, **options)
     fsdp.fully_shard(policy, **options)
-    for module in _sharded(policy):
+    for module in _sharded(policy) if ranks.size > 1 else ():
         # The step's loss is a sum over all ranks, not a mean: nothing is divided.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
@@ -161,10 +173,35 @@ def _sharded(policy: Policy) -> list[fsdp.FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
-def _layers(model: Any) -> list[nn.Module]:
-    """The blocks that transformers itself never splits over devices; innermost first."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names][::-1]
+ALLOCATOR_ENV = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Where a user sets torch's allocator."""
+
+
+def prepare_cuda(environ: Mapping[str, str]) -> None:
+    """Before the first allocation on the device: every micro-batch has another shape, and segments that grow
+    leave no holes behind. What another process opens by CUDA IPC is not torch's (asyncrl/weights/ipc.py).
+    """
+    if not any(name in environ for name in ALLOCATOR_ENV):
+        # by a call: torch has read the environment already where this process was forked
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    log.info("attention on CUDA: %s", choose_flash(torch.cuda.get_device_capability()))
+
+
+def should_compile(
+    spec: TrainerSpec, model: Any, plan: ForwardPlan, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """What trainer.compile stands for. Raises ConfigError where true cannot be."""
+    setting = spec.trainer.compile
+    if setting is False or (setting == "auto" and device.type != "cuda"):
+        return False
+    reason = why_not_compiled(model, device, dtype)
+    if not plan.is_packed or plan.window is not None:
+        reason = "it cannot be trained on packed tokens at any length"
+    if reason and setting != "auto":
+        what = f"trainer.compile=true, and a {type(model).__name__} cannot be compiled here: {reason}"
+        raise ConfigError(what, way_out="set trainer.compile=auto, or false.")
+    log.info("trainer.compile: auto is %s", f"false: {reason}" if reason else "true")
+    return not reason
 
 
 class TrainedModel:
@@ -178,6 +215,8 @@ class TrainedModel:
         self.adapters: Adapters | None = None
         self.reference: Policy | None = None
         stored = None
+        if device.type == "cuda":
+            prepare_cuda(os.environ)
         if ranks.mesh is None:
             model = load_model(spec, device, dtype, is_sharded=False)
         else:
@@ -190,18 +229,22 @@ class TrainedModel:
             from asyncrl.trainer.model.lora import Adapters
 
             self.adapters = Adapters(model, spec.trainer.lora, dtype)
+        compiles = should_compile(spec, model, plan, device, dtype)
         # Without its adapters the model is the reference.
         frozen = _frozen_copy(model, dtype) if needs_reference and self.adapters is None else None
         if ranks.mesh is None:
-            self.reference = None if frozen is None else Policy(frozen, plan)
+            self.reference = None if frozen is None else Policy(frozen, plan, is_compiled=compiles)
             self.masters = MasterWeights(model, dtype)
-            self.policy = Policy(model, plan)
+            self.policy = Policy(model, plan, is_compiled=compiles)
         else:
-            options: dict[str, Any] = {"is_offloaded": spec.trainer.cpu_offload}
+            options: dict[str, Any] = {"is_offloaded": spec.trainer.cpu_offload, "is_compiled": compiles}
             if frozen is not None:
                 self.reference = sharded_policy(frozen, plan, ranks, dtype, stored, **options)
             self.policy = sharded_policy(model, plan, ranks, dtype, stored, **options)
             self.masters = MasterWeights(model, torch.float32)  # the shards are float32 already
+        if self.adapters is not None and spec.trainer.lora is not None and spec.trainer.lora.merge == "step":
+            self.masters.then = self.adapters.keep_merged
+            self.adapters.keep_merged()
         if spec.trainer.gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
 

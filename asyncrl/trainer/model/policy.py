@@ -32,9 +32,9 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.allowed import AllowedRows
-from asyncrl.trainer.model.attention import ATTENTION, CannotPackError
+from asyncrl.trainer.model.attention import ATTENTION, CannotPackError, number_of
 from asyncrl.trainer.model.dealing import PassSize, costs_of
-from asyncrl.trainer.model.fused import fuse
+from asyncrl.trainer.model.fused import compile_layers, fuse
 from asyncrl.trainer.model.packing import MicroBatch, pack_texts
 from asyncrl.trainer.model.tree import Layout, places_of
 
@@ -195,7 +195,7 @@ class Policy(nn.Module):
     wraps this module.
     """
 
-    def __init__(self, model: Any, plan: ForwardPlan | None = None) -> None:
+    def __init__(self, model: Any, plan: ForwardPlan | None = None, *, is_compiled: bool = False) -> None:
         """Finds the plan by running the model on a few tokens, unless one is given."""
         super().__init__()
         self.model = model
@@ -203,7 +203,10 @@ class Policy(nn.Module):
         self.costs = costs_of(model)
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
-        if not next(model.parameters()).is_cuda:  # on a CPU, or to be filled there
+        self.is_compiled = is_compiled
+        if is_compiled:
+            compile_layers(model)
+        elif not next(model.parameters()).is_cuda:  # on a CPU, or to be filled there
             fuse(model)
         if not self.plan.is_packed:
             name = type(model).__name__
@@ -214,6 +217,8 @@ class Policy(nn.Module):
         layout = micro.layout
         if self._packs(layout):
             inputs, allowed_U = packed_inputs(micro), micro.allowed_U
+            if self.is_compiled:
+                inputs["packed_layout"] = number_of(layout)
             scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, allowed_U)
             return Scores(*(score_U.index_select(0, micro.pair_M) for score_U in scores))
         found = []
