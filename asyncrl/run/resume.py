@@ -179,7 +179,7 @@ def _keys(config: RunConfig) -> dict[str, Any]:
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
     """The changes that were allowed, in words."""
     changes = changed_keys(before, now)
-    found = {key: values for key, values in changes.items() if not _is_free(key, now, run_dir)}
+    found = {key: values for key, values in changes.items() if not _is_free(key, values, now, run_dir)}
     changed = {key: values for key, values in found.items() if not _is_named(key, allowed)}
     if changed:
         lines = "".join(f"\n    {key}: {then!r} -> {new!r}" for key, (then, new) in changed.items())
@@ -192,7 +192,9 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
     return [f"goes on with {key}: {then!r} -> {new!r}" for key, (then, new) in found.items()]
 
 
-def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
+def _is_free(key: str, values: tuple[Any, Any], config: RunConfig, run_dir: Path) -> bool:
+    if key == "weight_sync.transport":  # what auto is may change with the machine; engines get the same bits
+        return "lora" not in values
     if key == "model.path":
         return (run_dir / MODEL_PIN).exists()
     if key == "trainer.num_steps":  # with a schedule that falls to 0 it is part of every learning rate

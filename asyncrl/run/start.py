@@ -246,7 +246,7 @@ class Launcher:
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
             max_tokens=config.rollout.max_tokens,
-            transport=config.weight_sync.transport,
+            transport=config.weight_sync.settled,
             is_file_wanted=config.eval is not None,
             chunk_bytes=config.weight_sync.chunk_bytes,
             chunks="file" if chunk_device(config, self.placement) is None else "memory",
