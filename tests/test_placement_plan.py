@@ -161,18 +161,24 @@ TWO_IN_TURNS = [*TURNS, "placement.trainer=all", "trainer.world_size=2", "rollou
         (0, TURNS, "colocated on cpu, in turns: weights go through shared memory in chunks of 256.0 MiB"),
         (1, [*TURNS, "rollout.num_engines=2"], "weights go by CUDA IPC on cuda:0 in chunks"),
         (1, [VLLM, "weight_sync.transport=ipc", *TURNS], "weights go by CUDA IPC on cuda:0 in chunks"),
-        (1, [VLLM, *TURNS], "weights go as files in shared memory"),
-        (2, TWO_IN_TURNS, "colocated on cuda:0, cuda:1, in turns: weights go as files in shared memory"),
+        (1, [VLLM, "weight_sync.transport=shm", *TURNS], "weights go as files in shared memory"),
+        (2, TWO_IN_TURNS, "cuda:0, cuda:1, in turns: weights go by CUDA IPC on cuda:0, cuda:1 in chunks"),
+        (2, [*TWO_IN_TURNS, VLLM, "weight_sync.transport=ipc"], "weights go by CUDA IPC on cuda:0, cuda:1"),
         (3, [], "apart (trainer on cuda:0, engines on cuda:1): all weights go as one file in shared"),
         (3, [VLLM, "weight_sync.transport=nccl"], "go by NCCL, in one broadcast to all engines"),
         (0, ["trainer.lora={rank: 2}", "weight_sync.transport=lora"], "the adapters alone go as one file"),
     ],
 )
-def test_weights_travel_through_memory_that_both_sides_open_where_there_is_one(
+def test_weights_travel_through_memory_that_both_sides_open_where_there_is_some(
     num_cuda: int, overrides: list[str], words: str
 ) -> None:
     config = load(*overrides)
     assert words in transport_text(config, place(config, num_cuda))
+
+
+def test_each_device_that_both_sides_use_holds_a_chunk() -> None:
+    held = [process.device for process in planned(2, *TWO_IN_TURNS).processes if process.name == "staging"]
+    assert held == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(
@@ -478,8 +484,9 @@ EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_
         (2, [VLLM, "placement.rollout=cpu"], "shm", "a side is on the CPU"),
         (2, [VLLM, *SERVED], "shm", "the run does not start the servers"),
         (2, [VLLM, "weight_sync.disk_dir=/shared"], "disk", "weight_sync.disk_dir is given"),
-        (1, [VLLM, *TURNS], "ipc", "both sides take turns on one device"),
-        (1, [VLLM, *TURNS, "rollout.num_engines=2"], "ipc", "both sides take turns on one device"),
+        (1, [VLLM, *TURNS], "ipc", "trainer and engines take turns on CUDA"),
+        (1, [VLLM, *TURNS, "rollout.num_engines=2"], "ipc", "trainer and engines take turns on CUDA"),
+        (2, [*TWO_IN_TURNS, VLLM], "ipc", "trainer and engines take turns on CUDA"),
     ],
 )
 def test_an_auto_transport_is_what_is_best_between_the_devices_of_both_sides(

@@ -59,7 +59,7 @@ class WeightSyncConfig(FrozenConfig):
     for all else disk where disk_dir is given, else shm. shm: all weights as a safetensors file in shared
     memory. disk: the same file in disk_dir, for engines on other machines. lora: the adapters alone, in
     shared memory (needs trainer.lora). For vLLM, nccl: one broadcast to all engines, from a copy on the
-    trainer's device (on the CPU by gloo). ipc: chunks in memory of the CUDA device on which both sides take
+    trainer's device (on the CPU by gloo). ipc: chunks in memory of the CUDA devices on which both sides take
     turns."""
     disk_dir: str | None = None
     """Folder for transport=disk (auto is disk with it), on a file system that trainer and engines share under
@@ -129,9 +129,7 @@ def choose_transport(
     if "cpu" in (*ranks, *engines):
         return "shm", "a side is on the CPU"
     if is_turns:
-        num_devices = len({*ranks, *engines})
-        several = f"they take turns on {num_devices} devices, and a handle is good for one"
-        return ("ipc", "both sides take turns on one device") if num_devices == 1 else ("shm", several)
+        return "ipc", "trainer and engines take turns on CUDA devices"
     if shared := sorted({*ranks} & {*engines}):
         return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
     if sync.rolling:
@@ -161,11 +159,11 @@ def refuse_transport(
             what = f"{name} from {', '.join(ranks)} to {', '.join(engines)}"
             rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
             raise ConfigError(what, rule=rule, way_out=f"{way_out} In turns: weight_sync.transport=ipc.")
-    if facts.shares_device and (not is_turns or len(devices) > 1 or "cpu" in devices):
+    if facts.shares_device and (not is_turns or "cpu" in devices):
         raise ConfigError(
             f"{name} on {', '.join(sorted(devices))}, {'in turns' if is_turns else 'apart'}",
-            rule="a CUDA IPC handle names memory of one CUDA device, on which both sides take turns",
-            way_out=f"{way_out} Or have both on one (placement.rollout=trainer, buffer.max_staleness=0).",
+            rule="a CUDA IPC handle names memory of a CUDA device, on which both sides take turns",
+            way_out=f"{way_out} Or have both on the same (placement.rollout=trainer, buffer.max_staleness=0).",
         )
 
 

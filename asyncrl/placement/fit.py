@@ -20,7 +20,7 @@ import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
 from asyncrl.config.weight_sync import choose_transport, transport_words
 from asyncrl.errors import ConfigError, install_extra
-from asyncrl.placement.devices import NO_DEVICE, Placement, chunk_device, find_cuda_devices, place
+from asyncrl.placement.devices import NO_DEVICE, Placement, chunk_devices, find_cuda_devices, place
 from asyncrl.placement.plan import Memory, Phase, Plan, ProcessPlan, lay_out
 
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -314,9 +314,9 @@ def transport_text(config: RunConfig, placement: Placement) -> str:
     """Mode and transport in one line."""
     trainer = ", ".join(dict.fromkeys(placement.trainer))
     if placement.mode == "colocated":
-        device, size = chunk_device(config, placement), size_text(config.weight_sync.chunk_bytes)
-        on_cpu = "as files in shared memory" if device is None else "through shared memory"
-        how = on_cpu if device in (None, "cpu") else f"by CUDA IPC on {device}"
+        devices, size = chunk_devices(config, placement), size_text(config.weight_sync.chunk_bytes)
+        on_cpu = "through shared memory" if devices else "as files in shared memory"
+        how = on_cpu if devices in ((), ("cpu",)) else f"by CUDA IPC on {trainer}"
         return f"colocated on {trainer}, in turns: weights go {how} in chunks of {size}"
     engines = "elsewhere" if config.rollout.urls else f"on {', '.join(placement.engine_devices)}"
     words = transport_words(config, is_on_cuda=placement.is_on_cuda)

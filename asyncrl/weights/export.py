@@ -1,7 +1,8 @@
 """The trainer's weights as they leave it: named, gathered, in the engines' dtype, whole or chunk by chunk.
 
 Sharded weights are gathered one tensor at a time, on rank 0 alone; the ranks that write nothing send it
-their shards in the same pass (gather_along). A chunk is as many tensors, in the order of an export, as fit
+their shards in the same pass (gather_along). Where each rank puts chunks on its own device, all of them
+gather. A chunk is as many tensors, in the order of an export, as fit
 into chunk_bytes, or one that does not. All chunks go through one place. A request for the next one means that
 the one before is loaded: it is overwritten. Any chunk may be asked for at any time: a trainer that was
 started again goes on where the lost one was. Each tensor is gathered, written and forgotten: beside the
@@ -76,22 +77,30 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def whole_tensors(
-    weights: Mapping[str, Tensor], dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    *,
+    on_all: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor on `device`, contiguous, a floating point one as `dtype`. Copies only what is not so
     already.
 
     A sharded tensor is gathered on rank 0; all ranks must go through all of them, and the others get nothing.
+    `on_all`: all get it.
     """
     for name, tensor in weights.items():
         target = _export_dtype(tensor, dtype)
-        whole = _gathered(cast(DTensor, tensor.to(target))) if isinstance(tensor, DTensor) else tensor
+        is_sharded = isinstance(tensor, DTensor)
+        whole = _gathered(cast(DTensor, tensor.to(target)), on_all=on_all) if is_sharded else tensor
         if whole is not None:
             yield name, whole.detach().to(device=device, dtype=target).contiguous()
 
 
-def _gathered(tensor: DTensor) -> Tensor | None:
-    """The whole tensor on rank 0 of its mesh, None on the others."""
+def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
+    """The whole tensor on rank 0 of its mesh, None on the others; or on all of them."""
+    if on_all:
+        return tensor.full_tensor()
     local, group, (placement, *others) = tensor.to_local(), tensor.device_mesh.get_group(0), tensor.placements
     is_first = tensor.device_mesh.get_rank() == 0
     if others or not placement.is_shard(0):
@@ -111,10 +120,14 @@ def _gathered(tensor: DTensor) -> Tensor | None:
 
 @contextmanager
 def gathered(
-    weights: Mapping[str, Tensor], dtype: torch.dtype | None, device: str | torch.device = "cpu"
+    weights: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    device: str | torch.device = "cpu",
+    *,
+    on_all: bool = False,
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """whole_tensors, gone through to the end even after an error: the other ranks gather along."""
-    tensors = whole_tensors(weights, dtype, device)
+    tensors = whole_tensors(weights, dtype, device, on_all=on_all)
     try:
         yield tensors
     finally:
@@ -291,14 +304,17 @@ class ChunkFile:
 
 
 class Chunks:
-    """The chunks of one trainer's weights, version after version.
+    """The chunks of one trainer's weights, version after version. `on_all`: each rank puts them into a place
+    of its own, all at once.
 
     Life: for each version: chunk after chunk; with the last one the digest of all, for which each tensor's is
         kept.
     """
 
-    def __init__(self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype) -> None:
-        self._place, self._chunk_bytes, self._dtype = place, chunk_bytes, dtype
+    def __init__(
+        self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype, *, on_all: bool = False
+    ) -> None:
+        self._place, self._chunk_bytes, self._dtype, self._on_all = place, chunk_bytes, dtype, on_all
         self._chunks: list[list[str]] = []
         self.forget()
 
@@ -328,7 +344,7 @@ class Chunks:
         """Write the chunk over the one before, gathering what names() said. Raises OSError."""
         chunks, names = self._cut(weights), self.names(weights, self._version, index)
         chunk = weights.only(chunks[index])
-        with gathered(weights.only(names), self._dtype, self._place.device) as tensors:
+        with gathered(weights.only(names), self._dtype, self._place.device, on_all=self._on_all) as tensors:
             for name, tensor in itertools.islice(tensors, len(names) - len(chunk)):
                 self._digests[name] = digest_of_tensor(name, tensor)
             digests = self._place.put(entries_of(chunk, self._dtype), tensors)
@@ -344,6 +360,16 @@ class Chunks:
             is_last=is_last,
             whole_digest=joint_digest(self._digests.values()) if is_last else "",
         )
+
+    def write_along(self, weights: LazyWeights, index: int, names: list[str]) -> None:
+        """On another rank than the first, whose names() these are: write the chunk too, or only gather."""
+        if not self._on_all:
+            gather_along(weights.only(names), self._dtype)
+            return
+        chunk = weights.only(self._cut(weights)[index])
+        with gathered(weights.only(names), self._dtype, self._place.device, on_all=True) as tensors:
+            chunk_tensors = itertools.islice(tensors, len(names) - len(chunk), None)
+            self._place.put(entries_of(chunk, self._dtype), chunk_tensors)
 
     def _cut(self, weights: LazyWeights) -> list[list[str]]:
         """Names by chunk. Cut once: a trainer's weights never change their names and sizes."""
