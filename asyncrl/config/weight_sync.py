@@ -163,7 +163,7 @@ def refuse_transport(
         raise ConfigError(
             f"{name} on {', '.join(sorted(devices))}, {'in turns' if is_turns else 'apart'}",
             rule="a CUDA IPC handle names memory of a CUDA device, on which both sides take turns",
-            way_out=f"{way_out} Or have both on the same (placement.rollout=trainer, buffer.max_staleness=0).",
+            way_out=f"{way_out} Or take turns (placement.rollout=trainer, buffer.max_staleness=0).",
         )
 
 
