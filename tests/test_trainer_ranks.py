@@ -245,7 +245,8 @@ def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(
 def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    config = load_config(job_runs.write_config(tmp_path, trainer={"world_size": 2}))
+    shm = {"transport": "shm"}
+    config = load_config(job_runs.write_config(tmp_path, trainer={"world_size": 2}, weight_sync=shm))
     (tmp_path / "empty").mkdir()
 
     async def story() -> None:
