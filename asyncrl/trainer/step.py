@@ -41,7 +41,6 @@ from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import (
-    ChunkFile,
     ChunkPlace,
     Chunks,
     LazyWeights,
@@ -53,7 +52,7 @@ from asyncrl.weights.export import (
     named_weights,
     save_folder,
 )
-from asyncrl.weights.ipc import SharedChunk
+from asyncrl.weights.ipc import ChunkFile, SharedChunk
 from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 
 CHUNK_FILE = "chunk.safetensors"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from asyncrl.weights.tensor_files import digest_of_tensor, dtype_name, write_ten
 
 Entries = list[tuple[str, str, list[int]]]
 """(name, dtype, shape) of each tensor."""
+DType: TypeAlias = torch.dtype | None
+Device: TypeAlias = str | torch.device
 
 
 class LazyWeights(Mapping[str, Tensor]):
@@ -77,11 +79,7 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def whole_tensors(
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype | None = None,
-    device: str | torch.device = "cpu",
-    *,
-    on_all: bool = False,
+    weights: Mapping[str, Tensor], dtype: DType = None, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor on `device`, contiguous, a floating point one as `dtype`. Copies only what is not so
     already.
@@ -120,11 +118,7 @@ def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
 
 @contextmanager
 def gathered(
-    weights: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    device: str | torch.device = "cpu",
-    *,
-    on_all: bool = False,
+    weights: Mapping[str, Tensor], dtype: DType, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """whole_tensors, gone through to the end even after an error: the other ranks gather along."""
     tensors = whole_tensors(weights, dtype, device, on_all=on_all)
@@ -275,7 +269,7 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 
 
 class ChunkPlace(Protocol):
-    """Where chunks are put: ChunkFile or ipc.SharedChunk. `device`: where tensors must be for it.
+    """Where chunks are put: ChunkFile or SharedChunk of ipc.py. `device`: where tensors must be for it.
 
     put writes the tensors, which have names, dtypes and shapes of `entries`, over what was there, and returns
     their digests; it raises OSError. told: the fields of an ExportChunkResponse that say where the chunk is.
@@ -285,22 +279,6 @@ class ChunkPlace(Protocol):
 
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]: ...
     def told(self) -> dict[str, Any]: ...
-
-
-class ChunkFile:
-    """A safetensors file, whose pages are used again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.device = path, torch.device("cpu")
-
-    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
-        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-            digests = write_tensors(file, entries, tensors)
-            file.truncate()
-        return digests
-
-    def told(self) -> dict[str, Any]:
-        return {"path": str(self.path)}
 
 
 class Chunks:
@@ -342,20 +320,15 @@ class Chunks:
 
     def write(self, weights: LazyWeights, index: int) -> ExportChunkResponse:
         """Write the chunk over the one before, gathering what names() said. Raises OSError."""
-        chunks, names = self._cut(weights), self.names(weights, self._version, index)
-        chunk = weights.only(chunks[index])
-        with gathered(weights.only(names), self._dtype, self._place.device, on_all=self._on_all) as tensors:
-            for name, tensor in itertools.islice(tensors, len(names) - len(chunk)):
-                self._digests[name] = digest_of_tensor(name, tensor)
-            digests = self._place.put(entries_of(chunk, self._dtype), tensors)
-        self._digests.update(digests)
-        is_last = index + 1 == len(chunks)
+        chunk = weights.only(self._cut(weights)[index])
+        digests = self._put(chunk, weights.only(self.names(weights, self._version, index)))
+        is_last = self.is_last(weights, index)
         return ExportChunkResponse(
             version=self._version,
             index=index,
             **self._place.told(),
             digest=joint_digest(digests.values()),
-            num_tensors=len(chunk),
+            num_tensors=len(digests),
             num_bytes=sum(sizes_of(chunk, self._dtype).values()),
             is_last=is_last,
             whole_digest=joint_digest(self._digests.values()) if is_last else "",
@@ -363,13 +336,21 @@ class Chunks:
 
     def write_along(self, weights: LazyWeights, index: int, names: list[str]) -> None:
         """On another rank than the first, whose names() these are: write the chunk too, or only gather."""
-        if not self._on_all:
+        if self._on_all:
+            self._put(weights.only(self._cut(weights)[index]), weights.only(names))
+        else:
             gather_along(weights.only(names), self._dtype)
-            return
-        chunk = weights.only(self._cut(weights)[index])
-        with gathered(weights.only(names), self._dtype, self._place.device, on_all=True) as tensors:
-            chunk_tensors = itertools.islice(tensors, len(names) - len(chunk), None)
-            self._place.put(entries_of(chunk, self._dtype), chunk_tensors)
+
+    def _put(self, chunk: LazyWeights, gathering: LazyWeights) -> dict[str, bytes]:
+        """Gather these, of which the last are the chunk; returns its digests."""
+        entries = entries_of(chunk, self._dtype)
+        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
+        with gathered(gathering, self._dtype, self._place.device, on_all=self._on_all) as tensors:
+            for name, tensor in itertools.islice(tensors, num_before):
+                self._digests[name] = digest_of_tensor(name, tensor)
+            digests = self._place.put(entries, tensors)
+        self._digests.update(digests)
+        return digests
 
     def _cut(self, weights: LazyWeights) -> list[list[str]]:
         """Names by chunk. Cut once: a trainer's weights never change their names and sizes."""

@@ -1,5 +1,5 @@
 """transport: ipc, and embedded engines in turns. Chunks of weights in memory that trainer and engine both
-open.
+open, or in a file where they cannot (ChunkFile).
 
 The trainer makes one piece of memory, of the largest chunk, on the device that both sides use, and writes
 each chunk over the one before (SharedChunk). Where both sides are on several CUDA devices each rank does so
@@ -36,7 +36,14 @@ from asyncrl.messages.base import ChunkMemory, MemoryHandle, PlacedTensor
 from asyncrl.messages.calls import LoadChunkRequest
 from asyncrl.serving import Refused
 from asyncrl.weights.export import Entries
-from asyncrl.weights.tensor_files import DTYPES, RESEND, begin_digest, finish_digests, read_or_refuse
+from asyncrl.weights.tensor_files import (
+    DTYPES,
+    RESEND,
+    begin_digest,
+    finish_digests,
+    read_or_refuse,
+    write_tensors,
+)
 
 ALIGNMENT = 256
 """Each tensor begins on a multiple of so many bytes, as torch's allocators have it."""
@@ -202,6 +209,22 @@ class CudaDriver:
             text = ctypes.c_char_p()
             self.library["cuGetErrorString"](ctypes.c_int(code), ctypes.byref(text))
             raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
+
+
+class ChunkFile:
+    """A safetensors file, whose pages are used again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.device = path, torch.device("cpu")
+
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+            digests = write_tensors(file, entries, tensors)
+            file.truncate()
+        return digests
+
+    def told(self) -> dict[str, Any]:
+        return {"path": str(self.path)}
 
 
 class SharedChunk:
