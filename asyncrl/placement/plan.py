@@ -22,7 +22,7 @@ from asyncrl.placement.devices import (
     CudaDevice,
     Mode,
     Placement,
-    chunk_device,
+    chunk_devices,
     find_cuda_devices,
     place,
 )
@@ -255,8 +255,9 @@ def _shared(
         note = "the trainer's state, while a checkpoint is written and for the next"
         yield ProcessPlan("checkpoint", "checkpoint", "cpu", 0, copied, note)
     if placement.mode == "colocated":
-        chunk, device = Memory(weights=min(sync.chunk_bytes, size)), chunk_device(config, placement) or "cpu"
-        yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
+        chunk = Memory(weights=min(sync.chunk_bytes, size))
+        for device in chunk_devices(config, placement) or ("cpu",):
+            yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
         if placement.is_on_cuda and not config.trainer.cpu_offload:
             held = [plan.memory for plan in plans if plan.side == "trainer"]
             sums = (sum(each) for each in zip(*map(astuple, held), strict=True))

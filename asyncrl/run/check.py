@@ -32,7 +32,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
-from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle_dtype
+from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.plan import make_plan
 from asyncrl.rollouts.generators import RECORDED_VERSION
@@ -79,10 +79,10 @@ class Found:
 
 def check_lines(config: RunConfig) -> Iterator[str]:
     """What `asyncrl check` prints. Raises ConfigError with the first that cannot be."""
-    config, dtype_words = settle_dtype(config)
+    config, settled = settle(config)
     found = look(config)
     yield from found.lines
-    yield from filter(None, [dtype_words])
+    yield from settled
     if (replayed := open_replay(config, None)) is not None:
         yield f"replay: {replayed.path}: {replayed.text}"
     yield from (f"note: {note}" for note in found.notes)
