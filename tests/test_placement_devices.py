@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from placement_cases import EVAL, TAUGHT, TURNS, URLS, VLLM, load, placed
@@ -13,7 +14,14 @@ from asyncrl.config import PlacementConfig, load_config, run_config_yaml
 from asyncrl.config.operation import device_numbers
 from asyncrl.errors import ConfigError
 from asyncrl.placement import devices
-from asyncrl.placement.devices import CudaDevice, Placement, child_environ, find_cuda_devices, place
+from asyncrl.placement.devices import (
+    CudaDevice,
+    Placement,
+    child_environ,
+    described_machine,
+    find_cuda_devices,
+    place,
+)
 
 ZERO = "buffer.max_staleness=0"
 TWO_RANKS = "trainer.world_size=2"
@@ -234,3 +242,46 @@ def test_a_child_sees_its_devices_in_order_and_by_the_names_of_the_parent(
     assert child_environ(("cuda:1", "cuda:0"), named) == shown
     assert child_environ(("cpu",), ()) == child_environ(("none",), named) == {}
     assert Placement(("cuda:0",), (("none",),), None, "apart").is_on_cuda
+
+
+# ---- a machine that is described
+
+THREE = ("8xH200-141GB", 192, "2TB")
+
+
+@pytest.mark.parametrize(
+    ("given", "num_cuda", "each", "memory"),
+    [
+        (THREE, 8, 141 * 10**9, 2 * 10**12),
+        (("1xRTX4090-24GB", 16, "64GiB"), 1, 24 * 10**9, 64 * 2**30),
+        (("2x79.6GiB", 16, "512GB"), 2, int(79.6 * 2**30), 512 * 10**9),
+        (("1xA100-SXM4-80GB", 16, "900MB"), 1, 80 * 10**9, 900 * 10**6),
+        (("cpu", 4, "16GB"), 0, None, 16 * 10**9),
+    ],
+)
+def test_a_machine_is_described_by_its_devices_cores_and_memory(
+    given: tuple[str, int, str], num_cuda: int, each: int | None, memory: int
+) -> None:
+    made = described_machine(*given)
+    assert made is not None
+    assert [device.free_bytes for device in made.cuda] == [each] * num_cuda
+    assert (made.cores, made.memory, made.is_here) == (given[1], memory, False)
+    assert described_machine(None, None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((None, *THREE[1:]), "there is no --devices"),
+        ((THREE[0], None, None), "there is no --cores, --memory"),
+        ((THREE[0], 0, "2TB"), "--cores 0"),
+        ((THREE[0], 192, "plenty"), "--memory plenty is no size"),
+        ((THREE[0], 192, "0GB"), "--memory 0GB is no size"),
+        *(((devices, 192, "2TB"), f"--devices {devices} describes no devices") for devices in
+          ("8", "H200-141GB", "0xH200-141GB", "8xH200", "8xH200-141", "8x0GB", "-1x80GB", "")),
+    ],
+)  # fmt: skip
+def test_a_machine_that_is_not_described_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        described_machine(*given)
+    assert "write " in caught.value.way_out

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from placement_cases import EVAL, TURNS, URLS, VLLM, cuda_devices, load, make_python
+from placement_cases import EVAL, TURNS, URLS, VLLM, load, machine, make_python
 
 from asyncrl.config import RolloutConfig
 from asyncrl.errors import ConfigError
-from asyncrl.placement import fit
+from asyncrl.placement import devices, fit
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import (
     find_python,
@@ -37,7 +37,7 @@ ZERO = "buffer.max_staleness=0"
 
 
 def planned(num_cuda: int, *overrides: str) -> Plan:
-    return make_plan(load(*overrides), cuda_devices(num_cuda))
+    return make_plan(load(*overrides), machine(num_cuda))
 
 
 def memory(plan: Plan, name: str) -> Memory:
@@ -58,7 +58,7 @@ def test_the_plan_counts_the_weights_of_a_folder_from_its_headers(tiny_model_dir
 
 def test_a_model_that_is_not_there_yet_is_told_as_unknown() -> None:
     config = load("model.scratch=none", "model.path=org/name")
-    plan = make_plan(config, [])
+    plan = make_plan(config, machine(0))
     assert "model: not on disk yet" in plan_text(plan, config)
     refuse_what_cannot_fit(plan, config)
 
@@ -215,7 +215,7 @@ CHECKPOINTING = "trainer.gradient_checkpointing=true"
 
 def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
     """The trainer has all that it wants on the first of two devices."""
-    plan = make_plan(load(*SEVEN, *overrides), cuda_devices(2, free_bytes=free_bytes))
+    plan = make_plan(load(*SEVEN, *overrides), machine(2, free_bytes=free_bytes))
     return replace(plan, free_bytes={**plan.free_bytes, "cpu": 2**40, "cuda:0": 2**40})
 
 
@@ -353,7 +353,7 @@ def test_what_no_setting_makes_fit_is_refused_and_what_is_not_known_is_not() -> 
     with pytest.raises(ConfigError, match="take a smaller model"):
         refuse_what_cannot_fit(planned(0, *huge), load(*huge))
     config = load(ZERO, "rollout.slots=1000", "rollout.max_tokens=100000000")
-    plan = make_plan(config, cuda_devices(1, free_bytes=None))
+    plan = make_plan(config, machine(1, free_bytes=None))
     refuse_what_cannot_fit(plan, config)
     assert "free is not known (no nvidia-smi)" in plan_text(plan, config)
 
@@ -388,7 +388,7 @@ def test_tokens_depend_on_nothing_beside_them_where_that_costs_nothing_or_can_be
     num_cuda: int, overrides: list[str], is_on: bool, words: str
 ) -> None:
     config = load(*overrides)
-    plan = make_plan(config, cuda_devices(num_cuda))
+    plan = make_plan(config, machine(num_cuda))
     assert config.is_deterministic(plan.placement.rollout[0]) == is_on
     assert re.search(words, start_words(plan, config)[0])
 
@@ -444,11 +444,9 @@ def test_a_run_that_needs_more_descriptors_than_there_are_is_refused_with_a_sett
     ],
 )
 def test_auto_is_what_every_device_computes_fast_in_and_what_is_written_stays(
-    monkeypatch: pytest.MonkeyPatch, setting: str, num_cuda: int, has_bf16: bool, dtype: str, words: str
+    setting: str, num_cuda: int, has_bf16: bool, dtype: str, words: str
 ) -> None:
-    monkeypatch.setattr(fit, "find_cuda_devices", lambda: cuda_devices(num_cuda))
-    monkeypatch.setattr(fit, "cpu_has_bfloat16", lambda: has_bf16)
-    config, told = settle_dtype(load("model.dtype=auto", setting))
+    config, told = settle_dtype(load("model.dtype=auto", setting), machine(num_cuda, has_bfloat16=has_bf16))
     assert config.model.dtype == dtype
     assert words in told
     assert bool(words) == bool(told)
@@ -460,13 +458,13 @@ def test_a_run_that_goes_on_keeps_the_type_that_it_began_with() -> None:
 
 
 def test_the_cpu_is_asked_for_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "CPUINFO", tmp_path / "cpuinfo")
-    assert not fit.cpu_has_bfloat16(), "it is not known"
+    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
+    assert not devices.cpu_has_bfloat16(), "it is not known"
     (tmp_path / "cpuinfo").write_text("model name\t: bf16\nflags\t\t: fpu avx2\n")
-    assert not fit.cpu_has_bfloat16()
+    assert not devices.cpu_has_bfloat16()
     for line in ("flags\t\t: fpu avx512f avx512_bf16\n", "Features\t: fp asimd bf16\n"):
         (tmp_path / "cpuinfo").write_text(line)
-        assert fit.cpu_has_bfloat16(), line
+        assert devices.cpu_has_bfloat16(), line
 
 
 # ---- vLLM's Python

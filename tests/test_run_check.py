@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from huggingface_hub import snapshot_download
 from job_runs import write_config
@@ -16,6 +17,7 @@ from job_runs import write_config
 from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.placement import devices, fit, plan
 from asyncrl.run.check import look
 from asyncrl.run.loop import run_job
 from asyncrl.run.serve import serve_gateway
@@ -109,6 +111,33 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
     said = capsys.readouterr().err
     assert is_said(words, said), said
     assert "Way out: " in said
+
+
+def test_check_of_a_described_machine_asks_nothing_of_this_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(*_: object) -> None:
+        raise AssertionError("this machine was asked")
+
+    for owner, name in (
+        *((devices, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "num_cores", "ask_nvidia_smi")),
+        *((plan, name) for name in ("num_cores", "this_machine")),
+        *((fit, name) for name in ("needed_python", "refuse_too_many_connections", "this_machine")),
+        (psutil, "virtual_memory"),
+    ):
+        monkeypatch.setattr(owner, name, asked)
+    settings = ["rollout.engine=vllm", "model.dtype=auto", "rollout.threads=auto", "trainer.threads=auto"]
+    settings += ["placement.trainer=auto", "placement.rollout=auto"]
+    machine = ["--devices", "2xH200-141GB", "--cores", "64", "--memory", "1TB"]
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings, *machine])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    said = capsys.readouterr().out
+    assert "model.dtype: auto is bfloat16" in said
+    assert re.search(r"^trainer-0 +cuda:0 +48 ", said, re.MULTILINE)
+    assert re.search(r"^engine-0 +cuda:1 +16 ", said, re.MULTILINE)
+    assert "131.32 GiB free" in said
+    assert "not checked, as the machine is not here" in said
 
 
 @pytest.mark.parametrize("begin", [run_job, serve_gateway])

@@ -20,44 +20,36 @@ import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
 from asyncrl.config.weight_sync import transport_words
 from asyncrl.errors import ConfigError, install_extra
-from asyncrl.placement.devices import NO_DEVICE, Placement, chunk_device, find_cuda_devices, place
+from asyncrl.placement.devices import NO_DEVICE, Machine, Placement, chunk_device, place, this_machine
 from asyncrl.placement.plan import Memory, Phase, Plan, ProcessPlan, lay_out
 
-BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Of /proc/cpuinfo, where a CPU multiplies in bfloat16; the last one is ARM's."""
-CPUINFO = Path("/proc/cpuinfo")
 OTHERS = 256
 """Descriptors that the controller has besides: files, logs, pipes, heartbeats, pushes."""
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
-    if not CPUINFO.is_file():
-        return False
-    lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return not BFLOAT16_FLAGS.isdisjoint(flags.partition(":")[2].split())
-
-
-def settle_dtype(config: RunConfig, *, begun: str | None = None) -> tuple[RunConfig, str]:
+def settle_dtype(
+    config: RunConfig, machine: Machine | None = None, *, begun: str | None = None
+) -> tuple[RunConfig, str]:
     """The config with a type in place of `model.dtype: auto`, and what to tell people ("" = nothing).
 
-    `begun`: the type of the resumed run, which auto then stands for. Raises ConfigError for a placement that
-    cannot be.
+    `machine`: None is this one. `begun`: the type of the resumed run, which auto then stands for. Raises
+    ConfigError for a placement that cannot be.
     """
-    placement = place(config, len(find_cuda_devices()))
+    machine = machine or this_machine()
+    placement = place(config, len(machine.cuda))
     is_on_cpu = "cpu" in (*placement.trainer, *placement.engine_devices)
-    is_slow = is_on_cpu and not cpu_has_bfloat16()
+    is_slow = is_on_cpu and not machine.has_bfloat16
     if config.model.dtype != "auto":
         slow = (
             "model.dtype=bfloat16, and this CPU has no instructions for it: its steps take 8.6 times as long "
             "as in float32, measured; model.dtype=float32 (or auto) is faster here"
         )
-        return config, slow if is_slow and config.model.dtype == "bfloat16" else ""
+        return config, slow if is_slow and machine.is_here and config.model.dtype == "bfloat16" else ""
     if begun not in (None, "auto"):
         dtype, why = begun, "as the run began"
     elif is_slow:
         dtype, why = "float32", "this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16)"
+        why = why if machine.is_here else "whether that CPU has bfloat16 instructions is not known"
     else:
         dtype = "bfloat16"
         why = "this CPU has instructions for it" if is_on_cpu else "trainer and engines are on CUDA"
@@ -109,7 +101,8 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
     descriptors than it can have, or a vLLM that is not there. A device whose free memory is not known is left
     to those that load there.
     """
-    needed_python(config)
+    if plan.machine.is_here:
+        needed_python(config)
     worst = _worst(plan)
     if worst is not None:
         lacking, device, phase = worst
@@ -122,7 +115,8 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
             f"{size_text(free)} are free",
             way_out=_way_out(plan, config),
         )
-    refuse_too_many_connections(config)
+    if plan.machine.is_here:
+        refuse_too_many_connections(config)
 
 
 def _worst(plan: Plan) -> tuple[int, str, Phase] | None:
@@ -141,10 +135,10 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
     """The first setting that fits."""
     for words, changed in _smaller(config):
         try:
-            placement = place(changed, plan.num_cuda)
+            placement = place(changed, len(plan.machine.cuda))
         except ConfigError:
             continue
-        processes = lay_out(changed, plan.shape, placement)
+        processes = lay_out(changed, plan.shape, placement, plan.machine.cores)
         if _worst(replace(plan, processes=processes, placement=placement)) is None:
             return f"{words} fits."
     return "take a smaller model, or a machine with more memory."
@@ -202,6 +196,10 @@ CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
 ASK = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 ASK_TIMEOUT_S = 30.0
 PACKAGES = ("asyncrl", "asyncrl_servers")
+NOT_HERE = (
+    "not checked, as the machine is not here: its limit of descriptors, rollout.vllm_python, its driver, and "
+    "what else uses its memory"
+)
 
 
 def needed_python(config: RunConfig) -> Path | None:
@@ -276,7 +274,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
         columns = "".join(f"{size:>12}" for size in sizes)
         lines.append(f"{name:<12} {device:<7} {threads:>7} {columns}  {what}")
     lines += ["", f"mode: {transport_text(config, plan.placement)}"]
-    if (python := needed_python(config)) is not None:
+    if plan.machine.is_here and (python := needed_python(config)) is not None:
         lines.append(f"python: ours is {sys.executable}, {config.rollout.facts.package}'s is {python}")
     for device, free in plan.free_bytes.items():
         needs = plan.peak_bytes(device)
@@ -289,6 +287,8 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
         beside = ", before the Python processes (about 0.5 GiB each)" if device == "cpu" else ""
         beside = beside or ", before CUDA's own of each process"
         lines.append(f"memory of {device}: {size_text(max(needs.values()))}{in_turns}; {has}{beside}")
+    if not plan.machine.is_here:
+        lines.append(NOT_HERE)
     return "\n".join([*lines, *start_words(plan, config)])
 
 

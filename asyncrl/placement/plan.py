@@ -7,24 +7,22 @@ files alone: no torch, nothing is loaded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal, get_args
-
-import psutil
 
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.placement.devices import (
     NO_DEVICE,
-    CudaDevice,
+    Machine,
     Mode,
     Placement,
     chunk_device,
-    find_cuda_devices,
+    num_cores,
     place,
+    this_machine,
 )
 from asyncrl.placement.model_shape import ModelShape, model_shape
 
@@ -119,7 +117,7 @@ class Plan:
     processes: tuple[ProcessPlan, ...]
     shape: ModelShape
     free_bytes: Mapping[str, int | None]
-    num_cuda: int
+    machine: Machine
 
     def peak_bytes(self, device: str) -> dict[Phase, int]:
         """What all processes of a device hold in each phase."""
@@ -127,39 +125,43 @@ class Plan:
         return {phase: sum(process.held_bytes(phase, mode) for process in held) for phase in PHASES}
 
 
-def engine_threads(config: RunConfig) -> int:
-    """CPU threads of each engine: the same whatever the number of engines, because results depend on it bit
-    for bit.
+def engine_threads(config: RunConfig, cores: int | None = None) -> int:
+    """CPU threads of each engine on a machine with so many cores (None: this one): the same whatever the
+    number of engines, because results depend on it bit for bit.
     """
-    return config.rollout.threads if config.rollout.threads != "auto" else max(1, (os.cpu_count() or 1) // 4)
+    given = config.rollout.threads
+    return given if given != "auto" else max(1, (cores or num_cores()) // 4)
 
 
-def trainer_threads(config: RunConfig) -> int:
+def trainer_threads(config: RunConfig, cores: int | None = None) -> int:
     """CPU threads of each trainer rank: its part of the cores that the rollout engines leave. Neither an eval
     engine nor turns change it: such a run must be the run without, bit for bit.
     """
     if config.trainer.threads != "auto":
         return config.trainer.threads
-    left = (os.cpu_count() or 1) - config.rollout.num_engines * engine_threads(config)
+    left = (cores or num_cores()) - config.rollout.num_engines * engine_threads(config, cores)
     return max(1, left // config.trainer.world_size)
 
 
-def make_plan(config: RunConfig, cuda: Sequence[CudaDevice] | None = None) -> Plan:
-    """The plan of a run on this machine; `cuda`: the devices that it shows, else they are looked for.
-
-    Raises ConfigError for a placement that cannot be.
+def make_plan(config: RunConfig, machine: Machine | None = None) -> Plan:
+    """The plan of a run on this machine, or another one. Raises ConfigError for a placement that cannot
+    be.
     """
-    devices = find_cuda_devices() if cuda is None else cuda
-    placement, shape = place(config, len(devices)), model_shape(config.model)
-    free: dict[str, int | None] = {"cpu": psutil.virtual_memory().available}
-    free |= {f"cuda:{number}": device.free_bytes for number, device in enumerate(devices)}
-    return Plan(placement, lay_out(config, shape, placement), shape, free, len(devices))
+    machine = machine or this_machine()
+    placement, shape = place(config, len(machine.cuda)), model_shape(config.model)
+    free: dict[str, int | None] = {"cpu": machine.memory}
+    free |= {f"cuda:{number}": device.free_bytes for number, device in enumerate(machine.cuda)}
+    return Plan(placement, lay_out(config, shape, placement, machine.cores), shape, free, machine)
 
 
-def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
-    """Every process with its bytes."""
+def lay_out(
+    config: RunConfig, shape: ModelShape, placement: Placement, cores: int
+) -> tuple[ProcessPlan, ...]:
+    """Every process with its bytes, on a machine with so many cores."""
+    rollout = config.rollout.model_copy(update={"threads": engine_threads(config, cores)})
+    config = config.model_copy(update={"rollout": rollout})
     plans = [ProcessPlan("controller", "controller", "cpu", 1, Memory(), "rollouts, buffer, publisher")]
-    threads, ranks = trainer_threads(config), config.trainer.world_size
+    threads, ranks = trainer_threads(config, cores), config.trainer.world_size
     what = "weights and AdamW state" if config.trainer.lora is None else "weights, AdamW state of adapters"
     for rank, device in enumerate(placement.trainer):
         memory, note = trainer_memory(config, shape, device), _part(what, ranks)

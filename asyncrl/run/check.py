@@ -32,6 +32,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
+from asyncrl.placement.devices import Machine
 from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle_dtype
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.plan import make_plan
@@ -77,16 +78,18 @@ class Found:
     eval_task: EvalTask | None
 
 
-def check_lines(config: RunConfig) -> Iterator[str]:
-    """What `asyncrl check` prints. Raises ConfigError with the first that cannot be."""
-    config, dtype_words = settle_dtype(config)
+def check_lines(config: RunConfig, machine: Machine | None = None) -> Iterator[str]:
+    """What `asyncrl check` prints, of this machine or a described one. Raises ConfigError with the first that
+    cannot be.
+    """
+    config, dtype_words = settle_dtype(config, machine)
     found = look(config)
     yield from found.lines
     yield from filter(None, [dtype_words])
     if (replayed := open_replay(config, None)) is not None:
         yield f"replay: {replayed.path}: {replayed.text}"
     yield from (f"note: {note}" for note in found.notes)
-    plan = make_plan(config)
+    plan = make_plan(config, machine)
     yield plan_text(plan, config)
     refuse_what_cannot_fit(plan, config)
 
