@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,9 @@ from placement_cases import EVAL, TAUGHT, TURNS, URLS, VLLM, load, placed
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
 from asyncrl.config.operation import device_numbers
 from asyncrl.errors import ConfigError
-from asyncrl.placement import devices
-from asyncrl.placement.devices import (
-    CudaDevice,
-    Placement,
-    child_environ,
-    described_machine,
-    find_cuda_devices,
-    place,
-)
+from asyncrl.placement import model_shape
+from asyncrl.placement.devices import Placement, child_environ, place
+from asyncrl.placement.model_shape import CudaDevice, described_machine, find_cuda_devices
 
 ZERO = "buffer.max_staleness=0"
 TWO_RANKS = "trainer.world_size=2"
@@ -61,6 +56,9 @@ def test_anything_else_is_refused(key: str, text: str) -> None:
 # ---- which device each process gets
 
 
+SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu-memory-utilization: 0.9}"
+
+
 def cuda(*numbers: int) -> tuple[str, ...]:
     return tuple(f"cuda:{number}" for number in numbers)
 
@@ -88,6 +86,9 @@ def cuda(*numbers: int) -> tuple[str, ...]:
         (4, [*SPLIT, "rollout.num_engines=2"], cuda(0), cuda(1, 1), "apart"),
         (0, [VLLM, "weight_sync.transport=nccl"], ("cpu",), ("cpu",), "apart"),
         (1, [VLLM, "weight_sync.transport=ipc", *TURNS], cuda(0), cuda(0), "colocated"),
+        (1, [ZERO, SHARE], cuda(0), cuda(0), "colocated"),
+        (1, [SHARE], cuda(0), cuda(0), "apart"),
+        (2, [SHARE, *TWO_EACH, "buffer.max_staleness=2"], cuda(0, 1), cuda(0, 1), "apart"),
     ],
 )
 def test_both_sides_get_what_is_written_or_what_the_other_side_leaves(
@@ -124,6 +125,14 @@ def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
         (1, [EVAL, *TURNS], "set placement.eval=cpu"),
         (2, [EVAL, "placement.eval=0"], "set placement.eval=cpu"),
         (1, [*TAUGHT, *TURNS], "set placement.teacher=cpu"),
+        (1, [], "placement.share=0.4 has both work there at once"),
+        (0, [SHARE], "set placement.share=auto"),
+        (0, [SHARE, *TURNS], "set placement.share=auto"),
+        (2, [SHARE], "set placement.share=auto"),
+        (1, [SHARE, *URLS], "set placement.share=auto"),
+        (1, [SHARE, VLLM, SIZED], "remove rollout.vllm.gpu-memory-utilization"),
+        (1, [SHARE, VLLM, "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
+        (1, [SHARE, EVAL], "set placement.eval=cpu"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(
@@ -193,9 +202,10 @@ def test_whatever_is_not_refused_keeps_the_rules() -> None:
 
 # ---- which devices there are
 
-SMI = "0, GPU-aaaa, 80000\n1, GPU-bbbb, 40000\n"
-A, B = CudaDevice("0", 80000 * 2**20), CudaDevice("1", 40000 * 2**20)
-NAMED = (CudaDevice("GPU-bbbb", B.free_bytes), CudaDevice("GPU-aaaa", A.free_bytes))
+SMI = "0, GPU-aaaa, 80000, 81559\n1, GPU-bbbb, 40000, 40960\n"
+A = CudaDevice("0", 80000 * 2**20, 81559 * 2**20)
+B = CudaDevice("1", 40000 * 2**20, 40960 * 2**20)
+NAMED = (replace(B, name="GPU-bbbb"), replace(A, name="GPU-aaaa"))
 
 
 @pytest.mark.parametrize(
@@ -216,21 +226,21 @@ def test_devices_are_those_of_the_driver_that_cuda_visible_devices_leaves(
 ) -> None:
     for number in range(gpus):
         (tmp_path / "gpus" / str(number)).mkdir(parents=True)
-    monkeypatch.setattr(devices, "DRIVER_DIR", tmp_path / "gpus")
-    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda: smi)
+    monkeypatch.setattr(model_shape, "DRIVER_DIR", tmp_path / "gpus")
+    monkeypatch.setattr(model_shape, "ask_nvidia_smi", lambda: smi)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(devices, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(model_shape, "torch_has_cuda", lambda: False)
     assert find_cuda_devices() == ()
-    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(model_shape, "torch_has_cuda", lambda: True)
     assert find_cuda_devices() == found
 
 
 def test_the_installed_torch_is_asked_without_being_imported() -> None:
     import torch
 
-    assert devices.torch_has_cuda() == (torch.version.cuda is not None)
+    assert model_shape.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_a_child_sees_its_devices_in_order_and_by_the_names_of_the_parent(

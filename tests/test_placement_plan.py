@@ -17,7 +17,7 @@ from placement_cases import EVAL, TURNS, URLS, VLLM, load, machine, make_python
 
 from asyncrl.config import RolloutConfig
 from asyncrl.errors import ConfigError
-from asyncrl.placement import devices, fit
+from asyncrl.placement import fit, model_shape
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import (
     find_python,
@@ -27,6 +27,7 @@ from asyncrl.placement.fit import (
     refuse_too_many_connections,
     refuse_what_cannot_fit,
     settle_dtype,
+    settle_share,
     start_words,
     transport_text,
 )
@@ -122,6 +123,77 @@ def test_turns_on_a_cuda_device_keep_the_trainers_state_on_the_host_meanwhile() 
     assert host.held_bytes("generation", "colocated") == trainer.weights + trainer.optimizer
     assert host.held_bytes("publish", "colocated") == trainer.optimizer
     assert host.held_bytes("training", "colocated") == 0
+
+
+# ---- both sides in the memory of one device
+
+SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu_memory_utilization: 0.9}"
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "free", "overrides", "stays", "words"),
+    [
+        (0, None, TURNS, True, "auto: both sides stay on cpu: they fit"),
+        (0, 2**30, TURNS, False, "auto: each side moves out .*: beside each other they do not fit cpu"),
+        (0, None, [*TURNS, "placement.share=none"], False, "share=none: each side moves out"),
+        (1, 2**34, [ZERO], True, r"auto: both sides stay on cuda:0, the engines with 0\.\d+ of it: they fit"),
+        (1, 2**30, [ZERO], False, "beside each other they do not fit cuda:0"),
+        (1, None, [ZERO], False, "what cuda:0 has is not known"),
+        (1, 2**34, [ZERO, VLLM, SIZED], False, "rollout.vllm.gpu_memory_utilization says what the engines"),
+        (
+            1,
+            2**34,
+            [ZERO, "model.scratch=none", "model.path=org/name"],
+            False,
+            "the size of the model is not",
+        ),
+        (1, 2**34, [ZERO, SHARE], True, r"share=0\.4: both sides stay on cuda:0, in turns"),
+        (1, 2**34, [SHARE], False, r"share=0\.4: both sides stay on cuda:0, and work at once"),
+        (2, 2**34, [ZERO], False, "^$"),
+    ],
+)
+def test_both_sides_stay_in_turns_where_they_fit_beside_each_other_and_why_is_said(
+    num_cuda: int, free: int | None, overrides: list[str], stays: bool, words: str
+) -> None:
+    here = machine(num_cuda, free) if num_cuda else replace(machine(0), memory=free or 2**36)
+    config = load(*overrides)
+    plan, told = settle_share(make_plan(config, here), config)
+    assert plan.placement.stays == stays
+    assert re.search(words, told), told
+    is_moving = plan.placement.mode == "colocated" and not stays
+    assert ("offloaded" in {one.name for one in plan.processes}) == (is_moving and num_cuda > 0)
+    if stays:
+        assert plan.peak_bytes(plan.placement.trainer[0])["generation"] > memory(plan, "trainer-0").total
+        refuse_what_cannot_fit(plan, config)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+@pytest.mark.parametrize("overrides", [[], [ZERO]])
+def test_a_share_in_which_a_side_does_not_fit_is_refused_with_one_in_which_both_do(
+    share: float, overrides: list[str]
+) -> None:
+    def check(*more: str) -> None:
+        config = load(*overrides, *more)
+        plan, _ = settle_share(make_plan(config, machine(1)), config)
+        refuse_what_cannot_fit(plan, config)
+
+    with pytest.raises(
+        ConfigError, match=rf"share={share} of cuda:0: the engines need .*the trainer leaves"
+    ) as caught:
+        check(f"placement.share={share}")
+    check(caught.value.way_out.removeprefix("set ").removesuffix("."))
+
+
+def test_a_share_that_cannot_be_on_a_device_is_refused_with_turns_that_can() -> None:
+    def check(*more: str) -> None:
+        config = load(*more)
+        plan, _ = settle_share(make_plan(config, machine(1, 2**30)), config)
+        refuse_what_cannot_fit(plan, config)
+
+    with pytest.raises(ConfigError, match=r"placement.share=0\.4 of cuda:0|on cuda:0") as caught:
+        check(SHARE)
+    assert "share=auto" in caught.value.way_out
+    check(SHARE, *caught.value.way_out.removesuffix(" fits.").split(" with "))
 
 
 EXPERTS = "model.scratch.architecture.num_experts=4"
@@ -458,13 +530,13 @@ def test_a_run_that_goes_on_keeps_the_type_that_it_began_with() -> None:
 
 
 def test_the_cpu_is_asked_for_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "CPUINFO", tmp_path / "cpuinfo")
-    assert not devices.cpu_has_bfloat16(), "it is not known"
+    monkeypatch.setattr(model_shape, "CPUINFO", tmp_path / "cpuinfo")
+    assert not model_shape.cpu_has_bfloat16(), "it is not known"
     (tmp_path / "cpuinfo").write_text("model name\t: bf16\nflags\t\t: fpu avx2\n")
-    assert not devices.cpu_has_bfloat16()
+    assert not model_shape.cpu_has_bfloat16()
     for line in ("flags\t\t: fpu avx512f avx512_bf16\n", "Features\t: fp asimd bf16\n"):
         (tmp_path / "cpuinfo").write_text(line)
-        assert devices.cpu_has_bfloat16(), line
+        assert model_shape.cpu_has_bfloat16(), line
 
 
 # ---- vLLM's Python

@@ -17,7 +17,7 @@ from job_runs import write_config
 from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.placement import devices, fit, plan
+from asyncrl.placement import fit, model_shape, plan
 from asyncrl.run.check import look
 from asyncrl.run.loop import run_job
 from asyncrl.run.serve import serve_gateway
@@ -120,7 +120,10 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
         raise AssertionError("this machine was asked")
 
     for owner, name in (
-        *((devices, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "num_cores", "ask_nvidia_smi")),
+        *(
+            (model_shape, name)
+            for name in ("find_cuda_devices", "cpu_has_bfloat16", "num_cores", "ask_nvidia_smi")
+        ),
         *((plan, name) for name in ("num_cores", "this_machine")),
         *((fit, name) for name in ("needed_python", "refuse_too_many_connections", "this_machine")),
         (psutil, "virtual_memory"),

@@ -115,7 +115,7 @@ def refuse_transport(
         if config.weight_sync.rolling:
             what = f"{name} sends each version once, to all engines together, and weight_sync.rolling=true"
             raise ConfigError(what, way_out=f"set weight_sync.rolling=false, or {TO_SHM}.")
-        if is_turns or ("cpu" in ranks) != ("cpu" in engines):
+        if is_turns or ("cpu" in ranks) != ("cpu" in engines) or {*ranks} & {*engines} - {"cpu"}:
             what = f"{name} from {', '.join(ranks)} to {', '.join(engines)}"
             rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
             raise ConfigError(what, rule=rule, way_out=f"{way_out} In turns: weight_sync.transport=ipc.")

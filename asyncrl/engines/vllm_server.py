@@ -189,6 +189,7 @@ class VllmServer:
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
         """All parts of vLLM sleep together, so those that are to stay awake are woken again. vLLM keeps a
         copy of the weights on the host, from which they are restored. It does not say how many bytes move.
+        One that stays where it is pauses instead, and its prefix cache forgets what it had.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1
@@ -196,11 +197,15 @@ class VllmServer:
         process.asleep |= set(parts)
         process.has_content = process.has_content and "weights" not in parts
         if process.asleep != asleep_before:
+            stays = self.facts.stays
             async with process.calls():
-                await self._wake(asleep_before)  # vLLM sleeps as a whole or not at all
-                await process.tell("/sleep?level=1&mode=abort")
+                if not stays:
+                    await self._wake(asleep_before)  # vLLM sleeps as a whole or not at all
+                paused = "/pause?mode=abort&clear_cache=true"
+                await process.tell(paused if stays else "/sleep?level=1&mode=abort")
                 await process.end(process.sent)
-                await self._wake(_TAGS.keys() - process.asleep)
+                if not stays:
+                    await self._wake(_TAGS.keys() - process.asleep)
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
@@ -216,7 +221,10 @@ class VllmServer:
             process.change_nowait()
         if woken := process.asleep & set(parts):
             async with process.calls():
-                await self._wake(woken)
+                if not self.facts.stays:
+                    await self._wake(woken)
+                elif woken == process.asleep:
+                    await process.tell("/resume")
             if process.asleep == woken and self._unchecked is not None:
                 commit, self._unchecked = self._unchecked, None
                 await commit.check()

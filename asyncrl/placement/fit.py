@@ -6,6 +6,7 @@ nothing.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import resource
 import shutil
@@ -20,9 +21,11 @@ import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
 from asyncrl.config.weight_sync import transport_words
 from asyncrl.errors import ConfigError, install_extra
-from asyncrl.placement.devices import NO_DEVICE, Machine, Placement, chunk_device, place, this_machine
+from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, chunk_device, place
+from asyncrl.placement.model_shape import Machine, this_machine
 from asyncrl.placement.plan import Memory, Phase, Plan, ProcessPlan, lay_out
 
+MOVING = "each side moves out for the other's turn"
 OTHERS = 256
 """Descriptors that the controller has besides: files, logs, pipes, heartbeats, pushes."""
 
@@ -56,6 +59,66 @@ def settle_dtype(
     return _changed(config, "model", dtype=dtype), f"model.dtype: auto is {dtype}: {why}"
 
 
+OWN_BYTES = 2**29
+"""What a process takes beside what the plan counts: CUDA's own memory on a device, Python's on the host."""
+ROOM = 1.1
+"""By how much more than planned there must be room for, where no one asked for both sides to stay."""
+
+
+def settle_share(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
+    """In turns, the plan with both sides where they stay for `placement.share: auto` if they fit beside each
+    other, with a fraction for the engines on CUDA; and what that is and why, in words ("" = nothing).
+    """
+    placement, share = plan.placement, config.placement.share
+    if placement.share is not None:
+        when = "in turns" if placement.mode == "colocated" else "and work at once"
+        where = ", ".join(placement.engine_devices)
+        return plan, f"placement.share={share}: both sides stay on {where}, {when}"
+    if placement.mode == "apart":
+        return plan, ""
+    if share is None:
+        return plan, f"placement.share=none: {MOVING}"
+    stays = replace(placement, stays=True)
+    found = replace(plan, processes=lay_out(config, plan.shape, stays, plan.machine.cores), placement=stays)
+    bounds = _bounds(found, ROOM)
+    given = [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]
+    if not plan.shape.num_parameters:
+        why = "the size of the model is not known before it is on disk"
+    elif given:
+        why = f"rollout.vllm.{given[0]} says what the engines take while the trainer has none"
+    elif bounds is None:
+        why = f"what {placement.trainer[0]} has is not known (no nvidia-smi)"
+    elif bounds[0] > bounds[1]:
+        why = f"beside each other they do not fit {', '.join(dict.fromkeys(placement.trainer))}"
+    else:
+        least, most = bounds
+        fraction = round((least + most) / 2, 3) if placement.is_on_cuda else None
+        part = "" if fraction is None else f", the engines with {fraction} of it"
+        found = replace(found, placement=replace(stays, share=fraction))
+        return found, f"placement.share: auto: both sides stay on {placement.trainer[0]}{part}: they fit"
+    return plan, f"placement.share: auto: {MOVING}: {why}"
+
+
+def _bounds(plan: Plan, room: float = 1.0) -> tuple[float, float] | None:
+    """Least and most of the devices that both sides use which engines may take, so that all find `room` times
+    what is planned for them, and their own; the least is above the most if they do not fit. On the CPU
+    they are 0 and what is left. None: not known.
+    """
+    found = []
+    for device in dict.fromkeys(plan.placement.trainer):
+        free, total = plan.free_bytes[device], plan.total_bytes(device)
+        if free is None or total is None:
+            return None
+        sides = {"engine": 0.0, "trainer": float(total - free)}
+        for process in plan.processes:
+            if process.device == device and process.side != "start":
+                own = OWN_BYTES if process.threads else 0
+                side = "engine" if process.side == "engine" and device != "cpu" else "trainer"
+                sides[side] += process.memory.total * room + own
+        found.append((sides["engine"] / total, 1 - sides["trainer"] / total))
+    return max(least for least, _ in found), min(most for _, most in found)
+
+
 def start_words(plan: Plan, config: RunConfig) -> list[str]:
     """What a run promises of its tokens, and how many sequences have room at once, as lines for people."""
     facts, asked, placement = config.rollout.facts, config.rollout.deterministic, plan.placement
@@ -86,6 +149,10 @@ def paged_words(plan: Plan, process: ProcessPlan, config: RunConfig) -> str:
         return ""
     num_paged = sum(1 for other in plan.processes if other.device == process.device and other.all_kv)
     left = free - plan.peak_bytes(process.device)["generation"]
+    if plan.placement.share is not None and (total := plan.total_bytes(process.device)) is not None:
+        engines = (one for one in plan.processes if one.side == "engine" and one.device == process.device)
+        held = sum(engine.memory.total + OWN_BYTES for engine in engines)
+        left = min(left, int(plan.placement.share * total) - held)
     fitting, slots = 1 + max(0, left) // (one_kv * num_paged), process.all_kv // one_kv
     if fitting >= slots:
         return ""
@@ -106,7 +173,7 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
     worst = _worst(plan)
     if worst is not None:
         lacking, device, phase = worst
-        free, mode = plan.free_bytes[device] or 0, plan.placement.mode
+        free, mode = plan.free_bytes[device] or 0, plan.holding
         held = [(p.name, p.held_bytes(phase, mode)) for p in plan.processes if p.device == device]
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in held if size)
         what = "the run" if mode == "apart" and phase != "start" else phase
@@ -115,8 +182,23 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
             f"{size_text(free)} are free",
             way_out=_way_out(plan, config),
         )
+    if plan.placement.share is not None and (bounds := _bounds(plan)) is not None:
+        _refuse_share(plan, config, *bounds)
     if plan.machine.is_here:
         refuse_too_many_connections(config)
+
+
+def _refuse_share(plan: Plan, config: RunConfig, least: float, most: float) -> None:
+    """Raise ConfigError if engines or trainer do not fit their part of a device."""
+    share, where = plan.placement.share or 0.0, ", ".join(plan.placement.engine_devices)
+    if least <= share <= most:
+        return
+    least, most = math.ceil(least * 100) / 100, math.floor(most * 100) / 100
+    raise ConfigError(
+        f"placement.share={share} of {where}: the engines need {least:g}, and the trainer leaves {most:g}",
+        rule=f"both count with {size_text(OWN_BYTES)} of CUDA's own for each process",
+        way_out=f"set placement.share={(least + most) / 2:.2f}." if least <= most else _way_out(plan, config),
+    )
 
 
 def _worst(plan: Plan) -> tuple[int, str, Phase] | None:
@@ -139,7 +221,9 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
         except ConfigError:
             continue
         processes = lay_out(changed, plan.shape, placement, plan.machine.cores)
-        if _worst(replace(plan, processes=processes, placement=placement)) is None:
+        tried = replace(plan, processes=processes, placement=placement)
+        least, most = _bounds(tried) or (0.0, 1.0)
+        if _worst(tried) is None and (placement.share is None or least <= placement.share <= most):
             return f"{words} fits."
     return "take a smaller model, or a machine with more memory."
 
@@ -153,9 +237,10 @@ def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     yield "trainer.gradient_checkpointing=true", checkpointing
     while (tokens := tokens // 2) >= config.rollout.max_length:
         yield f"trainer.micro_batch_tokens={tokens}", _changed(config, "trainer", micro_batch_tokens=tokens)
-    in_turns = _changed(config, "placement", rollout="trainer")
+    in_turns = _changed(config, "placement", rollout="trainer", share="auto")
     in_turns = _changed(in_turns, "buffer", max_staleness=0, look_ahead="auto")
-    yield "placement.rollout=trainer with buffer.max_staleness=0", in_turns
+    moving = " with placement.share=auto" if isinstance(config.placement.share, float) else ""
+    yield f"placement.rollout=trainer with buffer.max_staleness=0{moving}", in_turns
     if config.checkpoint.keep_every is None and not config.checkpoint.keep_best:
         yield "checkpoint.every=none", _changed(config, "checkpoint", every=None)
     yield "trainer.lora={rank: 16}", _changed(config, "trainer", lora=LoraConfig(rank=16))
@@ -282,7 +367,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
             lines.append(f"not used: {device}")
             continue
         by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())
-        in_turns = f", the most of {by_phase}" if plan.placement.mode == "colocated" else ""
+        in_turns = f", the most of {by_phase}" if plan.placement.moves else ""
         has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
         beside = ", before the Python processes (about 0.5 GiB each)" if device == "cpu" else ""
         beside = beside or ", before CUDA's own of each process"

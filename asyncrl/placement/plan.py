@@ -14,17 +14,8 @@ from typing import Literal, get_args
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
-from asyncrl.placement.devices import (
-    NO_DEVICE,
-    Machine,
-    Mode,
-    Placement,
-    chunk_device,
-    num_cores,
-    place,
-    this_machine,
-)
-from asyncrl.placement.model_shape import ModelShape, model_shape
+from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, chunk_device, place
+from asyncrl.placement.model_shape import Machine, ModelShape, model_shape, num_cores, this_machine
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
@@ -81,7 +72,8 @@ class ProcessPlan:
 
     def held_bytes(self, phase: Phase, mode: Mode) -> int:
         """What it holds in this phase, in that of the start when the trainer has loaded its weights. Apart,
-        everything at any time after it; in turns, what the turn leaves it.
+        everything at any time after it; in turns, what the turn leaves it. (In turns in which both sides
+        stay, `mode` is apart.)
         """
         memory = self.memory
         match self.side, phase:
@@ -121,8 +113,18 @@ class Plan:
 
     def peak_bytes(self, device: str) -> dict[Phase, int]:
         """What all processes of a device hold in each phase."""
-        held, mode = [process for process in self.processes if process.device == device], self.placement.mode
-        return {phase: sum(process.held_bytes(phase, mode) for process in held) for phase in PHASES}
+        held = [process for process in self.processes if process.device == device]
+        return {phase: sum(process.held_bytes(phase, self.holding) for process in held) for phase in PHASES}
+
+    def total_bytes(self, device: str) -> int | None:
+        """What the device has, used or not; of the host, what is free."""
+        number = device.removeprefix("cuda:")
+        return self.machine.cuda[int(number)].total_bytes if number != device else self.machine.memory
+
+    @property
+    def holding(self) -> Mode:
+        """How its processes hold memory: colocated where they move out for each other."""
+        return "colocated" if self.placement.moves else "apart"
 
 
 def engine_threads(config: RunConfig, cores: int | None = None) -> int:
@@ -254,7 +256,7 @@ def _shared(
     if placement.mode == "colocated":
         chunk, device = Memory(weights=min(sync.chunk_bytes, size)), chunk_device(config, placement) or "cpu"
         yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
-        if placement.is_on_cuda:
+        if placement.is_on_cuda and placement.moves:
             held = [plan.memory for plan in plans if plan.side == "trainer"]
             sums = (sum(each) for each in zip(*map(astuple, held), strict=True))
             moved = replace(Memory(*sums), gradients=0, activations=0)
