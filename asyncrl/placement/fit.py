@@ -349,7 +349,8 @@ def size_text(size: int) -> str:
 def plan_text(plan: Plan, config: RunConfig) -> str:
     """Processes with their bytes, how weights travel, and what each device needs of what it has free."""
     num = plan.shape.num_parameters
-    size = f"{num:,} parameters" if num else "not on disk yet, so its memory is not known"
+    unknown = "not on disk yet, so its memory is not known (its config.json alone would do)"
+    size = f"{num:,} parameters" if num else unknown
     rows = [("process", "device", "threads", [field.name for field in fields(Memory)], "what")]
     for process in plan.processes:
         sizes = [size_text(size) if size else "-" for size in astuple(process.memory)]
@@ -363,7 +364,7 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
         lines.append(f"python: ours is {sys.executable}, {config.rollout.facts.package}'s is {python}")
     for device, free in plan.free_bytes.items():
         needs = plan.peak_bytes(device)
-        if device != "cpu" and not any(needs.values()):
+        if device not in {"cpu", *(process.device for process in plan.processes)}:
             lines.append(f"not used: {device}")
             continue
         by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())

@@ -4,6 +4,7 @@ and what a machine has: CUDA devices, cores, memory. No torch, nothing is loaded
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -31,8 +32,8 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 class ModelShape:
     """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
     layers; `largest_tensor`: its parameters; `is_converted`: transformers stacks what is stored, experts one
-    by one, so that no rank can read its part alone. All 0: the model is not on disk (a hub id that is not
-    fetched), and its memory is not known.
+    by one, so that no rank can read its part alone. All 0: not even its config.json is on disk (a hub id that
+    is not fetched), and its memory is not known.
     """
 
     num_parameters: int = 0
@@ -77,21 +78,38 @@ class ModelShape:
 
 
 def model_shape(model: ModelConfig) -> ModelShape:
-    """From config.json and file headers."""
+    """From config.json and file headers, in a folder or in the hub's cache; from config.json alone where the
+    weights are still to be fetched.
+    """
     if model.scratch is not None:
         architecture = {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
         return _shape(architecture, {}, is_converted=any("experts" in key for key in architecture))
-    folder = Path(model.path or "")
+    folder = _folder(model.path or "")
     try:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        stored = dict[str, int]()
-        for path in folder.glob("*.safetensors"):
+        stored, index = dict[str, int](), folder / "model.safetensors.index.json"
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
+        is_whole = all((folder / name).is_file() for name in shards.values())
+        for path in folder.glob("*.safetensors") if is_whole else ():
             with safe_open(path, framework="numpy") as file:
                 stored |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, SafetensorError):
+    except (OSError, ValueError, KeyError, SafetensorError):
         return ModelShape()
-    is_converted = not stored or any(EXPERT.search(name) for name in stored)
+    is_converted = any(EXPERT.search(name) for name in stored)
+    if not stored:
+        is_converted = any(folder.glob("*.bin")) or any("experts" in key for key in architecture)
     return _shape(architecture, stored, is_converted=is_converted or "quantization_config" in architecture)
+
+
+def _folder(path: str) -> Path:
+    """Of a model, given or in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = None
+    if not Path(path).is_dir():
+        with contextlib.suppress(ValueError):  # it is no hub id either
+            cached = try_to_load_from_cache(path, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else Path(path)
 
 
 def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_converted: bool) -> ModelShape:
