@@ -159,6 +159,29 @@ def test_each_process_on_a_shared_device_is_told_its_part_of_it(
             assert spec.get("stays", False) == spec.get("takes_turns", False) == (staleness == 0)
 
 
+@pytest.mark.parametrize(
+    ("shared", "stays", "order", "num_slept"),
+    [
+        (False, False, [["trainer", "engine", "eval"]], 0),
+        (True, False, [["engine", "eval"], ["trainer"]], 1),
+        (True, True, [["engine", "eval"], ["trainer"]], 0),
+    ],
+)
+def test_on_a_shared_device_engines_start_first_and_sleep_unless_they_stay(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, stays: bool, order: list[list[str]], num_slept: int
+) -> None:
+    started, sleep = list[list[str]](), AsyncMock()
+
+    async def start_all(servers: Any) -> None:
+        started.append([server.name for server in servers])
+
+    monkeypatch.setattr(startup, "start_all", start_all)
+    made: Any = [SimpleNamespace(name=name, engine=None) for name in ("trainer", "engine", "eval")]
+    made[1].engine = SimpleNamespace(sleep=sleep)
+    asyncio.run(startup.bring_up(*([one] for one in made), is_shared=shared, stays=stays))
+    assert (started, sleep.await_count) == (order, num_slept)
+
+
 def test_torch_is_held_to_its_part_of_a_cuda_device() -> None:
     asked = list[float]()
     cuda = SimpleNamespace(set_per_process_memory_fraction=asked.append)
