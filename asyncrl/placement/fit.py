@@ -23,7 +23,7 @@ from asyncrl.config.weight_sync import transport_words
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, chunk_device, place
 from asyncrl.placement.model_shape import Machine, this_machine
-from asyncrl.placement.plan import Memory, Phase, Plan, ProcessPlan, lay_out
+from asyncrl.placement.plan import OWN_BYTES, Memory, Phase, Plan, ProcessPlan, lay_out
 
 MOVING = "each side moves out for the other's turn"
 OTHERS = 256
@@ -59,8 +59,6 @@ def settle_dtype(
     return _changed(config, "model", dtype=dtype), f"model.dtype: auto is {dtype}: {why}"
 
 
-OWN_BYTES = 2**29
-"""What a process takes beside what the plan counts: CUDA's own memory on a device, Python's on the host."""
 ROOM = 1.1
 """By how much more than planned there must be room for, where no one asked for both sides to stay."""
 
@@ -80,7 +78,7 @@ def settle_share(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
         return plan, f"placement.share=none: {MOVING}"
     stays = replace(placement, stays=True)
     found = replace(plan, processes=lay_out(config, plan.shape, stays, plan.machine.cores), placement=stays)
-    bounds = _bounds(found, ROOM)
+    bounds = found.share_bounds(ROOM)
     given = [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]
     if not plan.shape.num_parameters:
         why = "the size of the model is not known before it is on disk"
@@ -97,26 +95,6 @@ def settle_share(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
         found = replace(found, placement=replace(stays, share=fraction))
         return found, f"placement.share: auto: both sides stay on {placement.trainer[0]}{part}: they fit"
     return plan, f"placement.share: auto: {MOVING}: {why}"
-
-
-def _bounds(plan: Plan, room: float = 1.0) -> tuple[float, float] | None:
-    """Least and most of the devices that both sides use which engines may take, so that all find `room` times
-    what is planned for them, and their own; the least is above the most if they do not fit. On the CPU
-    they are 0 and what is left. None: not known.
-    """
-    found = []
-    for device in dict.fromkeys(plan.placement.trainer):
-        free, total = plan.free_bytes[device], plan.total_bytes(device)
-        if free is None or total is None:
-            return None
-        sides = {"engine": 0.0, "trainer": float(total - free)}
-        for process in plan.processes:
-            if process.device == device and process.side != "start":
-                own = OWN_BYTES if process.threads else 0
-                side = "engine" if process.side == "engine" and device != "cpu" else "trainer"
-                sides[side] += process.memory.total * room + own
-        found.append((sides["engine"] / total, 1 - sides["trainer"] / total))
-    return max(least for least, _ in found), min(most for _, most in found)
 
 
 def start_words(plan: Plan, config: RunConfig) -> list[str]:
@@ -182,7 +160,7 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
             f"{size_text(free)} are free",
             way_out=_way_out(plan, config),
         )
-    if plan.placement.share is not None and (bounds := _bounds(plan)) is not None:
+    if plan.placement.share is not None and (bounds := plan.share_bounds()) is not None:
         _refuse_share(plan, config, *bounds)
     if plan.machine.is_here:
         refuse_too_many_connections(config)
@@ -222,7 +200,7 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
             continue
         processes = lay_out(changed, plan.shape, placement, plan.machine.cores)
         tried = replace(plan, processes=processes, placement=placement)
-        least, most = _bounds(tried) or (0.0, 1.0)
+        least, most = tried.share_bounds() or (0.0, 1.0)
         if _worst(tried) is None and (placement.share is None or least <= placement.share <= most):
             return f"{words} fits."
     return "take a smaller model, or a machine with more memory."

@@ -103,10 +103,10 @@ def model_shape(model: ModelConfig) -> ModelShape:
 
 def _folder(path: str) -> Path:
     """Of a model, given or in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-
     cached = None
     if not Path(path).is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
         with contextlib.suppress(ValueError):  # it is no hub id either
             cached = try_to_load_from_cache(path, "config.json")
     return Path(cached).parent if isinstance(cached, str) else Path(path)

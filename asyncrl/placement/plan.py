@@ -24,6 +24,9 @@ TEACHER = "teacher"
 SCORED_TOKENS = 256
 """Tokens of which it makes logprobs at once."""
 
+OWN_BYTES = 2**29
+"""What a process takes beside what the plan counts: CUDA's own memory on a device, Python's on the host."""
+
 Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Side = Literal["controller", "trainer", "engine", "eval", "staging", "host", "checkpoint", "start"]
@@ -120,6 +123,25 @@ class Plan:
         """What the device has, used or not; of the host, what is free."""
         number = device.removeprefix("cuda:")
         return self.machine.cuda[int(number)].total_bytes if number != device else self.machine.memory
+
+    def share_bounds(self, room: float = 1.0) -> tuple[float, float] | None:
+        """Least and most of the devices that both sides use which engines may take, so that all find `room`
+        times what is planned for them, and their own; the least is above the most if they do not fit. On the
+        CPU they are 0 and what is left. None: not known.
+        """
+        found = []
+        for device in dict.fromkeys(self.placement.trainer):
+            free, total = self.free_bytes[device], self.total_bytes(device)
+            if free is None or total is None:
+                return None
+            engines, others = 0.0, float(total - free)
+            for process in self.processes:
+                if process.device == device and process.side != "start":
+                    size = process.memory.total * room + (OWN_BYTES if process.threads else 0)
+                    is_engine = process.side == "engine" and device != "cpu"
+                    engines, others = engines + size * is_engine, others + size * (not is_engine)
+            found.append((engines / total, 1 - others / total))
+        return max(least for least, _ in found), min(most for _, most in found)
 
     @property
     def holding(self) -> Mode:
