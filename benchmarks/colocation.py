@@ -172,7 +172,7 @@ def make_config(model: Path, device: str, chunk_bytes: int, *, is_shared: bool) 
             },
             "buffer": {"max_staleness": 0},
             "trainer": {"threads": 1, "num_groups": 1, "num_steps": 100_000},
-            "weight_sync": {"chunk_bytes": chunk_bytes},
+            "weight_sync": {"transport": "shm", "chunk_bytes": chunk_bytes},
             "placement": placement,
         }
     )

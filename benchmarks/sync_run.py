@@ -24,6 +24,7 @@ from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareReques
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.placement.devices import place
+from asyncrl.placement.fit import settle
 from asyncrl.placement.model_shape import find_cuda_devices
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -47,6 +48,7 @@ class SyncRun:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, *, one_by_one: bool = False) -> None:
+        config, _ = settle(config)
         self.config, self.run_dir, self.one_by_one = config, run_dir, one_by_one
         run_dir.mkdir(parents=True, exist_ok=True)
         model_path = asyncio.run(make_model_folder(config, run_dir))

@@ -57,8 +57,8 @@ class Traits:
     """What is queued when the server goes to sleep runs after the wake. vLLM's sleep aborts its own queue
     too: what waits there ends without a token, and the pool sends it again."""
     reads_again: bool = True
-    """Weights that slept are restored from the file that they came from. vLLM keeps a copy on the host, which
-    no file can spoil.
+    """Weights that came in a file and slept are restored from it. vLLM keeps a copy on the host, which no
+    file can spoil.
     """
     frees_memory: bool = True
     """vLLM's sleep mode is for CUDA: on CPU it pauses, and frees nothing."""

@@ -34,6 +34,8 @@ from asyncrl.testing.virtual_time import run_virtual
 DECODE_S, TRANSIT_S = 0.01, 0.004
 VOCABULARY = 50
 SLOTS = 4
+DROPPED = -99.0
+"""Weights after a sleep of level 2."""
 MODES: list[Interrupt] = ["abort", "keep", "keep_kv", "wait"]
 PROMPT = (1, 2, 3)
 MODEL: dict[str, Any] = {"model": "/model", "dtype": "torch.float32", "max_model_len": 1000}
@@ -146,6 +148,8 @@ class FakeVllm(Caller):
             case "/pause":
                 await self._pause(query["mode"], query["clear_cache"] == "true" and not self.keeps_cache)
             case "/sleep":
+                if query["level"] == "2":
+                    self.weights = DROPPED
                 await self._pause("abort", True)
             case "/resume" | "/wake_up":
                 self.pause = None

@@ -61,7 +61,7 @@ HERE model.path=none model.scratch={architecture: {}, characters: ab} -> model.s
 HERE placement.rollout=trainer buffer.max_staleness=0 -> which those of rollout.urls cannot
 rollout.engine=vllm weight_sync.canary_limit=0 -> weight_sync.canary_limit
 weight_sync.transport=disk -> give a folder that trainer and engines share
-weight_sync.disk_dir=/data -> disk writes each version there, and no other does
+weight_sync.transport=shm weight_sync.disk_dir=/data -> disk writes each version there, and no other does
 HERE weight_sync.transport=nccl -> needs engines that the run itself starts
 HERE trainer.lora={rank: 4} weight_sync.transport=lora -> needs engines that the run itself starts
 rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read
@@ -76,6 +76,7 @@ TAUGHT algorithm.reward_weight=0 rollout.group_size=1
 weight_sync.canary_limit=0.01 rollout.num_engines=2 rollout.ports=[8000, 8001]
 rollout.engine=vllm rollout.urls=['http://[::1]:1']
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.transport=disk weight_sync.disk_dir=/data
+rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.disk_dir=/data
 """
 
 

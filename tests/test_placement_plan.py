@@ -26,7 +26,7 @@ from asyncrl.placement.fit import (
     plan_text,
     refuse_too_many_connections,
     refuse_what_cannot_fit,
-    settle_dtype,
+    settle,
     settle_share,
     start_words,
     transport_text,
@@ -233,18 +233,24 @@ TWO_IN_TURNS = [*TURNS, "placement.trainer=all", "trainer.world_size=2", "rollou
         (0, TURNS, "colocated on cpu, in turns: weights go through shared memory in chunks of 256.0 MiB"),
         (1, [*TURNS, "rollout.num_engines=2"], "weights go by CUDA IPC on cuda:0 in chunks"),
         (1, [VLLM, "weight_sync.transport=ipc", *TURNS], "weights go by CUDA IPC on cuda:0 in chunks"),
-        (1, [VLLM, *TURNS], "weights go as files in shared memory"),
-        (2, TWO_IN_TURNS, "colocated on cuda:0, cuda:1, in turns: weights go as files in shared memory"),
+        (1, [VLLM, "weight_sync.transport=shm", *TURNS], "weights go as files in shared memory"),
+        (2, TWO_IN_TURNS, "cuda:0, cuda:1, in turns: weights go by CUDA IPC on cuda:0, cuda:1 in chunks"),
+        (2, [*TWO_IN_TURNS, VLLM, "weight_sync.transport=ipc"], "weights go by CUDA IPC on cuda:0, cuda:1"),
         (3, [], "apart (trainer on cuda:0, engines on cuda:1): all weights go as one file in shared"),
         (3, [VLLM, "weight_sync.transport=nccl"], "go by NCCL, in one broadcast to all engines"),
         (0, ["trainer.lora={rank: 2}", "weight_sync.transport=lora"], "the adapters alone go as one file"),
     ],
 )
-def test_weights_travel_through_memory_that_both_sides_open_where_there_is_one(
+def test_weights_travel_through_memory_that_both_sides_open_where_there_is_some(
     num_cuda: int, overrides: list[str], words: str
 ) -> None:
     config = load(*overrides)
     assert words in transport_text(config, place(config, num_cuda))
+
+
+def test_each_device_that_both_sides_use_holds_a_chunk() -> None:
+    held = [process.device for process in planned(2, *TWO_IN_TURNS).processes if process.name == "staging"]
+    assert held == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(
@@ -518,15 +524,63 @@ def test_a_run_that_needs_more_descriptors_than_there_are_is_refused_with_a_sett
 def test_auto_is_what_every_device_computes_fast_in_and_what_is_written_stays(
     setting: str, num_cuda: int, has_bf16: bool, dtype: str, words: str
 ) -> None:
-    config, told = settle_dtype(load("model.dtype=auto", setting), machine(num_cuda, has_bfloat16=has_bf16))
+    written = load("model.dtype=auto", "weight_sync.transport=shm", setting)
+    config, told = settle(written, machine(num_cuda, has_bfloat16=has_bf16))
     assert config.model.dtype == dtype
-    assert words in told
+    assert words in "".join(told)
     assert bool(words) == bool(told)
 
 
 def test_a_run_that_goes_on_keeps_the_type_that_it_began_with() -> None:
-    config, told = settle_dtype(load("model.dtype=auto"), begun="float32")
-    assert (config.model.dtype, told) == ("float32", "model.dtype: auto is float32: as the run began")
+    config, told = settle(load("model.dtype=auto"), begun="float32")
+    assert (config.model.dtype, told[0]) == ("float32", "model.dtype: auto is float32: as the run began")
+
+
+SERVED = ["rollout.urls=['http://127.0.0.1:1']", "model.scratch=none", "model.path=org/name"]
+EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_parallel=2"]
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "overrides", "transport", "why"),
+    [
+        (0, [VLLM], "shm", "a side is on the CPU"),
+        (0, TURNS, "shm", "rollout.engine=embedded takes part in no transfer"),
+        (1, TURNS, "shm", "rollout.engine=embedded takes part in no transfer"),
+        (2, [], "shm", "rollout.engine=embedded takes part in no transfer"),
+        (2, ["rollout.engine=simulated"], "shm", "rollout.engine=simulated takes part in no transfer"),
+        (2, [VLLM], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (8, EIGHT, "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, [VLLM, "trainer.lora={rank: 4}"], "nccl", "trainer and engines are on CUDA devices of their own"),
+        (2, [VLLM, "weight_sync.rolling=true"], "shm", "weight_sync.rolling=true, and a broadcast"),
+        (2, [VLLM, "placement.rollout=cpu"], "shm", "a side is on the CPU"),
+        (2, [VLLM, *SERVED], "shm", "the run does not start the servers"),
+        (2, [VLLM, "weight_sync.disk_dir=/shared"], "disk", "weight_sync.disk_dir is given"),
+        (1, [VLLM, *TURNS], "ipc", "trainer and engines take turns on CUDA"),
+        (1, [VLLM, *TURNS, "rollout.num_engines=2"], "ipc", "trainer and engines take turns on CUDA"),
+        (2, [*TWO_IN_TURNS, VLLM], "ipc", "trainer and engines take turns on CUDA"),
+    ],
+)
+def test_an_auto_transport_is_what_is_best_between_the_devices_of_both_sides(
+    num_cuda: int, overrides: list[str], transport: str, why: str
+) -> None:
+    asked = load(*overrides)
+    config, told = settle(asked, machine(num_cuda))
+    assert config.weight_sync.settled == transport
+    assert told[-1].startswith(f"weight_sync.transport: auto is {transport}: {why}")
+    place(config, num_cuda)  # which auto chose is not refused
+    written = asked.weight_sync.model_copy(update={"transport": transport})
+    again = settle(asked.model_copy(update={"weight_sync": written}), machine(num_cuda))
+    assert again[1] == told[:-1], "and may be written"
+    with pytest.raises(AssertionError, match="settle"):
+        _ = asked.weight_sync.settled
+
+
+def test_a_copy_for_a_broadcast_that_has_no_room_is_refused_with_the_transport_that_makes_none() -> None:
+    config = load(VLLM, "weight_sync.transport=nccl")
+    plan = make_plan(config, machine(2))
+    free = {**plan.free_bytes, "cuda:0": max(plan.peak_bytes("cuda:0").values()) - 1}
+    with pytest.raises(ConfigError, match="weight_sync.transport=shm fits"):
+        refuse_what_cannot_fit(replace(plan, free_bytes=free), config)
 
 
 def test_the_cpu_is_asked_for_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

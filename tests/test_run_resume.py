@@ -134,13 +134,14 @@ def test_a_run_that_is_done_is_gone_on_with_by_the_command_that_it_says(
 
 def test_all_that_was_changed_is_listed_and_accepted_by_key_or_section(run_dir: Path, tmp_path: Path) -> None:
     changed = {"trainer": {"learning_rate": 0.1}, "rollout": {"max_tokens": 20}}
-    config = make_config(tmp_path / "now", **changed, weight_sync={"canary_limit": None})
+    config = make_config(tmp_path / "now", **changed, weight_sync={"canary_limit": None, "transport": "nccl"})
     with pytest.raises(ConfigError) as caught:
         find_resume(run_dir, config, "auto")
     text = str(caught.value)
     assert "trainer.learning_rate: 0.003 -> 0.1" in text
     assert "rollout.max_tokens: 24 -> 20" in text
     assert "canary_limit" not in text
+    assert "transport" not in text, "engines get the same bits"
     assert "--allow-change rollout.max_tokens --allow-change trainer.learning_rate" in caught.value.way_out
     for allowed in (["trainer.learning_rate", "rollout.max_tokens"], ["trainer", "rollout"]):
         assert list(found(run_dir, config, "auto", *allowed).told) == [
@@ -159,6 +160,7 @@ def test_all_that_was_changed_is_listed_and_accepted_by_key_or_section(run_dir: 
         ("task", {"args": {"length": 3}}),
         ("rollout", {"engine": "vllm"}),
         ("trainer", {"lora": {"rank": 4}}),
+        ("weight_sync", {"transport": "lora"}),
         ("trainer", {"num_steps": 20, "schedule": "linear"}),
         ("eval", {"task": {"python": "a:B"}}),
     ],

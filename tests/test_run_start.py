@@ -45,7 +45,7 @@ HEALTH: Any = object()
 
 
 def load(*overrides: str) -> RunConfig:
-    return load_config(QUICKSTART, overrides)
+    return load_config(QUICKSTART, ("weight_sync.transport=shm", *overrides))
 
 
 def launcher(folder: Path, *overrides: str, num_cuda: int = 0) -> Launcher:

@@ -37,6 +37,8 @@ from asyncrl.run import start as startup
 from asyncrl.trainer.ranks import join_ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import digest_of
+from asyncrl.weights.ipc import open_file, views
+from asyncrl.weights.tensor_files import digest_tensors
 
 
 def aged(header: BatchHeader, arrays: BatchArrays) -> tuple[BatchHeader, BatchArrays]:
@@ -59,6 +61,7 @@ def compare(
     world_size: int = 2,
     trainer: dict[str, Any] | None = None,
     only_ranks: dict[str, Any] | None = None,
+    chunks_in: str = "file",
     make: Callable[[int], tuple[BatchHeader, BatchArrays]] = lambda version: make_batch(
         version=version, seed=version, num_groups=4, group_size=3
     ),
@@ -69,6 +72,7 @@ def compare(
     values |= {"canary_tokens": 20, "chunk_bytes": 10_000}
     alone = TrainStep(make_spec(model_dir, folder / "alone", trainer=trainer, **values))
     of_ranks = {**(trainer or {}), **(only_ranks or {})}
+    num_memories, values["chunks"] = world_size if chunks_in == "memories" else 0, chunks_in
     with running(model_dir, folder / "ranks", world_size, trainer=of_ranks, **values) as group:
         for version in range(3):
             header, arrays = aged(*make(version))
@@ -87,6 +91,7 @@ def compare(
         while not chunks or not chunks[-1].is_last:
             message = ExportChunkRequest(version=3, index=len(chunks))
             chunks.append(group.post("/export_chunk", message, ExportChunkResponse))
+            check_memories(chunks[-1], num_memories)
         assert (chunks[-1].whole_digest, chunks[-1].canary) == (export.digest, export.canary)
         group.save(folder / "saved")
         saved = dict(AutoModelForCausalLM.from_pretrained(folder / "saved").named_parameters())
@@ -106,8 +111,20 @@ def compare(
         alone.train(*make(3))
         alone.begin_save_state(folder / "one").result()
         group.post("/load_state", StateRequest(path=str(folder / "one")), TrainerHealth)
+        message = ExportChunkRequest(version=4, index=len(chunks) - 1)  # those before it were another's
+        last = group.post("/export_chunk", message, ExportChunkResponse)
+        check_memories(last, num_memories)
+        assert last.whole_digest == digest_of(load_file(group.export().path))
         expected_path = alone.export(folder / "alone.safetensors").path
         assert_close(group.export().path, expected_path, 1e-7 if atol < 1e-3 else 0)
+
+
+def check_memories(chunk: ExportChunkResponse, num_memories: int) -> None:
+    """The chunk lies in memory of each rank."""
+    handles, tensors = ([], []) if chunk.memory is None else (chunk.memory.handles, chunk.memory.tensors)
+    assert len({handle.name for handle in handles}) == len(handles) == num_memories
+    for handle in handles:
+        assert digest_tensors(views(tensors, open_file(handle).data)) == chunk.digest
 
 
 def assert_close(actual: Path | str, expected: Path | str, atol: float) -> None:
@@ -139,13 +156,23 @@ LIKE_ONE: dict[str, dict[str, Any]] = {
     },
     "three ranks, many steps, checkpointing, uneven micro-batches": {
         "world_size": 3,
+        "chunks_in": "memories",
         "trainer": {"mini_batches": 2, "epochs": 2, "learning_rate": 1e-3},
         "only_ranks": {"gradient_checkpointing": True, "micro_batch_tokens": 30},
         "algorithm": {"loss": "decoupled_ppo", "kl_coefficient": 0.1},
     },
-    "bfloat16": {"atol": 2e-2, "dtype": "bfloat16", "trainer": {"learning_rate": 1e-3}},
+    "bfloat16": {
+        "chunks_in": "memories",
+        "atol": 2e-2,
+        "dtype": "bfloat16",
+        "trainer": {"learning_rate": 1e-3},
+    },
     # of rank 1, so that one of the processes has no share of an A
-    "adapters": {"trainer": {"lora": {"rank": 1}}, "algorithm": {"kl_coefficient": 0.1}},
+    "adapters": {
+        "chunks_in": "memories",
+        "trainer": {"lora": {"rank": 1}},
+        "algorithm": {"kl_coefficient": 0.1},
+    },
 }
 
 
@@ -218,7 +245,8 @@ def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(
 def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    config = load_config(job_runs.write_config(tmp_path, trainer={"world_size": 2}))
+    shm = {"transport": "shm"}
+    config = load_config(job_runs.write_config(tmp_path, trainer={"world_size": 2}, weight_sync=shm))
     (tmp_path / "empty").mkdir()
 
     async def story() -> None:

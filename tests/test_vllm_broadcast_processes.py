@@ -172,7 +172,7 @@ def test_chunks_in_memory_that_the_trainer_shares_are_loaded_as_they_were_writte
             message = ExportChunkRequest(version=0, index=index)
             chunk = other.ask(partial(post_chunk, message))
             assert chunk.memory is not None
-            handles.add(chunk.memory.handle.name)
+            handles.add(chunk.memory.handles[0].name)
             asked = chunk.model_dump(include=set(LoadChunkRequest.model_fields))
             if index == 0:
                 wrong = server.rpc("asyncrl_load_chunk", **{**asked, "digest": "0" * 32})

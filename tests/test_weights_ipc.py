@@ -38,7 +38,7 @@ from asyncrl.serving import Refused
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import ipc
 from asyncrl.weights.ipc import GRANULE, CudaDriver, make_cuda_memory, make_file
-from asyncrl.weights.tensor_files import digest_tensors
+from asyncrl.weights.tensor_files import digest_tensors, digests_of
 from asyncrl_servers.embedded.decode_loop import Engine
 
 DEVICE = torch.device("cuda", 1)
@@ -90,6 +90,7 @@ def test_what_one_process_writes_into_device_memory_another_reads_and_writes_thr
     driver = CudaDriver(stub)
     memory = make_cuda_memory(3 * 2**20, DEVICE, driver)
     assert memory.handle.num_bytes == 4 * 2**20, "whole granules"
+    assert memory.handle.device == driver.uuid(1) == "47" * 16 != driver.uuid(0)
     memory.data.random_(0, 256)
     command = [sys.executable, "-c", OPEN_IN_ANOTHER, stub, memory.handle.model_dump_json()]
     said = subprocess.check_output(command, cwd=Path(__file__).parent)
@@ -219,8 +220,8 @@ def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
     with pytest.raises(ConfigError, match="that both trainer and engines open"):
         make_step(staging_dir=str(tmp_path / "none"))
     chunk = export(make_step(), 0)
-    memory = chunk.memory
-    (first, *_), data = memory.tensors, torch.zeros(memory.handle.num_bytes, dtype=torch.uint8)
+    ((handle,), (first, *_)) = chunk.memory.handles, chunk.memory.tensors
+    data = torch.zeros(handle.num_bytes, dtype=torch.uint8)
     for change in ({"start": 10**6}, {"start": 2}, {"dtype": "int8"}, {"shape": [-1, 5]}, {"shape": [10**9]}):
         with pytest.raises(Refused, match="cannot be in a chunk"):
             ipc.views((first.model_copy(update=change),), data)
@@ -229,11 +230,51 @@ def test_a_layout_that_cannot_be_and_memory_that_is_gone_are_refused(
     for change, what in (
         ({"name": str(tmp_path / "none")}, "cannot open the file memory"),
         ({"kind": "cuda"}, "cuda memory cannot be opened for tensors on cpu"),
+        ({"device": "4711"}, "it is on 4711, and this engine on the CPU"),
     ):
-        gone = ChunkMemory(handle=memory.handle.model_copy(update=change), tensors=[first])
+        gone = ChunkMemory(handles=[handle.model_copy(update=change)], tensors=[first])
         request = request_of(chunk).model_copy(update={"memory": gone})
         with pytest.raises(Refused, match=what), ipc.TrainerMemory(torch.device("cpu")).chunk(request):
             pass
+
+
+def test_a_chunk_is_told_with_the_memory_of_every_rank_once_each_has_written_it(tmp_path: Path) -> None:
+    weight, others = torch.arange(6.0), [tmp_path / f"chunk-{rank}-1.bin" for rank in (0, 1)]
+    for old in others:
+        old.touch()
+
+    def meet(own: dict[str, Any]) -> list[Any]:
+        written = ipc.open_file(MemoryHandle(**own)).data
+        assert torch.equal(written.view(torch.float32)[:6], weight), "met after it was written"
+        return [{**own, "name": "of rank 0"}, own]
+
+    entries = [("weight", "float32", [6])]
+    place = ipc.SharedChunk(tmp_path, [entries], torch.device("cpu"), 1, meet)
+    assert [old.exists() for old in others] == [True, False], "that of another rank's process is in use"
+    assert place.put(entries, iter([("weight", weight)])) == digests_of({"weight": weight})
+    names = [handle.name for handle in place.told()["memory"].handles]
+    assert names == ["of rank 0", place._memory.handle.name]
+
+
+def test_each_worker_opens_the_memory_of_its_own_device(
+    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks with a device each; a worker of a split engine that sees two of them."""
+    chunk = export(make_step(), 0)
+    first = chunk.memory.tensors[0].model_copy(update={"start": 0, "dtype": "uint8", "shape": [3]})
+    memories = [make_file(tmp_path / f"rank-{rank}", 5000) for rank in range(4)]
+    handles = []
+    for rank, memory in enumerate(memories):
+        memory.data.fill_(rank)
+        handles.append(memory.handle.model_copy(update={"device": f"uuid-{rank}"}))
+    together = ChunkMemory(handles=handles, tensors=[first])
+    request = request_of(chunk.model_copy(update={"memory": together}))
+    for rank in (3, 0, 2):
+        monkeypatch.setattr(ipc, "name_of", lambda _, rank=rank: f"uuid-{rank}")
+        worker = ipc.TrainerMemory(torch.device("cpu"))
+        for _ in range(2):
+            with worker.chunk(request) as tensors:
+                assert tensors[first.name].tolist() == [rank] * 3
 
 
 @pytest.mark.gpu
@@ -256,7 +297,7 @@ def test_on_a_device_weights_reach_an_engine_process_without_the_host(
                 while not is_last:
                     chunk = export(step, index)
                     assert chunk.memory is not None
-                    assert chunk.memory.handle.kind == "cuda"
+                    assert chunk.memory.handles[0].kind == "cuda"
                     assert await engine.load_chunk(chunk) == chunk.digest
                     index, is_last = index + 1, chunk.is_last
                 await engine.commit(version, chunk.whole_digest, "abort")

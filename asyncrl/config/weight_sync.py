@@ -54,13 +54,16 @@ TRANSPORTS: dict[TransportName, TransportFacts] = {
 class WeightSyncConfig(FrozenConfig):
     """How new weights reach the engines."""
 
-    transport: TransportName = "shm"
-    """shm: all weights as a safetensors file in shared memory. disk: the same file in disk_dir, for engines
-    on other machines. lora: the adapters alone, in shared memory (needs trainer.lora). For vLLM, nccl: one
-    broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo). ipc: chunks in memory
-    of the one CUDA device on which both sides take turns."""
+    transport: Literal["auto"] | TransportName = "auto"
+    """auto, for vLLM on CUDA devices: nccl where they are not the trainer's, ipc where both sides take turns;
+    for all else disk where disk_dir is given, else shm. shm: all weights as a safetensors file in shared
+    memory. disk: the same file in disk_dir, for engines on other machines. lora: the adapters alone, in
+    shared memory (needs trainer.lora). For vLLM, nccl: one broadcast to all engines, from a copy on the
+    trainer's device (on the CPU by gloo). ipc: chunks in memory of the CUDA devices on which both sides take
+    turns."""
     disk_dir: str | None = None
-    """Folder for transport=disk, on a file system that trainer and engines share under the same path."""
+    """Folder for transport=disk (auto is disk with it), on a file system that trainer and engines share under
+    the same path."""
     interrupt: Literal["auto"] | Interrupt = "auto"
     """What a swap does to running requests: abort and resume them from their tokens, keep them with a
     recomputed KV cache, keep them over the old KV cache, or wait until they are done. auto = what is measured
@@ -85,9 +88,20 @@ class WeightSyncConfig(FrozenConfig):
     """
 
     @property
+    def settled(self) -> TransportName:
+        """The transport, once asyncrl/placement/fit.py has settled what auto is."""
+        assert self.transport != "auto", "settle() comes before anything that moves weights"
+        return self.transport
+
+    @property
     def facts(self) -> TransportFacts:
-        """What this transport needs and can."""
-        return TRANSPORTS[self.transport]
+        """What this transport needs and can. An auto that is not settled has what works on any devices."""
+        return TRANSPORTS[self.file_transport if self.transport == "auto" else self.transport]
+
+    @property
+    def file_transport(self) -> TransportName:
+        """What auto is where weights go as a file."""
+        return "shm" if self.disk_dir is None else "disk"
 
     @model_validator(mode="after")
     def _disk_has_a_place(self) -> Self:
@@ -99,13 +113,38 @@ class WeightSyncConfig(FrozenConfig):
         return self
 
 
+def choose_transport(
+    config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
+) -> tuple[TransportName, str]:
+    """What `weight_sync.transport: auto` is between these devices, and why. It is never lora, by which vLLM
+    computes with adapters that are not merged; by all others engines get the same bits.
+    """
+    sync, rollout = config.weight_sync, config.rollout
+    if sync.disk_dir is not None:
+        return sync.file_transport, "weight_sync.disk_dir is given"
+    if not rollout.facts.receives_transfers:
+        return "shm", f"rollout.engine={rollout.engine} takes part in no transfer between devices"
+    if rollout.urls is not None:
+        return "shm", "the run does not start the servers of rollout.urls"
+    if "cpu" in (*ranks, *engines):
+        return "shm", "a side is on the CPU"
+    if is_turns:
+        return "ipc", "trainer and engines take turns on CUDA devices"
+    if shared := sorted({*ranks} & {*engines}):
+        return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
+    if sync.rolling:
+        return "shm", "weight_sync.rolling=true, and a broadcast is for all engines at once"
+    return "nccl", "trainer and engines are on CUDA devices of their own"
+
+
 def refuse_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
 ) -> None:
     """Raise ConfigError, with what to write instead, if weights cannot go this way to these engines. `ranks`
-    and `engines` are devices; `is_turns`: both sides take turns on the same ones.
+    and `engines` are devices; `is_turns`: both sides take turns on the same ones. What auto chooses can.
     """
-    facts, name = config.weight_sync.facts, f"weight_sync.transport={config.weight_sync.transport}"
+    facts, sync = config.weight_sync.facts, config.weight_sync
+    name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
     _refuse_engine(config, name)
     devices, way_out = {*ranks, *engines}, f"{TO_SHM}, which works on any devices."
     if is_turns and facts.sends_adapters:
@@ -115,15 +154,16 @@ def refuse_transport(
         if config.weight_sync.rolling:
             what = f"{name} sends each version once, to all engines together, and weight_sync.rolling=true"
             raise ConfigError(what, way_out=f"set weight_sync.rolling=false, or {TO_SHM}.")
-        if is_turns or ("cpu" in ranks) != ("cpu" in engines) or {*ranks} & {*engines} - {"cpu"}:
+        is_shared = bool({*ranks} & {*engines} - {"cpu"})
+        if is_turns or is_shared or ("cpu" in ranks) != ("cpu" in engines):
             what = f"{name} from {', '.join(ranks)} to {', '.join(engines)}"
             rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
             raise ConfigError(what, rule=rule, way_out=f"{way_out} In turns: weight_sync.transport=ipc.")
-    if facts.shares_device and (not is_turns or len(devices) > 1 or "cpu" in devices):
+    if facts.shares_device and (not is_turns or "cpu" in devices):
         raise ConfigError(
             f"{name} on {', '.join(sorted(devices))}, {'in turns' if is_turns else 'apart'}",
-            rule="a CUDA IPC handle names memory of one CUDA device, on which both sides take turns",
-            way_out=f"{way_out} Or have both on one (placement.rollout=trainer, buffer.max_staleness=0).",
+            rule="a CUDA IPC handle names memory of a CUDA device, on which both sides take turns",
+            way_out=f"{way_out} Or take turns (placement.rollout=trainer, buffer.max_staleness=0).",
         )
 
 

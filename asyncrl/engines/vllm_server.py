@@ -184,12 +184,15 @@ class VllmServer:
                 self._leave_meeting_nowait()
         if process is self._process:
             self._staged, self._unchecked = None, None if process.is_settled else commit
+            process.came_in_chunks = isinstance(load, ChunkLoad)
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
         """All parts of vLLM sleep together, so those that are to stay awake are woken again. vLLM keeps a
-        copy of the weights on the host, from which they are restored. It does not say how many bytes move.
-        One that stays where it is pauses instead, and its prefix cache forgets what it had.
+        copy of the weights on the host, from which they are restored (level 1). Weights that came chunk by
+        chunk are dropped (level 2): they cannot be restored, and a push follows. vLLM saves its buffers. It
+        does not say how many bytes move. One that stays where it is pauses instead, and its prefix cache
+        forgets what it had.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1
@@ -199,21 +202,28 @@ class VllmServer:
         if process.asleep != asleep_before:
             stays = self.facts.stays
             async with process.calls():
-                if not stays:
+                is_dropped = process.came_in_chunks and "weights" in process.asleep
+                if is_dropped:
+                    self._unchecked = None
+                if stays:
+                    await process.tell("/pause?mode=abort&clear_cache=true")
+                else:
                     await self._wake(asleep_before)  # vLLM sleeps as a whole or not at all
-                paused = "/pause?mode=abort&clear_cache=true"
-                await process.tell(paused if stays else "/sleep?level=1&mode=abort")
+                    await process.tell(f"/sleep?level={2 if is_dropped else 1}&mode=abort")
                 await process.end(process.sent)
                 if not stays:
                     await self._wake(_TAGS.keys() - process.asleep)
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        """The weights wake with their old content. Without `restore` they are not served until a push is
-        committed.
+        """The weights wake with their old content, or with none after level 2. Without `restore` they are
+        not served until a push is committed.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         if restore and "weights" in parts and not process.has_content:
+            if process.came_in_chunks:
+                what = f"cannot restore policy_version {process.version}: it came in chunks, lies in no file"
+                raise EngineError(self.name, what, way_out="push this version again, from chunk 0.")
             if not process.is_settled and self._unchecked is None:
                 what = f"cannot restore policy_version {process.version}: others were loaded over it"
                 raise EngineError(self.name, what, way_out="push this version again, from chunk 0.")
@@ -251,6 +261,7 @@ class VllmServer:
         self._staged = None
         if chunk.index == 0:
             process.begin_load_nowait(chunk.version)
+            process.came_in_chunks = True
         asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
             workers = await process.rpc("asyncrl_load_chunk", asked)

@@ -92,11 +92,13 @@ class MemoryHandle(Message):
 
     `kind` file: `name` is the path of a file in shared memory, which is mapped. cuda: `name` is the
     CUipcMemHandle of an allocation on the device that both processes use, 64 bytes in base64. A handle is of
-    one piece of memory, however often that is written to.
+    one piece of memory, however often that is written to. `device`: the UUID of a CUDA device, which is the
+    same in every process, whatever number the device has there; "" for a file.
     """
 
     kind: Literal["file", "cuda"]
     name: str
+    device: str = ""
     num_bytes: int = Field(ge=1)
 
 
@@ -112,9 +114,11 @@ class PlacedTensor(Message):
 
 
 class ChunkMemory(Message):
-    """The tensors of a chunk, in memory that is written over by the next chunk."""
+    """The tensors of a chunk, in memory that is written over by the next chunk: all of them lie alike behind
+    each handle, of which there is one on each device.
+    """
 
-    handle: MemoryHandle
+    handles: list[MemoryHandle] = Field(min_length=1)
     tensors: list[PlacedTensor]
 
 

@@ -107,8 +107,8 @@ class WeightsBody(Message):
 
 
 class ChunkBody(WeightsBody):
-    """Chunk `index` of the weights: in the safetensors file `path`, or in `memory`, which engines of the
-    trainer's device open.
+    """Chunk `index` of the weights: in the safetensors file `path`, or in `memory`, which engines on the
+    trainer's devices open, each that of its own.
     """
 
     index: int = Field(ge=0)
@@ -181,7 +181,11 @@ class LoadChunkRequest(ChunkBody):
     @property
     def place(self) -> str:
         """Where the tensors are, for messages."""
-        return self.path if self.memory is None else f"chunk {self.index} in {self.memory.handle.kind} memory"
+        return (
+            self.path
+            if self.memory is None
+            else f"chunk {self.index} in {self.memory.handles[0].kind} memory"
+        )
 
 
 class LoadChunkResponse(Message):

@@ -122,13 +122,15 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
     return Placement(ranks, engines, evaluation, mode, teacher, share, is_turns and share is not None)
 
 
-def chunk_device(config: RunConfig, placement: Placement) -> str | None:
-    """The device whose memory holds the chunks that trainer and engines both open; None: chunks are files."""
+def chunk_devices(config: RunConfig, placement: Placement) -> tuple[str, ...]:
+    """The devices whose memory holds the chunks that trainer and engines both open, all of them on each;
+    none: chunks are files.
+    """
     opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
-    devices = {*placement.trainer, *placement.rollout}
-    # rank 0 gathers them on its device, and an engine sees its own devices alone
-    is_one = placement.mode == "colocated" and opens_memory and len(devices) == 1
-    return placement.trainer[0] if is_one else None
+    devices = tuple(dict.fromkeys(placement.trainer))
+    # an engine sees its own devices alone
+    has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
+    return devices if opens_memory and has_all else ()
 
 
 def _takes_no_device(config: RunConfig) -> bool:

@@ -1,6 +1,6 @@
-"""Whether a run fits this machine: the type of its weights, the Python of vLLM's servers, and its plan, as
-text. It is refused where memory of a device or descriptors cannot be enough, with a setting that does. Starts
-nothing.
+"""Whether a run fits this machine: the type of its weights and their way, the Python of vLLM's servers, and
+its plan, as text. It is refused where memory of a device or descriptors cannot be enough, with a setting that
+does. Starts nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
-from asyncrl.config.weight_sync import transport_words
+from asyncrl.config.weight_sync import choose_transport, transport_words
 from asyncrl.errors import ConfigError, install_extra
-from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, chunk_device, place
+from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, chunk_devices, place
 from asyncrl.placement.model_shape import Machine, this_machine
 from asyncrl.placement.plan import OWN_BYTES, Memory, Phase, Plan, ProcessPlan, lay_out
 
@@ -30,16 +30,30 @@ OTHERS = 256
 """Descriptors that the controller has besides: files, logs, pipes, heartbeats, pushes."""
 
 
-def settle_dtype(
+def settle(
     config: RunConfig, machine: Machine | None = None, *, begun: str | None = None
-) -> tuple[RunConfig, str]:
-    """The config with a type in place of `model.dtype: auto`, and what to tell people ("" = nothing).
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """The config with what a machine (None: this one) has in place of the autos of `model.dtype` and
+    `weight_sync.transport`, and lines for people. Raises ConfigError for a placement that cannot be.
 
-    `machine`: None is this one. `begun`: the type of the resumed run, which auto then stands for. Raises
-    ConfigError for a placement that cannot be.
+    `begun`: the type of the resumed run, which auto then stands for. The transport is chosen anew: engines
+    get the same bits by each that auto can be.
     """
     machine = machine or this_machine()
     placement = place(config, len(machine.cuda))
+    config, dtype_words = _settle_dtype(config, placement, machine, begun)
+    words = ""
+    if config.weight_sync.transport == "auto":
+        ranks, engines, is_turns = placement.trainer, placement.engine_devices, placement.mode == "colocated"
+        transport, why = choose_transport(config, ranks, engines, is_turns=is_turns)
+        config = _changed(config, "weight_sync", transport=transport)
+        words = f"weight_sync.transport: auto is {transport}: {why}"
+    return config, tuple(filter(None, (dtype_words, words)))
+
+
+def _settle_dtype(
+    config: RunConfig, placement: Placement, machine: Machine, begun: str | None
+) -> tuple[RunConfig, str]:
     is_on_cpu = "cpu" in (*placement.trainer, *placement.engine_devices)
     is_slow = is_on_cpu and not machine.has_bfloat16
     if config.model.dtype != "auto":
@@ -211,14 +225,20 @@ def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     slots, tokens = config.rollout.slots, config.trainer.micro_batch_tokens
     while (slots := slots // 2) > 0:
         yield f"rollout.slots={slots}", _changed(config, "rollout", slots=slots)
+    if config.weight_sync.facts.is_one_kept:
+        yield "weight_sync.transport=shm", _changed(config, "weight_sync", transport="shm")
     checkpointing = _changed(config, "trainer", gradient_checkpointing=True)
     yield "trainer.gradient_checkpointing=true", checkpointing
     while (tokens := tokens // 2) >= config.rollout.max_length:
         yield f"trainer.micro_batch_tokens={tokens}", _changed(config, "trainer", micro_batch_tokens=tokens)
     in_turns = _changed(config, "placement", rollout="trainer", share="auto")
     in_turns = _changed(in_turns, "buffer", max_staleness=0, look_ahead="auto")
-    moving = " with placement.share=auto" if isinstance(config.placement.share, float) else ""
-    yield f"placement.rollout=trainer with buffer.max_staleness=0{moving}", in_turns
+    words = "placement.rollout=trainer with buffer.max_staleness=0"
+    words += " with placement.share=auto" if isinstance(config.placement.share, float) else ""
+    if config.weight_sync.facts.is_one_kept:
+        in_turns = _changed(in_turns, "weight_sync", transport="shm")
+        words += " and weight_sync.transport=shm"
+    yield words, in_turns
     if config.checkpoint.keep_every is None and not config.checkpoint.keep_best:
         yield "checkpoint.every=none", _changed(config, "checkpoint", every=None)
     yield "trainer.lora={rank: 16}", _changed(config, "trainer", lora=LoraConfig(rank=16))
@@ -360,9 +380,9 @@ def transport_text(config: RunConfig, placement: Placement) -> str:
     """Mode and transport in one line."""
     trainer = ", ".join(dict.fromkeys(placement.trainer))
     if placement.mode == "colocated":
-        device, size = chunk_device(config, placement), size_text(config.weight_sync.chunk_bytes)
-        on_cpu = "as files in shared memory" if device is None else "through shared memory"
-        how = on_cpu if device in (None, "cpu") else f"by CUDA IPC on {device}"
+        devices, size = chunk_devices(config, placement), size_text(config.weight_sync.chunk_bytes)
+        on_cpu = "through shared memory" if devices else "as files in shared memory"
+        how = on_cpu if devices in ((), ("cpu",)) else f"by CUDA IPC on {trainer}"
         return f"colocated on {trainer}, in turns: weights go {how} in chunks of {size}"
     engines = "elsewhere" if config.rollout.urls else f"on {', '.join(placement.engine_devices)}"
     words = transport_words(config, is_on_cuda=placement.is_on_cuda)

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
-from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, chunk_device, place
+from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, chunk_devices, place
 from asyncrl.placement.model_shape import Machine, ModelShape, model_shape, num_cores, this_machine
 
 EVAL_ENGINE = "engine-eval"
@@ -276,8 +276,9 @@ def _shared(
         note = "the trainer's state, while a checkpoint is written and for the next"
         yield ProcessPlan("checkpoint", "checkpoint", "cpu", 0, copied, note)
     if placement.mode == "colocated":
-        chunk, device = Memory(weights=min(sync.chunk_bytes, size)), chunk_device(config, placement) or "cpu"
-        yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
+        chunk = Memory(weights=min(sync.chunk_bytes, size))
+        for device in chunk_devices(config, placement) or ("cpu",):
+            yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
         if placement.is_on_cuda and placement.moves:
             held = [plan.memory for plan in plans if plan.side == "trainer"]
             sums = (sum(each) for each in zip(*map(astuple, held), strict=True))

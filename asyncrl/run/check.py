@@ -32,7 +32,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
-from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle_dtype, settle_share
+from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.model_shape import Machine
 from asyncrl.placement.plan import make_plan
@@ -82,10 +82,10 @@ def check_lines(config: RunConfig, machine: Machine | None = None) -> Iterator[s
     """What `asyncrl check` prints, of this machine or a described one. Raises ConfigError with the first that
     cannot be.
     """
-    config, dtype_words = settle_dtype(config, machine)
+    config, settled = settle(config, machine)
     found = look(config)
     yield from found.lines
-    yield from filter(None, [dtype_words])
+    yield from settled
     if (replayed := open_replay(config, None)) is not None:
         yield f"replay: {replayed.path}: {replayed.text}"
     yield from (f"note: {note}" for note in found.notes)

@@ -149,7 +149,7 @@ class Vllm(Embedded):
             args["enable_sleep_mode"] = True
         return super().spec(model_path, name, device) | {
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
-            "transport": self.config.weight_sync.transport,
+            "transport": self.config.weight_sync.settled,
             "lora_rank": 1 if lora is None else lora.rank,
             "args": args,
         }

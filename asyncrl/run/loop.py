@@ -28,7 +28,7 @@ from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.fit import refuse_what_cannot_fit, settle_dtype, settle_share, start_words
+from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
 from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts, run_id
 from asyncrl.run.check import RUN_COPY
@@ -62,7 +62,7 @@ def run_job(
     """
     if config.generator.is_harness:
         hide_memory()  # keys, answers and rewards of all rollouts
-    config, dtype_words = settle_dtype(config, begun=begun_dtype(run_dir))
+    config, settled = settle(config, begun=begun_dtype(run_dir))
     resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
     plan, share_words = settle_share(make_plan(config), config)
@@ -85,7 +85,7 @@ def run_job(
             write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
             job = Job(config, folder, name, point, plan.placement)
-            for words in filter(None, (dtype_words, share_words, *start_words(plan, config))):
+            for words in filter(None, (*settled, share_words, *start_words(plan, config))):
                 job.say(words)
             return asyncio.run(end_what_is_left(job.run()))
     finally:

@@ -60,6 +60,9 @@ FREE_KEYS = {
 """Keys that may change between two starts: limits, places, memory. With a constant schedule num_steps only
 says when to stop. So may model.path while it is known what lay there (ModelPin), which then has to be the
 same."""
+TRANSPORT = "weight_sync.transport"
+"""What auto is may change with the machine. Engines get the same bits by each, but for lora, with which vLLM
+computes by adapters that are not merged."""
 SAVED = ("final", "adapter")
 """Folders of weights that a run writes at its end. Those of an earlier end stay until the new ones are
 whole."""
@@ -179,7 +182,11 @@ def _keys(config: RunConfig) -> dict[str, Any]:
 def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str], run_dir: Path) -> list[str]:
     """The changes that were allowed, in words."""
     changes = changed_keys(before, now)
-    found = {key: values for key, values in changes.items() if not _is_free(key, now, run_dir)}
+    found = {
+        key: values
+        for key, values in changes.items()
+        if not (_is_free(key, now, run_dir) or (key == TRANSPORT and "lora" not in values))
+    }
     changed = {key: values for key, values in found.items() if not _is_named(key, allowed)}
     if changed:
         lines = "".join(f"\n    {key}: {then!r} -> {new!r}" for key, (then, new) in changed.items())

@@ -28,7 +28,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
 from asyncrl.placement.devices import place
-from asyncrl.placement.fit import settle_dtype
+from asyncrl.placement.fit import settle
 from asyncrl.placement.model_shape import find_cuda_devices
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.run.build import find_task
@@ -71,12 +71,12 @@ def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
 
 @contextmanager
 def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[tuple[Path, RunConfig]]:
-    """The directory for logs and a model from scratch, held by this process alone, and the config with a type
-    of weights that this machine has. Raises ConfigError if the directory holds something else.
+    """The directory for logs and a model from scratch, held by this process alone, and the config with what
+    this machine has in place of what auto is. Raises ConfigError if the directory holds something else.
     """
-    config, dtype_words = settle_dtype(config)
-    if dtype_words:
-        Voice().say(dtype_words)
+    config, settled = settle(config)
+    for words in settled:
+        Voice().say(words)
     folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     own = folder / "serve.yaml"
     if folder.is_dir() and not own.exists() and any(folder.iterdir()):

@@ -28,7 +28,7 @@ from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
-from asyncrl.placement.devices import Placement, child_environ, chunk_device
+from asyncrl.placement.devices import Placement, child_environ, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.model_shape import find_cuda_devices
 from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, trainer_threads
@@ -245,6 +245,7 @@ class Launcher:
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
         """The spec of a rank. It sees the devices of all ranks and no others."""
         config, kind = self.config, engine_kind(self.config)
+        num_memories = len(chunk_devices(config, self.placement))
         return TrainerSpec(
             model_path=str(self.model_path),
             dtype=config.model.dtype,
@@ -257,10 +258,10 @@ class Launcher:
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
             max_tokens=config.rollout.max_tokens,
-            transport=config.weight_sync.transport,
+            transport=config.weight_sync.settled,
             is_file_wanted=config.eval is not None,
             chunk_bytes=config.weight_sync.chunk_bytes,
-            chunks="file" if chunk_device(config, self.placement) is None else "memory",
+            chunks="file" if num_memories == 0 else "memory" if num_memories == 1 else "memories",
             canary_tokens=kind.canary_tokens(),
             measures_gap=config.rollout.facts.has_model,
             staging_dir=staging_dir,

@@ -41,7 +41,6 @@ from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import (
-    ChunkFile,
     ChunkPlace,
     Chunks,
     LazyWeights,
@@ -53,7 +52,7 @@ from asyncrl.weights.export import (
     named_weights,
     save_folder,
 )
-from asyncrl.weights.ipc import SharedChunk
+from asyncrl.weights.ipc import ChunkFile, SharedChunk
 from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 
 CHUNK_FILE = "chunk.safetensors"
@@ -71,7 +70,8 @@ class TrainStep(Learner):
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         self._offload = Offload(ranks, self.device, spec.failed_dir.parent / "offload", self._tensors_of)
-        self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype)
+        on_all = spec.chunks == "memories"
+        self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)
         end = TrainerEnd(self.device, self.dtype, spec.chunk_bytes, ranks.is_first, spec.is_file_wanted)
         self.transport = make_transport(spec.transport, end)
         self._exporting: Future[ExportResponse] | None = None
@@ -183,14 +183,15 @@ class TrainStep(Learner):
         return self._chunks.names(self._lazy_weights(), version, index)
 
     def export_chunk(self, index: int, names: Sequence[str] = ()) -> ExportChunkResponse | None:
-        """Rank 0 writes chunk `index`, after chunk_names(), which says what `names` the others gather. The
-        canary goes with the last one. Raises OSError, or Refused as export().
+        """Rank 0 writes chunk `index`, after chunk_names(), which says what `names` the others gather; where
+        each rank has a place of its own they all write it. The canary goes with the last one. Raises OSError,
+        or Refused as export().
         """
         with self._meter.export():
             weights = self._lazy_weights()
             canary = self._canary() if self._chunks.is_last(weights, index) else None
             if not self.ranks.is_first:
-                gather_along(weights.only(list(names)), self.dtype)
+                self._chunks.write_along(weights, index, list(names))
                 return None
             return self._chunks.write(weights, index).model_copy(update={"canary": _checked(canary)})
 
@@ -210,12 +211,15 @@ class TrainStep(Learner):
         return Canary(token_ids=ids.tolist(), logprobs=logprobs, next_logprob=float(scores.highest_M[-1]))
 
     def _chunk_place(self) -> ChunkPlace:
-        spec = self.spec
-        if spec.chunks == "file" or not self.ranks.is_first:
+        spec, ranks = self.spec, self.ranks
+        is_writing = ranks.is_first or spec.chunks == "memories"
+        if spec.chunks == "file" or not is_writing:
             return ChunkFile(spec.staging_dir / CHUNK_FILE)
         chunks = chunks_of(self._lazy_weights(), self.dtype, spec.chunk_bytes)
         entries = [entries_of(chunk, self.dtype) for chunk in chunks]
         try:
+            if spec.chunks == "memories":
+                return SharedChunk(spec.staging_dir, entries, self.device, ranks.rank, ranks.gather)
             return SharedChunk(spec.staging_dir, entries, self.device)
         except OSError as error:
             what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"

@@ -81,9 +81,10 @@ class TrainerSpec(FrozenConfig):
     """With transport=nccl: write the file too, for the eval engine."""
     chunk_bytes: int = Field(default=2**28, ge=1)
     """weight_sync.chunk_bytes: what /export_chunk writes at once."""
-    chunks: Literal["file", "memory"] = "file"
+    chunks: Literal["file", "memory", "memories"] = "file"
     """Where /export_chunk puts a chunk: a safetensors file, or memory that the engines open too
-    (asyncrl/weights/ipc.py), on the device of rank 0: embedded engines do, and vLLM with transport=ipc."""
+    (asyncrl/weights/ipc.py), on the device of rank 0 or on that of each rank: embedded engines do, and vLLM
+    with transport=ipc."""
     canary_tokens: int = Field(default=0, ge=0)
     """Tokens of the text whose logprobs go with each export, 2 or more (0 = none); the engines need space for
     one more.

@@ -1,7 +1,8 @@
 """The trainer's weights as they leave it: named, gathered, in the engines' dtype, whole or chunk by chunk.
 
 Sharded weights are gathered one tensor at a time, on rank 0 alone; the ranks that write nothing send it
-their shards in the same pass (gather_along). A chunk is as many tensors, in the order of an export, as fit
+their shards in the same pass (gather_along). Where each rank puts chunks on its own device, all of them
+gather. A chunk is as many tensors, in the order of an export, as fit
 into chunk_bytes, or one that does not. All chunks go through one place. A request for the next one means that
 the one before is loaded: it is overwritten. Any chunk may be asked for at any time: a trainer that was
 started again goes on where the lost one was. Each tensor is gathered, written and forgotten: beside the
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from asyncrl.weights.tensor_files import digest_of_tensor, dtype_name, write_ten
 
 Entries = list[tuple[str, str, list[int]]]
 """(name, dtype, shape) of each tensor."""
+DType: TypeAlias = torch.dtype | None
+Device: TypeAlias = str | torch.device
 
 
 class LazyWeights(Mapping[str, Tensor]):
@@ -76,22 +79,26 @@ def named_weights(model: Any) -> dict[str, Tensor]:
 
 
 def whole_tensors(
-    weights: Mapping[str, Tensor], dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+    weights: Mapping[str, Tensor], dtype: DType = None, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Each tensor on `device`, contiguous, a floating point one as `dtype`. Copies only what is not so
     already.
 
     A sharded tensor is gathered on rank 0; all ranks must go through all of them, and the others get nothing.
+    `on_all`: all get it.
     """
     for name, tensor in weights.items():
         target = _export_dtype(tensor, dtype)
-        whole = _gathered(cast(DTensor, tensor.to(target))) if isinstance(tensor, DTensor) else tensor
+        is_sharded = isinstance(tensor, DTensor)
+        whole = _gathered(cast(DTensor, tensor.to(target)), on_all=on_all) if is_sharded else tensor
         if whole is not None:
             yield name, whole.detach().to(device=device, dtype=target).contiguous()
 
 
-def _gathered(tensor: DTensor) -> Tensor | None:
-    """The whole tensor on rank 0 of its mesh, None on the others."""
+def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
+    """The whole tensor on rank 0 of its mesh, None on the others; or on all of them."""
+    if on_all:
+        return tensor.full_tensor()
     local, group, (placement, *others) = tensor.to_local(), tensor.device_mesh.get_group(0), tensor.placements
     is_first = tensor.device_mesh.get_rank() == 0
     if others or not placement.is_shard(0):
@@ -111,10 +118,10 @@ def _gathered(tensor: DTensor) -> Tensor | None:
 
 @contextmanager
 def gathered(
-    weights: Mapping[str, Tensor], dtype: torch.dtype | None, device: str | torch.device = "cpu"
+    weights: Mapping[str, Tensor], dtype: DType, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """whole_tensors, gone through to the end even after an error: the other ranks gather along."""
-    tensors = whole_tensors(weights, dtype, device)
+    tensors = whole_tensors(weights, dtype, device, on_all=on_all)
     try:
         yield tensors
     finally:
@@ -262,7 +269,7 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 
 
 class ChunkPlace(Protocol):
-    """Where chunks are put: ChunkFile or ipc.SharedChunk. `device`: where tensors must be for it.
+    """Where chunks are put: ChunkFile or SharedChunk of ipc.py. `device`: where tensors must be for it.
 
     put writes the tensors, which have names, dtypes and shapes of `entries`, over what was there, and returns
     their digests; it raises OSError. told: the fields of an ExportChunkResponse that say where the chunk is.
@@ -274,31 +281,18 @@ class ChunkPlace(Protocol):
     def told(self) -> dict[str, Any]: ...
 
 
-class ChunkFile:
-    """A safetensors file, whose pages are used again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.device = path, torch.device("cpu")
-
-    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
-        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
-            digests = write_tensors(file, entries, tensors)
-            file.truncate()
-        return digests
-
-    def told(self) -> dict[str, Any]:
-        return {"path": str(self.path)}
-
-
 class Chunks:
-    """The chunks of one trainer's weights, version after version.
+    """The chunks of one trainer's weights, version after version. `on_all`: each rank puts them into a place
+    of its own, all at once.
 
     Life: for each version: chunk after chunk; with the last one the digest of all, for which each tensor's is
         kept.
     """
 
-    def __init__(self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype) -> None:
-        self._place, self._chunk_bytes, self._dtype = place, chunk_bytes, dtype
+    def __init__(
+        self, place: ChunkPlace, chunk_bytes: int, dtype: torch.dtype, *, on_all: bool = False
+    ) -> None:
+        self._place, self._chunk_bytes, self._dtype, self._on_all = place, chunk_bytes, dtype, on_all
         self._chunks: list[list[str]] = []
         self.forget()
 
@@ -326,24 +320,37 @@ class Chunks:
 
     def write(self, weights: LazyWeights, index: int) -> ExportChunkResponse:
         """Write the chunk over the one before, gathering what names() said. Raises OSError."""
-        chunks, names = self._cut(weights), self.names(weights, self._version, index)
-        chunk = weights.only(chunks[index])
-        with gathered(weights.only(names), self._dtype, self._place.device) as tensors:
-            for name, tensor in itertools.islice(tensors, len(names) - len(chunk)):
-                self._digests[name] = digest_of_tensor(name, tensor)
-            digests = self._place.put(entries_of(chunk, self._dtype), tensors)
-        self._digests.update(digests)
-        is_last = index + 1 == len(chunks)
+        chunk = weights.only(self._cut(weights)[index])
+        digests = self._put(chunk, weights.only(self.names(weights, self._version, index)))
+        is_last = self.is_last(weights, index)
         return ExportChunkResponse(
             version=self._version,
             index=index,
             **self._place.told(),
             digest=joint_digest(digests.values()),
-            num_tensors=len(chunk),
+            num_tensors=len(digests),
             num_bytes=sum(sizes_of(chunk, self._dtype).values()),
             is_last=is_last,
             whole_digest=joint_digest(self._digests.values()) if is_last else "",
         )
+
+    def write_along(self, weights: LazyWeights, index: int, names: list[str]) -> None:
+        """On another rank than the first, whose names() these are: write the chunk too, or only gather."""
+        if self._on_all:
+            self._put(weights.only(self._cut(weights)[index]), weights.only(names))
+        else:
+            gather_along(weights.only(names), self._dtype)
+
+    def _put(self, chunk: LazyWeights, gathering: LazyWeights) -> dict[str, bytes]:
+        """Gather these, of which the last are the chunk; returns its digests."""
+        entries = entries_of(chunk, self._dtype)
+        num_before = len(entries_of(gathering, self._dtype)) - len(entries)
+        with gathered(gathering, self._dtype, self._place.device, on_all=self._on_all) as tensors:
+            for name, tensor in itertools.islice(tensors, num_before):
+                self._digests[name] = digest_of_tensor(name, tensor)
+            digests = self._place.put(entries, tensors)
+        self._digests.update(digests)
+        return digests
 
     def _cut(self, weights: LazyWeights) -> list[list[str]]:
         """Names by chunk. Cut once: a trainer's weights never change their names and sizes."""

@@ -1,11 +1,13 @@
 """transport: ipc, and embedded engines in turns. Chunks of weights in memory that trainer and engine both
-open.
+open, or in a file where they cannot (ChunkFile).
 
 The trainer makes one piece of memory, of the largest chunk, on the device that both sides use, and writes
-each chunk over the one before (SharedChunk). Its handle and the places of the tensors go as JSON through the
-controller; the engine opens the memory once (TrainerMemory), loads the tensors where they lie and hashes
-what it has then. On the CPU the memory is a mapped file in shared memory, on a CUDA device an allocation of
-the driver's own, which CUDA IPC opens in another process on the same device.
+each chunk over the one before (SharedChunk). Where both sides are on several CUDA devices each rank does so
+on its own, with the same tensors: an engine sees its own devices alone. The handles and the places of the
+tensors go as JSON through the controller; the engine opens the memory of its device once (TrainerMemory),
+each worker of a split engine that of its own, loads the tensors where they lie and hashes what it has then.
+On the CPU the memory is a mapped file in shared memory, on a CUDA device an allocation of the driver's own,
+which CUDA IPC opens in another process on the same device.
 
 Why not torch's IPC (UntypedStorage._share_cuda_): what torch shares lies in a segment of its caching
 allocator, which then never goes back to the device; its counter of readers is a file in /dev/shm that a
@@ -22,7 +24,7 @@ import base64
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,14 @@ from asyncrl.messages.base import ChunkMemory, MemoryHandle, PlacedTensor
 from asyncrl.messages.calls import LoadChunkRequest
 from asyncrl.serving import Refused
 from asyncrl.weights.export import Entries
-from asyncrl.weights.tensor_files import DTYPES, RESEND, begin_digest, finish_digests, read_or_refuse
+from asyncrl.weights.tensor_files import (
+    DTYPES,
+    RESEND,
+    begin_digest,
+    finish_digests,
+    read_or_refuse,
+    write_tensors,
+)
 
 ALIGNMENT = 256
 """Each tensor begins on a multiple of so many bytes, as torch's allocators have it."""
@@ -67,14 +76,14 @@ class SharedMemory:
             torch.cuda.synchronize(self.data.device)
 
 
-def make_memory(num_bytes: int, device: torch.device, folder: Path) -> SharedMemory:
-    """New memory; on the CPU a file in `folder`. Raises OSError if there is none, or the device cannot share
+def make_memory(num_bytes: int, device: torch.device, path: Path) -> SharedMemory:
+    """New memory; on the CPU the file `path`. Raises OSError if there is none, or the device cannot share
     it.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the driver does not see what torch's allocator keeps unused
         return make_cuda_memory(num_bytes, device)
-    return make_file(folder / f"chunk-{os.getpid()}.bin", num_bytes)
+    return make_file(path, num_bytes)
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> SharedMemory:
@@ -114,8 +123,8 @@ def make_cuda_memory(num_bytes: int, device: torch.device, driver: CudaDriver | 
         driver.call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(num_bytes))
         allocation = _Allocation(driver, pointer, num_bytes, _ordinal(device), "cuMemFree_v2")
         driver.call("cuIpcGetMemHandle", ctypes.byref(shared), pointer)
-    name = base64.b64encode(bytes(shared)).decode()
-    handle = MemoryHandle(kind="cuda", name=name, num_bytes=num_bytes)
+    name, uuid = base64.b64encode(bytes(shared)).decode(), driver.uuid(_ordinal(device))
+    handle = MemoryHandle(kind="cuda", name=name, device=uuid, num_bytes=num_bytes)
     return SharedMemory(handle, device_tensor(allocation, device))
 
 
@@ -135,6 +144,11 @@ def open_cuda_memory(
 def device_tensor(allocation: Any, device: torch.device) -> Tensor:
     """A tensor over it, which keeps it as long as a view of the tensor lives."""
     return torch.as_tensor(allocation, device=device)
+
+
+def name_of(device: torch.device) -> str:
+    """As a MemoryHandle calls it. Raises OSError."""
+    return CudaDriver().uuid(_ordinal(device)) if device.type == "cuda" else ""
 
 
 def _ordinal(device: torch.device) -> int:
@@ -188,6 +202,14 @@ class CudaDriver:
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
+    def uuid(self, ordinal: int) -> str:
+        """Of this device; in MIG mode of the instance."""
+        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        self.call("cuInit", ctypes.c_uint(0))
+        self.call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(ordinal))
+        self.call("cuDeviceGetUuid_v2", ctypes.byref(uuid), device)
+        return bytes(uuid).hex()
+
     def call(self, name: str, *arguments: Any) -> None:
         """One of its calls."""
         code = self.library[name](*arguments)
@@ -197,30 +219,59 @@ class CudaDriver:
             raise OSError(f"{name} failed with {code}: {(text.value or b'unknown').decode()}")
 
 
+class ChunkFile:
+    """A safetensors file, whose pages are used again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.device = path, torch.device("cpu")
+
+    def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+        with self.path.open("r+b" if self.path.exists() else "w+b") as file:
+            digests = write_tensors(file, entries, tensors)
+            file.truncate()
+        return digests
+
+    def told(self) -> dict[str, Any]:
+        return {"path": str(self.path)}
+
+
 class SharedChunk:
-    """The trainer's end: memory of `device` for any chunk, which engines have open while this process lives.
+    """The end of one trainer rank: memory of `device` for any chunk, which engines have open while this
+    process lives.
 
     Digests are of the tensors before they are copied: a fault in the copy shows at the other end too.
     """
 
-    def __init__(self, folder: Path, chunks: Iterable[Entries], device: torch.device) -> None:
-        """`folder`: for a file in shared memory, on the CPU; of trainers before this one none stays there.
+    def __init__(
+        self,
+        folder: Path,
+        chunks: Iterable[Entries],
+        device: torch.device,
+        rank: int = 0,
+        gather: Callable[[Any], list[Any]] = lambda own: [own],
+    ) -> None:
+        """`folder`: for a file in shared memory, on the CPU; of this rank's processes before this one none
+        stays there. `gather`: one JSON value of each rank that has such memory, where all of them call it.
         Raises OSError.
         """
-        for old in folder.glob("chunk-*.bin"):
+        for old in folder.glob(f"chunk-{rank}-*.bin"):
             old.unlink()
-        self.device = device
-        self._memory = make_memory(max(lay_out(entries)[1] for entries in chunks), device, folder)
+        size = max(lay_out(entries)[1] for entries in chunks)
+        self._memory = make_memory(size, device, folder / f"chunk-{rank}-{os.getpid()}.bin")
+        self.device, self._gather = device, gather
         self._placed: list[PlacedTensor] = []
+        self._handles: list[MemoryHandle] = []
 
     def put(self, entries: Entries, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, bytes]:
+        """Returns when the memory of every rank holds the chunk."""
         self._placed, _ = lay_out(entries)
         digests = copy_placed(self._placed, self._memory.data, tensors)
         self._memory.settle()
+        self._handles = [MemoryHandle(**one) for one in self._gather(self._memory.handle.model_dump())]
         return digests
 
     def told(self) -> dict[str, Any]:
-        return {"memory": ChunkMemory(handle=self._memory.handle, tensors=self._placed)}
+        return {"memory": ChunkMemory(handles=self._handles, tensors=self._placed)}
 
 
 def lay_out(entries: Entries) -> tuple[list[PlacedTensor], int]:
@@ -271,6 +322,15 @@ class TrainerMemory:
         self._device = device
         self._memory: SharedMemory | None = None
 
+    def _own(self, handles: Sequence[MemoryHandle]) -> MemoryHandle:
+        """The one on this device. Raises OSError."""
+        here = name_of(self._device)
+        for handle in handles:
+            if handle.device == here:
+                return handle
+        there = ", ".join(handle.device or "the host" for handle in handles)
+        raise OSError(f"it is on {there}, and this engine on {here or 'the CPU'}")
+
     @contextmanager
     def chunk(self, request: LoadChunkRequest) -> Iterator[dict[str, Tensor]]:
         """The tensors of a chunk where they lie, in a file or in memory; afterwards they may be written over.
@@ -279,15 +339,15 @@ class TrainerMemory:
         if request.memory is None:
             yield {name: raw.as_torch() for name, raw in read_or_refuse(request.path).items()}
             return
-        handle = request.memory.handle
-        if self._memory is None or self._memory.handle != handle:
+        handles = request.memory.handles
+        if self._memory is None or self._memory.handle not in handles:
             self._memory = None
             try:
-                self._memory = open_memory(handle, self._device)
+                self._memory = open_memory(self._own(handles), self._device)
             except (OSError, ValueError) as error:
-                what = f"cannot open the {handle.kind} memory of {handle.num_bytes} bytes: {error}"
-                rule = "trainer and engine take turns on one device, and share a piece of its memory"
-                way_out = "give them one device (placement) and one container, or devices of their own."
+                what = f"cannot open the {handles[0].kind} memory of {handles[0].num_bytes} bytes: {error}"
+                rule = "trainer and engine take turns on the same devices, and share a piece of their memory"
+                way_out = "give them the same (placement) and one container, or devices of their own."
                 raise Refused(400, what, rule=rule, way_out=way_out) from error
         memory = self._memory
         try:
