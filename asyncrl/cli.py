@@ -107,13 +107,28 @@ def run(
 
 
 @app.command()
-def check(config: ConfigPath, overrides: Overrides = None) -> None:
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    devices: Annotated[
+        Text,
+        Option(
+            metavar="NxNAME-SIZE",
+            help="Plan for another machine with these CUDA devices: 8xH200-141GB, 2x80GB, or cpu for none. "
+            "GB is 10^9 bytes, GiB 2^30. Needs --cores and --memory; nothing is asked of this machine.",
+        ),
+    ] = None,
+    cores: Annotated[int | None, Option(metavar="N", help="Cores of that machine.")] = None,
+    memory: Annotated[Text, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")] = None,
+) -> None:
     """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads,
-    memory.
+    memory. For this machine, or for one that is described.
     """
+    from asyncrl.placement.model_shape import described_machine
     from asyncrl.run.check import check_lines
 
-    for line in check_lines(load_config(config, overrides or [])):
+    machine = described_machine(devices, cores, memory)
+    for line in check_lines(load_config(config, overrides or []), machine):
         typer.echo(line)
 
 

@@ -23,8 +23,9 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareRequest, TrainResponse
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.placement.devices import find_cuda_devices, place
+from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
+from asyncrl.placement.model_shape import find_cuda_devices
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind

@@ -7,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.placement.devices import CudaDevice, Placement, place
+from asyncrl.placement.devices import Placement, place
+from asyncrl.placement.model_shape import CudaDevice, Machine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, slots: 10, num_prompts: 5}"
@@ -35,5 +36,7 @@ def make_python(path: Path, exit_code: int = 0) -> Path:
     return path
 
 
-def cuda_devices(num: int, free_bytes: int | None = 2**34) -> list[CudaDevice]:
-    return [CudaDevice(str(number), free_bytes) for number in range(num)]
+def machine(num_cuda: int, free_bytes: int | None = 2**34, *, has_bfloat16: bool = False) -> Machine:
+    """With 8 cores, 64 GiB, and so many CUDA devices, of which nothing is in use."""
+    cuda = tuple(CudaDevice(str(number), free_bytes, free_bytes) for number in range(num_cuda))
+    return Machine(cuda, cores=8, memory=2**36, has_bfloat16=has_bfloat16)

@@ -152,9 +152,10 @@ class SleepHistories(RuleBasedStateMachine):
     pushes: list[LoadChunkRequest]
     digest: str
 
-    @initialize()
-    def begin(self) -> None:
-        self.engine = build_engine(make_spec(self.folder, slots=2, max_length=32, deterministic=False))
+    @initialize(stays=st.booleans())
+    def begin(self, stays: bool) -> None:
+        spec = make_spec(self.folder, slots=2, max_length=32, deterministic=False, stays=stays)
+        self.engine, self.stays = build_engine(spec), stays
         self.weights = self.engine.weights
         self.asleep: set[str] = set()
         self.has_content, self.can_restore, self.loaded, self.version = True, True, 0, 1
@@ -229,8 +230,8 @@ class SleepHistories(RuleBasedStateMachine):
         weights, parameters = self.weights, self.weights._parameters
         assert set(weights.asleep) == self.asleep
         assert weights.can_serve == (self.has_content and not self.asleep)
-        assert (self.engine.runner.cache.num_bytes > 0) == ("kv" not in self.asleep)
-        is_there = "weights" not in self.asleep
+        assert (self.engine.runner.cache.num_bytes > 0) == (self.stays or "kv" not in self.asleep)
+        is_there = self.stays or "weights" not in self.asleep
         assert all((parameter.nbytes > 0) == is_there for parameter in parameters.values())
         if self.has_content:
             assert digest_tensors(parameters) == weights.digest == self.digest

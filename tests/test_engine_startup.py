@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from engine_in_process import answered, make_qwen3, make_spec
-from placement_cases import EVAL, TAUGHT, TURNS, load
+from placement_cases import EVAL, TAUGHT, TURNS, load, machine
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -95,7 +95,7 @@ def test_the_plan_counts_what_the_server_then_asks_for(
     of_model = ["model.scratch=none", f"model.path={folder}", "rollout.max_tokens=50"]
     given = [f"teacher.path={folder}" if one.startswith("teacher") else one for one in overrides]
     config = load(*of_model, *given, name=of)
-    plan = make_plan(config, [])
+    plan = make_plan(config, machine(0))
     in_turns = plan.placement.mode == "colocated" and name != EVAL_ENGINE
     spec = engine_kind(config).spec(folder, name, "cpu", takes_turns=in_turns)
     scoring = {"slots": 1, "score_slots": 16} if name == TEACHER else {}

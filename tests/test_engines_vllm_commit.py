@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from fake_vllm import (
@@ -104,10 +105,12 @@ async def turn(server: VllmServer, version: int) -> None:
     await server.wake(["kv"])
 
 
+@pytest.mark.parametrize("stays", [False, True])
 @with_server
 async def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes(
-    fake: FakeVllm, server: VllmServer
+    fake: FakeVllm, server: VllmServer, stays: bool
 ) -> None:
+    server.facts = replace(server.facts, stays=stays)
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(server.generate_segment(request(max_tokens=500)))
         await asyncio.sleep(5 * DECODE_S)
@@ -119,6 +122,8 @@ async def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes(
         await turn(server, 1)
     assert versions(waits.result()) == [1]
     check_logprobs(waits.result())
+    moves = {path.partition("?")[0] for path in fake.calls} & {"/sleep", "/wake_up", "/pause", "/resume"}
+    assert moves == ({"/pause", "/resume"} if stays else {"/sleep", "/wake_up", "/resume"})
     fake.wrong_loads = [7.0]
     with pytest.raises(EngineError, match="does not compute with the weights of policy_version 2"):
         await turn(server, 2)

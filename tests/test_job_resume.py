@@ -200,11 +200,13 @@ def test_an_asynchronous_run_with_a_filter_loses_nothing_and_keeps_its_bound(tmp
 TURNS = {"rollout": "trainer"}
 
 
+@pytest.mark.parametrize("share", ["auto", "none"])
 def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
-    on_policy: Path, whole: Path, tmp_path: Path
+    on_policy: Path, whole: Path, tmp_path: Path, share: str
 ) -> None:
+    turns = TURNS | {"share": share}
     config = variant(
-        on_policy, tmp_path, placement=TURNS, rollout={"num_engines": 2}, weight_sync={"chunk_bytes": 2**16}
+        on_policy, tmp_path, placement=turns, rollout={"num_engines": 2}, weight_sync={"chunk_bytes": 2**16}
     )
     answer = run(config, tmp_path / "run")
     assert answer.returncode == 0, answer.stderr
@@ -212,7 +214,9 @@ def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
     assert (tmp_path / "run" / "trained.jsonl").read_bytes() == (whole / "trained.jsonl").read_bytes()
     steps = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == NUM_STEPS
-    assert all(step["perf/to_trainer_s"] > 0 and step["perf/handover_bytes"] > 0 for step in steps)
+    assert ("both sides stay on cpu" in answer.stdout) == (share == "auto")
+    assert all(step["perf/to_trainer_s"] > 0 for step in steps)
+    assert all(step["perf/handover_bytes"] > 0 for step in steps[:-1])
     assert all(step["perf/to_engines_s"] > 0 for step in steps[:-1])
     assert steps[-1]["perf/to_engines_s"] == 0, "after the last step the trainer keeps the devices"
     assert "taking turns" in answer.stdout
@@ -220,11 +224,12 @@ def test_a_colocated_run_equals_the_run_apart_bit_for_bit(
     assert {0, NUM_STEPS} <= {line["policy_version"] for line in read_lines(tmp_path / "run" / "eval.jsonl")}
 
 
+@pytest.mark.parametrize("share", ["auto", "none"])
 def test_a_colocated_run_ends_the_same_whatever_is_killed(
-    on_policy: Path, whole: Path, tmp_path: Path
+    on_policy: Path, whole: Path, tmp_path: Path, share: str
 ) -> None:
     victims = ["engine", "trainer", "tree", "stop"]
-    config = variant(on_policy, tmp_path, placement=TURNS)
+    config = variant(on_policy, tmp_path, placement=TURNS | {"share": share})
     crashes = Crashes(config, tmp_path / "run", seed=new_seed(), victims=victims)
     assert crashes.live(), "the faster the machine, the fewer: a run that is done is not killed"
     assert differences(whole, tmp_path / "run") == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from placement_cases import EVAL, TAUGHT, TURNS, URLS, VLLM, load, placed
@@ -12,8 +14,9 @@ from placement_cases import EVAL, TAUGHT, TURNS, URLS, VLLM, load, placed
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
 from asyncrl.config.operation import device_numbers
 from asyncrl.errors import ConfigError
-from asyncrl.placement import devices
-from asyncrl.placement.devices import CudaDevice, Placement, child_environ, find_cuda_devices, place
+from asyncrl.placement import model_shape
+from asyncrl.placement.devices import Placement, child_environ, place
+from asyncrl.placement.model_shape import CudaDevice, described_machine, find_cuda_devices
 
 ZERO = "buffer.max_staleness=0"
 TWO_RANKS = "trainer.world_size=2"
@@ -53,6 +56,9 @@ def test_anything_else_is_refused(key: str, text: str) -> None:
 # ---- which device each process gets
 
 
+SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu-memory-utilization: 0.9}"
+
+
 def cuda(*numbers: int) -> tuple[str, ...]:
     return tuple(f"cuda:{number}" for number in numbers)
 
@@ -80,6 +86,9 @@ def cuda(*numbers: int) -> tuple[str, ...]:
         (4, [*SPLIT, "rollout.num_engines=2"], cuda(0), cuda(1, 1), "apart"),
         (0, [VLLM, "weight_sync.transport=nccl"], ("cpu",), ("cpu",), "apart"),
         (1, [VLLM, "weight_sync.transport=ipc", *TURNS], cuda(0), cuda(0), "colocated"),
+        (1, [ZERO, SHARE], cuda(0), cuda(0), "colocated"),
+        (1, [SHARE], cuda(0), cuda(0), "apart"),
+        (2, [SHARE, *TWO_EACH, "buffer.max_staleness=2"], cuda(0, 1), cuda(0, 1), "apart"),
     ],
 )
 def test_both_sides_get_what_is_written_or_what_the_other_side_leaves(
@@ -116,6 +125,14 @@ def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
         (1, [EVAL, *TURNS], "set placement.eval=cpu"),
         (2, [EVAL, "placement.eval=0"], "set placement.eval=cpu"),
         (1, [*TAUGHT, *TURNS], "set placement.teacher=cpu"),
+        (1, [], "placement.share=0.4 has both work there at once"),
+        (0, [SHARE], "set placement.share=auto"),
+        (0, [SHARE, *TURNS], "set placement.share=auto"),
+        (2, [SHARE], "set placement.share=auto"),
+        (1, [SHARE, *URLS], "set placement.share=auto"),
+        (1, [SHARE, VLLM, SIZED], "remove rollout.vllm.gpu-memory-utilization"),
+        (1, [SHARE, VLLM, "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
+        (1, [SHARE, EVAL], "set placement.eval=cpu"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_write(
@@ -185,9 +202,10 @@ def test_whatever_is_not_refused_keeps_the_rules() -> None:
 
 # ---- which devices there are
 
-SMI = "0, GPU-aaaa, 80000\n1, GPU-bbbb, 40000\n"
-A, B = CudaDevice("0", 80000 * 2**20), CudaDevice("1", 40000 * 2**20)
-NAMED = (CudaDevice("GPU-bbbb", B.free_bytes), CudaDevice("GPU-aaaa", A.free_bytes))
+SMI = "0, GPU-aaaa, 80000, 81559\n1, GPU-bbbb, 40000, 40960\n"
+A = CudaDevice("0", 80000 * 2**20, 81559 * 2**20)
+B = CudaDevice("1", 40000 * 2**20, 40960 * 2**20)
+NAMED = (replace(B, name="GPU-bbbb"), replace(A, name="GPU-aaaa"))
 
 
 @pytest.mark.parametrize(
@@ -208,21 +226,21 @@ def test_devices_are_those_of_the_driver_that_cuda_visible_devices_leaves(
 ) -> None:
     for number in range(gpus):
         (tmp_path / "gpus" / str(number)).mkdir(parents=True)
-    monkeypatch.setattr(devices, "DRIVER_DIR", tmp_path / "gpus")
-    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda: smi)
+    monkeypatch.setattr(model_shape, "DRIVER_DIR", tmp_path / "gpus")
+    monkeypatch.setattr(model_shape, "ask_nvidia_smi", lambda: smi)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(devices, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(model_shape, "torch_has_cuda", lambda: False)
     assert find_cuda_devices() == ()
-    monkeypatch.setattr(devices, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(model_shape, "torch_has_cuda", lambda: True)
     assert find_cuda_devices() == found
 
 
 def test_the_installed_torch_is_asked_without_being_imported() -> None:
     import torch
 
-    assert devices.torch_has_cuda() == (torch.version.cuda is not None)
+    assert model_shape.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_a_child_sees_its_devices_in_order_and_by_the_names_of_the_parent(
@@ -234,3 +252,46 @@ def test_a_child_sees_its_devices_in_order_and_by_the_names_of_the_parent(
     assert child_environ(("cuda:1", "cuda:0"), named) == shown
     assert child_environ(("cpu",), ()) == child_environ(("none",), named) == {}
     assert Placement(("cuda:0",), (("none",),), None, "apart").is_on_cuda
+
+
+# ---- a machine that is described
+
+THREE = ("8xH200-141GB", 192, "2TB")
+
+
+@pytest.mark.parametrize(
+    ("given", "num_cuda", "each", "memory"),
+    [
+        (THREE, 8, 141 * 10**9, 2 * 10**12),
+        (("1xRTX4090-24GB", 16, "64GiB"), 1, 24 * 10**9, 64 * 2**30),
+        (("2x79.6GiB", 16, "512GB"), 2, int(79.6 * 2**30), 512 * 10**9),
+        (("1xA100-SXM4-80GB", 16, "900MB"), 1, 80 * 10**9, 900 * 10**6),
+        (("cpu", 4, "16GB"), 0, None, 16 * 10**9),
+    ],
+)
+def test_a_machine_is_described_by_its_devices_cores_and_memory(
+    given: tuple[str, int, str], num_cuda: int, each: int | None, memory: int
+) -> None:
+    made = described_machine(*given)
+    assert made is not None
+    assert [device.free_bytes for device in made.cuda] == [each] * num_cuda
+    assert (made.cores, made.memory, made.is_here) == (given[1], memory, False)
+    assert described_machine(None, None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((None, *THREE[1:]), "there is no --devices"),
+        ((THREE[0], None, None), "there is no --cores, --memory"),
+        ((THREE[0], 0, "2TB"), "--cores 0"),
+        ((THREE[0], 192, "plenty"), "--memory plenty is no size"),
+        ((THREE[0], 192, "0GB"), "--memory 0GB is no size"),
+        *(((devices, 192, "2TB"), f"--devices {devices} describes no devices") for devices in
+          ("8", "H200-141GB", "0xH200-141GB", "8xH200", "8xH200-141", "8x0GB", "-1x80GB", "")),
+    ],
+)  # fmt: skip
+def test_a_machine_that_is_not_described_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        described_machine(*given)
+    assert "write " in caught.value.way_out

@@ -28,10 +28,11 @@ class World:
     second.
     """
 
-    def __init__(self, num_engines: int = 2, trainer: Sequence[str] = ()) -> None:
-        self.trainer, self.trained, self.is_undoing = set(trainer), 0, False
+    def __init__(self, num_engines: int = 2, trainer: Sequence[str] = (), *, stays: bool = False) -> None:
+        self.stays, self.resting = stays, {"weights", "optimizer"} if stays else set()
+        self.trainer, self.trained, self.is_undoing = {*trainer, *self.resting}, 0, False
         self.engines = [FakeEngine(self, f"engine-{index}") for index in range(num_engines)]
-        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_event=self.tell)
+        self.lease = Lease(self.calls, timeout_s=TIMEOUT_S, on_event=self.tell, stays=stays)
 
     def tell(self, kind: str, details: Mapping[str, Any]) -> None:
         self.events.append((kind, details))
@@ -79,7 +80,9 @@ class World:
     def check(self) -> None:
         """Two sets of weights are the most that both sides may hold together."""
         engine_parts = set().union(*(engine.awake for engine in self.engines))
-        if self.lease.state != "idle" and self.lease.owner is not None:
+        if self.stays:
+            assert self.trainer >= self.resting, "nobody asked the trainer to move"
+        elif self.lease.state != "idle" and self.lease.owner is not None:
             shared = f"{self.trainer} beside {engine_parts} ({self.lease})"
             assert not (self.trainer and "kv" in engine_parts), shared
             assert not (self.trainer - {"weights"} and engine_parts), shared
@@ -112,7 +115,7 @@ class World:
         """The owner has all that it needs, the other one nothing."""
         assert self.lease.owner == side
         if side == "engines":
-            assert (self.lease.state, self.trainer) == ("generating", set())
+            assert (self.lease.state, self.trainer) == ("generating", self.resting)
             for engine in self.engines:
                 assert engine.awake == {"weights", "kv"}, f"{engine.name} was left paused: {engine.awake}"
                 assert engine.version is not None, f"{engine.name} has memory without content"
@@ -153,9 +156,11 @@ class FakeEngine:
 class Turns(RuleBasedStateMachine):
     """Turns with faults at any call, also of the undo; a broken lease is the end."""
 
-    @initialize(num_engines=st.integers(1, 3), first=st.sampled_from(["engines", "trainer"]))
-    def begin(self, num_engines: int, first: Side) -> None:
-        self.world = World(num_engines)
+    @initialize(
+        num_engines=st.integers(1, 3), first=st.sampled_from(["engines", "trainer"]), stays=st.booleans()
+    )
+    def begin(self, num_engines: int, first: Side, stays: bool) -> None:
+        self.world = World(num_engines, stays=stays)
         assert self.world.run(first) is None
 
     @rule(faults=st.dictionaries(st.integers(0, 18), st.sampled_from(FAULTS), max_size=3))
@@ -291,6 +296,18 @@ def test_every_step_is_told_with_its_seconds_and_bytes(world: World) -> None:
     assert world.events[0][1] == {"from": "training", "to": "engines"}
     assert world.events[2][1] == {"phase": "engines: wake weights", "seconds": 1.0, "num_bytes": 20}
     assert world.events[-1][1] == {"to": "engines", "seconds": 5.0}
+
+
+def test_where_both_sides_stay_a_handover_is_a_pause_or_a_push() -> None:
+    world = World(stays=True)
+    assert world.run("engines") is None
+    told = []
+    for side in ("trainer", "engines"):
+        assert world.run(side) is None
+        told.append([detail["phase"] for kind, detail in world.events if kind == "handover phase"])
+    push = ["engines: wake weights", "publisher: push weights", "engines: wake kv"]
+    assert told == [["engines: sleep kv and weights"], push]
+    world.assert_rests("engines")
 
 
 def test_a_second_handover_meanwhile_is_refused(world: World) -> None:

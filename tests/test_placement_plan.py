@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from placement_cases import EVAL, TURNS, URLS, VLLM, cuda_devices, load, make_python
+from placement_cases import EVAL, TURNS, URLS, VLLM, load, machine, make_python
 
 from asyncrl.config import RolloutConfig
 from asyncrl.errors import ConfigError
-from asyncrl.placement import fit
+from asyncrl.placement import fit, model_shape
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import (
     find_python,
@@ -27,6 +27,7 @@ from asyncrl.placement.fit import (
     refuse_too_many_connections,
     refuse_what_cannot_fit,
     settle,
+    settle_share,
     start_words,
     transport_text,
 )
@@ -37,7 +38,7 @@ ZERO = "buffer.max_staleness=0"
 
 
 def planned(num_cuda: int, *overrides: str) -> Plan:
-    return make_plan(load(*overrides), cuda_devices(num_cuda))
+    return make_plan(load(*overrides), machine(num_cuda))
 
 
 def memory(plan: Plan, name: str) -> Memory:
@@ -58,7 +59,7 @@ def test_the_plan_counts_the_weights_of_a_folder_from_its_headers(tiny_model_dir
 
 def test_a_model_that_is_not_there_yet_is_told_as_unknown() -> None:
     config = load("model.scratch=none", "model.path=org/name")
-    plan = make_plan(config, [])
+    plan = make_plan(config, machine(0))
     assert "model: not on disk yet" in plan_text(plan, config)
     refuse_what_cannot_fit(plan, config)
 
@@ -150,6 +151,77 @@ def test_turns_on_a_cuda_device_keep_the_trainers_state_on_the_host_meanwhile() 
     assert host.held_bytes("generation", "colocated") == trainer.weights + trainer.optimizer
     assert host.held_bytes("publish", "colocated") == trainer.optimizer
     assert host.held_bytes("training", "colocated") == 0
+
+
+# ---- both sides in the memory of one device
+
+SHARE, SIZED = "placement.share=0.4", "rollout.vllm={gpu_memory_utilization: 0.9}"
+
+
+@pytest.mark.parametrize(
+    ("num_cuda", "free", "overrides", "stays", "words"),
+    [
+        (0, None, TURNS, True, "auto: both sides stay on cpu: they fit"),
+        (0, 2**30, TURNS, False, "auto: each side moves out .*: beside each other they do not fit cpu"),
+        (0, None, [*TURNS, "placement.share=none"], False, "share=none: each side moves out"),
+        (1, 2**34, [ZERO], True, r"auto: both sides stay on cuda:0, the engines with 0\.\d+ of it: they fit"),
+        (1, 2**30, [ZERO], False, "beside each other they do not fit cuda:0"),
+        (1, None, [ZERO], False, "what cuda:0 has is not known"),
+        (1, 2**34, [ZERO, VLLM, SIZED], False, "rollout.vllm.gpu_memory_utilization says what the engines"),
+        (
+            1,
+            2**34,
+            [ZERO, "model.scratch=none", "model.path=org/name"],
+            False,
+            "the size of the model is not",
+        ),
+        (1, 2**34, [ZERO, SHARE], True, r"share=0\.4: both sides stay on cuda:0, in turns"),
+        (1, 2**34, [SHARE], False, r"share=0\.4: both sides stay on cuda:0, and work at once"),
+        (2, 2**34, [ZERO], False, "^$"),
+    ],
+)
+def test_both_sides_stay_in_turns_where_they_fit_beside_each_other_and_why_is_said(
+    num_cuda: int, free: int | None, overrides: list[str], stays: bool, words: str
+) -> None:
+    here = machine(num_cuda, free) if num_cuda else replace(machine(0), memory=free or 2**36)
+    config = load(*overrides)
+    plan, told = settle_share(make_plan(config, here), config)
+    assert plan.placement.stays == stays
+    assert re.search(words, told), told
+    is_moving = plan.placement.mode == "colocated" and not stays
+    assert ("offloaded" in {one.name for one in plan.processes}) == (is_moving and num_cuda > 0)
+    if stays:
+        assert plan.peak_bytes(plan.placement.trainer[0])["generation"] > memory(plan, "trainer-0").total
+        refuse_what_cannot_fit(plan, config)
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+@pytest.mark.parametrize("overrides", [[], [ZERO]])
+def test_a_share_in_which_a_side_does_not_fit_is_refused_with_one_in_which_both_do(
+    share: float, overrides: list[str]
+) -> None:
+    def check(*more: str) -> None:
+        config = load(*overrides, *more)
+        plan, _ = settle_share(make_plan(config, machine(1)), config)
+        refuse_what_cannot_fit(plan, config)
+
+    with pytest.raises(
+        ConfigError, match=rf"share={share} of cuda:0: the engines need .*the trainer leaves"
+    ) as caught:
+        check(f"placement.share={share}")
+    check(caught.value.way_out.removeprefix("set ").removesuffix("."))
+
+
+def test_a_share_that_cannot_be_on_a_device_is_refused_with_turns_that_can() -> None:
+    def check(*more: str) -> None:
+        config = load(*more)
+        plan, _ = settle_share(make_plan(config, machine(1, 2**30)), config)
+        refuse_what_cannot_fit(plan, config)
+
+    with pytest.raises(ConfigError, match=r"placement.share=0\.4 of cuda:0|on cuda:0") as caught:
+        check(SHARE)
+    assert "share=auto" in caught.value.way_out
+    check(SHARE, *caught.value.way_out.removesuffix(" fits.").split(" with "))
 
 
 EXPERTS = "model.scratch.architecture.num_experts=4"
@@ -251,7 +323,7 @@ CHECKPOINTING = "trainer.gradient_checkpointing=true"
 
 def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
     """The trainer has all that it wants on the first of two devices."""
-    plan = make_plan(load(*SEVEN, *overrides), cuda_devices(2, free_bytes=free_bytes))
+    plan = make_plan(load(*SEVEN, *overrides), machine(2, free_bytes=free_bytes))
     return replace(plan, free_bytes={**plan.free_bytes, "cpu": 2**40, "cuda:0": 2**40})
 
 
@@ -401,7 +473,7 @@ def test_what_no_setting_makes_fit_is_refused_and_what_is_not_known_is_not() -> 
     with pytest.raises(ConfigError, match="take a smaller model"):
         refuse_what_cannot_fit(planned(0, *huge), load(*huge))
     config = load(ZERO, "rollout.slots=1000", "rollout.max_tokens=100000000")
-    plan = make_plan(config, cuda_devices(1, free_bytes=None))
+    plan = make_plan(config, machine(1, free_bytes=None))
     refuse_what_cannot_fit(plan, config)
     assert "free is not known (no nvidia-smi)" in plan_text(plan, config)
 
@@ -436,7 +508,7 @@ def test_tokens_depend_on_nothing_beside_them_where_that_costs_nothing_or_can_be
     num_cuda: int, overrides: list[str], is_on: bool, words: str
 ) -> None:
     config = load(*overrides)
-    plan = make_plan(config, cuda_devices(num_cuda))
+    plan = make_plan(config, machine(num_cuda))
     assert config.is_deterministic(plan.placement.rollout[0]) == is_on
     assert re.search(words, start_words(plan, config)[0])
 
@@ -492,11 +564,10 @@ def test_a_run_that_needs_more_descriptors_than_there_are_is_refused_with_a_sett
     ],
 )
 def test_auto_is_what_every_device_computes_fast_in_and_what_is_written_stays(
-    monkeypatch: pytest.MonkeyPatch, setting: str, num_cuda: int, has_bf16: bool, dtype: str, words: str
+    setting: str, num_cuda: int, has_bf16: bool, dtype: str, words: str
 ) -> None:
-    monkeypatch.setattr(fit, "find_cuda_devices", lambda: cuda_devices(num_cuda))
-    monkeypatch.setattr(fit, "cpu_has_bfloat16", lambda: has_bf16)
-    config, told = settle(load("model.dtype=auto", "weight_sync.transport=shm", setting))
+    written = load("model.dtype=auto", "weight_sync.transport=shm", setting)
+    config, told = settle(written, machine(num_cuda, has_bfloat16=has_bf16))
     assert config.model.dtype == dtype
     assert words in "".join(told)
     assert bool(words) == bool(told)
@@ -532,36 +603,36 @@ EIGHT = [VLLM, "trainer.world_size=4", "rollout.num_engines=2", "rollout.tensor_
     ],
 )
 def test_an_auto_transport_is_what_is_best_between_the_devices_of_both_sides(
-    monkeypatch: pytest.MonkeyPatch, num_cuda: int, overrides: list[str], transport: str, why: str
+    num_cuda: int, overrides: list[str], transport: str, why: str
 ) -> None:
-    monkeypatch.setattr(fit, "find_cuda_devices", lambda: cuda_devices(num_cuda))
     asked = load(*overrides)
-    config, told = settle(asked)
+    config, told = settle(asked, machine(num_cuda))
     assert config.weight_sync.settled == transport
     assert told[-1].startswith(f"weight_sync.transport: auto is {transport}: {why}")
     place(config, num_cuda)  # which auto chose is not refused
     written = asked.weight_sync.model_copy(update={"transport": transport})
-    assert settle(asked.model_copy(update={"weight_sync": written}))[1] == told[:-1], "and may be written"
+    again = settle(asked.model_copy(update={"weight_sync": written}), machine(num_cuda))
+    assert again[1] == told[:-1], "and may be written"
     with pytest.raises(AssertionError, match="settle"):
         _ = asked.weight_sync.settled
 
 
 def test_a_copy_for_a_broadcast_that_has_no_room_is_refused_with_the_transport_that_makes_none() -> None:
     config = load(VLLM, "weight_sync.transport=nccl")
-    plan = make_plan(config, cuda_devices(2))
+    plan = make_plan(config, machine(2))
     free = {**plan.free_bytes, "cuda:0": max(plan.peak_bytes("cuda:0").values()) - 1}
     with pytest.raises(ConfigError, match="weight_sync.transport=shm fits"):
         refuse_what_cannot_fit(replace(plan, free_bytes=free), config)
 
 
 def test_the_cpu_is_asked_for_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit, "CPUINFO", tmp_path / "cpuinfo")
-    assert not fit.cpu_has_bfloat16(), "it is not known"
+    monkeypatch.setattr(model_shape, "CPUINFO", tmp_path / "cpuinfo")
+    assert not model_shape.cpu_has_bfloat16(), "it is not known"
     (tmp_path / "cpuinfo").write_text("model name\t: bf16\nflags\t\t: fpu avx2\n")
-    assert not fit.cpu_has_bfloat16()
+    assert not model_shape.cpu_has_bfloat16()
     for line in ("flags\t\t: fpu avx512f avx512_bf16\n", "Features\t: fp asimd bf16\n"):
         (tmp_path / "cpuinfo").write_text(line)
-        assert fit.cpu_has_bfloat16(), line
+        assert model_shape.cpu_has_bfloat16(), line
 
 
 # ---- vLLM's Python

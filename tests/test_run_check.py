@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import textwrap
@@ -9,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from job_runs import write_config
 
 from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.placement import fit, model_shape, plan
 from asyncrl.run.check import look
 from asyncrl.run.loop import run_job
 from asyncrl.run.serve import serve_gateway
@@ -109,6 +112,89 @@ def test_check_refuses_what_cannot_run_with_exit_code_2(
     said = capsys.readouterr().err
     assert is_said(words, said), said
     assert "Way out: " in said
+
+
+def test_check_of_a_described_machine_asks_nothing_of_this_one(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked(*_: object) -> None:
+        raise AssertionError("this machine was asked")
+
+    for owner, name in (
+        *(
+            (model_shape, name)
+            for name in ("find_cuda_devices", "cpu_has_bfloat16", "num_cores", "ask_nvidia_smi")
+        ),
+        *((plan, name) for name in ("num_cores", "this_machine")),
+        *((fit, name) for name in ("needed_python", "refuse_too_many_connections", "this_machine")),
+        (psutil, "virtual_memory"),
+    ):
+        monkeypatch.setattr(owner, name, asked)
+    settings = ["rollout.engine=vllm", "model.dtype=auto", "rollout.threads=auto", "trainer.threads=auto"]
+    settings += ["placement.trainer=auto", "placement.rollout=auto"]
+    machine = ["--devices", "2xH200-141GB", "--cores", "64", "--memory", "1TB"]
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings, *machine])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    said = capsys.readouterr().out
+    assert "model.dtype: auto is bfloat16" in said
+    assert re.search(r"^trainer-0 +cuda:0 +48 ", said, re.MULTILINE)
+    assert re.search(r"^engine-0 +cuda:1 +16 ", said, re.MULTILINE)
+    assert "131.32 GiB free" in said
+    assert "not checked, as the machine is not here" in said
+
+
+ONE, EIGHT = ["1xH100-80GB", "--cores=32", "--memory=256GB"], ["8xH200-141GB", "--cores=192", "--memory=2TB"]
+QWEN: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151936, "num_hidden_layers": 28}
+SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SIZES = {"1.5B": (1536, 8960, 12, 2), "7B": (3584, 18944, 28, 4)}
+LORA, SMALL = ["trainer.lora={rank: 32}"], ["1xRTX4090-24GB", "--cores=16", "--memory=64GB"]
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "words"),
+    [
+        ("gpu-turns", ONE, "share: auto: both sides stay on cuda:0, the engines with 0."),
+        ("gpu-turns", [*SMALL, *LORA], "share: auto: both sides stay on cuda:0, the engines with 0."),
+        ("gpu-turns", SMALL, "on cuda:0 (trainer-0 ... Way out: "),
+        ("gpu-shared", ONE, "share=0.35: both sides stay on cuda:0, and work at once"),
+        (
+            "gpu-shared",
+            [*ONE, "placement.share=0.9"],
+            "share=0.9 of cuda:0 ... set placement.share=",
+        ),
+        ("gpu-8-apart", EIGHT, "engine-3     cuda:7"),
+        ("gpu-8-turns", EIGHT, "share: auto: both sides stay on cuda:0, the engines with 0."),
+    ],
+)
+def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    machine: list[str],
+    words: str,
+) -> None:
+    """The hub's cache has config.json of their models, and no weights."""
+    for size, shape in SIZES.items():
+        cached = here / "cache" / f"models--Qwen--Qwen2.5-{size}-Instruct"
+        (cached / "snapshots" / "1").mkdir(parents=True)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text("1")
+        made = QWEN | dict(zip(SHAPE, shape, strict=True)) | {"tie_word_embeddings": size == "1.5B"}
+        (cached / "snapshots" / "1" / "config.json").write_text(json.dumps(made))
+    look_up = partial(try_to_load_from_cache, cache_dir=here / "cache")
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", look_up)
+    config = Path(__file__).parent.parent / "configs" / f"{name}.yaml"
+    settings = [one for one in machine if "." in one.partition("=")[0]]
+    described = ["--devices", *(one for one in machine if one not in settings)]
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(config), *settings, *described])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert is_said(words, said.out + said.err), said
+    assert (ended.value.code or 0) == (2 if "Way out" in said.err else 0)
+    assert re.search(r"model: 1,5\d\d,\d{3},\d{3}|model: 7,6\d\d,\d{3},\d{3}", said.out)
 
 
 @pytest.mark.parametrize("begin", [run_job, serve_gateway])

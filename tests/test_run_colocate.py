@@ -56,11 +56,15 @@ def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_
 
 
 @pytest.mark.parametrize(
-    ("path", "num_engines"),
-    [("/sleep", 1), ("/load_chunk", 1), ("/commit", 2), ("/offload", 2), ("/export_chunk", 2), ("/train", 2)],
+    ("path", "num_engines", "stays"),
+    [
+        *[("/sleep", 1, False), ("/load_chunk", 1, False), ("/commit", 2, False), ("/offload", 2, False)],
+        *[("/export_chunk", 2, False), ("/train", 2, False), ("/sleep", 1, True), ("/load_chunk", 1, True)],
+        *[("/commit", 2, True), ("/export_chunk", 2, True), ("/train", 2, True)],
+    ],
 )
 def test_an_engine_or_a_trainer_that_dies_in_its_turn_or_a_handover_comes_back_where_it_was(
-    path: str, num_engines: int
+    path: str, num_engines: int, stays: bool
 ) -> None:
     async def story(house: House) -> None:
         await house.step()
@@ -68,7 +72,7 @@ def test_an_engine_or_a_trainer_that_dies_in_its_turn_or_a_handover_comes_back_w
         dying.dies_at = path
         await house.step()
         assert house.announced == [1, 2], "nobody waits for it"
-        assert not house.worker.held
+        assert stays or not house.worker.held
         await asyncio.sleep(10 * START_S)
         assert house.pool.down == ()
         assert house.worker.weights == ["p0#0", "p1#0"]
@@ -76,7 +80,7 @@ def test_an_engine_or_a_trainer_that_dies_in_its_turn_or_a_handover_comes_back_w
         await house.step()
         assert house.announced == [1, 2, 3]
 
-    live(story, num_engines=num_engines)
+    live(story, num_engines=num_engines, stays=stays)
 
 
 def test_a_trainer_that_dies_while_the_engines_work_starts_when_it_is_needed_and_not_before() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+import torch
+from placement_cases import make_python
 from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config
@@ -19,8 +21,9 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
 from asyncrl.messages.calls import EngineHealth
-from asyncrl.placement.devices import CudaDevice, place
+from asyncrl.placement.devices import place
 from asyncrl.placement.fork_server import KEY_ENV
+from asyncrl.placement.model_shape import CudaDevice
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.run import build
 from asyncrl.run import start as startup
@@ -31,6 +34,7 @@ from asyncrl.run.start import Launcher, Server
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer
+from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.decoder import EmbeddedSpec
 from asyncrl_servers.simulated import SimulatedSpec
 from asyncrl_servers.vllm.arguments import VllmSpec
@@ -131,6 +135,59 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
         assert isinstance(server.child, ChildProcess)
         assert json.loads(server.child.spec)["device"] == ("cuda" if num_cuda else "cpu")
         assert server.child.env.get("CUDA_VISIBLE_DEVICES") == (names if num_cuda else None)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("kind", ["embedded", "vllm"])
+def test_each_process_on_a_shared_device_is_told_its_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, staleness: int
+) -> None:
+    monkeypatch.setattr(startup, "find_cuda_devices", lambda: (CudaDevice("0", None, 80 * 2**30),))
+    python = make_python(tmp_path / "python")
+    settings = ["placement.trainer=0", "placement.rollout=0", "placement.share=0.4", "rollout.num_engines=2"]
+    settings += [f"rollout.engine={kind}", f"buffer.max_staleness={staleness}"]
+    settings += [f"rollout.vllm_python={python}"] if kind == "vllm" else []
+    launch, own = launcher(tmp_path, *settings, num_cuda=1), 0.5 / 80
+    (trainer,), engines = launch.trainers(tmp_path / "staging"), launch.engines()
+    specs = [json.loads(server.child.spec) for server in (trainer, *engines)]  # type: ignore[union-attr]
+    assert specs[0]["share"] == pytest.approx(0.6 - own)
+    for spec in specs[1:]:
+        if kind == "vllm":
+            assert spec["args"] == {"gpu_memory_utilization": pytest.approx(0.2)}, "it has no need to sleep"
+        else:
+            assert spec["share"] == pytest.approx(0.2 - own)
+            assert spec.get("stays", False) == spec.get("takes_turns", False) == (staleness == 0)
+
+
+@pytest.mark.parametrize(
+    ("shared", "stays", "order", "num_slept"),
+    [
+        (False, False, [["trainer", "engine", "eval"]], 0),
+        (True, False, [["engine", "eval"], ["trainer"]], 1),
+        (True, True, [["engine", "eval"], ["trainer"]], 0),
+    ],
+)
+def test_on_a_shared_device_engines_start_first_and_sleep_unless_they_stay(
+    monkeypatch: pytest.MonkeyPatch, shared: bool, stays: bool, order: list[list[str]], num_slept: int
+) -> None:
+    started, sleep = list[list[str]](), AsyncMock()
+
+    async def start_all(servers: Any) -> None:
+        started.append([server.name for server in servers])
+
+    monkeypatch.setattr(startup, "start_all", start_all)
+    made: Any = [SimpleNamespace(name=name, engine=None) for name in ("trainer", "engine", "eval")]
+    made[1].engine = SimpleNamespace(sleep=sleep)
+    asyncio.run(startup.bring_up(*([one] for one in made), is_shared=shared, stays=stays))
+    assert (started, sleep.await_count) == (order, num_slept)
+
+
+def test_torch_is_held_to_its_part_of_a_cuda_device() -> None:
+    asked = list[float]()
+    cuda = SimpleNamespace(set_per_process_memory_fraction=asked.append)
+    for kind, share in (("cuda", 0.4), ("cuda", None), ("cpu", 0.4)):
+        limit_memory(torch.device(kind), share, cuda)
+    assert asked == [0.4]
 
 
 def test_what_loads_a_large_model_may_take_longer_to_start(tmp_path: Path) -> None:

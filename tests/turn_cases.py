@@ -168,8 +168,10 @@ class House(EngineRooms):
 
     turns: TakingTurns
 
-    def __init__(self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20) -> None:
-        self.worker = TurnTrainer()
+    def __init__(
+        self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20, stays: bool = False
+    ) -> None:
+        self.worker, self.stays = TurnTrainer(), stays
         self.worker_process = FakeProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
         self.batches: list[Batch] = []
@@ -195,6 +197,7 @@ class House(EngineRooms):
                 timeout_s=TIMEOUT_S,
                 on_event=self.tell,
                 on_lost=self.on_lost,
+                stays=stays,
             ),
             on_published=lambda manifest: self.published.append((manifest.version, manifest.digest)),
         )
@@ -202,8 +205,8 @@ class House(EngineRooms):
         self.running.append(tasks.create_task(self._watch(), name="watch memory"))
 
     async def begin(self) -> None:
-        """As a run starts: the engines are asleep until their first turn."""
-        for fake in self.fakes:
+        """As a run starts: the engines are asleep until their first turn, unless they stay."""
+        for fake in () if self.stays else self.fakes:
             fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
         await self.turns.start(0)
 
@@ -219,8 +222,11 @@ class House(EngineRooms):
 
     def check(self) -> None:
         """Between two handovers one side alone has memory on the device, in a handover both have their
-        weights at most.
+        weights at most. Where both stay, the trainer never moves.
         """
+        if self.stays:
+            assert self.worker.away == set()
+            return
         engines, trainer = set().union(*(fake.held for fake in self.fakes)), self.worker.held
         lease = self.turns.lease
         if lease.state == "idle" or lease.phase.startswith(

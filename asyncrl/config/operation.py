@@ -45,6 +45,11 @@ class PlacementConfig(FrozenConfig):
     """
     teacher: Literal["auto", "cpu"] | Annotated[int, Field(ge=0, strict=True)] = "auto"
     """Device of the teacher: as for `eval`."""
+    share: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] | None = "auto"
+    """Fraction of a CUDA device's memory for the engines, where trainer and engines have the same devices;
+    the trainer has the rest. Above buffer.max_staleness=0 both then work at once. In turns both stay in
+    memory, and only whose turn it is changes: auto does that where both fit, on the CPU too, else, as with
+    none, each side moves out for the other's turn."""
 
     @field_validator("trainer", "rollout", mode="before")
     @classmethod

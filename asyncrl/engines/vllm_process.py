@@ -202,6 +202,7 @@ class VllmFacts:
     `end_ids`: tokens that end a completion; vLLM is told to heed no others. `special_ids`: tokens that have
     no text, by their name: a stop string that is such a name stops at that token. `starts_fresh`: it has the
     initial weights; False: the run did not start it, and its weights are replaced before anything is sampled.
+    `stays`: it sleeps without giving its memory away.
     """
 
     model_path: str
@@ -212,6 +213,7 @@ class VllmFacts:
     device: str
     special_ids: Mapping[str, int] = field(default_factory=dict)
     starts_fresh: bool = True
+    stays: bool = False
 
 
 def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:

@@ -191,7 +191,8 @@ class VllmServer:
         """All parts of vLLM sleep together, so those that are to stay awake are woken again. vLLM keeps a
         copy of the weights on the host, from which they are restored (level 1). Weights that came chunk by
         chunk are dropped (level 2): they cannot be restored, and a push follows. vLLM saves its buffers. It
-        does not say how many bytes move.
+        does not say how many bytes move. One that stays where it is pauses instead, and its prefix cache
+        forgets what it had.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1
@@ -199,13 +200,19 @@ class VllmServer:
         process.asleep |= set(parts)
         process.has_content = process.has_content and "weights" not in parts
         if process.asleep != asleep_before:
+            stays = self.facts.stays
             async with process.calls():
-                await self._wake(asleep_before)  # vLLM sleeps as a whole or not at all
-                if is_dropped := process.came_in_chunks and "weights" in process.asleep:
+                is_dropped = process.came_in_chunks and "weights" in process.asleep
+                if is_dropped:
                     self._unchecked = None
-                await process.tell(f"/sleep?level={2 if is_dropped else 1}&mode=abort")
+                if stays:
+                    await process.tell("/pause?mode=abort&clear_cache=true")
+                else:
+                    await self._wake(asleep_before)  # vLLM sleeps as a whole or not at all
+                    await process.tell(f"/sleep?level={2 if is_dropped else 1}&mode=abort")
                 await process.end(process.sent)
-                await self._wake(_TAGS.keys() - process.asleep)
+                if not stays:
+                    await self._wake(_TAGS.keys() - process.asleep)
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
     async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
@@ -224,7 +231,10 @@ class VllmServer:
             process.change_nowait()
         if woken := process.asleep & set(parts):
             async with process.calls():
-                await self._wake(woken)
+                if not self.facts.stays:
+                    await self._wake(woken)
+                elif woken == process.asleep:
+                    await process.tell("/resume")
             if process.asleep == woken and self._unchecked is not None:
                 commit, self._unchecked = self._unchecked, None
                 await commit.check()

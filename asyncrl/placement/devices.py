@@ -1,5 +1,5 @@
 """Which device each trainer rank and each engine gets, whether the two sides take turns, and where chunks of
-weights lie; and which CUDA devices this machine has. Imports no torch.
+weights lie. Imports no torch.
 
 How `placement` is read, where a machine has N CUDA devices:
 
@@ -9,30 +9,29 @@ How `placement` is read, where a machine has N CUDA devices:
                              other side leaves; none left: the other side's, in turns. auto without CUDA: cpu
     trainer                  (rollout) the trainer's, in turns
 
-Turns need buffer.max_staleness=0. A rank has a CUDA device of its own; engines are dealt over theirs in
-turn, so two may share one. Both sides on cpu run side by side, unless rollout is `trainer`.
+Turns need buffer.max_staleness=0; above it both sides use the same devices at once where placement.share is a
+number. A rank has a CUDA device of its own; engines are dealt over theirs in turn, so two may share one. Both
+sides on cpu run side by side, unless rollout is `trainer`.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
-import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from asyncrl.config import RunConfig
 from asyncrl.config.operation import Devices, device_numbers
 from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.errors import ConfigError
+from asyncrl.placement.model_shape import CudaDevice
 
 Mode = Literal["apart", "colocated"]
 Numbers = Sequence[int] | None
 """Numbers of CUDA devices, None for the CPU."""
+SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
+"""Arguments of vLLM that say how much of a device it takes, whatever the plan counts."""
 NO_DEVICE = "none"
 """Where a simulated engine runs, and one that the run did not start."""
 
@@ -48,6 +47,20 @@ class Placement:
     evaluation: str | None
     mode: Mode
     teacher: str | None = None
+    share: float | None = None
+    """Fraction of each device that both sides use for the engines there; None: nothing limits them."""
+    stays: bool = False
+    """In turns: both sides stay in memory, and only whose turn it is changes."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether each side gives its memory away for the other's turn."""
+        return self.mode == "colocated" and not self.stays
+
+    def share_of(self, engine: Sequence[str]) -> float | None:
+        """The part of `share` of an engine on these devices, of which other engines may use the first too."""
+        num = sum(engine[0] in devices for devices in self.engines)
+        return None if self.share is None else self.share / num
 
     @property
     def rollout(self) -> tuple[str, ...]:
@@ -69,7 +82,9 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
     """The placement on a machine with so many CUDA devices. Raises ConfigError."""
     trainer, rollout = _numbers(config, num_cuda)
     shared = sorted(set(trainer or ()) & set(rollout or ()))
-    is_turns = bool(shared) or config.placement.rollout == "trainer"
+    is_same = bool(shared) or config.placement.rollout == "trainer"
+    share = config.placement.share if isinstance(config.placement.share, float) else None
+    is_turns = is_same and not (shared and share is not None and config.buffer.max_staleness > 0)
     written = f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
     if shared and set(trainer or ()) != set(rollout or ()):
         raise ConfigError(
@@ -81,8 +96,11 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
             f"{written} are the same devices ({num_cuda} CUDA devices here), in turns: every batch is "
             f"on-policy, and buffer.max_staleness={config.buffer.max_staleness} could never be used",
             way_out="set buffer.max_staleness=0, or give placement.rollout devices of its own: cpu, or CUDA "
-            "devices that a smaller trainer.world_size leaves.",
+            "devices that a smaller trainer.world_size leaves"
+            + ("; placement.share=0.4 has both work there at once." if shared else "."),
         )
+    if share is not None:
+        _check_share(config, shared)
     _check_numbers(config, trainer, rollout)
     num, split = config.rollout.num_engines, config.rollout.tensor_parallel
     ranks, dealt = _deal(trainer, config.trainer.world_size), _deal(rollout, num * split)
@@ -100,7 +118,8 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
     if config.teacher is not None:
         used = [*dealt, evaluation] if evaluation is not None else dealt
         teacher = _beside_device(("placement.teacher", config.placement.teacher), ranks, used, num_cuda)
-    return Placement(ranks, engines, evaluation, "colocated" if is_turns else "apart", teacher)
+    mode: Mode = "colocated" if is_turns else "apart"
+    return Placement(ranks, engines, evaluation, mode, teacher, share, is_turns and share is not None)
 
 
 def chunk_devices(config: RunConfig, placement: Placement) -> tuple[str, ...]:
@@ -183,6 +202,21 @@ def _check_numbers(config: RunConfig, trainer: Numbers, rollout: Numbers) -> Non
         )
 
 
+def _check_share(config: RunConfig, shared: Sequence[int]) -> None:
+    """placement.share divides a CUDA device, and nothing else says what engines take there."""
+    share, written = f"placement.share={config.placement.share}", config.placement
+    if not shared or _takes_no_device(config):
+        raise ConfigError(
+            f"{share}, and placement.trainer={written.trainer}, placement.rollout={written.rollout} share no "
+            "CUDA device",
+            rule="it is a fraction of a CUDA device that trainer and engines use; a CPU is not divided",
+            way_out="set placement.share=auto.",
+        )
+    if again := [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]:
+        what = f"{share}, and rollout.vllm has {again[0]}, which says the same"
+        raise ConfigError(what, way_out=f"remove rollout.vllm.{again[0]}.")
+
+
 def _check_engines(config: RunConfig, devices: Sequence[str], *, is_turns: bool) -> None:
     """What engines cannot do that are not ours, or on the CPU."""
     rollout = config.rollout
@@ -243,63 +277,6 @@ def _beside_device(
             way_out=f"set {key}=cpu or the number of another CUDA device, or set {section}=none.",
         )
     return device
-
-
-# Which CUDA devices a run may use. They are numbered among those that CUDA_VISIBLE_DEVICES leaves, in the
-# order of the bus, which is that of nvidia-smi.
-
-DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
-QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free", "--format=csv,noheader,nounits")
-QUERY_TIMEOUT_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class CudaDevice:
-    """One device. `name`: how CUDA_VISIBLE_DEVICES of a child process calls it. `free_bytes`: None where
-    nvidia-smi does not say.
-    """
-
-    name: str
-    free_bytes: int | None = None
-
-
-def find_cuda_devices() -> tuple[CudaDevice, ...]:
-    """The devices that torch can use here: none beside a torch that was built without CUDA."""
-    if not torch_has_cuda():
-        return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
-    free = {name: int(mib) * 2**20 for *names, mib in rows if mib.isdigit() for name in names}
-    # WSL has no such folder
-    num_devices = len(list(DRIVER_DIR.iterdir())) if DRIVER_DIR.is_dir() else len(rows)
-    names: list[str] = []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    shown = map(str, range(num_devices)) if visible is None else map(str.strip, visible.split(","))
-    for name in shown:
-        is_uuid = num_devices > 0 and name.startswith(("GPU-", "MIG-"))
-        if not is_uuid and not (name.isdigit() and int(name) < num_devices):
-            break  # as CUDA reads it: the first that is no device hides all after it
-        names.append(name)
-    return tuple(CudaDevice(name, free.get(name)) for name in names)
-
-
-@functools.cache
-def ask_nvidia_smi() -> str:
-    """What nvidia-smi says, '' where there is none or it fails. Asked once a process."""
-    try:
-        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout
-
-
-@functools.cache
-def torch_has_cuda() -> bool:
-    """Whether the installed torch was built with CUDA; reads its version file and does not import it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, flags=re.MULTILINE) is not None
 
 
 def child_environ(devices: Sequence[str], cuda: Sequence[CudaDevice]) -> dict[str, str]:

@@ -6,6 +6,7 @@ does. Starts nothing.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import resource
 import shutil
@@ -20,34 +21,27 @@ import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
 from asyncrl.config.weight_sync import choose_transport, transport_words
 from asyncrl.errors import ConfigError, install_extra
-from asyncrl.placement.devices import NO_DEVICE, Placement, chunk_devices, find_cuda_devices, place
-from asyncrl.placement.plan import Memory, Phase, Plan, ProcessPlan, lay_out
+from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, chunk_devices, place
+from asyncrl.placement.model_shape import Machine, this_machine
+from asyncrl.placement.plan import OWN_BYTES, Memory, Phase, Plan, ProcessPlan, lay_out
 
-BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Of /proc/cpuinfo, where a CPU multiplies in bfloat16; the last one is ARM's."""
-CPUINFO = Path("/proc/cpuinfo")
+MOVING = "each side moves out for the other's turn"
 OTHERS = 256
 """Descriptors that the controller has besides: files, logs, pipes, heartbeats, pushes."""
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
-    if not CPUINFO.is_file():
-        return False
-    lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return not BFLOAT16_FLAGS.isdisjoint(flags.partition(":")[2].split())
-
-
-def settle(config: RunConfig, *, begun: str | None = None) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config with what this machine has in place of the autos of `model.dtype` and
+def settle(
+    config: RunConfig, machine: Machine | None = None, *, begun: str | None = None
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """The config with what a machine (None: this one) has in place of the autos of `model.dtype` and
     `weight_sync.transport`, and lines for people. Raises ConfigError for a placement that cannot be.
 
     `begun`: the type of the resumed run, which auto then stands for. The transport is chosen anew: engines
     get the same bits by each that auto can be.
     """
-    placement = place(config, len(find_cuda_devices()))
-    config, dtype_words = _settle_dtype(config, placement, begun)
+    machine = machine or this_machine()
+    placement = place(config, len(machine.cuda))
+    config, dtype_words = _settle_dtype(config, placement, machine, begun)
     words = ""
     if config.weight_sync.transport == "auto":
         ranks, engines, is_turns = placement.trainer, placement.engine_devices, placement.mode == "colocated"
@@ -57,23 +51,64 @@ def settle(config: RunConfig, *, begun: str | None = None) -> tuple[RunConfig, t
     return config, tuple(filter(None, (dtype_words, words)))
 
 
-def _settle_dtype(config: RunConfig, placement: Placement, begun: str | None) -> tuple[RunConfig, str]:
+def _settle_dtype(
+    config: RunConfig, placement: Placement, machine: Machine, begun: str | None
+) -> tuple[RunConfig, str]:
     is_on_cpu = "cpu" in (*placement.trainer, *placement.engine_devices)
-    is_slow = is_on_cpu and not cpu_has_bfloat16()
+    is_slow = is_on_cpu and not machine.has_bfloat16
     if config.model.dtype != "auto":
         slow = (
             "model.dtype=bfloat16, and this CPU has no instructions for it: its steps take 8.6 times as long "
             "as in float32, measured; model.dtype=float32 (or auto) is faster here"
         )
-        return config, slow if is_slow and config.model.dtype == "bfloat16" else ""
+        return config, slow if is_slow and machine.is_here and config.model.dtype == "bfloat16" else ""
     if begun not in (None, "auto"):
         dtype, why = begun, "as the run began"
     elif is_slow:
         dtype, why = "float32", "this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16)"
+        why = why if machine.is_here else "whether that CPU has bfloat16 instructions is not known"
     else:
         dtype = "bfloat16"
         why = "this CPU has instructions for it" if is_on_cpu else "trainer and engines are on CUDA"
     return _changed(config, "model", dtype=dtype), f"model.dtype: auto is {dtype}: {why}"
+
+
+ROOM = 1.1
+"""By how much more than planned there must be room for, where no one asked for both sides to stay."""
+
+
+def settle_share(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
+    """In turns, the plan with both sides where they stay for `placement.share: auto` if they fit beside each
+    other, with a fraction for the engines on CUDA; and what that is and why, in words ("" = nothing).
+    """
+    placement, share = plan.placement, config.placement.share
+    if placement.share is not None:
+        when = "in turns" if placement.mode == "colocated" else "and work at once"
+        where = ", ".join(placement.engine_devices)
+        return plan, f"placement.share={share}: both sides stay on {where}, {when}"
+    if placement.mode == "apart":
+        return plan, ""
+    if share is None:
+        return plan, f"placement.share=none: {MOVING}"
+    stays = replace(placement, stays=True)
+    found = replace(plan, processes=lay_out(config, plan.shape, stays, plan.machine.cores), placement=stays)
+    bounds = found.share_bounds(ROOM)
+    given = [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]
+    if not plan.shape.num_parameters:
+        why = "the size of the model is not known before it is on disk"
+    elif given:
+        why = f"rollout.vllm.{given[0]} says what the engines take while the trainer has none"
+    elif bounds is None:
+        why = f"what {placement.trainer[0]} has is not known (no nvidia-smi)"
+    elif bounds[0] > bounds[1]:
+        why = f"beside each other they do not fit {', '.join(dict.fromkeys(placement.trainer))}"
+    else:
+        least, most = bounds
+        fraction = round((least + most) / 2, 3) if placement.is_on_cuda else None
+        part = "" if fraction is None else f", the engines with {fraction} of it"
+        found = replace(found, placement=replace(stays, share=fraction))
+        return found, f"placement.share: auto: both sides stay on {placement.trainer[0]}{part}: they fit"
+    return plan, f"placement.share: auto: {MOVING}: {why}"
 
 
 def start_words(plan: Plan, config: RunConfig) -> list[str]:
@@ -106,6 +141,10 @@ def paged_words(plan: Plan, process: ProcessPlan, config: RunConfig) -> str:
         return ""
     num_paged = sum(1 for other in plan.processes if other.device == process.device and other.all_kv)
     left = free - plan.peak_bytes(process.device)["generation"]
+    if plan.placement.share is not None and (total := plan.total_bytes(process.device)) is not None:
+        engines = (one for one in plan.processes if one.side == "engine" and one.device == process.device)
+        held = sum(engine.memory.total + OWN_BYTES for engine in engines)
+        left = min(left, int(plan.placement.share * total) - held)
     fitting, slots = 1 + max(0, left) // (one_kv * num_paged), process.all_kv // one_kv
     if fitting >= slots:
         return ""
@@ -121,11 +160,12 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
     descriptors than it can have, or a vLLM that is not there. A device whose free memory is not known is left
     to those that load there.
     """
-    needed_python(config)
+    if plan.machine.is_here:
+        needed_python(config)
     worst = _worst(plan)
     if worst is not None:
         lacking, device, phase = worst
-        free, mode = plan.free_bytes[device] or 0, plan.placement.mode
+        free, mode = plan.free_bytes[device] or 0, plan.holding
         held = [(p.name, p.held_bytes(phase, mode)) for p in plan.processes if p.device == device]
         parts = ", ".join(f"{name} {size_text(size)}" for name, size in held if size)
         what = "the run" if mode == "apart" and phase != "start" else phase
@@ -134,7 +174,23 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
             f"{size_text(free)} are free",
             way_out=_way_out(plan, config),
         )
-    refuse_too_many_connections(config)
+    if plan.placement.share is not None and (bounds := plan.share_bounds()) is not None:
+        _refuse_share(plan, config, *bounds)
+    if plan.machine.is_here:
+        refuse_too_many_connections(config)
+
+
+def _refuse_share(plan: Plan, config: RunConfig, least: float, most: float) -> None:
+    """Raise ConfigError if engines or trainer do not fit their part of a device."""
+    share, where = plan.placement.share or 0.0, ", ".join(plan.placement.engine_devices)
+    if least <= share <= most:
+        return
+    least, most = math.ceil(least * 100) / 100, math.floor(most * 100) / 100
+    raise ConfigError(
+        f"placement.share={share} of {where}: the engines need {least:g}, and the trainer leaves {most:g}",
+        rule=f"both count with {size_text(OWN_BYTES)} of CUDA's own for each process",
+        way_out=f"set placement.share={(least + most) / 2:.2f}." if least <= most else _way_out(plan, config),
+    )
 
 
 def _worst(plan: Plan) -> tuple[int, str, Phase] | None:
@@ -153,11 +209,13 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
     """The first setting that fits."""
     for words, changed in _smaller(config):
         try:
-            placement = place(changed, plan.num_cuda)
+            placement = place(changed, len(plan.machine.cuda))
         except ConfigError:
             continue
-        processes = lay_out(changed, plan.shape, placement)
-        if _worst(replace(plan, processes=processes, placement=placement)) is None:
+        processes = lay_out(changed, plan.shape, placement, plan.machine.cores)
+        tried = replace(plan, processes=processes, placement=placement)
+        least, most = tried.share_bounds() or (0.0, 1.0)
+        if _worst(tried) is None and (placement.share is None or least <= placement.share <= most):
             return f"{words} fits."
     return "take a smaller model, or a machine with more memory."
 
@@ -173,9 +231,10 @@ def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     yield "trainer.gradient_checkpointing=true", checkpointing
     while (tokens := tokens // 2) >= config.rollout.max_length:
         yield f"trainer.micro_batch_tokens={tokens}", _changed(config, "trainer", micro_batch_tokens=tokens)
-    in_turns = _changed(config, "placement", rollout="trainer")
+    in_turns = _changed(config, "placement", rollout="trainer", share="auto")
     in_turns = _changed(in_turns, "buffer", max_staleness=0, look_ahead="auto")
     words = "placement.rollout=trainer with buffer.max_staleness=0"
+    words += " with placement.share=auto" if isinstance(config.placement.share, float) else ""
     if config.weight_sync.facts.is_one_kept:
         in_turns = _changed(in_turns, "weight_sync", transport="shm")
         words += " and weight_sync.transport=shm"
@@ -220,6 +279,10 @@ CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
 ASK = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 ASK_TIMEOUT_S = 30.0
 PACKAGES = ("asyncrl", "asyncrl_servers")
+NOT_HERE = (
+    "not checked, as the machine is not here: its limit of descriptors, rollout.vllm_python, its driver, and "
+    "what else uses its memory"
+)
 
 
 def needed_python(config: RunConfig) -> Path | None:
@@ -284,7 +347,8 @@ def size_text(size: int) -> str:
 def plan_text(plan: Plan, config: RunConfig) -> str:
     """Processes with their bytes, how weights travel, and what each device needs of what it has free."""
     num = plan.shape.num_parameters
-    size = f"{num:,} parameters" if num else "not on disk yet, so its memory is not known"
+    unknown = "not on disk yet, so its memory is not known (its config.json alone would do)"
+    size = f"{num:,} parameters" if num else unknown
     rows = [("process", "device", "threads", [field.name for field in fields(Memory)], "what")]
     for process in plan.processes:
         sizes = [size_text(size) if size else "-" for size in astuple(process.memory)]
@@ -294,19 +358,21 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
         columns = "".join(f"{size:>12}" for size in sizes)
         lines.append(f"{name:<12} {device:<7} {threads:>7} {columns}  {what}")
     lines += ["", f"mode: {transport_text(config, plan.placement)}"]
-    if (python := needed_python(config)) is not None:
+    if plan.machine.is_here and (python := needed_python(config)) is not None:
         lines.append(f"python: ours is {sys.executable}, {config.rollout.facts.package}'s is {python}")
     for device, free in plan.free_bytes.items():
         needs = plan.peak_bytes(device)
-        if device != "cpu" and not any(needs.values()):
+        if device not in {"cpu", *(process.device for process in plan.processes)}:
             lines.append(f"not used: {device}")
             continue
         by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())
-        in_turns = f", the most of {by_phase}" if plan.placement.mode == "colocated" else ""
+        in_turns = f", the most of {by_phase}" if plan.placement.moves else ""
         has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
         beside = ", before the Python processes (about 0.5 GiB each)" if device == "cpu" else ""
         beside = beside or ", before CUDA's own of each process"
         lines.append(f"memory of {device}: {size_text(max(needs.values()))}{in_turns}; {has}{beside}")
+    if not plan.machine.is_here:
+        lines.append(NOT_HERE)
     return "\n".join([*lines, *start_words(plan, config)])
 
 

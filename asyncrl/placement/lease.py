@@ -15,6 +15,9 @@ undoes it, is data here:
 
 So a device holds the engines' weights and KV cache, or the trainer's state, or the weights twice: the largest
 of the three, not the sum.
+
+Where both sides stay in memory, nothing is asked of the trainer: engines that sleep serve nothing and keep
+what they have, and a handover is a pause or a push.
 """
 
 from __future__ import annotations
@@ -98,6 +101,18 @@ FIRST: dict[Side, tuple[Phase, ...]] = {
 """The start of a run, before any turn: there is nothing to go back to, and it may be begun again."""
 
 
+def staying(turns: Mapping[Side, Sequence[Phase]]) -> dict[Side, tuple[Phase, ...]]:
+    """The same where the trainer stays in its memory."""
+    return {
+        side: tuple(
+            (call, tuple(undo for undo in undoing if undo.of != "trainer"))
+            for call, undoing in phases
+            if call.of != "trainer"
+        )
+        for side, phases in turns.items()
+    }
+
+
 class Lease:
     """The turns of trainer and engines on shared devices.
 
@@ -116,8 +131,12 @@ class Lease:
         *,
         timeout_s: float,
         on_event: Callable[[str, Mapping[str, Any]], None],
+        stays: bool = False,
     ) -> None:
-        """`calls` makes a call: the answers that are under way, by the name of the process."""
+        """`calls` makes a call: the answers that are under way, by the name of the process. `stays`: both
+        sides stay in memory.
+        """
+        self._first, self._turns = (staying(FIRST), staying(TURNS)) if stays else (FIRST, TURNS)
         self._calls, self._timeout_s, self._on_event = calls, timeout_s, on_event
         self.state: State = "idle"
         self.owner: Side | None = None
@@ -138,7 +157,7 @@ class Lease:
             why = f"{self!r}; {self.broken}" if self.broken else repr(self)
             raise RoomError("placement", f"a handover to the {to} cannot begin ({why})")
         clock = asyncio.get_running_loop().time
-        phases = FIRST[to] if self.owner is None else TURNS[to]
+        phases = (self._first if self.owner is None else self._turns)[to]
         began_s, total_bytes = clock(), 0
         self._on_event("handover", {"from": self.state, "to": to})
         self.state = "handover"

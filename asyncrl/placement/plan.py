@@ -7,26 +7,15 @@ files alone: no torch, nothing is loaded.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal, get_args
 
-import psutil
-
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
-from asyncrl.placement.devices import (
-    NO_DEVICE,
-    CudaDevice,
-    Mode,
-    Placement,
-    chunk_devices,
-    find_cuda_devices,
-    place,
-)
-from asyncrl.placement.model_shape import ModelShape, model_shape
+from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, chunk_devices, place
+from asyncrl.placement.model_shape import Machine, ModelShape, model_shape, num_cores, this_machine
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
@@ -34,6 +23,9 @@ TEACHER = "teacher"
 """Name of the server that scores what was sampled."""
 SCORED_TOKENS = 256
 """Tokens of which it makes logprobs at once."""
+
+OWN_BYTES = 2**29
+"""What a process takes beside what the plan counts: CUDA's own memory on a device, Python's on the host."""
 
 Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -84,7 +76,8 @@ class ProcessPlan:
 
     def held_bytes(self, phase: Phase, mode: Mode) -> int:
         """What it holds in this phase, in that of the start when the trainer has loaded its weights. Apart,
-        everything at any time after it; in turns, what the turn leaves it.
+        everything at any time after it; in turns, what the turn leaves it. (In turns in which both sides
+        stay, `mode` is apart.)
         """
         memory = self.memory
         match self.side, phase:
@@ -120,47 +113,80 @@ class Plan:
     processes: tuple[ProcessPlan, ...]
     shape: ModelShape
     free_bytes: Mapping[str, int | None]
-    num_cuda: int
+    machine: Machine
 
     def peak_bytes(self, device: str) -> dict[Phase, int]:
         """What all processes of a device hold in each phase."""
-        held, mode = [process for process in self.processes if process.device == device], self.placement.mode
-        return {phase: sum(process.held_bytes(phase, mode) for process in held) for phase in PHASES}
+        held = [process for process in self.processes if process.device == device]
+        return {phase: sum(process.held_bytes(phase, self.holding) for process in held) for phase in PHASES}
+
+    def total_bytes(self, device: str) -> int | None:
+        """What the device has, used or not; of the host, what is free."""
+        number = device.removeprefix("cuda:")
+        return self.machine.cuda[int(number)].total_bytes if number != device else self.machine.memory
+
+    def share_bounds(self, room: float = 1.0) -> tuple[float, float] | None:
+        """Least and most of the devices that both sides use which engines may take, so that all find `room`
+        times what is planned for them, and their own; the least is above the most if they do not fit. On the
+        CPU they are 0 and what is left. None: not known.
+        """
+        found = []
+        for device in dict.fromkeys(self.placement.trainer):
+            free, total = self.free_bytes[device], self.total_bytes(device)
+            if free is None or total is None:
+                return None
+            engines, others = 0.0, float(total - free)
+            for process in self.processes:
+                if process.device == device and process.side != "start":
+                    size = process.memory.total * room + (OWN_BYTES if process.threads else 0)
+                    is_engine = process.side == "engine" and device != "cpu"
+                    engines, others = engines + size * is_engine, others + size * (not is_engine)
+            found.append((engines / total, 1 - others / total))
+        return max(least for least, _ in found), min(most for _, most in found)
+
+    @property
+    def holding(self) -> Mode:
+        """How its processes hold memory: colocated where they move out for each other."""
+        return "colocated" if self.placement.moves else "apart"
 
 
-def engine_threads(config: RunConfig) -> int:
-    """CPU threads of each engine: the same whatever the number of engines, because results depend on it bit
-    for bit.
+def engine_threads(config: RunConfig, cores: int | None = None) -> int:
+    """CPU threads of each engine on a machine with so many cores (None: this one): the same whatever the
+    number of engines, because results depend on it bit for bit.
     """
-    return config.rollout.threads if config.rollout.threads != "auto" else max(1, (os.cpu_count() or 1) // 4)
+    given = config.rollout.threads
+    return given if given != "auto" else max(1, (cores or num_cores()) // 4)
 
 
-def trainer_threads(config: RunConfig) -> int:
+def trainer_threads(config: RunConfig, cores: int | None = None) -> int:
     """CPU threads of each trainer rank: its part of the cores that the rollout engines leave. Neither an eval
     engine nor turns change it: such a run must be the run without, bit for bit.
     """
     if config.trainer.threads != "auto":
         return config.trainer.threads
-    left = (os.cpu_count() or 1) - config.rollout.num_engines * engine_threads(config)
+    left = (cores or num_cores()) - config.rollout.num_engines * engine_threads(config, cores)
     return max(1, left // config.trainer.world_size)
 
 
-def make_plan(config: RunConfig, cuda: Sequence[CudaDevice] | None = None) -> Plan:
-    """The plan of a run on this machine; `cuda`: the devices that it shows, else they are looked for.
-
-    Raises ConfigError for a placement that cannot be.
+def make_plan(config: RunConfig, machine: Machine | None = None) -> Plan:
+    """The plan of a run on this machine, or another one. Raises ConfigError for a placement that cannot
+    be.
     """
-    devices = find_cuda_devices() if cuda is None else cuda
-    placement, shape = place(config, len(devices)), model_shape(config.model)
-    free: dict[str, int | None] = {"cpu": psutil.virtual_memory().available}
-    free |= {f"cuda:{number}": device.free_bytes for number, device in enumerate(devices)}
-    return Plan(placement, lay_out(config, shape, placement), shape, free, len(devices))
+    machine = machine or this_machine()
+    placement, shape = place(config, len(machine.cuda)), model_shape(config.model)
+    free: dict[str, int | None] = {"cpu": machine.memory}
+    free |= {f"cuda:{number}": device.free_bytes for number, device in enumerate(machine.cuda)}
+    return Plan(placement, lay_out(config, shape, placement, machine.cores), shape, free, machine)
 
 
-def lay_out(config: RunConfig, shape: ModelShape, placement: Placement) -> tuple[ProcessPlan, ...]:
-    """Every process with its bytes."""
+def lay_out(
+    config: RunConfig, shape: ModelShape, placement: Placement, cores: int
+) -> tuple[ProcessPlan, ...]:
+    """Every process with its bytes, on a machine with so many cores."""
+    rollout = config.rollout.model_copy(update={"threads": engine_threads(config, cores)})
+    config = config.model_copy(update={"rollout": rollout})
     plans = [ProcessPlan("controller", "controller", "cpu", 1, Memory(), "rollouts, buffer, publisher")]
-    threads, ranks = trainer_threads(config), config.trainer.world_size
+    threads, ranks = trainer_threads(config, cores), config.trainer.world_size
     what = "weights and AdamW state" if config.trainer.lora is None else "weights, AdamW state of adapters"
     for rank, device in enumerate(placement.trainer):
         memory, note = trainer_memory(config, shape, device), _part(what, ranks)
@@ -258,7 +284,7 @@ def _shared(
         chunk = Memory(weights=min(sync.chunk_bytes, size))
         for device in chunk_devices(config, placement) or ("cpu",):
             yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
-        if placement.is_on_cuda and not config.trainer.cpu_offload:
+        if placement.is_on_cuda and placement.moves and not config.trainer.cpu_offload:
             held = [plan.memory for plan in plans if plan.side == "trainer"]
             sums = (sum(each) for each in zip(*map(astuple, held), strict=True))
             moved = replace(Memory(*sums), gradients=0, activations=0)

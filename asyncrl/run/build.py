@@ -169,8 +169,9 @@ class Parts:
             if not is_new:
                 await hashing
             job.tell(f"loading the model in {', '.join(server.name for server in (*self.servers, *beside))}")
-            is_shared = self._placement.mode == "colocated"
-            await bring_up(self._ranks, self._engine_servers, beside, is_shared=is_shared)
+            moves, is_shared = self._placement.moves, self._placement.share is not None
+            servers = (self._ranks, self._engine_servers, beside)
+            await bring_up(*servers, is_shared=moves or is_shared, stays=not moves)
             await hashing
         finally:
             await end_all([hashing])
@@ -294,6 +295,7 @@ class Parts:
                 timeout_s=sync.timeout_s,
                 on_event=self._handed_over,
                 on_lost=self._on_lost,
+                stays=self._placement.stays,
             )
         else:
             are_ours = config.rollout.urls is None

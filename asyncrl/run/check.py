@@ -32,8 +32,9 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
-from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle
+from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.fork_server import NEVER_INHERITED
+from asyncrl.placement.model_shape import Machine
 from asyncrl.placement.plan import make_plan
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.recording import (
@@ -77,17 +78,20 @@ class Found:
     eval_task: EvalTask | None
 
 
-def check_lines(config: RunConfig) -> Iterator[str]:
-    """What `asyncrl check` prints. Raises ConfigError with the first that cannot be."""
-    config, settled = settle(config)
+def check_lines(config: RunConfig, machine: Machine | None = None) -> Iterator[str]:
+    """What `asyncrl check` prints, of this machine or a described one. Raises ConfigError with the first that
+    cannot be.
+    """
+    config, settled = settle(config, machine)
     found = look(config)
     yield from found.lines
     yield from settled
     if (replayed := open_replay(config, None)) is not None:
         yield f"replay: {replayed.path}: {replayed.text}"
     yield from (f"note: {note}" for note in found.notes)
-    plan = make_plan(config)
+    plan, share_words = settle_share(make_plan(config, machine), config)
     yield plan_text(plan, config)
+    yield from filter(None, [share_words])
     refuse_what_cannot_fit(plan, config)
 
 

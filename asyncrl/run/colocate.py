@@ -88,7 +88,7 @@ class TakingTurns:
         turn to end.
     Invariant: a version is announced only after the handover to the engines that brought it. Between two
         handovers the side that has the lease has all it needs on the devices, and the other has nothing
-        there. An engine that is down takes no part.
+        there, unless both stay: then the other only rests. An engine that is down takes no part.
     """
 
     def __init__(
@@ -101,13 +101,14 @@ class TakingTurns:
         timeout_s: float,
         on_event: Callable[[str, Mapping[str, Any]], None],
         on_lost: Callable[[EngineLost], None] | None,
+        stays: bool = False,
     ) -> None:
         """`on_lost` is called with a lost engine, which the handover then leaves out; None: the handover
-        fails.
+        fails. `stays`: both sides stay in memory, and only whose turn it is changes.
         """
         self._engines, self._trainer, self.publisher = tuple(engines), trainer, publisher
         self._num_steps, self._on_event, self._on_lost = num_steps, on_event, on_lost
-        self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._heard)
+        self.lease = Lease(self._calls, timeout_s=timeout_s, on_event=self._heard, stays=stays)
         self._one_at_a_time = asyncio.Lock()
         self._num_needing = 0
         self._changed = asyncio.Event()

@@ -61,8 +61,19 @@ class Embedded:
         held_out = self.config.eval
         return held_out.slots if held_out is not None and name == EVAL_ENGINE else self.rollout.slots
 
-    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
-        """What its server is started with. It sees its devices alone, so `device` needs no number."""
+    def spec(
+        self,
+        model_path: Path,
+        name: str,
+        device: str = "auto",
+        *,
+        takes_turns: bool = False,
+        stays: bool = False,
+        share: float | None = None,
+    ) -> Body:
+        """What its server is started with. It sees its devices alone, so `device` needs no number. `stays`:
+        in turns it keeps its memory. `share`: the part of its devices' memory that it may take.
+        """
         return {
             "name": name,
             "slots": self.slots(name),
@@ -75,6 +86,8 @@ class Embedded:
             "has_adapters": self.config.weight_sync.facts.sends_adapters,
             **({"keeps_turns": True} if self.config.keeps_turns else {}),
             **({"takes_turns": True} if takes_turns else {}),
+            **({"stays": True} if stays else {}),
+            **({} if share is None else {"share": share}),
         }
 
     def process(self, run_dir: Path) -> Body:
@@ -101,7 +114,7 @@ class Embedded:
 class Simulated(Embedded):
     """rollout.engine=simulated: a latency model, whose tokens are drawn from the model's vocabulary."""
 
-    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
+    def spec(self, model_path: Path, name: str, device: str = "auto", **turns: Any) -> Body:
         """The latency model; it has no device."""
         model = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
         vocab_size = model.get("vocab_size") or model["text_config"]["vocab_size"]
@@ -118,10 +131,21 @@ class Vllm(Embedded):
             return 0
         return max(2, min(CANARY_TOKENS, self.rollout.max_length - 1))
 
-    def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
+    def spec(
+        self,
+        model_path: Path,
+        name: str,
+        device: str = "auto",
+        *,
+        takes_turns: bool = False,
+        stays: bool = False,
+        share: float | None = None,
+    ) -> Body:
         """With the user's own arguments of `vllm serve`. An eval engine is split over no devices."""
         args, lora = dict(self.rollout.vllm), self.config.trainer.lora
-        if takes_turns and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
+        if share is not None:
+            args["gpu_memory_utilization"] = share
+        if takes_turns and not stays and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
         return super().spec(model_path, name, device) | {
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
@@ -152,6 +176,7 @@ class Vllm(Embedded):
             device=device.partition(":")[0],
             special_ids=_special_ids(tokenizer),
             starts_fresh=is_eval or self.rollout.urls is None,
+            stays=placement.stays and not is_eval,
         )
         limit = config.weight_sync.canary_limit
         limit = CANARY_LIMITS[facts.dtype] if limit == "auto" else math.inf if limit is None else limit

@@ -28,7 +28,7 @@ from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.fit import refuse_what_cannot_fit, settle, start_words
+from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
 from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts, run_id
 from asyncrl.run.check import RUN_COPY
@@ -65,7 +65,7 @@ def run_job(
     config, settled = settle(config, begun=begun_dtype(run_dir))
     resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
-    plan = make_plan(config)
+    plan, share_words = settle_share(make_plan(config), config)
     refuse_what_cannot_fit(plan, config)
     folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
     if resume == "must" and not folder.exists():
@@ -85,7 +85,7 @@ def run_job(
             write_whole(folder / "config.yaml", run_config_yaml(config))
         with logging_to(folder):
             job = Job(config, folder, name, point, plan.placement)
-            for words in (*settled, *start_words(plan, config)):
+            for words in filter(None, (*settled, share_words, *start_words(plan, config))):
                 job.say(words)
             return asyncio.run(end_what_is_left(job.run()))
     finally:

@@ -51,7 +51,7 @@ FREE_KEYS = {
     "weight_sync": "timeout_s chunk_bytes disk_dir rolling canary_limit retries",
     "buffer": "max_filtered_groups",
     "task": "reward_pool reward_workers reward_timeout_s",
-    "placement": "trainer rollout eval teacher",
+    "placement": "trainer rollout eval teacher share",
     "teacher": "slots timeout_s",
     "generator": "workers concurrency max_output_bytes",
     "gateway": "host port public_url max_calls max_concurrent_calls max_body_bytes read_timeout_s "

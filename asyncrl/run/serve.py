@@ -27,8 +27,9 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
-from asyncrl.placement.devices import find_cuda_devices, place
+from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
+from asyncrl.placement.model_shape import find_cuda_devices
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed

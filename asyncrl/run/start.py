@@ -28,9 +28,10 @@ from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
-from asyncrl.placement.devices import Placement, child_environ, chunk_devices, find_cuda_devices
+from asyncrl.placement.devices import Placement, child_environ, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, engine_threads, trainer_threads
+from asyncrl.placement.model_shape import find_cuda_devices
+from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, trainer_threads
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
@@ -179,18 +180,27 @@ async def start_all(servers: Sequence[Server]) -> None:
 
 
 async def bring_up(
-    trainers: Sequence[Server], engines: Sequence[Server], beside: Sequence[Server], *, is_shared: bool
+    trainers: Sequence[Server],
+    engines: Sequence[Server],
+    beside: Sequence[Server],
+    *,
+    is_shared: bool,
+    stays: bool = False,
 ) -> None:
     """Start all processes; returns when they answer. Raises the RoomError of the first that cannot.
 
     On shared devices engines come first and go to sleep, then the trainer: it may have to catch up before
     their turn. So no device holds more than one side, at the price of loading one after the other and reading
-    the engines' weights once more.
+    the engines' weights once more. If the engines stay where they are, they do not sleep; they come first
+    all the same, because vLLM measures what is free while it starts.
     """
     if not is_shared:
         await start_all([*trainers, *engines, *beside])
         return
     await start_all([*engines, *beside])
+    if stays:
+        await start_all(trainers)
+        return
     try:
         async with TimeLimit(START_TIMEOUT_S):
             clients = [server.engine for server in engines if server.engine is not None]
@@ -240,6 +250,7 @@ class Launcher:
             model_path=str(self.model_path),
             dtype=config.model.dtype,
             device="cuda" if self.placement.is_on_cuda else "cpu",
+            share=self._own_share(None if self.placement.share is None else 1 - self.placement.share),
             seed=config.seed,
             threads=trainer_threads(config),
             rank=rank,
@@ -321,12 +332,27 @@ class Launcher:
         return server.engine
 
     def _engine(self, name: str, devices: Sequence[str], port: int | None) -> Server:
-        kind, is_shared = engine_kind(self.config), self.placement.mode == "colocated"
-        takes_turns = is_shared and name != EVAL_ENGINE
-        spec = json.dumps(kind.spec(self.model_path, name, devices[0], takes_turns=takes_turns))
+        kind, placement, turns = engine_kind(self.config), self.placement, dict[str, Any]()
+        if name != EVAL_ENGINE:
+            share = placement.share_of(devices)
+            # vLLM counts what CUDA takes itself
+            share = share if self.config.rollout.facts.package else self._own_share(share)
+            turns = {
+                "takes_turns": placement.mode == "colocated",
+                "stays": placement.stays,
+                "share": share,
+            }
+        spec = json.dumps(kind.spec(self.model_path, name, devices[0], **turns))
         module = f"asyncrl_servers.{self.config.rollout.engine}"
         child = self._child(name, module, spec, devices, port, **kind.process(self.run_dir))
         return self._engine_server(child, self.secret)
+
+    def _own_share(self, share: float | None) -> float | None:
+        """What a part of the trainer's device leaves for torch, which does not count CUDA's own memory."""
+        if share is None:
+            return None
+        total = find_cuda_devices()[int(self.placement.trainer[0].removeprefix("cuda:"))].total_bytes
+        return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     def _engine_server(self, child: ChildProcess | ForeignProcess, key: str) -> Server:
         """A call of it waits for a connection of this machine half as long, at most, as the limits around it

@@ -55,6 +55,8 @@ class TrainerSpec(FrozenConfig):
     """Type of the exported weights and of the forward pass; master weights are always float32."""
     device: Device = "auto"
     """auto = CUDA where there is a device, else CPU."""
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of its CUDA device's memory that torch may take (none = all that is free)."""
     seed: int = Field(default=0, ge=0)
     """Seed of whatever a model or a loss of the user's own draws, and of new adapters; the rest draws
     nothing.

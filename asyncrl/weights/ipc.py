@@ -53,6 +53,14 @@ LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that there is."""
 
 
+def limit_memory(device: torch.device, share: float | None, cuda: Any = torch.cuda) -> None:
+    """Have torch take no more of the current CUDA device than this fraction in this process, so that it does
+    not starve the one beside it. None, or a CPU: as much as there is.
+    """
+    if share is not None and device.type == "cuda":
+        cuda.set_per_process_memory_fraction(share)
+
+
 class SharedMemory:
     """Memory that other processes can open by its handle. `data`: all of it, as uint8. It stays open as long
     as a view of `data` lives. Its maker keeps it while others may have it open; what they see after that is

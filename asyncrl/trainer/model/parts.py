@@ -32,6 +32,7 @@ from asyncrl.trainer.model.loading import (
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.ipc import limit_memory
 
 if TYPE_CHECKING:
     from asyncrl.trainer.model.lora import Adapters
@@ -212,6 +213,7 @@ class TrainedModel:
     def __init__(self, spec: TrainerSpec, ranks: Ranks, *, needs_reference: bool) -> None:
         """Load everything. Raises ConfigError if the model cannot be had, or memory is short."""
         self.device, self.dtype = device, dtype = resolve_device(spec)
+        limit_memory(device, spec.share)
         self.adapters: Adapters | None = None
         self.reference: Policy | None = None
         stored = None

@@ -327,12 +327,14 @@ class Engine:
         if "weights" in parts:
             num_bytes += self.weights.free()
         if "kv" in parts:
-            num_bytes += self.runner.cache.num_bytes
-            self.runner.take_cache(slots=0)
+            if not self.spec.stays:
+                num_bytes += self.runner.cache.num_bytes
+                self.runner.take_cache(slots=0)
             self._rows.forget_kept()
             self.weights.set_asleep("kv")
-        self.runner.drop_graphs()
-        self.runner.loaded.give_back()
+        if not self.spec.stays:
+            self.runner.drop_graphs()
+            self.runner.loaded.give_back()
         return Moved(num_bytes=num_bytes, seconds=time.perf_counter() - started_s)
 
     @torch.inference_mode(False)
@@ -342,15 +344,17 @@ class Engine:
         must_restore = weights.must_restore(request.parts, restore=request.restore)
         sizes = {"weights": weights.num_bytes, "kv": runner.cache_bytes}
         asleep = [part for part in request.parts if part in weights.asleep]
-        needed, free = sum(sizes[part] for part in asleep), runner.loaded.free_bytes()
+        needed = 0 if self.spec.stays else sum(sizes[part] for part in asleep)
+        free = runner.loaded.free_bytes()
         try:
             if needed > free:  # asked first, as a CPU's memory is promised before it is there
                 raise RuntimeError(f"{needed} bytes are needed, {free} are free on {runner.loaded.device}")
             if must_restore or "weights" in asleep:
                 num_bytes += weights.take(must_restore=must_restore)
             if "kv" in asleep:
-                runner.take_cache(runner.slots)
-                num_bytes += runner.cache.num_bytes
+                if not self.spec.stays:
+                    runner.take_cache(runner.slots)
+                    num_bytes += runner.cache.num_bytes
                 weights.set_awake("kv")
         except RuntimeError as error:  # what torch raises; an answer, not a crash
             raise Refused(

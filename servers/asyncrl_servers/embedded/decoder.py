@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl.serving import fail
+from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,
@@ -59,6 +60,10 @@ class EmbeddedSpec(EngineSpec):
     """
     takes_turns: bool = False
     """New weights come chunk by chunk into those that are awake, so there is no memory for others."""
+    stays: bool = False
+    """What sleeps keeps its memory: the trainer has room beside it."""
+    share: float | None = Field(default=None, gt=0, lt=1)
+    """Fraction of the CUDA device's memory that torch may take here (none = all that is free)."""
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = it is not answered). A server that scores is a teacher: its
     weights stay those of its start, so there is no memory for others.
@@ -86,6 +91,7 @@ class LoadedModel:
             ("bfloat16" if self.device.type == "cuda" else "float32") if spec.dtype == "auto" else spec.dtype
         )
         self.dtype: torch.dtype = getattr(torch, name)
+        limit_memory(self.device, spec.share)
         try:
             model, loading = self._read()
         except Exception as error:

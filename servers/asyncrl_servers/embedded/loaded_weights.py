@@ -42,7 +42,7 @@ class Weights(WeightState):
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
         self._parameters = dict(loaded.model.named_parameters())
         super().__init__(self._parameters.keys())
-        self._loaded, self._has_adapters = loaded, spec.has_adapters
+        self._loaded, self._has_adapters, self._stays = loaded, spec.has_adapters, spec.stays
         self._kinds = {name: (one.shape, one.dtype) for name, one in self._parameters.items()}
         self.num_bytes: int = sum(parameter.nbytes for parameter in self._parameters.values())
         self._linear = linear_parameters(loaded.model)
@@ -100,9 +100,15 @@ class Weights(WeightState):
             raise Refused(409, "weights under adapters cannot sleep", rule=rule, way_out=way_out)
 
     def free(self) -> int:
-        """Free all weights, the staged ones included; returns their bytes."""
+        """Free all weights, the staged ones included; returns their bytes. If they stay, they have no content
+        from here on.
+        """
         with self.lock:
             _ = self.digest  # to compare with once they are restored
+            if self._stays:
+                self._base = None  # chunks are written over it
+                self.set_asleep("weights")
+                return 0
             held = [*self._parameters.values(), *(self._base or {}).values()]
             held += self.staged.tensors.values() if self.staged else []
             num_bytes = sum({tensor.data_ptr(): int(tensor.nbytes) for tensor in held}.values())
@@ -121,13 +127,13 @@ class Weights(WeightState):
             if must_restore:
                 self._put(self._read_source())
                 self.settle(self.version, self.digest, self.source)
-            elif was_asleep:
+            elif was_asleep and not self._stays:
                 kinds, device = self._kinds.items(), self._loaded.device
                 self._put(
                     {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
                 )
             self.set_awake("weights")
-            return self.num_bytes if was_asleep else 0
+            return self.num_bytes if was_asleep and not self._stays else 0
 
     def _put(self, tensors: Mapping[str, Tensor], *, in_place: bool = False) -> None:
         """Make these the parameters; `in_place`: copied into the memory that these have, unless `_base` needs
