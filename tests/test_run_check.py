@@ -164,7 +164,7 @@ LORA, SMALL = ["trainer.lora={rank: 32}"], ["1xRTX4090-24GB", "--cores=16", "--m
             "share=0.9 of cuda:0 ... set placement.share=",
         ),
         ("gpu-8-apart", EIGHT, "engine-3     cuda:7"),
-        ("gpu-8-turns", EIGHT, "share: auto: both sides stay on cuda:0, the engines with 0."),
+        ("gpu-8-turns", EIGHT, "share: auto: both sides stay on cuda:0, ... cuda:7, the engines with 0."),
     ],
 )
 def test_the_shipped_configs_for_gpus_fit_the_machines_that_they_name(

@@ -106,8 +106,9 @@ def settle_share(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
         least, most = bounds
         fraction = round((least + most) / 2, 3) if placement.is_on_cuda else None
         part = "" if fraction is None else f", the engines with {fraction} of it"
+        where = ", ".join(dict.fromkeys(placement.trainer))
         found = replace(found, placement=replace(stays, share=fraction))
-        return found, f"placement.share: auto: both sides stay on {placement.trainer[0]}{part}: they fit"
+        return found, f"placement.share: auto: both sides stay on {where}{part}: they fit"
     return plan, f"placement.share: auto: {MOVING}: {why}"
 
 
