@@ -32,6 +32,7 @@ from asyncrl.messages.calls import (
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.export import LazyWeights, export_weights, named_weights
 from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces
+from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 from asyncrl_servers.embedded.decode_loop import Engine
 
 DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
@@ -73,7 +74,7 @@ def test_what_transformers_stacks_is_exported_by_the_names_of_the_checkpoint(
         assert {one.untyped_storage().data_ptr() for one in pieces.values()} == begins, "a cut copies nothing"
 
 
-def test_chunks_saved_folders_and_files_name_experts_alike(tmp_path: Path) -> None:
+def test_chunks_saved_folders_broadcasts_and_files_name_experts_alike(tmp_path: Path) -> None:
     folder = make_tiny_moe(tmp_path / "model")
     step = make_step(folder, tmp_path)
     step.train(*make_batch())
@@ -90,6 +91,13 @@ def test_chunks_saved_folders_and_files_name_experts_alike(tmp_path: Path) -> No
         assert found.keys() == whole.keys()
         assert all(torch.equal(found[name], one) for name, one in whole.items())
     assert chunks[-1][0].whole_digest == answer.digest
+    broadcast = make_transport("nccl", TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
+    held = broadcast.begin(Exported(1, step._lazy_weights), tmp_path).result()
+    assert (held.digest, held.num_tensors, held.num_bytes) == (
+        answer.digest,
+        answer.num_tensors,
+        answer.num_bytes,
+    )
     again = make_step(folder, tmp_path)  # the last chunk alone: what has no digest yet is hashed
     vars(again).update(policy_version=1)
     again.policy.load_state_dict(step.policy.state_dict())
@@ -122,10 +130,11 @@ def drawn_batch(engine: Engine, version: int) -> tuple[BatchHeader, BatchArrays]
     )
 
 
-def test_an_embedded_engine_computes_with_the_experts_that_it_was_pushed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunks", ["file", "memory"])
+def test_an_embedded_engine_computes_with_the_experts_that_it_was_pushed(tmp_path: Path, chunks: str) -> None:
     """As one file, and in turns chunk by chunk; after each push logprobs are the trainer's."""
     folder = make_tiny_moe(tmp_path / "model")
-    step, gaps = make_step(folder, tmp_path), list[float]()
+    step, gaps = make_step(folder, tmp_path, chunks=chunks), list[float]()
     with running_engine(folder, deterministic=False) as engine:  # products of experts have few rows
         assert engine.weights.digest == digest_tensors(load_file(folder / "model.safetensors"))
         for version in range(3):
