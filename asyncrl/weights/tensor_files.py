@@ -230,7 +230,7 @@ def adapted_modules(names: Iterable[str]) -> list[str]:
     return sorted({name.removesuffix(end) for name in names for end in SUFFIXES if name.endswith(end)})
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """A tensor of a checkpoint, as elements of a tensor of the model: arguments of torch.as_strided."""
 
     shape: tuple[int, ...]
@@ -238,7 +238,7 @@ class Piece(NamedTuple):
     start: int
 
 
-Pieces = Mapping[str, Mapping[str, Piece]]
+Pieces = Mapping[str, Mapping[str, StoredPiece]]
 """Of each tensor of a model that its checkpoint has cut, or under another name: what is there, by name."""
 
 
@@ -259,10 +259,12 @@ def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
     owners = {one.untyped_storage()._cdata: name for name, one in like.items()}
     with Uncopied():
         stored = revert_weight_conversion(model, dict(like))
-    pieces: dict[str, dict[str, Piece]] = {}
+    pieces: dict[str, dict[str, StoredPiece]] = {}
     for name, one in stored.items():
         if owner := owners.get(one.untyped_storage()._cdata):
-            pieces.setdefault(owner, {})[name] = Piece(tuple(one.shape), one.stride(), one.storage_offset())
+            pieces.setdefault(owner, {})[name] = StoredPiece(
+                tuple(one.shape), one.stride(), one.storage_offset()
+            )
     sizes = {name: sum(math.prod(one.shape) for one in found.values()) for name, found in pieces.items()}
     return {
         name: found
