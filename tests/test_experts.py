@@ -181,7 +181,9 @@ def test_ranks_export_experts_by_the_names_of_the_checkpoint(tmp_path: Path) -> 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_vllm_computes_with_the_experts_that_it_was_pushed(tmp_path: Path, model_type: str) -> None:
-    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
+    wide |= {"moe_intermediate_size": 32}  # vLLM's kernels for the CPU know no smaller heads and experts
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | wide)
     step = make_step(folder, tmp_path, canary_tokens=160)
     given = {"name": "engine-0", "model_path": str(folder), "dtype": "float32", "device": "cpu"}
     given |= {"max_length": 256, "slots": 4}

@@ -44,6 +44,6 @@ def make_tiny_moe(folder: Path, model_type: str = "qwen3_moe", **architecture: A
     make_tiny_model(folder)
     shape = {key: value for key, value in TINY_ARCHITECTURE.items() if key not in ("model_type", "head_dim")}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **shape, **(architecture or MOE), vocab_size=52)
+    config = AutoConfig.for_model(model_type, **{**shape, **(architecture or MOE), "vocab_size": 52})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
