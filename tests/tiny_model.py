@@ -39,11 +39,11 @@ def make_tiny_model(folder: Path, *, seed: int = 0, **architecture: object) -> P
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
-def make_tiny_moe(folder: Path, model_type: str = "qwen3_moe", **architecture: Any) -> Path:
+def make_tiny_moe(folder: Path, model_type: str = "qwen3_moe", seed: int = 0, **architecture: Any) -> Path:
     """The tiny model with experts, which transformers stacks at load; `architecture` instead of MOE."""
     make_tiny_model(folder)
     shape = {key: value for key, value in TINY_ARCHITECTURE.items() if key not in ("model_type", "head_dim")}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**shape, **(architecture or MOE), "vocab_size": 52})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

@@ -63,6 +63,7 @@ class Embedded:
 
     def spec(self, model_path: Path, name: str, device: str = "auto", *, takes_turns: bool = False) -> Body:
         """What its server is started with. It sees its devices alone, so `device` needs no number."""
+        is_replayed = self.config.algorithm.router_replay and name != EVAL_ENGINE
         return {
             "name": name,
             "slots": self.slots(name),
@@ -75,6 +76,7 @@ class Embedded:
             "has_adapters": self.config.weight_sync.facts.sends_adapters,
             **({"keeps_turns": True} if self.config.keeps_turns else {}),
             **({"takes_turns": True} if takes_turns else {}),
+            **({"returns_routing": True} if is_replayed else {}),
         }
 
     def process(self, run_dir: Path) -> Body:

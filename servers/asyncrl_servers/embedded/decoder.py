@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +16,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.messages.base import NO_EXPERT
 from asyncrl.serving import fail
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,
     ProbePass,
+    RoutedExperts,
     UnsupportedAttentionError,
     in_force,
 )
@@ -51,6 +54,8 @@ class EmbeddedSpec(EngineSpec):
     """
     takes_turns: bool = False
     """New weights come chunk by chunk into those that are awake, so there is no memory for others."""
+    returns_routing: bool = False
+    """The experts that read each token are told with it (algorithm.router_replay)."""
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = it is not answered). A server that scores is a teacher: its
     weights stay those of its start, so there is no memory for others.
@@ -108,6 +113,13 @@ class LoadedModel:
                 way_out="use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
                 "without a window, SmolLM2, ...).",
             )
+        self.routed = RoutedExperts(model) if spec.returns_routing else None
+        """What listens to the routers, where the experts of each token are to be told."""
+        if self.routed is not None:
+            if not self.routed.num_routed:
+                what = f"{spec.name}: {type(model).__name__} has no routers, or more than {NO_EXPERT} experts"
+                fail(what, way_out="set algorithm.router_replay=false.")
+            self.shape = replace(self.shape, num_routed=self.routed.num_routed)
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
         self.tokenizer: Any | None = (
             AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None

@@ -42,7 +42,7 @@ class Reload:
         # A tied parameter is listed once, for its first layer. Layers without parameters have buffers that
         # they compute themselves.
         self._owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-        methods = {getattr(layer, "quant_method", None) for layer in model.modules()}
+        methods: set[Any] = {getattr(layer, "quant_method", None) for layer in model.modules()}
         kernels = {method: getattr(method, "moe_kernel", None) for method in methods}
         self._cpu_experts = {
             method: kernel for method, kernel in kernels.items() if kernel and current_platform.is_cpu()
