@@ -19,7 +19,7 @@ from test_engine_sleep import sleep, wake
 from test_weights_export import chunks_of
 from tiny_model import MOE, make_tiny_moe
 from torch import Tensor
-from trainer_cases import batch_of, changed, make_batch, make_spec
+from trainer_cases import batch_of, changed, learned, make_batch, make_spec
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
@@ -133,7 +133,9 @@ def test_chunks_saved_folders_broadcasts_and_files_name_experts_alike(tmp_path: 
     again.policy.load_state_dict(step.policy.state_dict())
     names = again.chunk_names(1, len(chunks) - 1)
     assert len(names) == len(named_weights(step.policy.model))
-    assert again.export_chunk(len(chunks) - 1).whole_digest == answer.digest
+    last = again.export_chunk(len(chunks) - 1)
+    assert last is not None
+    assert last.whole_digest == answer.digest
 
 
 def make_step(folder: Path, scratch: Path, **values: Any) -> TrainStep:
@@ -181,6 +183,7 @@ def test_an_embedded_engine_computes_with_the_experts_that_it_was_pushed(tmp_pat
         while told is None or not told.is_last:
             step.chunk_names(3, index)
             told, index = step.export_chunk(index), index + 1
+            assert told is not None
             request = told.model_dump(include=set(LoadChunkRequest.model_fields))
             assert engine.weights.load_chunk(LoadChunkRequest(**request)).digest == told.digest
         commit = CommitRequest(version=3, digest=told.whole_digest)
@@ -330,6 +333,20 @@ def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Pat
     assert with_replay < 0.6 * off, gaps
 
 
+def test_ranks_replay_experts_as_one_process_does(tmp_path: Path) -> None:
+    folder, algorithm = make_tiny_moe(tmp_path / "model"), {"router_replay": True}
+    with running_engine(folder, deterministic=False, returns_routing=True) as engine:
+        header, arrays = routed_batch(engine)
+    assert arrays.routing is not None
+    others = arrays.model_copy(update={"routing": (arrays.routing + 1) % 4})  # each has gone to other experts
+    expected = learned(make_step(folder, tmp_path, algorithm=algorithm).train(header, others))
+    plain = learned(make_step(folder, tmp_path, algorithm=algorithm).train(header, arrays))
+    with running(folder, tmp_path / "ranks", 2, algorithm=algorithm) as group:
+        found = learned(group.train(header, others).metrics)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert plain != pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
 def test_replay_is_refused_without_routers_and_where_no_engine_tells(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -348,7 +365,12 @@ def test_vllm_computes_with_the_experts_that_it_was_pushed(tmp_path: Path, model
     wide |= {"moe_intermediate_size": 32}  # vLLM's kernels for the CPU know no smaller heads and experts
     folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | wide)
     step = make_step(folder, tmp_path, canary_tokens=160)
-    given = {"name": "engine-0", "model_path": str(folder), "dtype": "float32", "device": "cpu"}
+    given: dict[str, Any] = {
+        "name": "engine-0",
+        "model_path": str(folder),
+        "dtype": "float32",
+        "device": "cpu",
+    }
     given |= {"max_length": 256, "slots": 4}
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
