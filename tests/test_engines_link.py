@@ -76,6 +76,7 @@ ROWS = st.tuples(
     SPANS,
     st.sampled_from(frames.SAMPLED),
     st.lists(TOP, min_size=6, max_size=6),
+    st.binary(max_size=9),
 )
 
 
@@ -89,8 +90,9 @@ def test_what_is_sampled_arrives_as_it_was(given_rows: list[Any], has_top: list[
             spans,
             then,
             top[: len(tokens)] if has_top[index % len(has_top)] else (),
+            routing,
         )
-        for index, (number, tokens, spans, then, top) in enumerate(given_rows)
+        for index, (number, tokens, spans, then, top, routing) in enumerate(given_rows)
     ]
     read = frames.read_sampled(frames.read_frame(frames.sampled_frame(rows)))
     for one, other in zip(rows, read, strict=True):
@@ -98,6 +100,7 @@ def test_what_is_sampled_arrives_as_it_was(given_rows: list[Any], has_top: list[
         assert [list(span) for span in one.spans] == other.spans
         assert one.token_ids.tobytes() == other.token_ids.tobytes()
         assert list(one.top) == list(other.top)
+        assert one.routing == other.routing
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 

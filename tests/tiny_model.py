@@ -3,6 +3,10 @@ k parameters.
 """
 
 from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import ScratchConfig
 from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
@@ -29,4 +33,17 @@ def make_tiny_model(folder: Path, *, seed: int = 0, **architecture: object) -> P
     """
     scratch = ScratchConfig(architecture={**TINY_ARCHITECTURE, **architecture}, characters=TINY_CHARACTERS)
     make_scratch_model(ScratchSpec(out=folder, seed=seed, scratch=scratch))
+    return folder
+
+
+MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def make_tiny_moe(folder: Path, model_type: str = "qwen3_moe", seed: int = 0, **architecture: Any) -> Path:
+    """The tiny model with experts, which transformers stacks at load; `architecture` instead of MOE."""
+    make_tiny_model(folder)
+    shape = {key: value for key, value in TINY_ARCHITECTURE.items() if key not in ("model_type", "head_dim")}
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **{**shape, **(architecture or MOE), "vocab_size": 52})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder

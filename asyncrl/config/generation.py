@@ -39,6 +39,8 @@ class EngineFacts:
     """In turns it can free its memory there."""
     keeps_turns: bool = False
     """Beside a KV cache for what runs it has one of the same size for the turns of agents that have ended."""
+    returns_routing: bool = False
+    """It can tell which experts have read each token."""
     exact_on: Literal["cpu", "cuda", "nothing"] = "nothing"
     """Kind of device on which it can keep rollout.deterministic."""
     pages_kv: bool = False
@@ -57,7 +59,12 @@ class EngineFacts:
 
 ENGINES: dict[EngineKind, EngineFacts] = {
     "embedded": EngineFacts(
-        keeps_turns=True, exact_on="cpu", kv_block=32, forward_tokens=1024, logit_copies=7
+        keeps_turns=True,
+        returns_routing=True,
+        exact_on="cpu",
+        kv_block=32,
+        forward_tokens=1024,
+        logit_copies=7,
     ),
     "simulated": EngineFacts(settings=("simulated",), has_model=False),
     "vllm": EngineFacts(

@@ -138,6 +138,22 @@ class RunConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
+    def _routing_is_told(self) -> Self:
+        if not self.algorithm.router_replay:
+            return self
+        if not self.rollout.facts.returns_routing:
+            raise ValueError(
+                f"algorithm.router_replay=true: rollout.engine={self.rollout.engine} does not tell "
+                "which experts read a token; set rollout.engine=embedded, or algorithm.router_replay=false"
+            )
+        if self.generator.is_harness:
+            raise ValueError(
+                "algorithm.router_replay=true: of the conversations of a harness no experts are recorded; "
+                "remove the harness, or set algorithm.router_replay=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_teacher_is_learnt_from(self) -> Self:
         weight = self.algorithm.distill_weight
         if (self.teacher is not None) != (weight > 0):

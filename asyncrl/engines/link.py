@@ -175,6 +175,7 @@ class Link:
             version_spans=frames.spans_from(row.spans),
             finish_reason="abort" if row.then in ("more", "interrupted") else row.then,
             top_logprobs=list(row.top),
+            routing=row.routing,
         )
         if row.then == "more":
             assert opened.on_chunk is not None, "it is not streamed"

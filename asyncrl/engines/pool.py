@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 
 from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.segment_check import EmptySegments, RoutedTokens
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, TopLogprobs
 from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
 from asyncrl.waits import waiting
 
-MAX_EMPTY_SEGMENTS = 32
 ABORT_TIMEOUT_S = 2.0
 
 OnTokens = Callable[[Sequence[int]], None]
@@ -198,27 +198,6 @@ class EnginePool:
         return after.engine if self.servers[after.engine].policy_version == after.version else -1
 
 
-class EmptySegments:
-    """Segments of a request without a token, in a row and for no publish."""
-
-    def __init__(self, server: EngineClient, request_id: str) -> None:
-        self._server, self._request_id = server, request_id
-        self._num_empty, self._commits_seen = 0, server.num_commits
-
-    def count(self, num_tokens: int) -> None:
-        """One more segment. Raises EngineError at MAX_EMPTY_SEGMENTS of them."""
-        server = self._server
-        if num_tokens or server.num_commits != self._commits_seen:
-            self._num_empty, self._commits_seen = 0, server.num_commits
-            return
-        self._num_empty += 1
-        if self._num_empty >= MAX_EMPTY_SEGMENTS:
-            what = f"aborted request {self._request_id} {self._num_empty} times in a row without a token"
-            rule = f"only a publish may interrupt a request {MAX_EMPTY_SEGMENTS} times before its next token"
-            way_out = f"read {server.name}'s log; nobody else may abort its requests."
-            raise EngineError(server.name, what, rule=rule, way_out=way_out)
-
-
 @dataclass(slots=True)
 class Seat:
     """The server that a request is charged to."""
@@ -311,6 +290,7 @@ class SegmentJoin:
         self.num_interruptions = before.num_interruptions + (partial is not None)
         self.top_logprobs: list[TopLogprobs] = [()] * len(self.token_ids)
         """If they were asked for; what an earlier process had is not known."""
+        self._routed = RoutedTokens(len(request.prompt_ids))
         self._num_told = len(self.token_ids)
         """Tokens that on_segment knows of."""
         self._has_stopped = False
@@ -352,7 +332,9 @@ class SegmentJoin:
 
     def add(self, segment: GenerateResponse, engine: int = -1) -> None:
         """Append a segment, or what is left of it after its chunks."""
+        num_before = len(self.token_ids)
         self._append(segment, engine)
+        self._routed.add(segment.routing, num_before, len(self.token_ids))
         if segment.finish_reason == "abort":
             self._interrupted()
         self._has_stopped = segment.finish_reason == "stop"
@@ -370,7 +352,7 @@ class SegmentJoin:
         """All segments as one. Only when is_finished."""
         top = tuple(self.top_logprobs) if self.request.top_logprobs else ()
         finish: Literal["stop", "length"] = "stop" if self._has_stopped else "length"
-        return Completion(*self._so_far(), finish, self.num_interruptions, top)
+        return Completion(*self._so_far(), finish, self.num_interruptions, top, self._routed.known)
 
     def _so_far(self) -> tuple[tuple[int, ...], tuple[float, ...], tuple[VersionSpan, ...]]:
         return tuple(self.token_ids), tuple(self.logprobs), tuple(self.spans)

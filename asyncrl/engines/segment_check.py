@@ -1,11 +1,19 @@
-"""The check of what an engine server answers, before anything is made of it."""
+"""What an engine server answers, segment by segment: the check of it, before anything is made of it; segments
+without a token; the experts that read the tokens.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from asyncrl.errors import EngineError
+from asyncrl.messages.base import NO_EXPERT
 from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+
+MAX_EMPTY_SEGMENTS = 32
+if TYPE_CHECKING:
+    from asyncrl.engines.engine import EngineClient
 
 _LOGPROB_SLACK = 1e-3
 """A log softmax in float32 may come out above 0 by its rounding; by no more than this."""
@@ -89,3 +97,54 @@ class SegmentCheck:
         request = self._request
         what = f"answered request {request.request_id} of {request.max_tokens} tokens with {answered}"
         return EngineError(self._name, what, rule=rule, way_out=f"read {self._name}'s log.")
+
+
+class EmptySegments:
+    """Segments of a request without a token, in a row and for no publish."""
+
+    def __init__(self, server: EngineClient, request_id: str) -> None:
+        self._server, self._request_id = server, request_id
+        self._num_empty, self._commits_seen = 0, server.num_commits
+
+    def count(self, num_tokens: int) -> None:
+        """One more segment. Raises EngineError at MAX_EMPTY_SEGMENTS of them."""
+        server = self._server
+        if num_tokens or server.num_commits != self._commits_seen:
+            self._num_empty, self._commits_seen = 0, server.num_commits
+            return
+        self._num_empty += 1
+        if self._num_empty >= MAX_EMPTY_SEGMENTS:
+            what = f"aborted request {self._request_id} {self._num_empty} times in a row without a token"
+            rule = f"only a publish may interrupt a request {MAX_EMPTY_SEGMENTS} times before its next token"
+            way_out = f"read {server.name}'s log; nobody else may abort its requests."
+            raise EngineError(server.name, what, rule=rule, way_out=way_out)
+
+
+class RoutedTokens:
+    """The experts that read the tokens of one logical request when the next one was sampled: `known`, uint8,
+    as many for each token but the last, from the first of the prompt on. Pure.
+
+    A part of an answer brings those of the tokens that were read since the part before it; the first part of
+    a segment those of its whole prompt. What an earlier segment has sampled was read again then, maybe under
+    other weights: what is known stays, and of what is not (an earlier process, or a server that was lost, had
+    it) there is NO_EXPERT.
+    """
+
+    def __init__(self, num_prompt: int) -> None:
+        self.known = b""
+        self._num_prompt, self._width = num_prompt, 0
+
+    def add(self, routing: bytes, num_before: int, num_after: int) -> None:
+        """Of a part, before which so many tokens were sampled, and so many after it."""
+        if not routing:
+            return
+        end = self._num_prompt + num_after - 1
+        self._width = width = self._width or len(routing) // end
+        first = len(self.known) // width
+        assert len(routing) >= (end - first) * width, f"{len(routing)} bytes for tokens {first} to {end}"
+        new = bytearray(routing[len(routing) - (end - first) * width :])
+        lost = self._num_prompt + num_before - 1 - max(first, self._num_prompt - 1)
+        if lost > 0:
+            start = (max(first, self._num_prompt - 1) - first) * width
+            new[start : start + lost * width] = bytes([NO_EXPERT]) * (lost * width)
+        self.known += bytes(new)

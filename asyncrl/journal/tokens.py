@@ -1,9 +1,10 @@
 """Token records as bytes and back, bit for bit: what the journal and recordings hold.
 
 A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss
-mask (one bit a token), and where a teacher was asked its logprobs (float32). Numbers are little endian, in
-byte planes: first the lowest byte of each, and so on, which packs much better. zlib brings a checksum, and
-the head says where the blob belongs, so a changed byte on disk is found when the blob is read.
+mask (one bit a token), where a teacher was asked its logprobs (float32), and where an engine told them the
+experts of each token (uint8). Numbers are little endian, in byte planes: first the lowest byte of each, and
+so on, which packs much better. zlib brings a checksum, and the head says where the blob belongs, so a changed
+byte on disk is found when the blob is read.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         head["grammars"] = [astuple(span) for span in trajectory.grammars]
     if (taught := trajectory.teacher_logprobs) is not None:
         head["is_taught"] = True
+    if (routing := trajectory.routing) is not None:
+        head["num_routed"] = routing.shape[1]
     text = _json(head).encode()
     parts = (
         _LENGTH.pack(len(text)),
@@ -55,6 +58,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         _planes(trajectory.behaviour_logprobs, "<f4"),
         np.packbits(trajectory.loss_mask).tobytes(),
         b"" if taught is None else _planes(taught, "<f4"),
+        b"" if routing is None else routing.tobytes(),
     )
     whole = b"".join(parts)
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
@@ -71,7 +75,11 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
         num_tokens = head["num_tokens"]
         mask = np.unpackbits(np.frombuffer(body, np.uint8, offset=8 * num_tokens), count=num_tokens)
         end_of_mask = 8 * num_tokens + -(-num_tokens // 8)
-        is_taught = head.get("is_taught", False)
+        is_taught, num_routed = head.get("is_taught", False), head.get("num_routed")
+        routing = None
+        if num_routed is not None:
+            start = end_of_mask + 4 * num_tokens * is_taught
+            routing = np.frombuffer(body, np.uint8, num_tokens * num_routed, start).reshape(-1, num_routed)
         return Trajectory(
             sample_index=sample_index,
             token_ids=_from_planes(body, 0, num_tokens, "<i4"),
@@ -86,6 +94,7 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
             credits=tuple(Credit(*one) for one in head.get("credits", ())),
             grammars=tuple(GrammarSpan(*one) for one in head.get("grammars", ())),
             teacher_logprobs=_from_planes(body, end_of_mask, num_tokens, "<f4") if is_taught else None,
+            routing=routing,
         )
     except (zlib.error, struct.error, ValueError, KeyError, TypeError) as error:
         name = f"g{group_id}/r{sample_index}" + (f", branch {branch}," if branch else "")

@@ -19,6 +19,10 @@ WeightKind = Literal["weights", "lora"]
 """What a push carries: all weights, or adapters for the weights that the engines started with."""
 
 
+NO_EXPERT = 255
+"""In the record of a token's routing: which expert read it is not known. Others are numbers, 0 to 254."""
+
+
 class Message(BaseModel):
     """Base of all messages: frozen, and a field that is not known is an error at once."""
 

@@ -84,6 +84,8 @@ class GenerateResponse(Message):
     version_spans: list[Span]
     finish_reason: Literal["stop", "length", "abort"]
     top_logprobs: list[TopLogprobs] = []
+    routing: bytes = Field(default=b"", exclude=True)
+    """Over a link: what RoutedTokens of engines/segment_check.py is made of."""
 
     def after(self, num_tokens: int) -> GenerateResponse:
         """What is left of it without its first tokens, which were told already."""
@@ -368,7 +370,8 @@ class BatchArrays(BaseModel):
 
     token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
     where a token was not sampled; engines int16 [N], the number of the engine server that sampled it, -1
-    where that is not known; teacher_logprobs float32 [N] in nats, None without a teacher.
+    where that is not known; teacher_logprobs float32 [N] in nats, None without a teacher; routing uint8 [N,
+    E], None without router replay: see Trajectory.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -381,6 +384,7 @@ class BatchArrays(BaseModel):
         default_factory=lambda given: np.full(len(given["token_ids"]), -1, np.int16)
     )
     teacher_logprobs: npt.NDArray[np.float32] | None = None
+    routing: npt.NDArray[np.uint8] | None = None
 
 
 def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:

@@ -37,11 +37,13 @@ _TOKENS = {
     "spans": "<i4",
     "sizes": "<u4",
     "span_sizes": "<u4",
+    "routing_sizes": "<u4",
     "top_ids": "<i4",
     "top_logprobs": "<f4",
     "top_sizes": "u1",
     "has_top": "u1",
     "then": "u1",
+    "routing": "u1",
 }
 LAYOUTS = {
     "submit": _NUMBERS | _COLUMNS | _PROMPTS | _TEXT,
@@ -71,7 +73,8 @@ class Asked(NamedTuple):
 class Sampled(NamedTuple):
     """Tokens of one request that were not sent before: ids int32 [N], logprobs float32 [N] in nats, version
     spans (start, end, policy_version) over them; `then` is one of SAMPLED. `top`: one entry a token if
-    top_logprobs were asked for, or nothing.
+    top_logprobs were asked for, or nothing. `routing`: as in a GenerateResponse, from an engine that is to
+    tell it, unless there are more tokens to come.
     """
 
     number: int
@@ -80,6 +83,7 @@ class Sampled(NamedTuple):
     spans: Sequence[tuple[int, int, int]]
     then: str
     top: Sequence[TopLogprobs] = ()
+    routing: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +186,7 @@ def read_submit(frame: Frame) -> list[Asked]:
 
 def sampled_frame(rows: Sequence[Sampled]) -> bytes:
     """Tokens of many requests."""
-    numbers, token_ids, logprobs, spans, thens, tops = zip(*rows, strict=True)
+    numbers, token_ids, logprobs, spans, thens, tops, routings = zip(*rows, strict=True)
     top = [one for of_row in tops for one in of_row]
     arrays = {
         "numbers": numbers,
@@ -196,6 +200,8 @@ def sampled_frame(rows: Sequence[Sampled]) -> bytes:
         "top_sizes": [*map(len, top)],
         "has_top": [*map(bool, tops)],
         "then": [*map(SAMPLED.index, thens)],
+        "routing": np.frombuffer(b"".join(routings), np.uint8),
+        "routing_sizes": [*map(len, routings)],
     }
     return write_frame("sampled", arrays)
 
@@ -212,7 +218,11 @@ def read_sampled(frame: Frame) -> Iterable[Sampled]:
         [SAMPLED[then] for then in thens],
     )
     tops = _tops(arrays, sizes) if arrays["has_top"].any() else repeat((), len(sizes))
-    return starmap(Sampled, zip(*columns, tops, strict=True))
+    routings: Iterable[bytes] = repeat(b"", len(sizes))
+    if len(arrays["routing"]):
+        parts = _parts(arrays["routing"], arrays["routing_sizes"].tolist())
+        routings = [part.tobytes() for part in parts]
+    return starmap(Sampled, zip(*columns, tops, routings, strict=True))
 
 
 def _tops(arrays: Arrays, sizes: Sequence[int]) -> list[Sequence[TopLogprobs]]:
@@ -239,6 +249,7 @@ def joined(request_id: str, rows: Sequence[Sampled]) -> GenerateResponse:
         version_spans=spans_from(spans),
         finish_reason=cast(Any, rows[-1].then),
         top_logprobs=top,
+        routing=b"".join(row.routing for row in rows),
     )
 
 

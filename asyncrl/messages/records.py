@@ -118,7 +118,7 @@ class Completion:
     `behaviour_logprobs` are float32 values in nats, of the distribution that was sampled from, one a token;
     `version_spans` cover every token exactly once, in order. `top_logprobs`: if they were asked for, the most
     likely tokens at each place and their logprobs, the likeliest first; nothing for tokens that were sampled
-    in an earlier process.
+    in an earlier process. `routing`: RoutedTokens.known of engines/segment_check.py, or nothing.
     """
 
     token_ids: tuple[int, ...]
@@ -127,6 +127,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     num_interruptions: int = 0
     top_logprobs: tuple[TopLogprobs, ...] = ()
+    routing: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,8 @@ class Trajectory:
     loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
     `grammars`: where tokens with loss_mask were sampled from what a grammar allows.
     teacher_logprobs float32 [T] in nats: those of a teacher for the same tokens, 0 where loss_mask is false;
-    None where no teacher was asked.
+    None where no teacher was asked. routing uint8 [T, E]: for each router of the model, in order, the experts
+    that read the token, NO_EXPERT where that is not known, as of the last token; None without router replay.
     """
 
     sample_index: int
@@ -168,6 +170,7 @@ class Trajectory:
     credits: tuple[Credit, ...] = ()
     grammars: tuple[GrammarSpan, ...] = ()
     teacher_logprobs: npt.NDArray[np.float32] | None = None
+    routing: npt.NDArray[np.uint8] | None = None
 
     @property
     def oldest_version(self) -> int:

@@ -13,6 +13,7 @@ from asyncrl.config import OnOverflow
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.teacher import Teacher
 from asyncrl.errors import PromptUnusable, RolloutFailure
+from asyncrl.messages.base import NO_EXPERT
 from asyncrl.messages.records import (
     Completion,
     GroupId,
@@ -110,6 +111,10 @@ def make_trajectory(
     logprobs[num_prompt:] = completion.behaviour_logprobs
     loss_mask = np.zeros(num_prompt + num_sampled, np.bool_)
     loss_mask[num_prompt:] = True
+    routing = None
+    if completion.routing:
+        known = np.frombuffer(completion.routing, np.uint8).reshape(len(loss_mask) - 1, -1)
+        routing = np.pad(known, ((0, 1), (0, 0)), constant_values=NO_EXPERT)
     return Trajectory(
         sample_index=sample_index,
         token_ids=np.array(prompt_ids + completion.token_ids, dtype=np.int32),
@@ -122,6 +127,7 @@ def make_trajectory(
         reward=reward,
         is_truncated=completion.finish_reason == "length",
         num_interruptions=completion.num_interruptions,
+        routing=routing,
     )
 
 

@@ -74,6 +74,7 @@ class Embedded:
         """What its server is started with. It sees its devices alone, so `device` needs no number. `stays`:
         in turns it keeps its memory. `share`: the part of its devices' memory that it may take.
         """
+        is_replayed = self.config.algorithm.router_replay and name != EVAL_ENGINE
         return {
             "name": name,
             "slots": self.slots(name),
@@ -88,6 +89,7 @@ class Embedded:
             **({"takes_turns": True} if takes_turns else {}),
             **({"stays": True} if stays else {}),
             **({} if share is None else {"share": share}),
+            **({"returns_routing": True} if is_replayed else {}),
         }
 
     def process(self, run_dir: Path) -> Body:

@@ -53,6 +53,7 @@ from asyncrl.weights.export import (
     save_folder,
 )
 from asyncrl.weights.ipc import ChunkFile, SharedChunk
+from asyncrl.weights.tensor_files import Pieces, stored_pieces
 from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 
 CHUNK_FILE = "chunk.safetensors"
@@ -70,6 +71,7 @@ class TrainStep(Learner):
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
         self._offload = Offload(ranks, self.device, spec.failed_dir.parent / "offload", self._tensors_of)
+        self._pieces: Pieces | None = None
         on_all = spec.chunks == "memories"
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)
         end = TrainerEnd(self.device, self.dtype, spec.chunk_bytes, ranks.is_first, spec.is_file_wanted)
@@ -227,13 +229,17 @@ class TrainStep(Learner):
             raise ConfigError(what, way_out=way_out) from error
 
     def _lazy_weights(self) -> LazyWeights:
-        """All weights by the names that the model was loaded with, in the order of an export; each that has
-        an adapter is merged only when it is asked for.
+        """All weights by the model's names, in the order of an export, which names them as the checkpoint
+        that the model was loaded from does; each that has an adapter is merged only when it is asked for.
         """
+        merges: dict[str, Callable[[], Tensor]] = {}
         if self._adapters is None:
-            return LazyWeights(named_weights(self.policy.model))
-        weights, merges = self._adapters.merging()
-        return LazyWeights(weights, merges)
+            weights = named_weights(self.policy.model)
+        else:
+            weights, merges = self._adapters.merging()
+        if self._pieces is None:
+            self._pieces = stored_pieces(self.policy.model, weights)
+        return LazyWeights(weights, merges, self._pieces)
 
     def _tensors_of(self, part: TrainerPart) -> list[Tensor]:
         """Weights: all that the model computes with, the policy's and the reference's, buffers and adapters

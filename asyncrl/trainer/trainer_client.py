@@ -18,7 +18,14 @@ from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.config.fields import Device, DType, FrozenConfig
 from asyncrl.errors import CheckpointError, TrainerError, TrainerLost
 from asyncrl.http import Caller, CallLost, CallRefused
-from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart, TransportName
+from asyncrl.messages.base import (
+    NO_EXPERT,
+    BroadcastRequest,
+    BroadcastResponse,
+    Moved,
+    TrainerPart,
+    TransportName,
+)
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
@@ -297,9 +304,20 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
         versions=versions,
         engines=engines,
         teacher_logprobs=np.concatenate(taught) if len(taught) == len(trajectories) else None,
+        routing=_routing(trajectories),
     )
     bound = {"version": batch.version, "min_version": batch.min_version, "mask_older": batch.mask_older}
     return BatchHeader(**bound, trajectories=headers, grammars=list(grammars)), arrays
+
+
+def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint8] | None:
+    """Of all, where it is known of one."""
+    width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
+    if width is None:
+        return None
+    unknown = (np.full((len(one.token_ids), width), NO_EXPERT, np.uint8) for one in trajectories)
+    pairs = zip(trajectories, unknown, strict=True)
+    return np.concatenate([other if one.routing is None else one.routing for one, other in pairs])
 
 
 def _taught(trajectory: Trajectory) -> npt.NDArray[np.float32]:

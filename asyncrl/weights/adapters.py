@@ -9,9 +9,11 @@ turns there is nothing to add adapters to: an engine that sleeps has given its w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +51,13 @@ def linear_parameters(model: nn.Module) -> set[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and times.get(id(module.weight)) == 1
     }
+
+
+def routers_of(model: nn.Module) -> list[Any]:
+    """The modules of a transformers model that choose the experts of each token, in the order of its layers:
+    their forward returns (logits, weights, indices), from a call of topk.
+    """
+    return [one for one in model.modules() if re.search(r"Top[kK]Router$", type(one).__name__)]
 
 
 def merge(base: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:  # noqa: N803

@@ -1,5 +1,8 @@
 """The trainer's weights as they leave it: named, gathered, in the engines' dtype, whole or chunk by chunk.
 
+Ranks speak of tensors by the model's names. What leaves them goes by the checkpoint's: a stack of experts is
+gathered as one tensor, and cut into those of the checkpoint as it is written (tensor_files.stored_pieces).
+
 Sharded weights are gathered one tensor at a time, on rank 0 alone; the ranks that write nothing send it
 their shards in the same pass (gather_along). Where each rank puts chunks on its own device, all of them
 gather. A chunk is as many tensors, in the order of an export, as fit
@@ -30,7 +33,7 @@ from asyncrl.files import open_as, whole_folder
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
 from asyncrl.messages.digest import joint_digest
 from asyncrl.serving import Refused
-from asyncrl.weights.tensor_files import digest_of_tensor, dtype_name, write_tensors
+from asyncrl.weights.tensor_files import Pieces, digest_of_tensor, dtype_name, pieces_of, write_tensors
 
 Entries = list[tuple[str, str, list[int]]]
 """(name, dtype, shape) of each tensor."""
@@ -39,14 +42,17 @@ Device: TypeAlias = str | torch.device
 
 
 class LazyWeights(Mapping[str, Tensor]):
-    """Weights in the order of an export, of which some are computed at each access. `like` has shape and
-    dtype of each, without computing it.
+    """Weights by the names of the model, of which some are computed at each access. `like` has shape and
+    dtype of each, without computing it; `pieces`: what is exported of it, by the names of a checkpoint.
     """
 
     def __init__(
-        self, like: Mapping[str, Tensor], computed: Mapping[str, Callable[[], Tensor]] | None = None
+        self,
+        like: Mapping[str, Tensor],
+        computed: Mapping[str, Callable[[], Tensor]] | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
-        self.like, self._computed = dict(sorted(like.items())), computed or {}
+        self.like, self._computed, self.pieces = dict(sorted(like.items())), computed or {}, pieces or {}
 
     def __getitem__(self, name: str) -> Tensor:
         compute = self._computed.get(name)
@@ -65,7 +71,7 @@ class LazyWeights(Mapping[str, Tensor]):
 
     def only(self, names: list[str]) -> LazyWeights:
         """These."""
-        return LazyWeights({name: self.like[name] for name in names}, self._computed)
+        return LazyWeights({name: self.like[name] for name in names}, self._computed, self.pieces)
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
@@ -88,18 +94,20 @@ def whole_here(tensor: Tensor) -> Tensor:
 def whole_tensors(
     weights: Mapping[str, Tensor], dtype: DType = None, device: Device = "cpu", *, on_all: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor on `device`, contiguous, a floating point one as `dtype`. Copies only what is not so
-    already.
+    """Each tensor on `device`, contiguous, a floating point one as `dtype`; of LazyWeights their pieces.
+    Copies only what is not so already.
 
     A sharded tensor is gathered on rank 0; all ranks must go through all of them, and the others get nothing.
     `on_all`: all get it.
     """
+    pieces = weights.pieces if isinstance(weights, LazyWeights) else {}
     for name, tensor in weights.items():
         target = _export_dtype(tensor, dtype)
         is_sharded = isinstance(tensor, DTensor)
         whole = _gathered(cast(DTensor, tensor.to(target)), on_all=on_all) if is_sharded else tensor
         if whole is not None:
-            yield name, whole.detach().to(device=device, dtype=target).contiguous()
+            moved = whole.detach().to(device=device, dtype=target).contiguous()
+            yield from ((one, piece.contiguous()) for one, piece in pieces_of({name: moved}, pieces).items())
 
 
 def _gathered(tensor: DTensor, *, on_all: bool = False) -> Tensor | None:
@@ -207,9 +215,10 @@ def _write_export(
 ) -> ExportResponse:
     unfinished = path.with_name(path.name + ".unfinished")
     try:
+        entries = entries_of(weights, dtype)
         with unfinished.open("wb") as file:
-            digests = write_tensors(file, entries_of(weights, dtype), tensors)
-        assert len(digests) == len(weights), f"{len(digests)} of {len(weights)} tensors were gathered"
+            digests = write_tensors(file, entries, tensors)
+        assert len(digests) == len(entries), f"{len(digests)} of {len(entries)} tensors were gathered"
         unfinished.rename(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -235,7 +244,7 @@ def manifest_of(
         version=version,
         path=path,
         digest=joint_digest(digests.values()),
-        num_tensors=len(weights),
+        num_tensors=len(digests),
         num_bytes=sum(sizes_of(weights, dtype).values()),
         is_held=not path,
     )
@@ -265,13 +274,14 @@ def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
     """Of each as it is exported."""
     return [
-        (name, dtype_name(_export_dtype(tensor, dtype)), list(tensor.shape))
+        (piece, dtype_name(_export_dtype(tensor, dtype)), list(tensor.shape if cut is None else cut.shape))
         for name, tensor in weights.like.items()
+        for piece, cut in weights.pieces.get(name, {name: None}).items()
     ]
 
 
 def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
-    """Bytes of each tensor as it is exported, whole, sharded or not."""
+    """Bytes of each tensor of the model as it is exported, whole, sharded or not."""
     return {
         name: tensor.numel() * _export_dtype(tensor, dtype).itemsize for name, tensor in weights.like.items()
     }
@@ -311,8 +321,8 @@ class Chunks:
         self._digests: dict[str, bytes] = {}
 
     def names(self, weights: LazyWeights, version: int, index: int) -> list[str]:
-        """The tensors that all ranks gather for this chunk, in this order; with the last one, those that have
-        no digest yet come first. Raises Refused.
+        """The tensors of the model that all ranks gather for this chunk, in this order; with the last one,
+        those that have no digest yet come first. Raises Refused.
         """
         if version != self._version:
             self._version, self._digests = version, {}
@@ -320,8 +330,10 @@ class Chunks:
         if index >= len(chunks):
             what = f"chunk {index} was asked for, and version {version} has {len(chunks)} of them"
             raise Refused(422, what, rule="chunks are numbered from 0 to the one with is_last")
-        before = [name for chunk in chunks[:index] for name in chunk if name not in self._digests]
-        return [*(before if index + 1 == len(chunks) else []), *chunks[index]]
+        before = itertools.chain(*chunks[:index]) if index + 1 == len(chunks) else ()
+        hashed = self._digests.keys()
+        without = [name for name in before if hashed.isdisjoint(weights.pieces.get(name, {name: None}))]
+        return [*without, *chunks[index]]
 
     def is_last(self, weights: LazyWeights, index: int) -> bool:
         """Whether this chunk ends them."""

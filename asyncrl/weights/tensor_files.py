@@ -1,4 +1,4 @@
-"""Tensors in safetensors files, and their digests.
+"""Tensors in safetensors files: their format, their digests, and how those of a model are stored.
 
 The format: 8 bytes with the length of a JSON head, the head, the data
 (https://github.com/huggingface/safetensors#format). torch is imported where tensors are made or hashed on a
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.messages.digest import BLOCK_BYTES, NUM_SUMS, block_keys, digest_of_sums, joint_digest
 from asyncrl.serving import Refused
@@ -228,3 +228,55 @@ def host_bytes(tensor: Tensor) -> memoryview:
 def adapted_modules(names: Iterable[str]) -> list[str]:
     """The layers that have an adapter in a file with these tensors."""
     return sorted({name.removesuffix(end) for name in names for end in SUFFIXES if name.endswith(end)})
+
+
+class StoredPiece(NamedTuple):
+    """A tensor of a checkpoint, as elements of a tensor of the model: arguments of torch.as_strided."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+
+Pieces = Mapping[str, Mapping[str, StoredPiece]]
+"""Of each tensor of a model that its checkpoint has cut, or under another name: what is there, by name."""
+
+
+def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
+    """How the checkpoint of a transformers model has these weights of it: the inverse of what transformers
+    does at load, where it stacks the experts of a layer and renames. A tensor that it computes, or joins with
+    others, keeps the model's name.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+    from transformers.core_model_loading import revert_weight_conversion
+
+    class Uncopied(TorchFunctionMode):  # what is cut from a tensor stays a view of it
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))
+
+    like = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weights.items()}
+    owners = {one.untyped_storage()._cdata: name for name, one in like.items()}
+    with Uncopied():
+        stored = revert_weight_conversion(model, dict(like))
+    pieces: dict[str, dict[str, StoredPiece]] = {}
+    for name, one in stored.items():
+        if owner := owners.get(one.untyped_storage()._cdata):
+            pieces.setdefault(owner, {})[name] = StoredPiece(
+                tuple(one.shape), one.stride(), one.storage_offset()
+            )
+    sizes = {name: sum(math.prod(one.shape) for one in found.values()) for name, found in pieces.items()}
+    return {
+        name: found
+        for name, found in pieces.items()
+        if found.keys() != {name} and sizes[name] == like[name].numel()
+    }
+
+
+def pieces_of(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:
+    """Whole contiguous tensors of a model, as its checkpoint has them: views."""
+    return {
+        piece: tensor if cut is None else tensor.as_strided(*cut[:2], tensor.storage_offset() + cut.start)
+        for name, tensor in tensors.items()
+        for piece, cut in pieces.get(name, {name: None}).items()
+    }

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.overrides import TorchFunctionMode
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.messages.base import NO_EXPERT
+from asyncrl.serving import Refused
 from asyncrl.trainer.model.attention import choose_flash
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
 from asyncrl.trainer.model.loading import (
@@ -32,6 +35,7 @@ from asyncrl.trainer.model.loading import (
 from asyncrl.trainer.model.policy import ForwardPlan, Policy, find_plan, probe_model
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.ipc import limit_memory
 
 if TYPE_CHECKING:
@@ -247,8 +251,64 @@ class TrainedModel:
         if self.adapters is not None and spec.trainer.lora is not None and spec.trainer.lora.merge == "step":
             self.masters.then = self.adapters.keep_merged
             self.adapters.keep_merged()
+        if spec.algorithm.router_replay:
+            self.policy.replay = RouterReplay(model)
         if spec.trainer.gradient_checkpointing:
             self.policy.enable_gradient_checkpointing()
+
+
+class RouterReplay:
+    """Has the routers of a model choose the experts that the engine's have chosen (R3,
+    https://arxiv.org/abs/2510.11370); their weights are the model's own, of its logits for these experts, and
+    have a gradient. Where the choice is not known it is the model's own.
+
+    Called with the routing of the next pass, uint8 [N, E], or None. It holds for the backward pass as well,
+    in which layers may be computed once more.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises ConfigError if the model has no experts."""
+        self._routing: list[Tensor] = []
+        routers = routers_of(model)
+        if not routers:
+            what = f"algorithm.router_replay=true, and {type(model).__name__} has no routers"
+            raise ConfigError(what, way_out="set algorithm.router_replay=false: each token has one way.")
+        self._sizes = [int(router.top_k) for router in routers]
+        for number, router in enumerate(routers):
+            router.forward = partial(self._route, router.forward, number, len(router.weight))
+
+    def __call__(self, routing_N: Tensor | None) -> None:
+        if routing_N is None:
+            self._routing = []
+            return
+        if routing_N.shape[1] != sum(self._sizes):
+            what = f"the routing of a token has {routing_N.shape[1]} experts, the model's {sum(self._sizes)}"
+            raise Refused(422, what, rule="trainer and engine hold the same model")
+        self._routing = list(torch.split(routing_N, self._sizes, dim=1))
+
+    def _route(self, forward: Any, number: int, num_experts: int, *args: Any, **kwargs: Any) -> Any:
+        if not self._routing:
+            return forward(*args, **kwargs)
+        with _Chosen(self._routing[number], num_experts):
+            return forward(*args, **kwargs)
+
+
+class _Chosen(TorchFunctionMode):
+    """The topk over all experts is this choice, uint8 [N, k]."""
+
+    def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
+        super().__init__()
+        self._chosen_NK, self._num_experts = chosen_NK, num_experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        scores, chosen_NK = args[0], self._chosen_NK
+        if scores.shape != (len(chosen_NK), self._num_experts) or found.indices.shape != chosen_NK.shape:
+            return found
+        indices_NK = torch.where(chosen_NK == NO_EXPERT, found.indices, chosen_NK.long())
+        return torch.return_types.topk((scores.gather(-1, indices_NK), indices_NK))
 
 
 def _frozen_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:

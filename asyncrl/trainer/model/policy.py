@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -201,6 +201,8 @@ class Policy(nn.Module):
         self.model = model
         self.plan = find_plan(model) if plan is None else plan
         self.costs = costs_of(model)
+        self.replay: Callable[[Tensor | None], None] = lambda _: None
+        """Told the routing of the tokens before each pass."""
         if self.plan.is_packed and model.config._attn_implementation != ATTENTION:
             model.set_attn_implementation(ATTENTION)
         self.is_compiled = is_compiled
@@ -217,6 +219,7 @@ class Policy(nn.Module):
         layout = micro.layout
         if self._packs(layout):
             inputs, allowed_U = packed_inputs(micro), micro.allowed_U
+            self.replay(micro.routing_N)
             if self.is_compiled:
                 inputs["packed_layout"] = number_of(layout)
             scores = self._scores(inputs, micro.predict_U, micro.target_U, temperature, allowed_U)
@@ -228,6 +231,7 @@ class Policy(nn.Module):
             column_M = micro.position_N[micro.predict_U[pair]]
             inputs = {"input_ids": micro.token_ids_N[places][None]}
             allowed_M = micro.allowed_U and micro.allowed_U.select(pair)
+            self.replay(None if micro.routing_N is None else micro.routing_N[places])
             found.append(self._scores(inputs, column_M, micro.target_U[pair], temperature, allowed_M))
         return Scores(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 

@@ -275,7 +275,7 @@ class Engine:
         sequence.listener.refused(sequence.number, refusal)
 
     def _tell(self, row: int, then: str) -> None:
-        sampled = self._rows.untold(row, then)
+        sampled = self._rows.untold(row, then, self.runner.cache.routing)
         self._told.setdefault(self._rows.sequences[row].listener, []).append(sampled)
 
     def _remove(self, row: int) -> None:
@@ -389,6 +389,7 @@ class Engine:
             sequence.is_mixed = request.interrupt != "keep"  # which reads all of it again, below
         if request.interrupt == "keep" and rows:
             # Recompute the KV cache; the newest token of each is not in it.
+            rows.keep_routing(self.runner.cache.routing)
             kept = [rows.token_ids[row, : rows.lengths[row] - 1] for row in range(len(rows))]
             self.runner.prefill([(row, ids, 0) for row, ids in enumerate(kept)])
         pause_s, digest = time.perf_counter() - started_s, self.weights.digest

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.messages.base import NO_EXPERT
 from asyncrl.serving import fail
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
@@ -25,6 +27,7 @@ from asyncrl_servers.embedded.kv_attention import (
     CacheShape,
     Pass,
     ProbePass,
+    RoutedExperts,
     UnsupportedAttentionError,
     in_force,
 )
@@ -64,6 +67,8 @@ class EmbeddedSpec(EngineSpec):
     """What sleeps keeps its memory: the trainer has room beside it."""
     share: float | None = Field(default=None, gt=0, lt=1)
     """Fraction of the CUDA device's memory that torch may take here (none = all that is free)."""
+    returns_routing: bool = False
+    """The experts that read each token are told with it (algorithm.router_replay)."""
     score_slots: int = Field(default=0, ge=0)
     """Texts that POST /score reads at once (0 = it is not answered). A server that scores is a teacher: its
     weights stay those of its start, so there is no memory for others.
@@ -122,6 +127,13 @@ class LoadedModel:
                 way_out="use a decoder-only model with plain causal attention (Llama, Qwen2, Qwen3, Mistral "
                 "without a window, SmolLM2, ...).",
             )
+        self.routed = RoutedExperts(model) if spec.returns_routing else None
+        """What listens to the routers, where the experts of each token are to be told."""
+        if self.routed is not None:
+            if not self.routed.num_routed:
+                what = f"{spec.name}: {type(model).__name__} has no routers, or more than {NO_EXPERT} experts"
+                fail(what, way_out="set algorithm.router_replay=false.")
+            self.shape = replace(self.shape, num_routed=self.routed.num_routed)
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))
         self.tokenizer: Any | None = (
             AutoTokenizer.from_pretrained(self.folder, local_files_only=True) if has_tokenizer else None

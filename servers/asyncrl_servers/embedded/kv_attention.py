@@ -28,6 +28,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from asyncrl.messages.base import NO_EXPERT
+from asyncrl.weights.adapters import routers_of
+
 NAME = "asyncrl_slots"
 LENGTH_STEP = 32
 """Attention runs over a multiple of this many positions."""
@@ -62,11 +65,12 @@ def padded_length(length: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of a model's keys and values."""
+    """Sizes of a model's keys and values; and of the experts of a token, where they are to be told."""
 
     num_layers: int
     kv_heads: int
     head_dim: int
+    num_routed: int = 0
 
     def stretch_worth(self, device: torch.device) -> float:
         """Positions that are read in the time that one more stretch costs."""
@@ -74,13 +78,14 @@ class CacheShape:
         return floats / (self.kv_heads * self.head_dim)
 
     def slot_bytes(self, max_length: int, itemsize: int) -> int:
-        """Bytes of the keys and values of one slot."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * itemsize * padded_length(max_length)
+        """Bytes of the keys, values and experts of one slot."""
+        keys = 2 * self.num_layers * self.kv_heads * self.head_dim * itemsize
+        return (keys + self.num_routed) * padded_length(max_length)
 
 
 class SlotCache:
     """Keys and values: [layers, slots, kv_heads, positions, head_dim] each; positions is a multiple of
-    LENGTH_STEP.
+    LENGTH_STEP. `routing`: the experts that have read each token, uint8 [slots, positions, experts].
     """
 
     @torch.inference_mode(False)
@@ -91,16 +96,39 @@ class SlotCache:
         # Zeros: what was never written must be finite, since it is multiplied by a probability of 0.
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+        routed = (slots, padded_length(max_length), shape.num_routed)
+        self.routing = torch.zeros(routed, dtype=torch.uint8, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Memory it takes."""
-        return self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes + self.routing.nbytes
 
     def copy_slot(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot to another."""
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        self.routing[target, :length] = self.routing[source, :length]
+
+
+class RoutedExperts:
+    """Listens to the routers of a model. `num_routed`: experts of a token, of all routers; 0 if there are
+    none, or more than 255 experts.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._chosen: list[Tensor] = []
+        """By router, of the newest pass: int64 [R, k]."""
+        routers = routers_of(model)
+        is_small = all(len(router.weight) <= NO_EXPERT for router in routers)
+        self.num_routed = sum(int(router.top_k) for router in routers) if is_small else 0
+        for router in routers:
+            router.register_forward_hook(lambda _, inputs, found: self._chosen.append(found[2]))
+
+    def take(self) -> Tensor:
+        """Of the newest pass, uint8 [R, num_routed]."""
+        chosen, self._chosen = self._chosen, []
+        return torch.cat(chosen, dim=1).to(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)

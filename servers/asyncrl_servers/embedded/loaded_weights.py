@@ -1,7 +1,9 @@
 """The weights of an embedded engine: staged beside the serving ones, or loaded into their memory chunk by
 chunk; verified, served, put to sleep and read again.
 
-The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once.
+The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once,
+by the names of a checkpoint. Where transformers stacks what is one by one there, like the experts of a layer,
+what comes is copied into views of the stack.
 Adapters (asyncrl/weights/adapters.py) change some of the weights that the server started with, which are kept
 for it.
 """
@@ -25,7 +27,9 @@ from asyncrl.weights.tensor_files import (
     digest_tensors,
     dtype_name,
     finish_digests,
+    pieces_of,
     read_or_refuse,
+    stored_pieces,
     torch_block_sums,
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
@@ -41,9 +45,11 @@ class Weights(WeightState):
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
         self._parameters = dict(loaded.model.named_parameters())
-        super().__init__(self._parameters.keys())
+        self._pieces = stored_pieces(loaded.model, self._parameters)
+        self._kinds = _kinds(self._parameters)
+        self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
+        super().__init__(self._stored_kinds.keys())
         self._loaded, self._has_adapters, self._stays = loaded, spec.has_adapters, spec.stays
-        self._kinds = {name: (one.shape, one.dtype) for name, one in self._parameters.items()}
         self.num_bytes: int = sum(parameter.nbytes for parameter in self._parameters.values())
         self._linear = linear_parameters(loaded.model)
         self._base: dict[str, Tensor] | None = {name: one.data for name, one in self._parameters.items()}
@@ -55,16 +61,13 @@ class Weights(WeightState):
     def digest(self) -> str:
         """Of the serving weights; that of the start is computed when first asked for."""
         if not self._digest:
-            self._digest = digest_tensors(self._parameters)
+            self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
 
     def read(self, request: PrepareRequest) -> dict[str, Tensor]:
         """Weights, or all parameters with adapters merged over the weights of the start."""
-        tensors, memory = self._copies(request.path)
-        if request.kind == "weights":
-            self._check_parameters(tensors, request.path)
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        check_arrived(request.path, (_digests(tensors, memory), num_bytes), request)
+        tensors, arrived = self._copies(request.path, is_whole=request.kind == "weights")
+        check_arrived(request.path, arrived, request)
         if request.kind == "weights":
             return tensors
         if self._base is None:
@@ -77,9 +80,9 @@ class Weights(WeightState):
         """Copy the tensors of a chunk into the weights, from wherever the trainer has put them."""
         with self._memory.chunk(request) as tensors:
             self._check_parameters(tensors, request.place, is_part=True)
-            return digest_and_size(
-                {name: self._parameters[name].data.copy_(tensor) for name, tensor in tensors.items()}
-            )
+            parameters = {name: parameter.data for name, parameter in self._parameters.items()}
+            places = pieces_of(parameters, self._pieces)
+            return digest_and_size({name: places[name].copy_(tensor) for name, tensor in tensors.items()})
 
     def swap(self) -> None:
         """Make the weights of the commit that has begun the serving ones."""
@@ -147,12 +150,21 @@ class Weights(WeightState):
             else:
                 parameter.data = tensors[name]
 
-    def _copies(self, path: str) -> tuple[dict[str, Tensor], Tensor]:
-        """Of what is in a file, which may be replaced by the next export while these weights serve; and the
-        memory in which they lie, uint8: one after the other, each at the start of a block of the digest, and
-        zeros after it to the next one.
+    def _copies(self, path: str, *, is_whole: bool = True) -> tuple[dict[str, Tensor], Arrived]:
+        """Of what is in a file, which may be replaced by the next export while these weights serve: by the
+        names of the model if it `is_whole`. Raises Refused (400, 409).
         """
         files = read_or_refuse(path)
+        if is_whole:
+            self._check_parameters({name: raw.as_torch() for name, raw in files.items()}, path)
+        if is_whole and self._pieces:
+            kinds, device = self._kinds.items(), self._loaded.device
+            stacks = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
+            places = pieces_of(stacks, self._pieces)
+            return stacks, digest_and_size(
+                {name: places[name].copy_(files[name].as_torch()) for name in files}
+            )
+        # One after the other, each at the start of a block of the digest, and zeros after it to the next one.
         sizes = [_num_blocks(len(raw.data)) * BLOCK_BYTES for raw in files.values()]
         memory = torch.empty(sum(sizes), dtype=torch.uint8, device=self._loaded.device)
         tensors = {}
@@ -162,13 +174,13 @@ class Weights(WeightState):
                 piece[len(raw.data) :].zero_()
                 piece = piece[: len(raw.data)]
             tensors[name] = piece.view(found.dtype).view(found.shape).copy_(found)
-        return tensors, memory
+        return tensors, (_digests(tensors, memory), sum(tensor.nbytes for tensor in tensors.values()))
 
     def _read_source(self) -> dict[str, Tensor]:
         """What served, read again. Raises Refused (400, 409)."""
         if self.source:
-            tensors, memory = self._copies(self.source)
-            self.check_restored(joint_digest(_digests(tensors, memory).values()), self.source)
+            tensors, (digests, _) = self._copies(self.source)
+            self.check_restored(joint_digest(digests.values()), self.source)
             return tensors
         folder = self._loaded.folder
         try:
@@ -176,23 +188,27 @@ class Weights(WeightState):
         except Exception as error:
             what = f"cannot restore the weights of the start from {folder}: {error}"
             raise Refused(409, what, way_out="put the folder back, or push.") from error
-        self.check_restored(digest_tensors(tensors), str(folder))
+        self.check_restored(digest_tensors(pieces_of(tensors, self._pieces)), str(folder))
         self._base = dict(tensors)
         return tensors
 
     def _check_parameters(self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False) -> None:
         """Raise Refused (409) if these are not the parameters of the model; `is_part`: some of them."""
-        found = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        missing = set() if is_part else self._kinds.keys() - found.keys()
-        wrong = sorted(missing | {name for name, kind in found.items() if self._kinds.get(name) != kind})
+        found, kinds = _kinds(tensors), self._stored_kinds
+        missing = set() if is_part else kinds.keys() - found.keys()
+        wrong = sorted(missing | {name for name, kind in found.items() if kinds.get(name) != kind})
         if wrong:
             raise Refused(
                 409,
                 f"{place} does not fit the model in {len(wrong)} tensors, like {wrong[0]}, which is "
-                f"{found.get(wrong[0], 'missing')}; the model has {self._kinds.get(wrong[0], 'none')}",
+                f"{found.get(wrong[0], 'missing')}; the model has {kinds.get(wrong[0], 'none')}",
                 rule="trainer and engine hold the same model in the same dtype, tied weights once",
                 way_out="set model.path and model.dtype to the same for both.",
             )
+
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 def _num_blocks(num_bytes: int) -> int:
@@ -200,8 +216,8 @@ def _num_blocks(num_bytes: int) -> int:
 
 
 def _digests(tensors: Mapping[str, Tensor], memory: Tensor) -> dict[str, bytes]:
-    """digests_of tensors that lie in `memory` as _copies() laid them: the sums of all in one pass, where one
-    for each costs as much as the copy for a small model.
+    """digests_of tensors that lie in `memory`, uint8, as _copies() laid them: the sums of all in one pass,
+    where one for each costs as much as the copy for a small model.
     """
     sums, end, begun = torch_block_sums(memory).cpu(), 0, {}
     for name, tensor in tensors.items():

@@ -231,6 +231,10 @@ class Runner:
                 return_dict=True,
                 **how,
             )
+        if (routed := self.loaded.routed) is not None:
+            rows_read = slice(len(writes.slots)) if source is None else source
+            slots, places = (torch.from_numpy(one).to(device) for one in (writes.slots, writes.positions))
+            self.cache.routing[slots, places] = routed.take()[rows_read]
         return cast(Tensor, answer.logits.squeeze(axis))
 
 

@@ -86,6 +86,8 @@ class Sequence(Run):
         """Whether a part of its KV cache is of weights that serve no more."""
         self.kept_row = -1
         """The row of Rows that keeps the turns before it."""
+        self.routing, self.num_routed = b"", 0
+        """The experts of tokens that its listener does not have, and the tokens whose experts were noted."""
 
 
 class Rows:
@@ -181,11 +183,25 @@ class Rows:
         self.token_ids[rows, places], self.logprobs[rows, places] = token_ids, logprobs
         self.lengths[rows] += 1
 
-    def untold(self, row: int, then: str) -> Sampled:
+    def keep_routing(self, routing_SPE: Tensor, rows: Iterable[int] | None = None) -> None:
+        """Note the experts that have read the tokens of these rows, before any is read again: of those that
+        were not noted. The newest token is not read yet. `routing_SPE`: of the KV cache.
+        """
+        if not routing_SPE.shape[2]:
+            return
+        for row in range(len(self.sequences)) if rows is None else rows:
+            sequence, end = self.sequences[row], int(self.lengths[row]) - 1
+            sequence.routing += routing_SPE[row, sequence.num_routed : end].cpu().numpy().tobytes()
+            sequence.num_routed = max(sequence.num_routed, end)
+
+    def untold(self, row: int, then: str, routing_SPE: Tensor) -> Sampled:
         """What the listener of this row does not have yet; from now on it has."""
-        sequence, end = self.sequences[row], int(self.lengths[row])
+        sequence, end, routing = self.sequences[row], int(self.lengths[row]), b""
         start, sequence.num_told = sequence.num_told, end
         top, sequence.top_logprobs = sequence.top_logprobs, []
+        if then != "more":
+            self.keep_routing(routing_SPE, [row])
+            routing, sequence.routing = sequence.routing, b""
         return Sampled(
             sequence.number,
             self.token_ids[row, start:end].astype(np.int32),
@@ -193,6 +209,7 @@ class Rows:
             spans_of(sequence.marks, start, end),
             then,
             top,
+            routing,
         )
 
     def common_prefix(self, token_ids: npt.NDArray[np.int64], among: list[int]) -> tuple[int, int]:

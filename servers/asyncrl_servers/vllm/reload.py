@@ -42,11 +42,19 @@ class Reload:
         # A tied parameter is listed once, for its first layer. Layers without parameters have buffers that
         # they compute themselves.
         self._owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+        methods: set[Any] = {getattr(layer, "quant_method", None) for layer in model.modules()}
+        kernels = {method: getattr(method, "moe_kernel", None) for method in methods}
+        self._cpu_experts = {
+            method: kernel for method, kernel in kernels.items() if kernel and current_platform.is_cpu()
+        }
 
     def begin(self) -> None:
         """Give the layers the form in which they are loaded."""
         with self._loading():
             initialize_layerwise_reload(self._model)
+        # vLLM packs experts for the CPU only where they have no kernel yet, at the first load.
+        for method in self._cpu_experts:
+            method.moe_kernel = None
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load some tensors."""
@@ -70,6 +78,8 @@ class Reload:
         """Give the layers the form in which they compute, whatever they have got."""
         with self._loading():
             finalize_layerwise_reload(self._model, self._worker.model_runner.model_config)
+            for method, kernel in self._cpu_experts.items():  # which layers that got nothing need, too
+                method.moe_kernel = kernel
             self.repack_tied()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

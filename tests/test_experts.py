@@ -1,0 +1,389 @@
+"""Models with experts, which transformers stacks at load: what is exported and loaded goes by the names of
+the checkpoint, whichever way it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_in_process import answered, make_request, publish, running_engine
+from engine_in_process import make_spec as engine_spec
+from rank_processes import running
+from safetensors.torch import load_file
+from test_engine_sleep import sleep, wake
+from test_weights_export import chunks_of
+from tiny_model import MOE, make_tiny_moe
+from torch import Tensor
+from trainer_cases import batch_of, changed, learned, make_batch, make_spec
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from vllm_house import CANARY_LIMIT, House
+from vllm_process import vllm_process
+
+from asyncrl.engines.segment_check import RoutedTokens
+from asyncrl.engines.vllm_server import VllmServer
+from asyncrl.errors import ConfigError
+from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
+from asyncrl.messages.base import NO_EXPERT, Interrupt
+from asyncrl.messages.calls import (
+    BatchArrays,
+    BatchHeader,
+    CommitRequest,
+    LoadChunkRequest,
+    PrepareRequest,
+)
+from asyncrl.messages.frames import Asked, Sampled
+from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, VersionSpan
+from asyncrl.rollouts.generators import make_trajectory
+from asyncrl.serving import Refused
+from asyncrl.testing.fakes import ask
+from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import pack_groups
+from asyncrl.weights.adapters import routers_of
+from asyncrl.weights.export import LazyWeights, export_weights, named_weights
+from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces
+from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
+from asyncrl_servers.embedded.build_engine import build_engine
+from asyncrl_servers.embedded.decode_loop import Engine
+
+DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+DEEPSEEK |= {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+STACKED = {
+    "qwen3_moe": MOE,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": DEEPSEEK | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+}
+"""Models whose experts transformers stacks at load; Mixtral's it also renames."""
+NUM_ROUTED = 4
+"""Experts that read a token of the tiny model: 2 in each of its 2 layers."""
+
+
+class Heard:
+    """What a request's listener is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[Sampled] = []
+
+    def sampled(self, rows: Sequence[Sampled]) -> None:
+        self.rows += rows
+
+    def refused(self, number: int, refusal: Refused) -> None:
+        raise refusal
+
+
+@pytest.mark.parametrize("model_type", STACKED)
+def test_what_transformers_stacks_is_exported_by_the_names_of_the_checkpoint(
+    tmp_path: Path, model_type: str
+) -> None:
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
+    stored = load_file(folder / "model.safetensors")
+    for model in (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32),
+    ):
+        model.load_state_dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
+        named = named_weights(model)
+        assert any(one.endswith(".experts.gate_up_proj") for one in named), "stacked in the model"
+        weights = LazyWeights(named, None, stored_pieces(model, named))
+        loaded = load_file(export_weights(weights, tmp_path / "w.safetensors", 0).path)
+        assert loaded.keys() == stored.keys()
+        assert any(".experts.3." in one for one in loaded)
+        assert all(torch.equal(loaded[name], one) for name, one in stored.items())
+        pieces = pieces_of(named, weights.pieces)
+        begins = {one.untyped_storage().data_ptr() for one in named.values()}
+        assert {one.untyped_storage().data_ptr() for one in pieces.values()} == begins, "a cut copies nothing"
+
+
+def test_chunks_saved_folders_broadcasts_and_files_name_experts_alike(tmp_path: Path) -> None:
+    folder = make_tiny_moe(tmp_path / "model")
+    step = make_step(folder, tmp_path)
+    step.train(*make_batch())
+    answer = step.export(tmp_path / "v1.safetensors")
+    whole, chunks = load_file(answer.path), chunks_of(step)
+    assert whole.keys() == load_file(folder / "model.safetensors").keys()
+    assert (answer.num_tensors, answer.digest) == (len(whole), digest_tensors(whole))
+    assert len(chunks) > 2
+    assert sum(told.num_tensors for told, _ in chunks) == len(whole)
+    assert all(told.digest == digest_tensors(tensors) for told, tensors in chunks)
+    in_chunks = {name: tensor for _, tensors in chunks for name, tensor in tensors.items()}
+    step.save(tmp_path / "saved")
+    for found in (in_chunks, load_file(tmp_path / "saved" / "model.safetensors")):
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[name], one) for name, one in whole.items())
+    assert chunks[-1][0].whole_digest == answer.digest
+    broadcast = make_transport("nccl", TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
+    held = broadcast.begin(Exported(1, step._lazy_weights), tmp_path).result()
+    assert (held.digest, held.num_tensors, held.num_bytes) == (
+        answer.digest,
+        answer.num_tensors,
+        answer.num_bytes,
+    )
+    again = make_step(folder, tmp_path)  # the last chunk alone: what has no digest yet is hashed
+    vars(again).update(policy_version=1)
+    again.policy.load_state_dict(step.policy.state_dict())
+    names = again.chunk_names(1, len(chunks) - 1)
+    assert len(names) == len(named_weights(step.policy.model))
+    last = again.export_chunk(len(chunks) - 1)
+    assert last is not None
+    assert last.whole_digest == answer.digest
+
+
+def make_step(folder: Path, scratch: Path, **values: Any) -> TrainStep:
+    (scratch / "staging").mkdir(exist_ok=True)
+    return TrainStep(make_spec(folder, scratch, **{"chunk_bytes": 10_000, **values}))
+
+
+def drawn_batch(engine: Engine, version: int) -> tuple[BatchHeader, BatchArrays]:
+    """A group that the engine has sampled, with rewards that differ."""
+    prompts = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]
+    answers = [answered(engine, prompt_ids=one, seed=seed) for seed, one in enumerate(prompts)]
+    rows, logprobs = [], list[float]()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        rows.append(([*prompt, *answer.token_ids], [False] * len(prompt) + [True] * len(answer.token_ids)))
+        logprobs += [0.0] * len(prompt) + answer.logprobs
+    header, arrays = batch_of([rows])
+    entries = [
+        one.model_copy(update={"reward": float(index % 2)}) for index, one in enumerate(header.trajectories)
+    ]
+    versions = np.where(arrays.loss_mask, version, -1).astype(np.int32)
+    update = {"version": version, "min_version": version, "trajectories": entries}
+    return header.model_copy(update=update), changed(
+        arrays, behaviour_logprobs=np.array(logprobs, np.float32), versions=versions
+    )
+
+
+@pytest.mark.parametrize("chunks", ["file", "memory"])
+def test_an_embedded_engine_computes_with_the_experts_that_it_was_pushed(tmp_path: Path, chunks: str) -> None:
+    """As one file, and in turns chunk by chunk; after each push logprobs are the trainer's."""
+    folder = make_tiny_moe(tmp_path / "model")
+    step, gaps = make_step(folder, tmp_path, chunks=chunks), list[float]()
+    with running_engine(folder, deterministic=False) as engine:  # products of experts have few rows
+        assert engine.weights.digest == digest_tensors(load_file(folder / "model.safetensors"))
+        for version in range(3):
+            gaps.append(step.train(*drawn_batch(engine, version))["policy/logprob_gap_max"])
+            if version < 2:
+                answer = step.export(tmp_path / f"v{version + 1}.safetensors")
+                publish(engine, PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields))))
+        assert engine.weights.digest == answer.digest
+        sleep(engine)
+        wake(engine)  # restored from the file
+        sleep(engine)
+        wake(engine, restore=False)
+        told, index = None, 0
+        while told is None or not told.is_last:
+            step.chunk_names(3, index)
+            told, index = step.export_chunk(index), index + 1
+            assert told is not None
+            request = told.model_dump(include=set(LoadChunkRequest.model_fields))
+            assert engine.weights.load_chunk(LoadChunkRequest(**request)).digest == told.digest
+        commit = CommitRequest(version=3, digest=told.whole_digest)
+        assert engine.commit(commit).result(timeout=60).digest == engine.weights.digest
+        gaps.append(step.train(*drawn_batch(engine, 3))["policy/logprob_gap_max"])
+    assert max(gaps) < 1e-4, gaps
+
+
+def test_ranks_export_experts_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = make_tiny_moe(tmp_path / "model")
+    alone = make_step(folder, tmp_path)
+    alone.train(*make_batch())
+    expected = load_file(alone.export(tmp_path / "alone.safetensors").path)
+    with running(folder, tmp_path / "ranks", 2, chunk_bytes=10_000) as group:
+        group.train(*make_batch())
+        export = group.export()
+        found = load_file(export.path)
+        group.save(tmp_path / "saved")
+    assert export.digest == digest_tensors(found)
+    for loaded in (found, load_file(tmp_path / "saved" / "model.safetensors")):
+        assert loaded.keys() == expected.keys()
+        for name, one in expected.items():
+            torch.testing.assert_close(loaded[name], one, atol=1e-5, rtol=0, msg=name)
+
+
+# ---- router replay
+
+
+def chosen_by(folder: Path, token_ids: list[int]) -> Tensor:
+    """uint8 [T, E]: the experts that transformers' own forward reads these tokens with."""
+    model, chosen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), list[Tensor]()
+    for router in routers_of(model):
+        router.register_forward_hook(lambda _, inputs, found: chosen.append(found[2]))
+    with torch.no_grad():
+        model(torch.tensor([token_ids]))
+    return torch.cat(chosen, dim=1).to(torch.uint8)
+
+
+def told(routing: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(routing), dtype=torch.uint8).view(-1, NUM_ROUTED)
+
+
+def test_an_engine_tells_which_experts_have_read_each_token(tmp_path: Path) -> None:
+    """Of prompts that share a slot's start, too."""
+    folder, head = make_tiny_moe(tmp_path / "model"), tuple(range(6, 46))
+    prompts = [(7, 8, 9), head, head, (*head[:35], 9, 9), (14,)]
+    with running_engine(folder, deterministic=False, returns_routing=True, slots=3) as engine:
+        requests = [make_request(str(at), prompt_ids=one, seed=at) for at, one in enumerate(prompts)]
+        answers = [future.result(timeout=60) for future in ask(engine, requests)]
+        answers.append(answered(engine, prompt_ids=head, seed=9))
+    for prompt, answer in zip([*prompts, head], answers, strict=True):
+        expected = chosen_by(folder, [*prompt, *answer.token_ids])
+        assert torch.equal(told(answer.routing), expected[:-1])
+    with running_engine(folder, deterministic=False) as engine:
+        assert answered(engine).routing == b""
+
+
+@pytest.mark.parametrize("interrupt", ["keep", "abort"])
+def test_a_token_keeps_the_experts_of_the_weights_that_sampled_the_next(
+    tmp_path: Path, interrupt: Interrupt
+) -> None:
+    folder, other, at = make_tiny_moe(tmp_path / "model"), make_tiny_moe(tmp_path / "other", seed=1), 30
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    named = named_weights(model)
+    weights = LazyWeights(named, None, stored_pieces(model, named))
+    export = export_weights(weights, tmp_path / "w.safetensors", 1)
+    engine = build_engine(engine_spec(folder, deterministic=False, returns_routing=True))
+    prepare = PrepareRequest(**export.model_dump(include=set(PrepareRequest.model_fields)))
+    staged = engine.weights.prepare(prepare)
+    heard = Heard()
+    sequence = engine.run(Asked(0, make_request(max_tokens=80), False), heard)
+    engine.submit([sequence])
+    for _ in range(at):
+        engine.turn()
+    engine.commit(CommitRequest(version=1, digest=staged.digest, interrupt=interrupt))
+    while not heard.rows or heard.rows[-1].then != "length":
+        engine.turn()
+        if heard.rows and heard.rows[-1].then == "interrupted":
+            engine.resume([sequence])
+    routed, num_told = RoutedTokens(3), 0
+    for row in heard.rows:
+        routed.add(row.routing, num_told, num_told + len(row.token_ids))
+        num_told += len(row.token_ids)
+    token_ids = [1, 2, 3, *(int(token) for row in heard.rows for token in row.token_ids)]
+    old, new = chosen_by(folder, token_ids)[:-1], chosen_by(other, token_ids)[:-1]
+    num_old = 3 + at - 1
+    assert len(heard.rows) == (1 if interrupt == "keep" else 2)
+    assert torch.equal(told(routed.known), torch.cat([old[:num_old], new[num_old:]]))
+    assert not torch.equal(old[:num_old], new[:num_old])
+
+
+def test_what_was_read_again_by_another_server_is_not_known() -> None:
+    """Prompts of 3 tokens, 2 experts a token."""
+    routed, other = RoutedTokens(3), RoutedTokens(3)
+    routed.add(bytes(range(8)), 0, 2)  # of positions 0 to 3: the prompt, and the first token
+    routed.add(bytes([8, 9]), 2, 3)  # goes on in its slot
+    assert routed.known == bytes(range(10))
+    routed.add(bytes([77] * 10 + [10, 11, 12, 13]), 3, 5)  # of a new segment, its whole prompt
+    assert routed.known == bytes(range(14))
+    other.add(bytes(range(12)), 3, 4)  # three tokens came from elsewhere
+    assert other.known == bytes([0, 1, 2, 3] + [NO_EXPERT] * 6 + [10, 11])
+
+
+def routed_batch(engine: Engine) -> tuple[BatchHeader, BatchArrays]:
+    """A group, from the engine through the journal's record to the trainer."""
+    trajectories = []
+    for index, prompt in enumerate([(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]):
+        answer = answered(engine, prompt_ids=prompt, seed=index)
+        spans = (VersionSpan(0, len(answer.token_ids), 0),)
+        ids, logprobs = tuple(answer.token_ids), tuple(answer.logprobs)
+        completion = Completion(ids, logprobs, spans, "length", routing=answer.routing)
+        made = make_trajectory(index, prompt, completion, float(index % 2))
+        trajectories.append(decode_trajectory(encode_trajectory(0, made), 0, index, 0))
+    group = Group(GroupId(0), Prompt("0/0", ()), tuple(trajectories))
+    return pack_groups(Batch(version=0, groups=(group,), min_version=0))
+
+
+def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Path) -> None:
+    """Whose routers differ as they do where both round otherwise: near a tie the other expert is taken."""
+    folder, gaps, weights = make_tiny_moe(tmp_path / "model"), [], []
+    with running_engine(folder, deterministic=False, returns_routing=True) as engine:
+        header, arrays = routed_batch(engine)
+    assert arrays.routing is not None
+    unknown = arrays.model_copy(update={"routing": np.full_like(arrays.routing, NO_EXPERT)})
+    without = arrays.model_copy(update={"routing": None})
+    for given, values in (
+        (arrays, {}),
+        (arrays, {"gradient_checkpointing": True}),
+        (arrays, {"micro_batch_tokens": 1}),
+        (unknown, {}),
+        (without, {}),
+    ):
+        step = make_step(folder, tmp_path, trainer=values, algorithm={"router_replay": True})
+        routers = routers_of(step.policy.model)
+        with torch.no_grad():
+            for router in routers:
+                noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(3))
+                router.weight += 0.02 * noise
+        before = routers[0].weight.detach().clone()
+        gaps.append(step.train(header, given)["policy/logprob_gap_mean"])
+        assert not torch.equal(routers[0].weight, before), "its weights have a gradient"
+        weights.append(step.weights_digest() if not values else "")
+    with_replay, again, in_parts, own, off = gaps
+    assert (own, weights[3]) == (off, weights[4]), "what is not known is the trainer's own choice"
+    assert again == pytest.approx(with_replay, rel=1e-4)
+    assert in_parts == pytest.approx(with_replay, rel=1e-4)
+    assert with_replay < 0.6 * off, gaps
+
+
+def test_ranks_replay_experts_as_one_process_does(tmp_path: Path) -> None:
+    folder, algorithm = make_tiny_moe(tmp_path / "model"), {"router_replay": True}
+    with running_engine(folder, deterministic=False, returns_routing=True) as engine:
+        header, arrays = routed_batch(engine)
+    assert arrays.routing is not None
+    others = arrays.model_copy(update={"routing": (arrays.routing + 1) % 4})  # each has gone to other experts
+    expected = learned(make_step(folder, tmp_path, algorithm=algorithm).train(header, others))
+    plain = learned(make_step(folder, tmp_path, algorithm=algorithm).train(header, arrays))
+    with running(folder, tmp_path / "ranks", 2, algorithm=algorithm) as group:
+        found = learned(group.train(header, others).metrics)
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert plain != pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_replay_is_refused_without_routers_and_where_no_engine_tells(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no routers"):
+        make_step(tiny_model_dir, tmp_path, algorithm={"router_replay": True})
+    with pytest.raises(SystemExit):
+        build_engine(engine_spec(tiny_model_dir, returns_routing=True))
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_vllm_computes_with_the_experts_that_it_was_pushed(tmp_path: Path, model_type: str) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
+    wide |= {"moe_intermediate_size": 32}  # vLLM's kernels for the CPU know no smaller heads and experts
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | wide)
+    step = make_step(folder, tmp_path, canary_tokens=160)
+    given: dict[str, Any] = {
+        "name": "engine-0",
+        "model_path": str(folder),
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    given |= {"max_length": 256, "slots": 4}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    async def story(server: VllmServer) -> None:
+        for version in (1, 2):
+            step.train(*make_batch(version=version - 1))
+            manifest = step.export(tmp_path / f"v{version}.safetensors")
+            assert manifest.canary is not None
+            assert await server.prepare(manifest) == manifest.digest
+            await server.commit(version, manifest.digest, "abort")  # the canary agrees, or it is refused
+            assert (server.policy_version, house.warnings) == (version, [])
+
+    with vllm_process(given, tmp_path / "server") as process:
+        process.wait_ready(800)
+        house = House(process, folder, tmp_path, {}, tokenizer, step.policy.model)
+        house.run(story, CANARY_LIMIT, {"max_length": 256, "slots": 4})
