@@ -124,7 +124,7 @@ def check(
     """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads,
     memory. For this machine, or for one that is described.
     """
-    from asyncrl.placement.model_shape import described_machine
+    from asyncrl.placement.machine import described_machine
     from asyncrl.run.check import check_lines
 
     machine = described_machine(devices, cores, memory)

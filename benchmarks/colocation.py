@@ -49,7 +49,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.placement.devices import place
 from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove_staging_dir
-from asyncrl.placement.model_shape import find_cuda_devices
+from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.supervise import Supervision

@@ -25,7 +25,7 @@ from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
-from asyncrl.placement.model_shape import find_cuda_devices
+from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.placement.devices import Placement, place
-from asyncrl.placement.model_shape import CudaDevice, Machine
+from asyncrl.placement.machine import CudaDevice, Machine
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 EVAL = "eval={task: {python: 'asyncrl.tasks.letters:Letters'}, slots: 10, num_prompts: 5}"

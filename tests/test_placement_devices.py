@@ -14,9 +14,9 @@ from placement_cases import EVAL, TAUGHT, TURNS, URLS, VLLM, load, placed
 from asyncrl.config import PlacementConfig, load_config, run_config_yaml
 from asyncrl.config.operation import device_numbers
 from asyncrl.errors import ConfigError
-from asyncrl.placement import model_shape
+from asyncrl.placement import machine
 from asyncrl.placement.devices import Placement, child_environ, place
-from asyncrl.placement.model_shape import CudaDevice, described_machine, find_cuda_devices
+from asyncrl.placement.machine import CudaDevice, described_machine, find_cuda_devices
 
 ZERO = "buffer.max_staleness=0"
 TWO_RANKS = "trainer.world_size=2"
@@ -226,21 +226,21 @@ def test_devices_are_those_of_the_driver_that_cuda_visible_devices_leaves(
 ) -> None:
     for number in range(gpus):
         (tmp_path / "gpus" / str(number)).mkdir(parents=True)
-    monkeypatch.setattr(model_shape, "DRIVER_DIR", tmp_path / "gpus")
-    monkeypatch.setattr(model_shape, "ask_nvidia_smi", lambda: smi)
+    monkeypatch.setattr(machine, "DRIVER_DIR", tmp_path / "gpus")
+    monkeypatch.setattr(machine, "ask_nvidia_smi", lambda: smi)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(model_shape, "torch_has_cuda", lambda: False)
+    monkeypatch.setattr(machine, "torch_has_cuda", lambda: False)
     assert find_cuda_devices() == ()
-    monkeypatch.setattr(model_shape, "torch_has_cuda", lambda: True)
+    monkeypatch.setattr(machine, "torch_has_cuda", lambda: True)
     assert find_cuda_devices() == found
 
 
 def test_the_installed_torch_is_asked_without_being_imported() -> None:
     import torch
 
-    assert model_shape.torch_has_cuda() == (torch.version.cuda is not None)
+    assert machine.torch_has_cuda() == (torch.version.cuda is not None)
 
 
 def test_a_child_sees_its_devices_in_order_and_by_the_names_of_the_parent(

@@ -23,7 +23,7 @@ from asyncrl.http import Caller
 from asyncrl.messages.calls import EngineHealth
 from asyncrl.placement.devices import place
 from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.model_shape import CudaDevice
+from asyncrl.placement.machine import CudaDevice
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.run import build
 from asyncrl.run import start as startup

@@ -109,9 +109,7 @@ class WeightsBody(Message):
 
 
 class ChunkBody(WeightsBody):
-    """Chunk `index` of the weights: in the safetensors file `path`, or in `memory`, which engines on the
-    trainer's devices open, each that of its own.
-    """
+    """Chunk `index` of the weights: in the safetensors file `path`, or in `memory`, open on each device."""
 
     index: int = Field(ge=0)
     path: str = ""
@@ -183,11 +181,8 @@ class LoadChunkRequest(ChunkBody):
     @property
     def place(self) -> str:
         """Where the tensors are, for messages."""
-        return (
-            self.path
-            if self.memory is None
-            else f"chunk {self.index} in {self.memory.handles[0].kind} memory"
-        )
+        memory = self.memory
+        return self.path if memory is None else f"chunk {self.index} in {memory.handles[0].kind} memory"
 
 
 class LoadChunkResponse(Message):

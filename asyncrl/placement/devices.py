@@ -25,7 +25,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.operation import Devices, device_numbers
 from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.errors import ConfigError
-from asyncrl.placement.model_shape import CudaDevice
+from asyncrl.placement.machine import CudaDevice
 
 Mode = Literal["apart", "colocated"]
 Numbers = Sequence[int] | None

@@ -22,7 +22,7 @@ from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
 from asyncrl.config.weight_sync import choose_transport, transport_words
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, chunk_devices, place
-from asyncrl.placement.model_shape import Machine, this_machine
+from asyncrl.placement.machine import Machine, this_machine
 from asyncrl.placement.plan import OWN_BYTES, Memory, Phase, Plan, ProcessPlan, lay_out
 
 MOVING = "each side moves out for the other's turn"

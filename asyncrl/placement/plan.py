@@ -15,7 +15,8 @@ from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, chunk_devices, place
-from asyncrl.placement.model_shape import Machine, ModelShape, model_shape, num_cores, this_machine
+from asyncrl.placement.machine import Machine, num_cores, this_machine
+from asyncrl.placement.model_shape import ModelShape, model_shape
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""

@@ -34,7 +34,7 @@ from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.fork_server import NEVER_INHERITED
-from asyncrl.placement.model_shape import Machine
+from asyncrl.placement.machine import Machine
 from asyncrl.placement.plan import make_plan
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.recording import (

@@ -29,7 +29,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
-from asyncrl.placement.model_shape import find_cuda_devices
+from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed

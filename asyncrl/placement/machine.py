@@ -1,0 +1,150 @@
+"""What a machine has: CUDA devices, cores, memory. No torch is imported, nothing is loaded.
+
+CUDA devices are numbered among those that CUDA_VISIBLE_DEVICES leaves, in the order of the bus, which is that
+of nvidia-smi.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from asyncrl.errors import ConfigError
+
+DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
+QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
+QUERY_TIMEOUT_S = 20.0
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Of /proc/cpuinfo, where a CPU multiplies in bfloat16; the last one is ARM's."""
+CPUINFO = Path("/proc/cpuinfo")
+UNITS = {"M": 10**6, "G": 10**9, "T": 10**12, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """One device. `name`: how CUDA_VISIBLE_DEVICES of a child process calls it. `free_bytes` and
+    `total_bytes`: None where nvidia-smi does not say.
+    """
+
+    name: str
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`memory`: bytes that the host has available. `has_bfloat16`: whether its CPU has instructions for it.
+    `is_here`: it is this one; of one that is described, nothing else is known.
+    """
+
+    cuda: tuple[CudaDevice, ...]
+    cores: int
+    memory: int
+    has_bfloat16: bool
+    is_here: bool = True
+
+
+def num_cores() -> int:
+    """Of this machine."""
+    return os.cpu_count() or 1
+
+
+def this_machine() -> Machine:
+    """What is here now."""
+    return Machine(find_cuda_devices(), num_cores(), psutil.virtual_memory().available, cpu_has_bfloat16())
+
+
+def described_machine(devices: str | None, cores: int | None, memory: str | None) -> Machine | None:
+    """The machine of `asyncrl check --devices 8xH200-141GB --cores 192 --memory 2TB`, None where nothing is
+    given. GB is 10^9 bytes: no device of that name has less. Raises ConfigError.
+    """
+    if devices is None and cores is None and memory is None:
+        return None
+    if devices is None or cores is None or memory is None:
+        given = {"--devices": devices, "--cores": cores, "--memory": memory}
+        missing = ", ".join(name for name, value in given.items() if value is None)
+        what = f"a machine is described by --devices, --cores and --memory, and there is no {missing}"
+        raise ConfigError(what, way_out="write all three: --devices 8xH200-141GB --cores 192 --memory 2TB.")
+    if cores < 1:
+        raise ConfigError(f"--cores {cores}", way_out="write how many the machine has: --cores 192.")
+    cuda: tuple[CudaDevice, ...] = ()
+    if devices != "cpu":
+        match = re.fullmatch(r"([1-9]\d{0,3})x(?:.*-)?([^-]+)", devices)
+        size = None if match is None else _bytes_of(match[2])
+        if match is None or size is None:
+            rule = "it is how many there are, x, a name if you like, and the memory of one"
+            way_out = "write 8xH200-141GB, 1xRTX4090-24GB or 2x80GB; cpu: there is none."
+            raise ConfigError(f"--devices {devices} describes no devices", rule=rule, way_out=way_out)
+        cuda = tuple(CudaDevice(str(number), size, size) for number in range(int(match[1])))
+    if (available := _bytes_of(memory)) is None:
+        raise ConfigError(
+            f"--memory {memory} is no size", way_out="write a number and GB or TB: --memory 2TB."
+        )
+    return Machine(cuda, cores, available, has_bfloat16=False, is_here=False)
+
+
+def _bytes_of(text: str) -> int | None:
+    """Of 80GB, 79.6GiB or 2TB; None for what is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MGT]i?)B", text)
+    size = 0 if match is None else int(float(match[1]) * UNITS[match[2]])
+    return size or None
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16; False if it does not list its instructions."""
+    if not CPUINFO.is_file():
+        return False
+    lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return not BFLOAT16_FLAGS.isdisjoint(flags.partition(":")[2].split())
+
+
+def find_cuda_devices() -> tuple[CudaDevice, ...]:
+    """The devices that torch can use here: none beside a torch that was built without CUDA."""
+    if not torch_has_cuda():
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in ask_nvidia_smi().splitlines()]
+    sizes = {
+        name: (int(free) * 2**20, int(total) * 2**20)
+        for *names, free, total in rows
+        if free.isdigit() and total.isdigit()
+        for name in names
+    }
+    # WSL has no such folder
+    num_devices = len(list(DRIVER_DIR.iterdir())) if DRIVER_DIR.is_dir() else len(rows)
+    names: list[str] = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = map(str, range(num_devices)) if visible is None else map(str.strip, visible.split(","))
+    for name in shown:
+        is_uuid = num_devices > 0 and name.startswith(("GPU-", "MIG-"))
+        if not is_uuid and not (name.isdigit() and int(name) < num_devices):
+            break  # as CUDA reads it: the first that is no device hides all after it
+        names.append(name)
+    return tuple(CudaDevice(name, *sizes.get(name, ())) for name in names)
+
+
+@functools.cache
+def ask_nvidia_smi() -> str:
+    """What nvidia-smi says, '' where there is none or it fails. Asked once a process."""
+    try:
+        done = subprocess.run(QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+@functools.cache
+def torch_has_cuda() -> bool:
+    """Whether the installed torch was built with CUDA; reads its version file and does not import it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    return re.search(r"^cuda\b[^=]*=\s*['\"]", text, flags=re.MULTILINE) is not None
