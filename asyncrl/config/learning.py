@@ -97,8 +97,8 @@ class TrainerConfig(FrozenConfig):
     def _merged_weights_are_whole(self) -> Self:
         if self.lora is not None and self.lora.merge == "step" and (self.world_size > 1 or self.cpu_offload):
             raise ValueError(
-                "trainer.lora.merge=step keeps merged weights whole on the device, and with world_size above 1 "
-                "or cpu_offload none are; set trainer.lora.merge=pass"
+                "trainer.lora.merge=step keeps merged weights whole on the device, and with cpu_offload or "
+                f"world_size={self.world_size} none are; set trainer.lora.merge=pass"
             )
         return self
 
