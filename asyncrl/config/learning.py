@@ -203,6 +203,9 @@ class AlgorithmConfig(FrozenConfig):
     reward_weight: float = Field(default=1.0, ge=0)
     """Weight of the reward's advantage beside it (0 = distillation alone: rewards are computed and shown, and
     not learnt from)."""
+    router_replay: bool = False
+    """Of a model with experts: the trainer reads each token with the experts that the engine has read it with
+    (R3, https://arxiv.org/abs/2510.11370). Engines tell them with the tokens."""
     overlong_tokens: int = Field(default=0, ge=0)
     """Samples with more sampled tokens than rollout.max_tokens - overlong_tokens are penalised, linearly down
     to a reward less by 1 (0 = off)."""
