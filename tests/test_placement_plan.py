@@ -17,7 +17,8 @@ from placement_cases import EVAL, TURNS, URLS, VLLM, load, machine, make_python
 
 from asyncrl.config import RolloutConfig
 from asyncrl.errors import ConfigError
-from asyncrl.placement import fit, model_shape
+from asyncrl.placement import fit
+from asyncrl.placement import machine as machine_module
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import (
     find_python,
@@ -626,13 +627,13 @@ def test_a_copy_for_a_broadcast_that_has_no_room_is_refused_with_the_transport_t
 
 
 def test_the_cpu_is_asked_for_its_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_shape, "CPUINFO", tmp_path / "cpuinfo")
-    assert not model_shape.cpu_has_bfloat16(), "it is not known"
+    monkeypatch.setattr(machine_module, "CPUINFO", tmp_path / "cpuinfo")
+    assert not machine_module.cpu_has_bfloat16(), "it is not known"
     (tmp_path / "cpuinfo").write_text("model name\t: bf16\nflags\t\t: fpu avx2\n")
-    assert not model_shape.cpu_has_bfloat16()
+    assert not machine_module.cpu_has_bfloat16()
     for line in ("flags\t\t: fpu avx512f avx512_bf16\n", "Features\t: fp asimd bf16\n"):
         (tmp_path / "cpuinfo").write_text(line)
-        assert model_shape.cpu_has_bfloat16(), line
+        assert machine_module.cpu_has_bfloat16(), line
 
 
 # ---- vLLM's Python

@@ -18,7 +18,7 @@ from job_runs import write_config
 from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.placement import fit, model_shape, plan
+from asyncrl.placement import fit, machine, plan
 from asyncrl.run.check import look
 from asyncrl.run.loop import run_job
 from asyncrl.run.serve import serve_gateway
@@ -122,7 +122,7 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
 
     for owner, name in (
         *(
-            (model_shape, name)
+            (machine, name)
             for name in ("find_cuda_devices", "cpu_has_bfloat16", "num_cores", "ask_nvidia_smi")
         ),
         *((plan, name) for name in ("num_cores", "this_machine")),
@@ -132,8 +132,8 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
         monkeypatch.setattr(owner, name, asked)
     settings = ["rollout.engine=vllm", "model.dtype=auto", "rollout.threads=auto", "trainer.threads=auto"]
     settings += ["placement.trainer=auto", "placement.rollout=auto"]
-    machine = ["--devices", "2xH200-141GB", "--cores", "64", "--memory", "1TB"]
-    monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings, *machine])
+    described = ["--devices", "2xH200-141GB", "--cores", "64", "--memory", "1TB"]
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "check", str(write_config(here)), *settings, *described])
     with pytest.raises(SystemExit, match="0"):
         cli.main()
     said = capsys.readouterr().out
