@@ -45,7 +45,7 @@ from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import pack_groups
 from asyncrl.weights.adapters import routers_of
 from asyncrl.weights.export import LazyWeights, export_weights, named_weights
-from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces
+from asyncrl.weights.tensor_files import digest_tensors, pieces_of, stored_pieces, weights_of
 from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
@@ -57,6 +57,7 @@ DEEPSEEK |= {
     "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 4,
     "v_head_dim": 8,
+    "num_key_value_heads": 4,
 }
 STACKED = {
     "qwen3_moe": MOE,
@@ -99,6 +100,13 @@ def test_what_transformers_stacks_is_exported_by_the_names_of_the_checkpoint(
         assert loaded.keys() == stored.keys()
         assert any(".experts.3." in one for one in loaded)
         assert all(torch.equal(loaded[name], one) for name, one in stored.items())
+        export_weights(weights, tmp_path / "w.safetensors", 1, torch.bfloat16)
+        halves = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        expected = pieces_of(weights_of(halves), weights.pieces)
+        loaded = load_file(tmp_path / "w.safetensors")
+        assert {name: one.dtype for name, one in loaded.items()} == {
+            name: one.dtype for name, one in expected.items()
+        }, "as a model of that type has them, a router's bias in float32"
         pieces = pieces_of(named, weights.pieces)
         begins = {one.untyped_storage().data_ptr() for one in named.values()}
         assert {one.untyped_storage().data_ptr() for one in pieces.values()} == begins, "a cut copies nothing"
@@ -162,10 +170,14 @@ def drawn_batch(engine: Engine, version: int) -> tuple[BatchHeader, BatchArrays]
     )
 
 
-@pytest.mark.parametrize("chunks", ["file", "memory"])
-def test_an_embedded_engine_computes_with_the_experts_that_it_was_pushed(tmp_path: Path, chunks: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "chunks"), [("qwen3_moe", "file"), ("qwen3_moe", "memory"), ("deepseek_v3", "memory")]
+)
+def test_an_embedded_engine_computes_with_the_experts_that_it_was_pushed(
+    tmp_path: Path, model_type: str, chunks: str
+) -> None:
     """As one file, and in turns chunk by chunk; after each push logprobs are the trainer's."""
-    folder = make_tiny_moe(tmp_path / "model")
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
     step, gaps = make_step(folder, tmp_path, chunks=chunks), list[float]()
     with running_engine(folder, deterministic=False) as engine:  # products of experts have few rows
         assert engine.weights.digest == digest_tensors(load_file(folder / "model.safetensors"))

@@ -5,11 +5,9 @@ gathered as one tensor, and cut into those of the checkpoint as it is written (t
 
 Sharded weights are gathered one tensor at a time, on rank 0 alone; the ranks that write nothing send it
 their shards in the same pass (gather_along). Where each rank puts chunks on its own device, all of them
-gather. A chunk is as many tensors, in the order of an export, as fit
-into chunk_bytes, or one that does not. All chunks go through one place. A request for the next one means that
-the one before is loaded: it is overwritten. Any chunk may be asked for at any time: a trainer that was
-started again goes on where the lost one was. Each tensor is gathered, written and forgotten: beside the
-place, which holds one chunk, that is the memory it takes.
+gather. A chunk is as many tensors, in the order of an export, as fit into chunk_bytes, or one that does not.
+All go through one place: a request for the next one means that the one before is loaded, and any may be
+asked for at any time, of a trainer that was started again too. Beside it a tensor is the memory it takes.
 """
 
 from __future__ import annotations
@@ -26,14 +24,21 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from asyncrl.files import open_as, whole_folder
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
 from asyncrl.messages.digest import joint_digest
 from asyncrl.serving import Refused
-from asyncrl.weights.tensor_files import Pieces, digest_of_tensor, dtype_name, pieces_of, write_tensors
+from asyncrl.weights.tensor_files import (
+    Pieces,
+    digest_of_tensor,
+    dtype_name,
+    pieces_of,
+    weights_of,
+    write_tensors,
+)
 
 Entries = list[tuple[str, str, list[int]]]
 """(name, dtype, shape) of each tensor."""
@@ -75,14 +80,11 @@ class LazyWeights(Mapping[str, Tensor]):
 
 
 def named_weights(model: Any) -> dict[str, Tensor]:
-    """Every parameter once (tied duplicates left out) and every persistent buffer, by the model's own
-    names. The one shard of a mesh of one rank is the tensor.
-    """
-    with_duplicates = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    state = model.state_dict(keep_vars=True).items()
-    buffers = {name: tensor for name, tensor in state if name not in with_duplicates}
-    weights = {**dict(model.named_parameters()), **buffers}
-    return {name: whole_here(tensor.detach()) for name, tensor in weights.items()}
+    """weights_of, detached. The one shard of a mesh of one rank is the tensor; a buffer is told apart."""
+    return {
+        name: whole_here(tensor.detach()) if isinstance(tensor, nn.Parameter) else nn.Buffer(tensor)
+        for name, tensor in weights_of(model).items()
+    }
 
 
 def whole_here(tensor: Tensor) -> Tensor:
@@ -268,7 +270,9 @@ def save_folder(
 
 
 def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    """A buffer stays as the model has it: DeepSeek's bias of a router, say, in float32."""
+    is_cast = tensor.is_floating_point() and not isinstance(tensor, nn.Buffer)
+    return dtype if is_cast and dtype is not None else tensor.dtype
 
 
 def entries_of(weights: LazyWeights, dtype: torch.dtype | None) -> Entries:
@@ -289,7 +293,6 @@ def sizes_of(weights: LazyWeights, dtype: torch.dtype | None) -> dict[str, int]:
 
 class ChunkPlace(Protocol):
     """Where chunks are put: ChunkFile or SharedChunk of ipc.py. `device`: where tensors must be for it.
-
     put writes the tensors, which have names, dtypes and shapes of `entries`, over what was there, and returns
     their digests; it raises OSError. told: the fields of an ExportChunkResponse that say where the chunk is.
     """

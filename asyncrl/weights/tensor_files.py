@@ -242,6 +242,16 @@ Pieces = Mapping[str, Mapping[str, StoredPiece]]
 """Of each tensor of a model that its checkpoint has cut, or under another name: what is there, by name."""
 
 
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Every parameter once (tied duplicates left out) and every persistent buffer of a model, by its own
+    names: what trainer and engines hold in common.
+    """
+    with_duplicates = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict(keep_vars=True).items()
+    buffers = {name: tensor for name, tensor in state if name not in with_duplicates}
+    return {**dict(model.named_parameters()), **buffers}
+
+
 def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
     """How the checkpoint of a transformers model has these weights of it: the inverse of what transformers
     does at load, where it stacks the experts of a layer and renames. A tensor that it computes, or joins with

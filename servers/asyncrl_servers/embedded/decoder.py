@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.messages.base import NO_EXPERT
 from asyncrl.serving import fail
 from asyncrl.weights.ipc import limit_memory
+from asyncrl.weights.tensor_files import weights_of
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,
@@ -147,8 +148,8 @@ class LoadedModel:
         odd width leaves something over."""
 
     def read_parameters(self) -> dict[str, Tensor]:
-        """The parameters that lie in the folder, tied ones once. Raises whatever transformers does."""
-        return {name: parameter.data for name, parameter in self._read()[0].named_parameters()}
+        """The weights that lie in the folder. Raises whatever transformers does."""
+        return {name: tensor.data for name, tensor in weights_of(self._read()[0]).items()}
 
     def free_bytes(self) -> int:
         """Free memory of the device (of the machine, for CPU)."""

@@ -1,7 +1,7 @@
 """The weights of an embedded engine: staged beside the serving ones, or loaded into their memory chunk by
 chunk; verified, served, put to sleep and read again.
 
-The rule of what a set of weights is, the same on both ends: `dict(model.named_parameters())`, tied ones once,
+The rule of what a set of weights is, the same on both ends: weights_of(model), tied ones once,
 by the names of a checkpoint. Where transformers stacks what is one by one there, like the experts of a layer,
 what comes is copied into views of the stack.
 Adapters (asyncrl/weights/adapters.py) change some of the weights that the server started with, which are kept
@@ -31,6 +31,7 @@ from asyncrl.weights.tensor_files import (
     read_or_refuse,
     stored_pieces,
     torch_block_sums,
+    weights_of,
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
 from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
@@ -44,7 +45,7 @@ class Weights(WeightState):
     """
 
     def __init__(self, loaded: LoadedModel, spec: EmbeddedSpec) -> None:
-        self._parameters = dict(loaded.model.named_parameters())
+        self._parameters = weights_of(loaded.model)
         self._pieces = stored_pieces(loaded.model, self._parameters)
         self._kinds = _kinds(self._parameters)
         self._stored_kinds = _kinds(pieces_of(self._parameters, self._pieces))
