@@ -61,7 +61,8 @@ def test_the_plan_counts_the_weights_of_a_folder_from_its_headers(tiny_model_dir
 def test_a_model_that_is_not_there_yet_is_told_as_unknown() -> None:
     config = load("model.scratch=none", "model.path=org/name")
     plan = make_plan(config, machine(0))
-    assert "model: not on disk yet" in plan_text(plan, config)
+    assert "model: not on disk yet" in (text := plan_text(plan, config))
+    assert "memory of cpu: what is needed is not known" in text
     refuse_what_cannot_fit(plan, config)
 
 

@@ -371,7 +371,8 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
         has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
         beside = ", before the Python processes (about 0.5 GiB each)" if device == "cpu" else ""
         beside = beside or ", before CUDA's own of each process"
-        lines.append(f"memory of {device}: {size_text(max(needs.values()))}{in_turns}; {has}{beside}")
+        needed = f"{size_text(max(needs.values()))}{in_turns}" if num else "what is needed is not known"
+        lines.append(f"memory of {device}: {needed}; {has}{beside if num else ''}")
     if not plan.machine.is_here:
         lines.append(NOT_HERE)
     return "\n".join([*lines, *start_words(plan, config)])
