@@ -233,7 +233,7 @@ class Runner:
             )
         if (routed := self.loaded.routed) is not None:
             rows_read = slice(len(writes.slots)) if source is None else source
-            slots, places = (torch.from_numpy(one).to(device) for one in (writes.slots, writes.positions))
+            slots, places = (to_device(one, device) for one in (writes.slots, writes.positions))
             self.cache.routing[slots, places] = routed.take()[rows_read]
         return cast(Tensor, answer.logits.squeeze(axis))
 
