@@ -1,0 +1,116 @@
+"""The machines of a run, and who starts processes on them: the words that both launchers share.
+
+A Node is a machine; the controller's own is always the first of a Placement's. A Launcher says which nodes
+there are, holds what a Placement takes of them, and makes processes there: on this machine alone
+(LocalLauncher), or by Ray on the nodes of a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl.errors import RoomError
+from asyncrl.placement.machine import Machine
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of the run. `name`: for people. `address`: under which the others reach its servers;
+    servers of a run on one machine listen on loopback alone. `id`: what its launcher calls it.
+    """
+
+    name: str
+    address: str
+    machine: Machine
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A process to be started: what is the same wherever it runs. `module` is run as `python -m module` with
+    `spec` (JSON) in a file and a listening socket, at `port` or any free one; `devices` (cpu, cuda:1, ...)
+    are those of its node that it sees, and no others.
+    """
+
+    name: str
+    module: str
+    spec: str
+    secret: str
+    devices: Sequence[str] = ("cpu",)
+    port: int | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    python: Path | None = None
+
+
+class Process(Protocol):
+    """A server of the run in a process of its own, here or on another node. It can be started, watched and
+    ended.
+
+    Life: created -> start() -> running -> ended, by aclose() or of itself (then watch() raises); renewed()
+        makes its successor, which writes on in the same log.
+    """
+
+    name: str
+    url: str
+    left: str
+    """That aclose() could not end it, in words."""
+
+    @property
+    def log_path(self) -> Path | str:
+        """Where what it writes to its standard streams can be read on the controller's machine."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id if it runs on the controller's machine, else None."""
+        ...
+
+    @property
+    def returncode(self) -> int | None: ...
+    async def start(self) -> None: ...
+    def renewed(self) -> Any: ...
+    async def wait(self) -> None: ...
+    async def watch(self) -> None: ...
+    def death(self) -> RoomError: ...
+    def log_tail(self) -> str: ...
+    async def aclose(self) -> None: ...
+    def kill_nowait(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Who starts the processes of a run. Nothing else knows which launcher it is.
+
+    Life: open() -> the nodes are known -> hold() -> what the placement takes is ours -> process(), any
+        number -> aclose(): all that it started is ended, all that it held is free.
+    """
+
+    async def open(self) -> tuple[Node, ...]:
+        """The nodes that there are, the controller's own first. Raises ConfigError."""
+        ...
+
+    async def hold(self, parts: Mapping[int, Sequence[str]]) -> None:
+        """Reserve, for each node (by its place in open()'s answer), these devices: one entry for each
+        process, `cpu` or `cuda:K`. Raises RoomError, with what is missing, where they do not become free in
+        time.
+        """
+        ...
+
+    def process(self, node: int, order: Order) -> Process:
+        """Not started yet."""
+        ...
+
+    async def free_port(self, node: int) -> int:
+        """A TCP port that nothing on this node listens on now."""
+        ...
+
+    async def sees(self, node: int, path: Path, token: str) -> bool:
+        """Whether the file at `path` holds `token` on this node: that both see one file system."""
+        ...
+
+    async def aclose(self) -> None: ...
