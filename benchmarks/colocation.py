@@ -205,9 +205,9 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
     staging, tasks = new_staging_dir(), list[asyncio.Task[None]]()
     placement = place(config, len(find_cuda_devices()))
     is_shared = placement.mode == "colocated"
-    launcher = startup.Launcher(config, placement, model, folder)
-    trainers, engines = launcher.trainers(staging), launcher.engines()
-    targets = [launcher.client(server) for server in engines]
+    maker = startup.ServerMaker(config, placement, model, folder)
+    trainers, engines = maker.trainers(staging), maker.engines()
+    targets = [maker.client(server) for server in engines]
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:

@@ -340,7 +340,7 @@ def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
 
     async def story() -> None:
         placement = place(config, 0)
-        trainers = startup.Launcher(config, placement, tiny_model_dir, tmp_path).trainers(
+        trainers = startup.ServerMaker(config, placement, tiny_model_dir, tmp_path).trainers(
             tmp_path / "staging"
         )
         trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.generation import BufferConfig, EvalConfig, RolloutConfig
@@ -29,6 +30,9 @@ class RunConfig(FrozenConfig):
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the weights made from scratch, the shuffle and every sampled token."""
+    launcher: str = "local"
+    """Who starts the processes of the run. local: all on this machine. ray: on the nodes of the Ray cluster
+    that RAY_ADDRESS names, or that this machine belongs to; ray:HOST:PORT: of the one whose head is there."""
     model: ModelConfig
     """What learns."""
     task: TaskConfig
@@ -88,6 +92,13 @@ class RunConfig(FrozenConfig):
             return self.rollout.deterministic
         kind = "cuda" if device.startswith("cuda") else "cpu"
         return kind == self.rollout.facts.exact_on and (kind == "cpu" or self.buffer.max_staleness == 0)
+
+    @field_validator("launcher")
+    @classmethod
+    def _launcher_is_known(cls, value: str) -> str:
+        if not re.fullmatch(r"local|ray(:[^:\s]+:\d{1,5})?", value):
+            raise ValueError("give local, ray, or ray:HOST:PORT of the head of a Ray cluster")
+        return value
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:

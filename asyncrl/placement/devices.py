@@ -17,7 +17,7 @@ sides on cpu run side by side, unless rollout is `trainer`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,7 @@ from asyncrl.config.operation import Devices, device_numbers
 from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.errors import ConfigError
 from asyncrl.placement.machine import CudaDevice
+from asyncrl.placement.nodes import Node
 
 Mode = Literal["apart", "colocated"]
 Numbers = Sequence[int] | None
@@ -51,6 +52,14 @@ class Placement:
     """Fraction of each device that both sides use for the engines there; None: nothing limits them."""
     stays: bool = False
     """In turns: both sides stay in memory, and only whose turn it is changes."""
+    nodes: tuple[Node, ...] = ()
+    """The machines, the controller's own first; devices are numbered on each. Empty: this machine alone."""
+    rank_nodes: tuple[int, ...] = ()
+    """For each trainer rank, the place of its machine in `nodes` (empty: the first)."""
+    engine_nodes: tuple[int, ...] = ()
+    """The same for each engine."""
+    beside_node: int = 0
+    """The same for the eval engine and the teacher."""
 
     @property
     def moves(self) -> bool:
@@ -279,7 +288,9 @@ def _beside_device(
     return device
 
 
-def child_environ(devices: Sequence[str], cuda: Sequence[CudaDevice]) -> dict[str, str]:
+def child_environ(
+    devices: Sequence[str], cuda: Sequence[CudaDevice] | Mapping[int, CudaDevice]
+) -> dict[str, str]:
     """Variables that show a child process these devices (`cuda:1`, ...) and no others, in this order."""
     if not devices[0].startswith("cuda:"):
         return {}

@@ -40,7 +40,7 @@ from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.engine_kinds import sampled_by
 from asyncrl.run.harnessing import Harnessing, make_generator, num_rollouts
 from asyncrl.run.life import Life
-from asyncrl.run.start import Launcher, Server, bring_up, end_all
+from asyncrl.run.start import Server, ServerMaker, bring_up, end_all
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.run.teaching import Teaching, make_teaching
@@ -135,9 +135,10 @@ class Parts:
     async def make_processes(self, model_path: Path) -> None:
         """Trainer and engines, not started yet, and their clients, the trainer's under its supervisor."""
         config, job, sync = self._config, self._job, self._config.weight_sync
-        launcher = Launcher(config, self._placement, model_path, job.run_dir, job.warn)
-        self.tokenizer = await asyncio.to_thread(lambda: launcher.tokenizer)
-        self._ranks, self._engine_servers = launcher.trainers(self.staging_dir), launcher.engines()
+        maker = ServerMaker(config, self._placement, model_path, job.run_dir, job.warn, job.launcher)
+        await maker.hold()
+        self.tokenizer = await asyncio.to_thread(lambda: maker.tokenizer)
+        self._ranks, self._engine_servers = maker.trainers(self.staging_dir), maker.engines()
         client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
             client,
@@ -150,14 +151,14 @@ class Parts:
         )
         if sync.facts.is_one_kept:
             self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, timeout_s=sync.timeout_s)
-        self.targets = [launcher.client(server, self.meeting) for server in self._engine_servers]
+        self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
         """The clients that sample for training: all but that of the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
         if config.eval is not None:
-            self.eval_server = launcher.eval_engine()
-            self._eval_target = launcher.client(self.eval_server)
+            self.eval_server = maker.eval_engine()
+            self._eval_target = maker.client(self.eval_server)
         if config.teacher is not None:
-            self.teaching = await make_teaching(launcher, self.supervision)
+            self.teaching = await make_teaching(maker, self.supervision)
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
         """Returns when all answer. A run that goes on checks its model before they load it."""

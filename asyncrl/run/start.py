@@ -7,32 +7,31 @@ Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to ans
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import secrets
-import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
-
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.vllm_broadcast import Broadcasts
-from asyncrl.errors import ConnectionShortage, EngineError, RoomError
+from asyncrl.errors import ConfigError, ConnectionShortage, EngineError, RoomError
 from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
-from asyncrl.placement.devices import Placement, child_environ, chunk_devices
+from asyncrl.placement.devices import Placement, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
+from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.machine import find_cuda_devices
+from asyncrl.placement.nodes import Launcher, Order, Process
 from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, trainer_threads
-from asyncrl.placement.processes import ChildProcess, ForeignProcess
+from asyncrl.placement.processes import ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.trainer.model_folder import load_limit_s
@@ -53,7 +52,7 @@ class Server:
     `start_s`: how long it may take to give the first one.
     """
 
-    child: ChildProcess | ForeignProcess
+    child: Process
     caller: Caller
     answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth]
     health: Health | None = None
@@ -84,15 +83,12 @@ class Server:
             raise RoomError(self.name, what, rule=rule, way_out=way_out) from error
 
     async def state(self) -> ChildState:
-        """What the kernel says of the process, and its server."""
-        pid, process = self.child.pid, "no process of this run"
+        """What is seen of the process, and what its server says."""
+        process = self.child.seen()
+        if self.child.returncode is not None:
+            return ChildState(self.name, process, "asked nothing", is_well=False)
         try:
-            if pid is not None:
-                process = f"process {pid} is {psutil.Process(pid).status()}"
             health = await self.ask(STATE_TIMEOUT_S)
-        except psutil.Error:
-            ended = f"process {pid} ended with {self.child.returncode}"
-            return ChildState(self.name, ended, "asked nothing", is_well=False)
         except (CallLost, CallRefused, EngineError, ConnectionShortage) as error:
             return ChildState(self.name, process, failure_text(error), is_well=False)
         numbers = ", ".join(f"{key} {value}" for key, value in health.model_dump().items())
@@ -100,9 +96,7 @@ class Server:
 
     def dump_stacks_nowait(self) -> None:
         """Have the process write its stacks into its log, unless SIGUSR1 would end it."""
-        pid = self.child.pid
-        if pid is not None and self.child.returncode is None and catches(pid, signal.SIGUSR1):
-            os.kill(pid, signal.SIGUSR1)
+        self.child.dump_stacks_nowait()
 
     async def watch(self) -> None:
         """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
@@ -150,15 +144,6 @@ class Server:
 def failure_text(error: CallLost | CallRefused | RoomError) -> str:
     """What failed, without the name of the server."""
     return error.fault if isinstance(error, RoomError) else str(error)
-
-
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether that process has a handler for the signal; a new process has none and would be ended by it."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
 
 
 async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -213,7 +198,7 @@ async def bring_up(
 
 async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
     """Why one of their processes has died, if one has; waits up to `timeout_s` for the first death."""
-    children = [server.child for server in servers if server.child.pid]
+    children = [server.child for server in servers if server.child.url]
     if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         await end_all(waits)
@@ -221,14 +206,17 @@ async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError 
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """Makes the servers of one command, which are not started yet, and the clients of its engines."""
+class ServerMaker:
+    """Makes the servers of one command, which are not started yet, and the clients of its engines. Who starts
+    them, and where, is the launcher's.
+    """
 
     config: RunConfig
     placement: Placement
     model_path: Path
     run_dir: Path
     warn: Callable[[str], None] = print
+    launcher: Launcher = field(default_factory=LocalLauncher)
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
     def trainers(self, staging_dir: Path) -> list[Server]:
@@ -236,14 +224,16 @@ class Launcher:
         servers, module = list[Server](), "asyncrl.trainer.rank_process"
         for rank in range(self.config.trainer.world_size):
             name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
-            spec = self.trainer_spec(rank, staging_dir).model_dump_json()
-            child = self._child(name, module, spec, self.placement.trainer, port)
+            spec, node = self.trainer_spec(rank, staging_dir).model_dump_json(), self._rank_node(rank)
+            all_devices = enumerate(self.placement.trainer)
+            devices = [device for other, device in all_devices if self._rank_node(other) == node]
+            child = self._process(name, module, spec, devices, port, node)
             caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
             servers.append(Server(child, caller, TrainerHealth, start_s=start_s))
         return servers
 
     def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
-        """The spec of a rank. It sees the devices of all ranks and no others."""
+        """The spec of a rank. It sees the devices of all ranks of its node and no others."""
         config, kind = self.config, engine_kind(self.config)
         num_memories = len(chunk_devices(config, self.placement))
         return TrainerSpec(
@@ -279,14 +269,14 @@ class Launcher:
             return [self._engine_server(child, key) for child in foreign]
         ports: Sequence[int | None] = rollout.ports or [None] * rollout.num_engines
         return [
-            self._engine(f"engine-{number}", self.placement.engines[number], port)
+            self._engine(f"engine-{number}", self.placement.engines[number], port, self._engine_node(number))
             for number, port in enumerate(ports)
         ]
 
     def eval_engine(self) -> Server:
         """The engine server that evaluates."""
         assert self.placement.evaluation is not None, "asked for where config.eval is given"
-        return self._engine(EVAL_ENGINE, [self.placement.evaluation], None)
+        return self._engine(EVAL_ENGINE, [self.placement.evaluation], None, self.placement.beside_node)
 
     def teacher(self, folder: Path) -> Server:
         """The server that scores what was sampled, of the model in `folder`."""
@@ -304,7 +294,8 @@ class Launcher:
             "threads": engine_threads(config),
             "deterministic": config.rollout.deterministic is not False and device == "cpu",
         }
-        child = self._child(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device], None)
+        node, module = self.placement.beside_node, "asyncrl_servers.embedded"
+        child = self._process(TEACHER, module, json.dumps(spec), [device], None, node)
         short_s = min(SHORT_S, config.teacher.timeout_s / 2)
         caller, start_s = Caller(TEACHER, "", self.secret, short_s=short_s), self.start_s(folder)
         return Server(child, caller, EngineHealth, start_s=start_s)
@@ -331,7 +322,7 @@ class Launcher:
         server.engine = engine_kind(self.config).client(server, self, meeting)
         return server.engine
 
-    def _engine(self, name: str, devices: Sequence[str], port: int | None) -> Server:
+    def _engine(self, name: str, devices: Sequence[str], port: int | None, node: int) -> Server:
         kind, placement, turns = engine_kind(self.config), self.placement, dict[str, Any]()
         if name != EVAL_ENGINE:
             share = placement.share_of(devices)
@@ -344,7 +335,7 @@ class Launcher:
             }
         spec = json.dumps(kind.spec(self.model_path, name, devices[0], **turns))
         module = f"asyncrl_servers.{self.config.rollout.engine}"
-        child = self._child(name, module, spec, devices, port, **kind.process(self.run_dir))
+        child = self._process(name, module, spec, devices, port, node, **kind.process(self.run_dir))
         return self._engine_server(child, self.secret)
 
     def _own_share(self, share: float | None) -> float | None:
@@ -354,7 +345,7 @@ class Launcher:
         total = find_cuda_devices()[int(self.placement.trainer[0].removeprefix("cuda:"))].total_bytes
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
-    def _engine_server(self, child: ChildProcess | ForeignProcess, key: str) -> Server:
+    def _engine_server(self, child: Process, key: str) -> Server:
         """A call of it waits for a connection of this machine half as long, at most, as the limits around it
         allow: at their end a rollout or the engine would be blamed.
         """
@@ -365,16 +356,51 @@ class Launcher:
         caller, start_s = Caller(child.name, "", key, short_s=short_s), self.start_s(self.model_path)
         return Server(child, caller, EngineHealth, start_s=start_s)
 
-    def _child(
+    def _process(
         self,
         name: str,
         module: str,
         spec: str,
         devices: Sequence[str],
         port: int | None,
-        env: Mapping[str, str] | None = None,
+        node: int,
         **more: Any,
-    ) -> ChildProcess:
-        """The environment in which a process sees these devices and no others."""
-        env = {**child_environ(devices, find_cuda_devices()), **(env or {})}
-        return ChildProcess(name, module, spec, self.run_dir, self.secret, port, env, **more)
+    ) -> Process:
+        order = Order(name, module, spec, self.run_dir, self.secret, devices, port, **more)
+        return self.launcher.process(node, order)
+
+    def _rank_node(self, rank: int) -> int:
+        return self.placement.rank_nodes[rank] if self.placement.rank_nodes else 0
+
+    def _engine_node(self, number: int) -> int:
+        return self.placement.engine_nodes[number] if self.placement.engine_nodes else 0
+
+    async def hold(self, *, serves_only: bool = False) -> None:
+        """Have the launcher reserve what these servers take (`serves_only`: the engines), then see that each
+        node can read what its processes read. Raises ConfigError or RoomError.
+        """
+        placement, parts = self.placement, defaultdict[int, list[str]](list)
+        if self.config.rollout.urls is None:
+            for number, devices in enumerate(placement.engines):
+                parts[self._engine_node(number)] += devices
+        files = [(node, self.model_path / "config.json") for node in parts]
+        if not serves_only:
+            for rank, device in enumerate(placement.trainer):
+                parts[node := self._rank_node(rank)].append(device)
+                files += [(node, self.model_path / "config.json"), (node, self.run_dir / "run.id")]
+            beside = (placement.evaluation, placement.teacher)
+            parts[placement.beside_node] += [device for device in beside if device is not None]
+        await self.launcher.hold(parts)
+        for node, path in dict.fromkeys(files):
+            await self._refuse_unseen(node, path)
+
+    async def _refuse_unseen(self, node: int, path: Path) -> None:
+        path = await asyncio.to_thread(path.absolute)
+        token = await asyncio.to_thread(path.read_text, encoding="utf-8")
+        if not await self.launcher.sees(node, path, token):
+            name = self.placement.nodes[node].name if self.placement.nodes else "of the controller"
+            raise ConfigError(
+                f"the node {name} does not see {path}, or sees another file there",
+                rule="all nodes read the model at one path, those of the trainer the run directory, too",
+                way_out="put model and run directory on a file system that all nodes mount (--run-dir).",
+            )
