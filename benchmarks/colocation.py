@@ -52,6 +52,7 @@ from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove
 from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
+from asyncrl.run.server_maker import ServerMaker
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
@@ -205,7 +206,7 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
     staging, tasks = new_staging_dir(), list[asyncio.Task[None]]()
     placement = place(config, len(find_cuda_devices()))
     is_shared = placement.mode == "colocated"
-    maker = startup.ServerMaker(config, placement, model, folder)
+    maker = ServerMaker(config, placement, model, folder)
     trainers, engines = maker.trainers(staging), maker.engines()
     targets = [maker.client(server) for server in engines]
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()

@@ -25,6 +25,7 @@ import pytest
 from job_runs import all_gone
 
 from asyncrl.errors import ConfigError, RoomError
+from asyncrl.placement import ray_launcher
 from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher, Node, Order, Process
 
@@ -77,10 +78,13 @@ async def end_of(process: Process) -> RoomError:
     return caught.value
 
 
+def log_of(process: Process) -> str:
+    return Path(process.log_path).read_text()
+
+
 async def until_logged(process: Process, words: str) -> None:
-    assert isinstance(process.log_path, Path)
     async with asyncio.timeout(LIMIT_S):
-        while words not in process.log_path.read_text():
+        while words not in log_of(process):  # noqa: ASYNC110  nothing tells
             await asyncio.sleep(0.05)
 
 
@@ -112,7 +116,7 @@ async def its_last_words_are_its_death_and_its_successor_is_not_blamed_for_them(
         await again.start()
         assert "no such model" in str(await end_of(again))
         await again.aclose()
-        assert Path(first.log_path).read_text().count("no such model") == 2
+        assert log_of(first).count("no such model") == 2
     async with stage.started("refusing", "crash") as other:
         death = await end_of(other)
         assert "exited with code 1" in death.fault
@@ -125,7 +129,7 @@ async def all_that_it_wrote_is_there_before_its_end_is_told(stage: Stage) -> Non
         death = await end_of(process)
         assert f"line {NUM_LINES - 1} " in death.fault
         assert "exited with code 3" in death.fault
-        lines = Path(process.log_path).read_text().splitlines()
+        lines = log_of(process).splitlines()
         assert [line.split()[1] for line in lines] == [str(number) for number in range(NUM_LINES)]
         assert f"line {NUM_LINES - 1} " in process.log_tail()
 
@@ -193,6 +197,8 @@ async def outcome(play: Awaitable[Any]) -> str:
 async def play_all(launcher: Launcher, nodes: Sequence[Node], folder: Path) -> Mapping[str, str]:
     """All stories on two nodes, then the faults."""
     told = dict[str, str]()
+    for fault in (more_than_there_is_is_refused, what_others_hold_is_waited_for_and_named):
+        told[fault.__name__] = await outcome(fault(launcher))
     try:
         await launcher.hold({0: ["cpu"], 1: ["cpu", "cuda:2", "cuda:3"]})
         for number, node in enumerate(nodes):
@@ -207,6 +213,29 @@ async def play_all(launcher: Launcher, nodes: Sequence[Node], folder: Path) -> M
         await launcher.aclose()
         told["closing took"] = "" if time.monotonic() - since_s < LIMIT_S else "too long"
     return told
+
+
+async def more_than_there_is_is_refused(launcher: Launcher) -> None:
+    with pytest.raises(ConfigError, match=r"takes 4 CPU of the node \S+, which has 3 for Ray"):
+        await launcher.hold({1: ["cpu"] * 4})
+    with pytest.raises(ConfigError, match=r"takes 1 GPU of the node \S+, which has 0 for Ray"):
+        await launcher.hold({0: ["cuda:0"]})
+
+
+async def what_others_hold_is_waited_for_and_named(launcher: Launcher) -> None:
+    from ray.util import placement_group, remove_placement_group
+
+    other = await asyncio.to_thread(placement_group, [{"CPU": 2}, {"CPU": 2}], strategy="STRICT_SPREAD")
+    assert await asyncio.to_thread(other.wait, LIMIT_S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_launcher, "HOLD_S", 2.0)
+        with pytest.raises(
+            RoomError, match=r"did not give 2 CPU of \S+ within 2 s; free are 0 CPU"
+        ) as caught:
+            await launcher.hold({0: ["cpu", "cpu"]})
+    assert "`ray status`" in caught.value.way_out
+    await launcher.aclose()
+    await asyncio.to_thread(remove_placement_group, other)
 
 
 async def each_sees_its_devices_alone(stage: Stage) -> None:

@@ -16,7 +16,9 @@ import pytest
 from launcher_contract import OTHER, SECRET, STORIES, Stage
 from ray_cluster import FRUGAL, ray_cluster
 
-from asyncrl.placement.launchers import LocalLauncher
+from asyncrl.errors import ConfigError
+from asyncrl.placement.launchers import LocalLauncher, opened
+from asyncrl.placement.ray_launcher import refuse_other_versions
 
 RUN_S = 280.0
 
@@ -61,12 +63,47 @@ def test_ray_keeps_the_contract(story: str, number: int, played: dict[str, Any])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "fault", ["each_sees_its_devices_alone", "an_actor_is_lost", "a_node_is_lost", "closing took"]
+    "fault",
+    [
+        "more_than_there_is_is_refused",
+        "what_others_hold_is_waited_for_and_named",
+        "each_sees_its_devices_alone",
+        "an_actor_is_lost",
+        "a_node_is_lost",
+        "closing took",
+    ],
 )
-def test_on_ray_what_is_lost_is_named_and_nothing_hangs(fault: str, played: dict[str, Any]) -> None:
+def test_on_ray_what_lacks_or_is_lost_is_named_and_nothing_hangs(fault: str, played: dict[str, Any]) -> None:
     assert not (why := played["told"][fault]), why
 
 
 @pytest.mark.slow
 def test_ray_writes_no_secret_of_ours_to_a_disk(played: dict[str, Any]) -> None:
     assert played["leaks"] == []
+
+
+# ---- refusals, before anything starts
+
+
+def test_without_the_package_or_a_cluster_the_way_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with (
+        pytest.raises(ConfigError, match="no Ray cluster at 127.0.0.1:1: ") as caught,
+        opened("ray:127.0.0.1:1"),
+    ):
+        pass
+    assert "`ray start --head`" in caught.value.way_out
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    with pytest.raises(ConfigError, match="no Ray cluster at ray://127.0.0.1:10001: "), opened("ray"):
+        pass
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="there is no package `ray`") as caught, opened("ray"):
+        pass
+    assert ".[ray]" in caught.value.way_out
+
+
+def test_a_node_with_other_versions_is_refused_by_name() -> None:
+    own = {"asyncrl": "0.1.0", "python": "3.11.7", "torch": "2.11.0"}
+    refuse_other_versions("node-1", dict(own), own)
+    with pytest.raises(ConfigError, match="node-1 has asyncrl 0.1.0, python 3.11.7, the controller's has"):
+        refuse_other_versions("node-1", {"asyncrl": "0.1.0", "python": "3.11.7"}, own)

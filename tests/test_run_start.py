@@ -21,16 +21,18 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
 from asyncrl.messages.calls import EngineHealth
+from asyncrl.placement import launchers
 from asyncrl.placement.devices import place
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.machine import CudaDevice
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
-from asyncrl.run import build
+from asyncrl.run import build, server_maker
 from asyncrl.run import start as startup
 from asyncrl.run.build import Parts
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.engine_kinds import KINDS, engine_kind
-from asyncrl.run.start import Server, ServerMaker
+from asyncrl.run.server_maker import ServerMaker
+from asyncrl.run.start import Server
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer
@@ -51,6 +53,11 @@ def load(*overrides: str) -> RunConfig:
 def maker(folder: Path, *overrides: str, num_cuda: int = 0) -> ServerMaker:
     config = load(*overrides)
     return ServerMaker(config, place(config, num_cuda), folder / "model", folder)
+
+
+def have_cuda(monkeypatch: pytest.MonkeyPatch, *devices: CudaDevice) -> None:
+    for module in (server_maker, launchers):
+        monkeypatch.setattr(module, "find_cuda_devices", lambda: devices)
 
 
 # ---- what it is told
@@ -127,7 +134,7 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
 ) -> None:
     devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
-    monkeypatch.setattr(startup, "find_cuda_devices", lambda: devices)
+    have_cuda(monkeypatch, *devices)
     anywhere = ["placement.trainer=auto", "placement.rollout=auto", "trainer.world_size=2"]
     launch = maker(tmp_path, *anywhere, num_cuda=num_cuda)
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
@@ -142,7 +149,7 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
 def test_each_process_on_a_shared_device_is_told_its_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, staleness: int
 ) -> None:
-    monkeypatch.setattr(startup, "find_cuda_devices", lambda: (CudaDevice("0", None, 80 * 2**30),))
+    have_cuda(monkeypatch, CudaDevice("0", None, 80 * 2**30))
     python = make_python(tmp_path / "python")
     settings = ["placement.trainer=0", "placement.rollout=0", "placement.share=0.4", "rollout.num_engines=2"]
     settings += [f"rollout.engine={kind}", f"buffer.max_staleness={staleness}"]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -30,6 +32,8 @@ DESCRIBE_S = 120.0
 HOLD_S = 600.0
 """For what others hold to become free, or for nodes that an autoscaler starts."""
 TRY_S = 1.0
+ANSWER_S = 5.0
+"""For the head to take a connection."""
 CLOSE_S = 10.0
 PIN = 0.001
 """Of the resource that a node alone has, so that a bundle can be nowhere else."""
@@ -73,15 +77,19 @@ class RayLauncher:
 
     def _join(self, ray: Any) -> Any:
         logging.getLogger("ray").setLevel(logging.ERROR)
+        address = self.address or os.environ.get("RAY_ADDRESS", "")
         try:
+            if address not in ("", "auto"):  # Ray would try for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), ANSWER_S).close()
             ray.init(
                 address=self.address or "auto",
                 namespace="asyncrl",
                 log_to_driver=False,
                 configure_logging=False,
             )
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            where = f"at {self.address}" if self.address else "here, and RAY_ADDRESS names none"
+        except (OSError, RuntimeError, ValueError) as error:
+            where = f"at {address}" if address else "here, and RAY_ADDRESS names none"
             raise ConfigError(
                 f"launcher=ray finds no Ray cluster {where}: {str(error).strip().splitlines()[0][:300]}",
                 rule="a run starts no Ray; its controller runs on a node of the cluster",
@@ -208,16 +216,18 @@ def _ask_each(ray: Any, found: Sequence[Mapping[str, Any]]) -> list[Machine]:
             way_out = "install asyncrl there, in the Python that Ray runs under, or take the node out of Ray."
             raise ConfigError(f"the node {name} cannot run asyncrl: {why}", way_out=way_out) from error
         own = own or versions
-        if versions != own:
-            theirs, ours = (
-                ", ".join(f"{key} {value}" for key, value in one.items()) for one in (versions, own)
-            )
-            what = f"the node {name} has {theirs}, the controller's has {ours}"
-            raise ConfigError(
-                what, rule="all nodes run the same code", way_out="install the same versions on all nodes."
-            )
+        refuse_other_versions(name, versions, own)
         machines.append(machine)
     return machines
+
+
+def refuse_other_versions(name: str, versions: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Raise ConfigError unless the node of this name has those of the controller's."""
+    if versions != own:
+        theirs, ours = (", ".join(f"{key} {value}" for key, value in one.items()) for one in (versions, own))
+        what = f"the node {name} has {theirs}, the controller's has {ours}"
+        way_out = "install the same versions on all nodes, in the Python that Ray runs under."
+        raise ConfigError(what, rule="all nodes run the same code", way_out=way_out)
 
 
 def _bundle(devices: Sequence[str]) -> dict[str, float]:

@@ -40,7 +40,8 @@ from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.engine_kinds import sampled_by
 from asyncrl.run.harnessing import Harnessing, make_generator, num_rollouts
 from asyncrl.run.life import Life
-from asyncrl.run.start import Server, ServerMaker, bring_up, end_all
+from asyncrl.run.server_maker import ServerMaker
+from asyncrl.run.start import Server, bring_up, end_all
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.run.teaching import Teaching, make_teaching

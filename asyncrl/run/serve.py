@@ -38,7 +38,8 @@ from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind, sampled_by
 from asyncrl.run.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
 from asyncrl.run.life import Life, Voice, logging_to, make_run_dir
-from asyncrl.run.start import Server, ServerMaker, start_all
+from asyncrl.run.server_maker import ServerMaker
+from asyncrl.run.start import Server, start_all
 from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model_folder import make_model_folder

@@ -18,7 +18,7 @@ from asyncrl.run.supervise import Supervision, TeacherSupervisor
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 if TYPE_CHECKING:
-    from asyncrl.run.start import ServerMaker
+    from asyncrl.run.server_maker import ServerMaker
 
 KEY = "teacher.path"
 
