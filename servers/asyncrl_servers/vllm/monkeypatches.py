@@ -97,9 +97,11 @@ def patch_spawn(listener: socket.socket) -> None:
     vLLM's CPU build spawns them, as OpenMP is told of its threads when it is loaded; each then imports vLLM
     anew, which is 11 of the 21 s of CPU time of a start. See arguments.can_fork.
     """
-    from vllm.v1.engine import core, utils
+    import vllm.v1.worker.cpu_worker  # noqa: F401  (for those that are forked)
+    from vllm.v1.engine import utils
     from vllm.v1.executor import multiproc_executor
-    from vllm.v1.worker import cpu_worker  # imported for those that are forked
+
+    import asyncrl_servers.vllm.worker_extension  # noqa: F401
 
     def after_fork() -> None:
         listener.close()  # a server that has died refuses connections, whoever of its group still lives
