@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from asyncrl.messages.base import SECRET_ENV
-from asyncrl.placement.fork_server import PRELOADED, ForkServer, adopting
+from asyncrl.messages.base import SECRET_ENV, WORKER_KEY_ENV
+from asyncrl.placement.fork_server import KEY_ENV, PRELOADED, ForkServer, adopting
 
 MODULES = (
     *PRELOADED,
@@ -31,15 +31,23 @@ _READ_WHEN_ASKED = {
     "HF_HUB_OFFLINE",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
     SECRET_ENV,
+    WORKER_KEY_ENV,
+    KEY_ENV,
 }
 """Variables that no library reads when it is imported, or that all tests have at the same value."""
 
 
 def popen(command: list[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    """subprocess.Popen in a new session; forked, if it is `python -m MODULE` and `env` is as usual."""
-    can_fork = command[:2] == [sys.executable, "-m"] and {command[2], f"{command[2]}.__main__"} & {*MODULES}
-    kind = _Forked if can_fork and _read_early(env) == _read_early(_ENVIRONMENT) else subprocess.Popen
-    return kind(command, env=env, start_new_session=True, **options)
+    """subprocess.Popen of `python -m MODULE` in a new session; forked where MODULE is one of MODULES.
+
+    A fork has its libraries from a process that had the environment of the tests when they were collected:
+    AssertionError for an `env` that differs from it, so that no run costs the imports without being seen to.
+    """
+    assert command[:2] == [sys.executable, "-m"], command
+    can_fork = {command[2], f"{command[2]}.__main__"} & {*MODULES}
+    differing = {name for name, _ in _read_early(env).items() ^ _read_early(_ENVIRONMENT).items()}
+    assert not (can_fork and differing), f"a fork cannot have its own {sorted(differing)}"
+    return (_Forked if can_fork else subprocess.Popen)(command, env=env, start_new_session=True, **options)
 
 
 def _read_early(env: Mapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import pytest
 from hostile_agents_for_test import BODIES, WAYS
 from job_runs import (
@@ -165,7 +166,7 @@ def test_a_run_waits_for_a_worker_and_a_second_one_takes_over_from_one_that_is_k
         """`asyncrl work`, as a process of its own beside the run; `args` are the agent's."""
         command = [sys.executable, "-m", "asyncrl.cli", "work", gateway["url"], "--python", agent]
         env = environment(**{WORKER_KEY_ENV: gateway["worker_key"]})
-        workers.append(subprocess.Popen([*command, "--args", json.dumps(args)], env=env))
+        workers.append(forked_processes.popen([*command, "--args", json.dumps(args)], env))
         return workers[-1]
 
     try:
