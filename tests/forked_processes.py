@@ -22,6 +22,7 @@ MODULES = (
     "asyncrl.run.loop",
     "asyncrl.run.resume",
     "asyncrl.run.serve",
+    __name__,
     "transformers.models.qwen3.modeling_qwen3",
 )
 _READ_WHEN_ASKED = {
@@ -58,19 +59,36 @@ class _Forked(subprocess.Popen[Any]):
     """Forked where Popen would start: all else is Popen's."""
 
     def _execute_child(self, args, *options) -> None:  # type: ignore[no-untyped-def]
-        pass_fds, env, pipes = options[3], options[5], options[9:15]
-        stdin, stdout, stderr = pipes[0], pipes[3], pipes[5]
+        pass_fds, cwd, env, pipes = *options[3:6], options[9:15]
+        module, *arguments = args[2:] if cwd is None else [__name__, str(cwd), *args[2:]]
+        streams = [fd if fd >= 0 else number for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
         with adopting():
-            server = _warm_parent()
-            server.send(args[2], args[3:], env, [max(stdin, 0), stdout, stderr, *pass_fds])
+            server = warm_parent()
+            server.send(module, arguments, env, [*streams, *pass_fds])
             select.select([server._socket], [], [])
             self.pid = int(server._socket.recv(32))
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
 
+def main() -> None:
+    """In a fork: main() of a module, in another folder."""
+    folder, *sys.argv = sys.argv[1:]
+    os.chdir(folder)
+    sys.modules[sys.argv[0]].main()
+
+
+def warm_parent() -> ForkServer:
+    """What all are forked from. As asyncrl.placement.fork_server.current it serves the product's own starts in
+    this process too.
+    """
+    if not _started().is_alive:  # closed by a start that was cancelled
+        _started.cache_clear()
+    return _started()
+
+
 @functools.cache
-def _warm_parent() -> ForkServer:
+def _started() -> ForkServer:
     with patch.dict(os.environ, _ENVIRONMENT, clear=True):
         server = ForkServer(MODULES)
     atexit.register(server.close)

@@ -331,6 +331,7 @@ def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
