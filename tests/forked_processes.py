@@ -79,9 +79,7 @@ def main() -> None:
 
 
 def warm_parent() -> ForkServer:
-    """What all are forked from. As asyncrl.placement.fork_server.current it serves the product's own starts in
-    this process too.
-    """
+    """What all are forked from. As fork_server.current it serves what the product starts in this process."""
     if not _started().is_alive:  # closed by a start that was cancelled
         _started.cache_clear()
     return _started()
