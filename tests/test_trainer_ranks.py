@@ -277,7 +277,7 @@ def test_several_ranks_train_export_and_save_what_one_does(tmp_path: Path, name:
 def test_a_refusal_leaves_all_ranks_ready_one_that_hangs_is_an_error_and_all_end_with_the_parent(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 60}) as group:
+    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 15}) as group:
         with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
             group.train(*make_batch(version=7))
         with pytest.raises(CallRefused, match="not a batch"):
@@ -331,6 +331,7 @@ def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
