@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import subprocess
@@ -97,10 +98,11 @@ def running(
     *,
     trainer: dict[str, Any] | None = None,
     hosts: Sequence[Host] = (),
+    hide: Sequence[Path] = (),
     **values: Any,
 ) -> Iterator[Group]:
-    """The ranks of one trainer, one on each of `hosts` if there are any; killed at the end if they still
-    run.
+    """The ranks of one trainer, one on each of `hosts` if there are any, each with folders of its own in the
+    place of those to `hide`; killed at the end if they still run.
     """
     folder.mkdir(exist_ok=True)
     processes, urls = [], []
@@ -119,7 +121,7 @@ def running(
             arguments = f"--spec {folder / f'spec-{rank}.json'} --fd {descriptor}".split()
             command = [sys.executable, "-m", "asyncrl.trainer.rank_process", *arguments]
             environment = {SECRET_ENV: "s3cret", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-            start = hosts[rank].start if hosts else popen
+            start = functools.partial(hosts[rank].start, hide=hide) if hosts else popen
             with (folder / f"log-{rank}").open("wb") as log:
                 files = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "pass_fds": [descriptor]}
                 processes.append(start(command, env=os.environ | environment, **files))

@@ -71,7 +71,12 @@ def test_two_hosts_learn_what_one_does_go_on_in_other_places_and_end_when_the_wi
     values = {"algorithm": {"loss": "held_loss:loss"}}
     cut = {"trainer": {"timeout_s": CUT_S}}
     alone = TrainStep(make_spec(tiny_model_dir, tmp_path / "alone", **values))
-    with network(2) as hosts, running(tiny_model_dir, folders[1], hosts=hosts, **values, **cut) as far:
+    own = tmp_path / "own"
+    own.mkdir()
+    with (
+        network(2) as hosts,
+        running(tiny_model_dir, folders[1], hosts=hosts, hide=[own], **values, **cut) as far,
+    ):
         with running(tiny_model_dir, folders[0], **values) as near:
             for version in range(2):
                 wanted, found = learned(near.train(*make(version)).metrics), far.train(*make(version))
@@ -81,6 +86,10 @@ def test_two_hosts_learn_what_one_does_go_on_in_other_places_and_end_when_the_wi
         weights = [load_file(path) for path in (far.export().path, alone.export(tmp_path / "alone.st").path)]
         assert_all_close(*(found.values() for found in weights), 1e-5)
         save_state(far, tmp_path / "state")
+        with pytest.raises(CallRefused, match=r"lacks __1_0.distcp, which other ranks have written"):
+            save_state(far, own / "state")
+        with pytest.raises(CallRefused, match=r"state.json cannot be read by rank 0"):
+            far.post("/load_state", StateRequest(path=str(own / "state")), TrainerHealth)
         for path in ("/offload", "/onload"):  # all hosts beside one run directory
             assert far.post(path, OffloadRequest(parts=PARTS), Moved).num_bytes > 0
         wanted, digest = learned(far.train(*make(2)).metrics), far.export().digest

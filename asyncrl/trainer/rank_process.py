@@ -118,6 +118,8 @@ class TrainerService:
         """On the torch thread of rank 0: call this method of the step on all ranks. Raises what it raises,
         and Refused for a file that cannot be written.
         """
+        if self._lost is not None:
+            raise self._lost
         if self._broken:
             what = f"the trainer's ranks are out of step: {self._broken}"
             raise Refused(409, what, way_out="start it again.")

@@ -6,6 +6,7 @@ How they find each other is in rendezvous.py. Nothing is pickled here.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,8 +136,9 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
         raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=cuda.")
     if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
         return ALONE
+    ordinal = spec.rank if spec.local_rank is None else spec.local_rank
     if is_cuda:
-        torch.cuda.set_device(spec.rank if spec.local_rank is None else spec.local_rank)
+        torch.cuda.set_device(ordinal)
     use_interface(spec.address, is_apart=bool(spec.store))
     meeting = Rendezvous(spec)
     store = meeting.open()
@@ -145,6 +147,8 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
 
     def connect() -> Any:
+        if is_cuda:
+            torch.cuda.set_device(ordinal)  # of this thread
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=size, timeout=timeout)
         # Sending waits until the other ranks receive: rank 0 only sends to those that wait, or soon will.
         return dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else 2 * timeout)
@@ -160,9 +164,10 @@ def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
     """
     if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
         return None
-    what = f"rank {spec.rank} ({spec.address}) has lost the other ranks of the trainer: "
+    # less where in gloo's source it was, and its advice to a developer
+    why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])
     return ErrorBody(
-        error=what + str(error).partition("\n")[0][:500],
+        error=f"rank {spec.rank} ({spec.address}) has lost the other ranks of the trainer: {why[:500]}",
         rule=f"trainer.timeout_s={spec.trainer.timeout_s:g} is how long one rank waits for another",
         way_out="read the logs of the other ranks, and check the network between their nodes.",
     )

@@ -73,10 +73,15 @@ class Rendezvous:
 
     def here(self, store: Any) -> None:
         """Return when all ranks are there."""
-        store.set(f"here-{self.spec.rank}", self.spec.address)
         keys = {f"here-{rank}": rank for rank in range(self.spec.trainer.world_size)}
 
         def wait() -> str:
+            if store.add(f"here-{self.spec.rank}", 1) > 1:
+                what = f"{self._me} is not the first of its number at {self._where}"
+                rule = "new ranks of a trainer meet in a new place"
+                raise ConfigError(
+                    what, rule=rule, way_out="end the processes of the trainer before this one."
+                )
             try:
                 store.wait([*keys], self._left)
             except dist.DistStoreError:
@@ -111,7 +116,7 @@ class Rendezvous:
         def run() -> None:
             try:
                 done.set_result(work())
-            except (RuntimeError, OSError) as error:
+            except (RuntimeError, OSError, ConfigError) as error:
                 done.set_exception(error)
 
         threading.Thread(target=run, name="rendezvous", daemon=True).start()
