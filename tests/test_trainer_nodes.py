@@ -19,7 +19,7 @@ from asyncrl.messages.base import Moved, TrainerPart, find_fatal
 from asyncrl.messages.calls import OffloadRequest, StateRequest, TrainerHealth
 from asyncrl.trainer.step import TrainStep
 
-CUT_S = 10.0
+CUT_S = 20.0
 HELD = """
 import os
 from pathlib import Path

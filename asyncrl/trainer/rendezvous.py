@@ -69,7 +69,7 @@ class Rendezvous:
         if spec.rank == 0:
             options |= {"is_master": True, "master_listen_fd": self._listen(host, int(port))}
         what = f"{self._me} cannot reach rank 0 at {spec.store}"
-        return self._in_time(what, lambda: dist.TCPStore(host, int(port), **options))
+        return self._in_time(what, lambda: dist.TCPStore(host, int(port), **options))  # type: ignore[attr-defined]
 
     def here(self, store: Any) -> None:
         """Return when all ranks are there."""
