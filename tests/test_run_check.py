@@ -126,7 +126,7 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
             for name in ("find_cuda_devices", "cpu_has_bfloat16", "num_cores", "ask_nvidia_smi")
         ),
         *((plan, name) for name in ("num_cores", "this_machine")),
-        *((fit, name) for name in ("needed_python", "refuse_too_many_connections", "this_machine")),
+        *((fit, name) for name in ("needed_python", "refuse_too_many_connections")),
         (psutil, "virtual_memory"),
     ):
         monkeypatch.setattr(owner, name, asked)

@@ -19,8 +19,8 @@ class NodesConfig(FrozenConfig):
     nodes: Literal["all"] | PositiveInt
     """How many machines; all = every one that has what `gpus` says."""
     gpus: Literal["auto", "all"] | NonNegativeInt = "auto"
-    """CUDA devices of each node; all = those that it has, 0 = its CPU (auto = all, or the CPU if no node has a
-    CUDA device)."""
+    """CUDA devices of each node; all = those that it has, 0 = its CPU (auto = all, or the CPU if there is
+    no CUDA device)."""
 
     def __str__(self) -> str:
         """As it is written."""
@@ -29,8 +29,8 @@ class NodesConfig(FrozenConfig):
 
 
 Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
-"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, a range like 0-3, or so many nodes. How
-many there are is read later."""
+"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, a range like 0-3, or so many nodes.
+How many there are is read later."""
 
 DEVICE_WORDS = ("auto", "cpu", "cuda", "all")
 

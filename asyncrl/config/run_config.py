@@ -33,8 +33,8 @@ class RunConfig(FrozenConfig):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the weights made from scratch, the shuffle and every sampled token."""
     launcher: str = "local"
-    """Who starts the processes of the run. local: all on this machine. ray: on the nodes of the Ray cluster that
-    this machine belongs to; ray:HOST:PORT: of the one whose head is there."""
+    """Who starts the processes of the run. local: all on this machine. ray: on the nodes of the Ray cluster
+    that this machine belongs to; ray:HOST:PORT: of the one whose head is there."""
     model: ModelConfig
     """What learns."""
     task: TaskConfig
@@ -106,10 +106,12 @@ class RunConfig(FrozenConfig):
     def _nodes_have_a_launcher(self) -> Self:
         for key in ("trainer", "rollout"):
             written = getattr(self.placement, key)
-            if self.launcher == "local" and isinstance(written, NodesConfig) and written.nodes not in (1, "all"):
+            num = written.nodes if isinstance(written, NodesConfig) else 1
+            if self.launcher == "local" and num not in (1, "all"):
+                one = written.model_copy(update={"nodes": 1})
                 raise ValueError(
-                    f"placement.{key}={written} is of {written.nodes} nodes, and launcher=local has this machine "
-                    f"alone; set launcher=ray, or placement.{key}={written.model_copy(update={'nodes': 1})}"
+                    f"placement.{key}={written} is of {num} nodes, and launcher=local starts all on this "
+                    f"machine; set launcher=ray, or placement.{key}={one}"
                 )
         return self
 
@@ -139,7 +141,9 @@ class RunConfig(FrozenConfig):
             )
         if trainer.cpu_offload and is_cpu(self.placement.trainer):
             written = self.placement.trainer
-            raise ValueError(f"placement.trainer={written} has nothing for trainer.cpu_offload; set it to false")
+            raise ValueError(
+                f"placement.trainer={written} has nothing for trainer.cpu_offload; set it to false"
+            )
         if rollout.group_size == 1:
             advantage = self.algorithm.advantage if self.algorithm.advantage in GROUP_ADVANTAGES else None
             advantage = advantage if self.algorithm.reward_weight > 0 else None

@@ -6,8 +6,8 @@ How it is read. The controller's own machine is the first node, and the only one
     cpu
     all                       every CUDA device of every node
     {nodes: N, gpus: G}       G CUDA devices of each of N nodes: of nodes on which the other side is not where
-                              there are enough, else of devices that it leaves; else the other side's, if those
-                              are what is written. gpus: 0 is a node's CPU
+                              there are enough, else of devices that it leaves; else the other side's, if
+                              those are what is written. gpus: 0 is a node's CPU
     cuda, auto                as many as there are ranks (trainer) or engines (rollout), from those that the
                               other side leaves, of one node where that has enough, else of whole nodes; none
                               left: the other side's. auto without CUDA: the CPU of the first node, engines
@@ -82,11 +82,14 @@ def takes_no_device(config: RunConfig) -> bool:
 
 def choose(config: RunConfig, hosts: Hosts) -> tuple[Side, Side]:
     """Devices of trainer and engines, of each node one after the other. Raises ConfigError."""
-    written, split = config.placement, config.rollout.tensor_parallel
+    written, rollout, split = config.placement, config.rollout, config.rollout.tensor_parallel
     forms: dict[str, Devices] = {"trainer": written.trainer, "rollout": written.rollout}
     if forms["rollout"] in ("auto", "cuda") and any(hosts.num_cuda) and takes_no_device(config):
         forms["rollout"] = "cpu"
-    wants = {"trainer": (config.trainer.world_size, 1), "rollout": (config.rollout.num_engines * split, split)}
+    wants = {
+        "trainer": (config.trainer.world_size, 1),
+        "rollout": (rollout.num_engines * split, split),
+    }
     found: dict[str, Side] = {}
     for name, form in sorted(forms.items(), key=lambda item: _openness(item[1])):
         taken = tuple(device for side in found.values() for device in side)
@@ -102,7 +105,9 @@ def named(key: str, devices: Devices, hosts: Hosts) -> Side:
     if numbers and max(numbers) >= hosts.num_cuda[0]:
         way_out = f"name devices of 0..{hosts.num_cuda[0] - 1}."
         if len(hosts.names) > 1:
-            way_out = f"write the number of nodes, and of devices of each: {{nodes: 1, gpus: {len(numbers)}}}."
+            way_out = (
+                f"write the number of nodes, and of devices of each: {{nodes: 1, gpus: {len(numbers)}}}."
+            )
         raise ConfigError(
             f"{key}={devices} names cuda:{max(numbers)}",
             rule=f"this machine shows {hosts.num_cuda[0]} CUDA devices, counted from 0 among "
@@ -197,7 +202,7 @@ def _of_nodes(key: str, form: NodesConfig, hosts: Hosts, taken: Side) -> Side:
     raise ConfigError(
         f"{key}={form}, and {other} of the CUDA devices: {hosts.counts(free)}",
         rule="both sides have devices of their own, or exactly the same ones, in turns",
-        way_out=f"set {key}=auto for what is left, or write fewer nodes or devices, here or for the other side.",
+        way_out=f"set {key}=auto for what is left, or write fewer nodes or devices for one of them.",
     )
 
 

@@ -74,10 +74,8 @@ class Placement:
     @property
     def engine_devices(self) -> Side:
         """Devices of all engines, each once."""
-        each = enumerate(self.engines)
-        return tuple(
-            dict.fromkeys(NodeDevice(self.engine_node(engine), name) for engine, names in each for name in names)
-        )
+        each = [(self.engine_node(index), names) for index, names in enumerate(self.engines)]
+        return tuple(dict.fromkeys(NodeDevice(node, name) for node, names in each for name in names))
 
     @property
     def hosts(self) -> Hosts:
@@ -125,7 +123,9 @@ def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
     """
     hosts = Hosts.of(nodes)
     if len(hosts.names) > 1 and config.launcher == "local":
-        what = f"launcher=local starts processes on this machine alone, and there are {len(hosts.names)} nodes"
+        what = (
+            f"launcher=local starts processes on this machine alone, and there are {len(hosts.names)} nodes"
+        )
         raise ConfigError(what, way_out="set launcher=ray, or describe one machine.")
     trainer, rollout = choose(config, hosts)
     shared = [device for device in trainer if device in rollout and device.name != "cpu"]
@@ -137,7 +137,8 @@ def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
     ranks = _deal_ranks(trainer, config.trainer.world_size)
     dealt = tuple(rollout[index % len(rollout)] for index in range(num * split))
     names = tuple(device.name if device.name == "cpu" else hosts.label(device) for device in (*ranks, *dealt))
-    refuse_transport(config, names[: len(ranks)], names[len(ranks) :], is_turns=is_turns)
+    on = {0, *(device.node for device in (*ranks, *(() if takes_no_device(config) else dealt)))}
+    refuse_transport(config, names[: len(ranks)], names[len(ranks) :], is_turns=is_turns, num_nodes=len(on))
     _check_engines(config, names[len(ranks) :], is_turns=is_turns)
     if takes_no_device(config):
         dealt, split = (NodeDevice(0, NO_DEVICE),) * num, 1
@@ -177,8 +178,8 @@ def _check_shared(
         )
     if is_turns and config.buffer.max_staleness > 0:
         raise ConfigError(
-            f"{written} are the same devices ({sum(hosts.num_cuda)} CUDA devices here), in turns: every batch "
-            f"is on-policy, and buffer.max_staleness={config.buffer.max_staleness} could never be used",
+            f"{written} are the same devices ({sum(hosts.num_cuda)} CUDA devices here), in turns: every "
+            f"batch is on-policy, and buffer.max_staleness={config.buffer.max_staleness} could never be used",
             way_out="set buffer.max_staleness=0, or give placement.rollout devices of its own: cpu, or CUDA "
             "devices that a smaller trainer.world_size leaves"
             + ("; placement.share=0.4 has both work there at once." if shared else "."),
@@ -242,8 +243,8 @@ def _check_numbers(config: RunConfig, hosts: Hosts, trainer: Side, rollout: Side
     if uneven := [node for node in dict.fromkeys(nodes) if nodes.count(node) % split]:
         has = nodes.count(uneven[0])
         raise ConfigError(
-            f"placement.rollout={written.rollout} is {has} CUDA devices of {hosts.names[uneven[0]]} for engines "
-            f"with rollout.tensor_parallel={split} each",
+            f"placement.rollout={written.rollout} is {has} CUDA devices of {hosts.names[uneven[0]]} for "
+            f"engines with rollout.tensor_parallel={split} each",
             rule="an engine is split over devices of one node, never over two nodes",
             way_out=f"set rollout.tensor_parallel={math.gcd(has, split)}, or a multiple of {split} as gpus.",
         )
@@ -295,8 +296,8 @@ def _check_engines(config: RunConfig, devices: Sequence[str], *, is_turns: bool)
 def _beside(
     config: RunConfig, hosts: Hosts, ranks: Side, engines: Side
 ) -> tuple[str | None, str | None, int]:
-    """Devices of the eval engine and the teacher, and the node of both: the controller's own where it has what
-    they need.
+    """Devices of the eval engine and the teacher, and the node of both: the controller's own where it has
+    what they need.
     """
     written, node = config.placement, _beside_node(config, hosts, ranks, engines)
     evaluation = teacher = None
@@ -311,7 +312,7 @@ def _beside(
 
 
 def _beside_node(config: RunConfig, hosts: Hosts, ranks: Side, engines: Side) -> int:
-    """The first node with CUDA devices for all that is to choose one; of its own first, else beside engines."""
+    """The first node with a CUDA device for each that may choose: free ones first, else those of engines."""
     has_eval = config.eval is not None and config.rollout.facts.has_model
     written = [config.placement.eval] * has_eval + [config.placement.teacher] * (config.teacher is not None)
     num, is_on_cpu = written.count("auto"), any(device.name == "cpu" for device in engines)
