@@ -115,8 +115,8 @@ def check(
         Option(
             metavar="NxNAME-SIZE",
             help="Plan for another machine with these CUDA devices: 8xH200-141GB, 2x80GB, or cpu for none; "
-            "2x8xH200-141GB: for two nodes. Given again: more nodes. GB is 10^9 bytes, GiB 2^30. Needs --cores "
-            "and --memory, of each node; nothing is asked of this machine.",
+            "2x8xH200-141GB: for two nodes. Given again: for more nodes. GB is 10^9 bytes, GiB 2^30. Needs "
+            "--cores and --memory, of each node; nothing is asked of this machine.",
         ),
     ] = None,
     cores: Annotated[list[int] | None, Option(metavar="N", help="Cores of that machine.")] = None,

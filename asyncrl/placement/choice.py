@@ -66,6 +66,21 @@ class Hosts:
         """For people: with the node where there are several."""
         return device.name if len(self.names) == 1 else f"{self.names[device.node]}/{device.name}"
 
+    def labels(self, devices: Iterable[NodeDevice]) -> list[str]:
+        """For people, each once; CUDA devices of a node that follow each other are a range where there are
+        several nodes.
+        """
+        found = list[tuple[NodeDevice, NodeDevice]]()
+        for device in dict.fromkeys(devices):
+            number = device.name.removeprefix("cuda:")
+            before = f"cuda:{int(number) - 1}" if number.isdigit() and len(self.names) > 1 else ""
+            if found and found[-1][1] == (device.node, before):
+                found[-1] = (found[-1][0], device)
+            else:
+                found.append((device, device))
+        spans = [(self.label(first), last.name.removeprefix("cuda:")) for first, last in found]
+        return [f"{first}-{last}" if not first.endswith(last) else first for first, last in spans]
+
     def counts(self, devices: Iterable[NodeDevice]) -> str:
         """How many of them each node has, in words."""
         nodes = [device.node for device in devices]

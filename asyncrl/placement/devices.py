@@ -92,12 +92,12 @@ class Placement:
     @property
     def trainer_labels(self) -> list[str]:
         """Devices of the trainer for people, each once."""
-        return [self.hosts.label(device) for device in dict.fromkeys(self.ranks)]
+        return self.hosts.labels(self.ranks)
 
     @property
     def engine_labels(self) -> list[str]:
         """Devices of the engines for people, each once."""
-        return [self.hosts.label(device) for device in self.engine_devices]
+        return self.hosts.labels(self.engine_devices)
 
     def share_of(self, engine: int) -> float | None:
         """The part of `share` of this engine, of which other engines may use the first device too."""

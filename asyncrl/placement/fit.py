@@ -22,10 +22,10 @@ import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
 from asyncrl.config.weight_sync import choose_transport
 from asyncrl.errors import ConfigError, install_extra
-from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement
+from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, place
 from asyncrl.placement.machine import Machine
 from asyncrl.placement.nodes import Node
-from asyncrl.placement.plan import OWN_BYTES, Phase, Plan, ProcessPlan, lay_out, nodes_of, place_on
+from asyncrl.placement.plan import OWN_BYTES, Phase, Plan, ProcessPlan, lay_out, nodes_of
 from asyncrl.placement.process_memory import size_text
 
 MOVING = "each side moves out for the other's turn"
@@ -44,7 +44,7 @@ def settle(
     get the same bits by each that auto can be.
     """
     nodes = nodes_of(where)
-    placement = place_on(config, nodes)
+    placement = place(config, nodes)
     config, dtype_words = _settle_dtype(config, placement, nodes, begun)
     words = ""
     if config.weight_sync.transport == "auto":
@@ -217,7 +217,7 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
     """The first setting that fits."""
     for words, changed in _smaller(config):
         try:
-            placement = place_on(changed, plan.nodes)
+            placement = place(changed, plan.nodes)
         except ConfigError:
             continue
         processes = lay_out(changed, plan.shape, placement, plan.nodes)

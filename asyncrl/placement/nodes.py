@@ -34,9 +34,9 @@ class Node:
 def described_nodes(
     devices: Sequence[str], cores: Sequence[int], memory: Sequence[str]
 ) -> tuple[Node, ...] | None:
-    """The nodes of `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`, node-0 and on; None where
-    nothing is given. Each more --devices is of more nodes, with --cores and --memory of its own or the same.
-    Raises ConfigError.
+    """The nodes of `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`, node-0 and on; None
+    where nothing is given. Each more --devices is of more nodes, with --cores and --memory of its own or the
+    same. Raises ConfigError.
     """
     num, machines = max(len(devices), 1), list[Machine]()
     for name, given in {"--cores": cores, "--memory": memory}.items():

@@ -126,7 +126,7 @@ class Plan:
         CPU they are 0 and what is left. None: not known.
         """
         found = []
-        for device in self.placement.trainer_labels:
+        for device in map(self.placement.hosts.label, dict.fromkeys(self.placement.ranks)):
             free, total = self.free_bytes[device], self.total_bytes(device)
             if free is None or total is None:
                 return None
@@ -206,17 +206,12 @@ def make_plan(config: RunConfig, where: Machine | Sequence[Node] | None = None) 
     that cannot be.
     """
     nodes, shape = nodes_of(where), model_shape(config.model)
-    placement = place_on(config, nodes)
+    placement = place(config, nodes)
     free = {
         name: has.memory if isinstance(has, Machine) else has.free_bytes
         for name, has in devices_of(placement, nodes).items()
     }
     return Plan(placement, lay_out(config, shape, placement, nodes), shape, free, nodes)
-
-
-def place_on(config: RunConfig, nodes: Sequence[Node]) -> Placement:
-    """place(), on what nodes_of() gives."""
-    return place(config, nodes if len(nodes) > 1 else len(nodes[0].machine.cuda))
 
 
 def lay_out(
