@@ -7,11 +7,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from placement_cases import EVAL, TAUGHT, TURNS, VLLM, load, machine
 
-from asyncrl.config import RunConfig
+from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.config.operation import NodesConfig
 from asyncrl.errors import ConfigError
 from asyncrl.placement.choice import NodeDevice
@@ -47,7 +48,7 @@ def where(devices: object) -> str:
     return ", ".join(f"{node}: {''.join(names)}" for node, names in found.items())
 
 
-ALL = "{nodes: all, gpus: all}"
+ALL, EIGHTS = "{nodes: all, gpus: all}", "0: 01234567, 1: 01234567"
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,8 @@ ALL = "{nodes: all, gpus: all}"
         ((4, 4, 4), "{nodes: 2}", "{nodes: 1}", sizes(8, 4), "0: 0123, 1: 0123", "2: 0123"),
         ((4, 4), "{nodes: 1, gpus: 2}", "{nodes: 1, gpus: 2}", sizes(2, 2), "0: 01", "1: 01"),
         ((4, 4), "{nodes: 2, gpus: 2}", "{nodes: 2, gpus: 2}", sizes(4, 4), "0: 01, 1: 01", "0: 23, 1: 23"),
-        ((4, 4), "{nodes: all, gpus: 3}", "{nodes: all, gpus: 1}", sizes(6, 2), "0: 012, 1: 012", "0: 3, 1: 3"),
+        ((4, 4), "{nodes: all, gpus: 3}", "{nodes: all, gpus: 1}",
+         sizes(6, 2), "0: 012, 1: 012", "0: 3, 1: 3"),
         # unequal: a node of just the size first
         ((8, 4), "{nodes: 1, gpus: 4}", "{nodes: 1, gpus: 8}", sizes(4, 8), "1: 0123", "0: 01234567"),
         ((0, 4, 4), "{nodes: 1, gpus: all}", "auto", sizes(4, 4), "1: 0123", "2: 0123"),
@@ -74,9 +76,10 @@ ALL = "{nodes: all, gpus: all}"
         ((2, 2), "0-1", "cuda", sizes(2, 3), "0: 01", "1: 010"),
         ((4, 4), "{nodes: 1, gpus: 4}", "cpu", sizes(4, 2), "1: 0123", "0: cc"),
         # in turns
-        ((8, 8), ALL, "trainer", [*sizes(16, 16), ZERO], "0: 01234567, 1: 01234567", "0: 01234567, 1: 01234567"),
+        ((8, 8), ALL, "trainer", [*sizes(16, 16), ZERO], EIGHTS, EIGHTS),
         ((2, 2), "all", "trainer", [*sizes(4, 2, split=2), ZERO], "0: 01, 1: 01", "0: 01, 1: 01"),
-        ((2, 2), "{nodes: 2, gpus: 2}", "{nodes: 2, gpus: 2}", [*sizes(4, 4), ZERO], "0: 01, 1: 01", "0: 01, 1: 01"),
+        ((2, 2), "{nodes: 2, gpus: 2}", "{nodes: 2, gpus: 2}",
+         [*sizes(4, 4), ZERO], "0: 01, 1: 01", "0: 01, 1: 01"),
         ((2, 2), "auto", "auto", [*sizes(4, 4), ZERO], "0: 01, 1: 01", "0: 01, 1: 01"),
         # CPUs
         ((0, 0, 0), "{nodes: 1}", "{nodes: 2}", sizes(2, 4), "0: cc", "1: cc, 2: cc"),
@@ -103,21 +106,33 @@ def test_each_side_gets_nodes_of_its_own_where_they_suffice_else_devices_else_tu
 @pytest.mark.parametrize(
     ("num_cuda", "trainer", "rollout", "more", "words"),
     [
-        ((8, 8), "{nodes: 3, gpus: 8}", "auto", sizes(8), "2 of 2 nodes .* set placement.trainer={nodes: 2, gpus: 8}"),
-        ((8, 4), "{nodes: 2, gpus: 8}", "auto", sizes(8), "n0 has 8, n1 has 4.* placement.trainer={nodes: 1, gpus: 8}"),
-        ((8, 4), "{nodes: all, gpus: 8}", "auto", sizes(8), "1 of 2 nodes are there with 8 CUDA devices each"),
-        ((4, 4), "{nodes: 2, gpus: 4}", "{nodes: 1, gpus: 4}", sizes(8, 4), "leaves .*: n0 0 of 4, n1 0 of 4.*=auto"),
-        ((4, 4), "{nodes: 1, gpus: 4}", ALL, sizes(4, 8), "leaves .*: n0 0 of 4, n1 4 of 4.*placement.rollout=auto"),
+        ((8, 8), "{nodes: 3, gpus: 8}", "auto",
+         sizes(8), "2 of 2 nodes .* set placement.trainer={nodes: 2, gpus: 8}"),
+        ((8, 4), "{nodes: 2, gpus: 8}", "auto",
+         sizes(8), "n0 has 8, n1 has 4.* placement.trainer={nodes: 1, gpus: 8}"),
+        ((8, 4), "{nodes: all, gpus: 8}", "auto",
+         sizes(8), "1 of 2 nodes are there with 8 CUDA devices each"),
+        ((4, 4), "{nodes: 2, gpus: 4}", "{nodes: 1, gpus: 4}",
+         sizes(8, 4), "leaves .*: n0 0 of 4, n1 0 of 4.*=auto"),
+        ((4, 4), "{nodes: 1, gpus: 4}", ALL,
+         sizes(4, 8), "leaves .*: n0 0 of 4, n1 4 of 4.*placement.rollout=auto"),
         ((4, 4), "{nodes: 2, gpus: 4}", "trainer", sizes(8, 8), "set buffer.max_staleness=0"),
-        ((4, 4), "{nodes: 2, gpus: 4}", "cpu", sizes(4), "is 8 CUDA devices for trainer.world_size=4.*world_size=8"),
-        ((0, 0), "{nodes: 2}", "auto", sizes(3), "CPUs of 2 nodes for trainer.world_size=3 .* set trainer.world_size=4"),
-        ((0, 0), "cpu", "{nodes: 2}", sizes(1), "CPUs of 2 nodes for rollout.num_engines=1.*rollout.num_engines=2"),
+        ((4, 4), "{nodes: 2, gpus: 4}", "cpu",
+         sizes(4), "is 8 CUDA devices for trainer.world_size=4.*world_size=8"),
+        ((0, 0), "{nodes: 2}", "auto",
+         sizes(3), "CPUs of 2 nodes for trainer.world_size=3 .* set trainer.world_size=4"),
+        ((0, 0), "cpu", "{nodes: 2}",
+         sizes(1), "CPUs of 2 nodes for rollout.num_engines=1.*rollout.num_engines=2"),
         ((0, 0), "cpu", "{nodes: 3}", sizes(1), "2 of 2 nodes .* set placement.rollout={nodes: 2}"),
-        ((0, 0), "{nodes: 2, gpus: 4}", "cpu", sizes(8), "no CUDA device .* set placement.trainer={nodes: 2, gpus: 0}"),
+        ((0, 0), "{nodes: 2, gpus: 4}", "cpu",
+         sizes(8), "no CUDA device .* set placement.trainer={nodes: 2, gpus: 0}"),
         ((0, 2), "0-1", "auto", sizes(2), "shows 0 CUDA devices.*{nodes: 1, gpus: 2}"),
-        ((8, 6, 6), "0-7", "{nodes: 2, gpus: 6}", sizes(8, 3, split=4), "6 CUDA devices of n1 .*over two nodes.*=2,"),
-        ((1, 1), "{nodes: 1}", "{nodes: 1}", [*sizes(1), VLLM, "weight_sync.transport=ipc"], "weight_sync.transport"),
-        ((2, 2), ALL, "trainer", [*sizes(4, 4), ZERO, EVAL], "puts the eval engine on n0/cuda:1.*placement.eval=cpu"),
+        ((8, 6, 6), "0-7", "{nodes: 2, gpus: 6}",
+         sizes(8, 3, split=4), "6 CUDA devices of n1 .*over two nodes.*=2,"),
+        ((1, 1), "{nodes: 1}", "{nodes: 1}",
+         [*sizes(1), VLLM, "weight_sync.transport=ipc"], "weight_sync.transport"),
+        ((2, 2), ALL, "trainer",
+         [*sizes(4, 4), ZERO, EVAL], "puts the eval engine on n0/cuda:1.*placement.eval=cpu"),
     ],
 )  # fmt: skip
 def test_what_nodes_do_not_have_is_refused_with_their_numbers_and_what_to_write(
@@ -163,17 +178,19 @@ def test_several_nodes_need_a_launcher_that_has_them() -> None:
 
 # ---- what works beside both sides
 
+APART, ON_CPU = ["placement.trainer=0", "placement.rollout=1"], "placement.eval=cpu"
+
 
 @pytest.mark.parametrize(
     ("num_cuda", "overrides", "beside"),
     [
-        ((3, 2), ["placement.trainer=0", "placement.rollout=1", EVAL], (0, "cuda:2", None)),
-        ((2, 3), ["placement.trainer=0", "placement.rollout=1", EVAL], (1, "cuda:0", None)),
-        ((3, 3), ["placement.trainer=0", "placement.rollout=1", EVAL, *TAUGHT], (1, "cuda:0", "cuda:1")),
+        ((3, 2), [*APART, EVAL], (0, "cuda:2", None)),
+        ((2, 3), [*APART, EVAL], (1, "cuda:0", None)),
+        ((3, 3), [*APART, EVAL, *TAUGHT], (1, "cuda:0", "cuda:1")),
         ((0, 2), ["placement.trainer={nodes: 1, gpus: 1}", EVAL], (1, "cuda:1", None)),
         ((1, 1), [EVAL], (1, "cuda:0", None)),
-        ((2, 2), [*TURNS, "placement.trainer=all", *sizes(4, 4), EVAL, "placement.eval=cpu"], (0, "cpu", None)),
-        ((2, 2), ["placement.eval=1", EVAL, "placement.trainer=0", "placement.rollout=1"], (0, "cuda:1", None)),
+        ((2, 2), [*TURNS, *sizes(4, 4), "placement.trainer=all", EVAL, ON_CPU], (0, "cpu", None)),
+        ((2, 2), ["placement.eval=1", EVAL, *APART], (0, "cuda:1", None)),
         ((0, 0), [EVAL, *TAUGHT], (0, "cpu", "cpu")),
         ((1, 1), ["rollout.engine=simulated", EVAL], (0, "none", None)),
     ],
@@ -195,6 +212,9 @@ def forms(draw: st.DrawFn) -> str:
     return draw(st.sampled_from(["auto", "cpu", "cuda", "all", "0", "[1, 0]", mapping, mapping, mapping]))
 
 
+BASE = {split: load(RAY, *sizes(1, 1, split), EVAL, *TAUGHT) for split in (1, 2)}
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=4),
@@ -208,11 +228,15 @@ def forms(draw: st.DrawFn) -> str:
 def test_whatever_is_not_refused_keeps_the_rules(
     num_cuda: list[int], trainer: str, rollout: str, size: int, engines: int, split: int, bound: int
 ) -> None:
-    wanted = [*sizes(size, engines, split), f"buffer.max_staleness={bound}", EVAL, *TAUGHT]
-    config, there = (
-        load(RAY, *wanted, f"placement={{trainer: {trainer}, rollout: {rollout}}}"),
-        nodes(*num_cuda),
-    )
+    sides = {"trainer": yaml.safe_load(trainer), "rollout": yaml.safe_load(rollout)}
+    there, base = nodes(*num_cuda), BASE[split]
+    changes = {
+        "placement": PlacementConfig.model_validate(sides),
+        "trainer": base.trainer.model_copy(update={"world_size": size}),
+        "rollout": base.rollout.model_copy(update={"num_engines": engines}),
+        "buffer": base.buffer.model_copy(update={"max_staleness": bound}),
+    }
+    config = base.model_copy(update=changes)
     try:
         placement = place(config, there)
     except ConfigError:
@@ -251,25 +275,20 @@ def planned(config: RunConfig, *num_cuda: int) -> dict[str, list[tuple[int, int]
 
 
 def test_cores_and_memory_are_counted_on_each_node() -> None:
-    config = load(RAY, "rollout.threads=auto", "trainer.threads=auto", *sizes(2, 4), "placement.rollout={nodes: 2}",
-                  "placement.trainer={nodes: 1}")  # fmt: skip
-    apart = planned(config, 0, 0, 0)
+    threads = ["rollout.threads=auto", "trainer.threads=auto"]
+    written = "placement={trainer: {nodes: 1}, rollout: {nodes: 2}}"
+    apart = planned(load(RAY, *threads, *sizes(2, 4), written), 0, 0, 0)
     assert apart["trainer-0"] == apart["trainer-1"] == [(0, 4)], "eight cores, and no engine is there"
     assert [apart[f"engine-{at}"] for at in range(4)] == [[(1, 2)], [(2, 2)], [(1, 2)], [(2, 2)]]
     assert [node for node, _ in apart["staging"]] == [0, 1, 2]
     assert [node for node, _ in apart["checkpoint"]] == [0]
-    both = make_plan(
-        load(RAY, *sizes(4, 2), "placement={trainer: {nodes: 2}, rollout: {nodes: 2}}"), nodes(0, 0)
-    )
-    one = make_plan(load(*sizes(4, 2), "placement={trainer: cpu, rollout: cpu}"), nodes(0))
-    halves = [both.peak_bytes(f"n{at}/cpu")["generation"] for at in (0, 1)]
-    saved = {
-        plan: sum(p.memory.total for p in plan.processes if p.name == "checkpoint") for plan in (both, one)
-    }
+    spread = load(RAY, *sizes(4, 2), "placement={trainer: {nodes: 2}, rollout: {nodes: 2}}")
+    spread_plan = make_plan(spread, nodes(0, 0))
+    alone = make_plan(load(*sizes(4, 2), "placement={trainer: cpu, rollout: cpu}"), nodes(0))
+    halves = [spread_plan.peak_bytes(f"n{at}/cpu")["generation"] for at in (0, 1)]
     assert halves[0] == halves[1]
-    assert saved[both] == saved[one] > 0
-    staged = next(p.memory.total for p in one.processes if p.name == "staging")
-    assert sum(halves) == one.peak_bytes("cpu")["generation"] + staged, "each node has the weights once"
+    staged = next(one.memory.total for one in alone.processes if one.name == "staging")
+    assert sum(halves) == alone.peak_bytes("cpu")["generation"] + staged, "each node has the weights once"
 
 
 def test_what_does_not_fit_a_node_is_refused_with_its_name() -> None:
@@ -316,8 +335,8 @@ def test_the_plan_is_printed_node_by_node() -> None:
     first, second = (text.index(f"n{at} at 10.0.0.{at}: 8 cores") for at in (0, 1))
     rows = re.finditer(r"^(trainer-\d|engine-\d|controller) +(\S+)", text, re.MULTILINE)
     found = {row[1]: (row[2], first < row.start() < second) for row in rows}
-    assert found == {"controller": ("cpu", True), "trainer-0": ("cuda:0", True), "trainer-1": ("cuda:1", True),
-                     "engine-0": ("cuda:0", False)}  # fmt: skip
+    trainer = {"trainer-0": ("cuda:0", True), "trainer-1": ("cuda:1", True)}
+    assert found == {"controller": ("cpu", True), **trainer, "engine-0": ("cuda:0", False)}
     assert "not used: n2" in text
     assert "apart (trainer on n0/cuda:0-1, engines on n1/cuda:0)" in text
 
