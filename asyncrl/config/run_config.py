@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 from asyncrl.config.generation import BufferConfig, EvalConfig, RolloutConfig
@@ -14,9 +15,11 @@ from asyncrl.config.model_task import ModelConfig, TaskConfig
 from asyncrl.config.operation import (
     CheckpointConfig,
     JournalConfig,
+    NodesConfig,
     ObserveConfig,
     PlacementConfig,
     SupervisionConfig,
+    is_cpu,
 )
 from asyncrl.config.weight_sync import WeightSyncConfig
 from asyncrl.messages.base import Interrupt
@@ -29,6 +32,9 @@ class RunConfig(FrozenConfig):
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the weights made from scratch, the shuffle and every sampled token."""
+    launcher: str = "local"
+    """Who starts the processes of the run. local: all on this machine. ray: on the nodes of the Ray cluster
+    that this machine belongs to; ray:HOST:PORT: of the one whose head is there."""
     model: ModelConfig
     """What learns."""
     task: TaskConfig
@@ -89,6 +95,26 @@ class RunConfig(FrozenConfig):
         kind = "cuda" if device.startswith("cuda") else "cpu"
         return kind == self.rollout.facts.exact_on and (kind == "cpu" or self.buffer.max_staleness == 0)
 
+    @field_validator("launcher")
+    @classmethod
+    def _launcher_is_known(cls, value: str) -> str:
+        if not re.fullmatch(r"local|ray(:[^:\s]+:\d{1,5})?", value):
+            raise ValueError("give local, ray, or ray:HOST:PORT of the head of a Ray cluster")
+        return value
+
+    @model_validator(mode="after")
+    def _nodes_have_a_launcher(self) -> Self:
+        for key in ("trainer", "rollout"):
+            written = getattr(self.placement, key)
+            num = written.nodes if isinstance(written, NodesConfig) else 1
+            if self.launcher == "local" and num not in (1, "all"):
+                one = written.model_copy(update={"nodes": 1})
+                raise ValueError(
+                    f"placement.{key}={written} is of {num} nodes, and launcher=local starts all on this "
+                    f"machine; set launcher=ray, or placement.{key}={one}"
+                )
+        return self
+
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         trainer, rollout, checkpoint = self.trainer, self.rollout, self.checkpoint
@@ -113,8 +139,11 @@ class RunConfig(FrozenConfig):
                 "model.scratch is made at the start of the run, so the servers of rollout.urls cannot have "
                 "it; give model.path, or remove rollout.urls"
             )
-        if trainer.cpu_offload and self.placement.trainer == "cpu":
-            raise ValueError("placement.trainer=cpu has nothing for trainer.cpu_offload; set it to false")
+        if trainer.cpu_offload and is_cpu(self.placement.trainer):
+            written = self.placement.trainer
+            raise ValueError(
+                f"placement.trainer={written} has nothing for trainer.cpu_offload; set it to false"
+            )
         if rollout.group_size == 1:
             advantage = self.algorithm.advantage if self.algorithm.advantage in GROUP_ADVANTAGES else None
             advantage = advantage if self.algorithm.reward_weight > 0 else None

@@ -334,7 +334,7 @@ class Launcher:
     def _engine(self, name: str, devices: Sequence[str], port: int | None) -> Server:
         kind, placement, turns = engine_kind(self.config), self.placement, dict[str, Any]()
         if name != EVAL_ENGINE:
-            share = placement.share_of(devices)
+            share = placement.share_of(int(name.rpartition("-")[2]))
             # vLLM counts what CUDA takes itself
             share = share if self.config.rollout.facts.package else self._own_share(share)
             turns = {
