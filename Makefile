@@ -13,6 +13,8 @@
 .PHONY: setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz docs
 
 BIN := .venv/bin
+# A file's tests share what they start; conftest.py has the order of the files.
+BY_FILE := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 setup:
 	@bash scripts/setup.sh
@@ -34,7 +36,7 @@ test-slow: setup
 	$(MAKE) -j2 test-runs test-vllm
 
 test-runs:
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "(slow or gpu) and not vllm" --durations=10
+	$(BY_FILE) -m "(slow or gpu) and not vllm"
 
 test-vllm:
 	$(BIN)/python -m pytest -q -m vllm --durations=10
@@ -43,8 +45,9 @@ test-vllm:
 test-all: setup
 	$(MAKE) -j2 test-others test-vllm
 
-test-others: test
-	$(MAKE) test-runs
+# In one go: what a worker imports to collect tests, and the process that real runs are forked from, are there once.
+test-others:
+	$(BY_FILE) -m "not vllm"
 
 check: setup
 	$(BIN)/ruff check .

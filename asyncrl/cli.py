@@ -111,25 +111,31 @@ def check(
     config: ConfigPath,
     overrides: Overrides = None,
     devices: Annotated[
-        Text,
+        list[str] | None,
         Option(
             metavar="NxNAME-SIZE",
-            help="Plan for another machine with these CUDA devices: 8xH200-141GB, 2x80GB, or cpu for none. "
-            "GB is 10^9 bytes, GiB 2^30. Needs --cores and --memory; nothing is asked of this machine.",
+            help="Plan for another machine with these CUDA devices: 8xH200-141GB, 2x80GB, or cpu for none; "
+            "2x8xH200-141GB: for two nodes. Given again: for more nodes. GB is 10^9 bytes, GiB 2^30. Needs "
+            "--cores and --memory, of each node; nothing is asked of this machine.",
         ),
     ] = None,
-    cores: Annotated[int | None, Option(metavar="N", help="Cores of that machine.")] = None,
-    memory: Annotated[Text, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")] = None,
+    cores: Annotated[list[int] | None, Option(metavar="N", help="Cores of that machine.")] = None,
+    memory: Annotated[
+        list[str] | None, Option(metavar="SIZE", help="Host memory of that machine: 512GB, 2TB.")
+    ] = None,
 ) -> None:
-    """Validate a config, load all that it names but weights, and print the plan: processes, devices, threads,
-    memory. For this machine, or for one that is described.
+    """Validate a config, load all that it names but weights, and print the plan, node by node: processes,
+    devices, threads, memory. For this machine, or for one or several that are described.
     """
-    from asyncrl.placement.machine import described_machine
+    from asyncrl.placement.launchers import opened
+    from asyncrl.placement.nodes import described_nodes
     from asyncrl.run.check import check_lines
 
-    machine = described_machine(devices, cores, memory)
-    for line in check_lines(load_config(config, overrides or []), machine):
-        typer.echo(line)
+    nodes = described_nodes(devices or [], cores or [], memory or [])
+    settings = load_config(config, overrides or [])
+    with opened("local" if nodes else settings.launcher) as launcher:
+        for line in check_lines(settings, nodes or launcher.nodes):
+            typer.echo(line)
 
 
 @app.command()

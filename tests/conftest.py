@@ -17,15 +17,18 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # benchmarks set it when they are imported; see forked_processes.py
 
 settings.register_profile("whatever the machine does", deadline=None)
 settings.load_profile("whatever the machine does")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped where torch sees no CUDA device. Those marked vllm see to it themselves:
-    vllm_process.vllm_python.
+    """Files with slow tests first, so that no worker is left with a long one at the end. Tests marked gpu are
+    skipped where torch sees no CUDA device. Those marked vllm see to it themselves: vllm_process.vllm_python.
     """
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
@@ -51,6 +54,16 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def forked_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that the product starts in this process are forked, as those of a run are."""
+    from forked_processes import warm_parent
+
+    from asyncrl.placement import fork_server
+
+    monkeypatch.setattr(fork_server, "current", warm_parent())
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ class Traits:
 
     waited: int = 600
     """Tokens that take it longer than a story takes to begin a commit that waits for them."""
+    kept: int = LONG
+    """Tokens that outlast the beginning of any commit, and are sampled to their end after it."""
     has_weights: bool = True
     """The simulated server draws from seeds alone: a latency model."""
     reads_files: bool = True
@@ -73,6 +75,7 @@ TRAITS = {
     "simulated": Traits(has_weights=False),
     "embedded": Traits(waited=LONG),
     "vllm": Traits(
+        kept=1000,  # some seconds
         aborts_queued=True,
         keeps_streams=False,
         keeps_queue=False,

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from asyncrl.messages.base import SECRET_ENV
-from asyncrl.placement.fork_server import PRELOADED, ForkServer, adopting
+from asyncrl.messages.base import SECRET_ENV, WORKER_KEY_ENV
+from asyncrl.placement.fork_server import KEY_ENV, PRELOADED, ForkServer, adopting
 
 MODULES = (
     *PRELOADED,
@@ -22,6 +22,7 @@ MODULES = (
     "asyncrl.run.loop",
     "asyncrl.run.resume",
     "asyncrl.run.serve",
+    __name__,
     "transformers.models.qwen3.modeling_qwen3",
 )
 _READ_WHEN_ASKED = {
@@ -31,15 +32,23 @@ _READ_WHEN_ASKED = {
     "HF_HUB_OFFLINE",
     "TORCHINDUCTOR_CACHE_DIR",  # torch sets it itself, when it is imported
     SECRET_ENV,
+    WORKER_KEY_ENV,
+    KEY_ENV,
 }
 """Variables that no library reads when it is imported, or that all tests have at the same value."""
 
 
 def popen(command: list[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    """subprocess.Popen in a new session; forked, if it is `python -m MODULE` and `env` is as usual."""
-    can_fork = command[:2] == [sys.executable, "-m"] and {command[2], f"{command[2]}.__main__"} & {*MODULES}
-    kind = _Forked if can_fork and _read_early(env) == _read_early(_ENVIRONMENT) else subprocess.Popen
-    return kind(command, env=env, start_new_session=True, **options)
+    """subprocess.Popen of `python -m MODULE` in a new session; forked where MODULE is one of MODULES.
+
+    A fork has its libraries from a process that had the environment of the tests when they were collected:
+    AssertionError for an `env` that differs from it, so that no run costs the imports without being seen to.
+    """
+    assert command[:2] == [sys.executable, "-m"], command
+    can_fork = {command[2], f"{command[2]}.__main__"} & {*MODULES}
+    differing = {name for name, _ in _read_early(env).items() ^ _read_early(_ENVIRONMENT).items()}
+    assert not (can_fork and differing), f"a fork cannot have its own {sorted(differing)}"
+    return (_Forked if can_fork else subprocess.Popen)(command, env=env, start_new_session=True, **options)
 
 
 def _read_early(env: Mapping[str, str]) -> dict[str, str]:
@@ -50,19 +59,34 @@ class _Forked(subprocess.Popen[Any]):
     """Forked where Popen would start: all else is Popen's."""
 
     def _execute_child(self, args, *options) -> None:  # type: ignore[no-untyped-def]
-        pass_fds, env, pipes = options[3], options[5], options[9:15]
-        stdin, stdout, stderr = pipes[0], pipes[3], pipes[5]
+        pass_fds, cwd, env, pipes = *options[3:6], options[9:15]
+        module, *arguments = args[2:] if cwd is None else [__name__, str(cwd), *args[2:]]
+        streams = [fd if fd >= 0 else number for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
         with adopting():
-            server = _warm_parent()
-            server.send(args[2], args[3:], env, [max(stdin, 0), stdout, stderr, *pass_fds])
+            server = warm_parent()
+            server.send(module, arguments, env, [*streams, *pass_fds])
             select.select([server._socket], [], [])
             self.pid = int(server._socket.recv(32))
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
 
+def main() -> None:
+    """In a fork: main() of a module, in another folder."""
+    folder, *sys.argv = sys.argv[1:]
+    os.chdir(folder)
+    sys.modules[sys.argv[0]].main()
+
+
+def warm_parent() -> ForkServer:
+    """What all are forked from. As fork_server.current it serves what the product starts in this process."""
+    if not _started().is_alive:  # closed by a start that was cancelled
+        _started.cache_clear()
+    return _started()
+
+
 @functools.cache
-def _warm_parent() -> ForkServer:
+def _started() -> ForkServer:
     with patch.dict(os.environ, _ENVIRONMENT, clear=True):
         server = ForkServer(MODULES)
     atexit.register(server.close)

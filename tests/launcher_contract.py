@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import pytest
 from job_runs import all_gone
 
 from asyncrl.errors import ConfigError, RoomError
-from asyncrl.placement import ray_launcher
+from asyncrl.placement.on_ray import ray_launcher
 from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher, Node, Order, Process
 
@@ -194,14 +194,14 @@ async def outcome(play: Awaitable[Any]) -> str:
     return ""
 
 
-async def play_all(launcher: Launcher, nodes: Sequence[Node], folder: Path) -> Mapping[str, str]:
+async def play_all(launcher: Launcher, folder: Path) -> Mapping[str, str]:
     """All stories on two nodes, then the faults."""
     told = dict[str, str]()
     for fault in (more_than_there_is_is_refused, what_others_hold_is_waited_for_and_named):
         told[fault.__name__] = await outcome(fault(launcher))
     try:
         await launcher.hold({0: ["cpu"], 1: ["cpu", "cuda:2", "cuda:3"]})
-        for number, node in enumerate(nodes):
+        for number, node in enumerate(launcher.nodes):
             stage = Stage(launcher, node, number, folder / str(number))
             stage.folder.mkdir()
             for name, story in STORIES.items():
@@ -280,9 +280,9 @@ async def a_node_is_lost(stage: Stage) -> None:
 
 
 def main(address: str, folder: str) -> None:
-    with opened(f"ray:{address}") as (launcher, nodes):
-        told = asyncio.run(play_all(launcher, nodes, Path(folder)))
-    print(json.dumps({"nodes": [node.address for node in nodes], "told": told}))
+    with opened(f"ray:{address}") as launcher:
+        told = asyncio.run(play_all(launcher, Path(folder)))
+    print(json.dumps({"nodes": [node.address for node in launcher.nodes], "told": told}))
 
 
 if __name__ == "__main__":

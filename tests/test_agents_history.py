@@ -232,6 +232,11 @@ class Whole(HFChatTokenizer):
         return Rendered(self.render(messages, **options))
 
 
+@functools.cache
+def whole_renderer_for(name: str, folder: Path) -> Whole:
+    return Whole(renderer_for(name, folder).model_path, chat_template=folder / f"{name}.jinja")
+
+
 @dataclass
 class Side:
     """A session that reads bodies: from where earlier ones ended, or each as a whole."""
@@ -317,10 +322,7 @@ def test_a_call_that_goes_on_is_sent_with_the_ids_of_one_that_is_read_as_a_whole
     name: str, start: Any, style: str, tools: Any, steps: list[Any], keeps: bool, folder: Path
 ) -> None:
     renderer = renderer_for(name, folder)
-    sides = [
-        Side(renderer, is_whole=False),
-        Side(Whole(renderer.model_path, chat_template=folder / f"{name}.jinja"), True),
-    ]
+    sides = [Side(renderer, is_whole=False), Side(whole_renderer_for(name, folder), is_whole=True)]
     chats: list[list[Message]] = []
     chat = start
     for number, (back, turn, kind, other_tools, other_style) in enumerate(steps):

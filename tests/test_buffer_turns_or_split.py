@@ -65,4 +65,4 @@ def test_the_settings_on_the_page_make_a_colocated_run(tmp_path: Path) -> None:
     (settings,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     values = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text()) | yaml.safe_load(settings)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(values))
-    assert place(load_config(tmp_path / "c.yaml"), num_cuda=1).mode == "colocated"
+    assert place(load_config(tmp_path / "c.yaml"), 1).mode == "colocated"

@@ -100,7 +100,7 @@ def settings(line: str) -> list[str]:
 def test_settings_that_exclude_each_other_are_refused_with_what_to_write(path: Path, line: str) -> None:
     given, _, says = line.partition(" -> ")
     with pytest.raises(ConfigError) as caught:
-        place(load_config(path, settings(given)), num_cuda=0)
+        place(load_config(path, settings(given)), 0)
     assert says in str(caught.value)
 
 

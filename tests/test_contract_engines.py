@@ -131,7 +131,7 @@ async def test_a_client_that_leaves_frees_a_slot(server: Server, engine: EngineC
 async def test_a_commit_between_tokens(server: Server, engine: EngineClient, interrupt: Interrupt) -> None:
     """The version changes between two tokens, and once."""
     old = engine.policy_version
-    max_tokens = server.traits.waited if interrupt == "wait" else LONG
+    max_tokens = server.traits.waited if interrupt == "wait" else server.traits.kept
     requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]
     tasks = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
     await until_decoding(engine, SLOTS)

@@ -256,7 +256,7 @@ def test_a_fault_that_passes_costs_a_second_load_and_no_token(house: House) -> N
         house.process.rpc("asyncrl_plant", fault="swap_names")
         house.on_warning = lambda: house.process.rpc("asyncrl_plant", fault="")
         begun, is_over = asyncio.Event(), False
-        manifest, request = next_of(server, house, 40), house.request(max_tokens=300)
+        manifest, request = next_of(server, house, 40), house.request(max_tokens=100)
 
         async def sample_on() -> None:
             while not is_over:

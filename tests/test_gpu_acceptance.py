@@ -96,6 +96,7 @@ def test_a_step_is_compared_with_trls(bench: Bench, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 def test_turns_are_measured_and_their_memory_is_drawn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_shipped_config_runs_in_turns_and_its_reward_is_drawn(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 @pytest.mark.parametrize("name", ["0.6B-shm", "0.6B-ipc"])
 def test_pushes_are_timed(bench: Bench, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     told = {one["what"]: one["value"] for one in measured(bench, 4, name, capsys)}

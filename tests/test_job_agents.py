@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_processes
 import pytest
 from hostile_agents_for_test import BODIES, WAYS
 from job_runs import (
@@ -124,7 +125,7 @@ def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_ru
         generator={"python": "hostile_agents_for_test:misbehaves", "args": {"log": str(log)}},
         gateway={"max_calls": 8},
         rollout={"timeout_s": 4, "retries": 4, "max_tokens": 8, "max_prompt_tokens": 40},
-        trainer={"num_steps": 6},
+        trainer={"num_steps": 4},
     )
     ended = run(config, run_dir)
     assert ended.returncode == 0, ended.stderr
@@ -139,7 +140,7 @@ def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_ru
     assert said["floods"] == said["calls after its end"] == {410}
     last = metrics[-1]
     assert last["rollout/retried"] > 0, "what failed was tried again; what ran out of time was not"
-    assert (len(metrics), last["harness/restarts"]) == (6, 0)
+    assert (len(metrics), last["harness/restarts"]) == (4, 0)
     assert last["rollout/abandoned"] == 1, "a call of the judge, for which the end does not wait either"
     assert "rewards_for_test:JudgeThatNeverGivesUp did not end within" in ended.stdout + ended.stderr
     assert inspected(run_dir)["bound_kept"] is True
@@ -165,7 +166,7 @@ def test_a_run_waits_for_a_worker_and_a_second_one_takes_over_from_one_that_is_k
         """`asyncrl work`, as a process of its own beside the run; `args` are the agent's."""
         command = [sys.executable, "-m", "asyncrl.cli", "work", gateway["url"], "--python", agent]
         env = environment(**{WORKER_KEY_ENV: gateway["worker_key"]})
-        workers.append(subprocess.Popen([*command, "--args", json.dumps(args)], env=env))
+        workers.append(forked_processes.popen([*command, "--args", json.dumps(args)], env))
         return workers[-1]
 
     try:

@@ -18,7 +18,7 @@ from ray_cluster import FRUGAL, ray_cluster
 
 from asyncrl.errors import ConfigError
 from asyncrl.placement.launchers import LocalLauncher, opened
-from asyncrl.placement.ray_launcher import refuse_other_versions
+from asyncrl.placement.on_ray.ray_launcher import refuse_other_versions
 
 RUN_S = 280.0
 
@@ -27,7 +27,8 @@ RUN_S = 280.0
 def test_this_machine_keeps_the_contract(story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     launcher = LocalLauncher()
-    (node,) = launcher.open()
+    launcher.open()
+    (node,) = launcher.nodes
     asyncio.run(STORIES[story](Stage(launcher, node, 0, tmp_path)))  # type: ignore[arg-type]
 
 

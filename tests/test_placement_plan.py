@@ -24,15 +24,15 @@ from asyncrl.placement.fit import (
     find_python,
     import_folder,
     needed_python,
-    plan_text,
     refuse_too_many_connections,
     refuse_what_cannot_fit,
     settle,
     settle_share,
     start_words,
-    transport_text,
 )
-from asyncrl.placement.plan import PHASES, Memory, Plan, engine_threads, make_plan, trainer_threads
+from asyncrl.placement.plan import PHASES, Plan, engine_threads, make_plan, trainer_threads
+from asyncrl.placement.plan_text import plan_text, transport_text
+from asyncrl.placement.process_memory import Memory
 
 ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
 ZERO = "buffer.max_staleness=0"

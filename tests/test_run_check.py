@@ -126,7 +126,7 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
             for name in ("find_cuda_devices", "cpu_has_bfloat16", "num_cores", "ask_nvidia_smi")
         ),
         *((plan, name) for name in ("num_cores", "this_machine")),
-        *((fit, name) for name in ("needed_python", "refuse_too_many_connections", "this_machine")),
+        *((fit, name) for name in ("needed_python", "refuse_too_many_connections")),
         (psutil, "virtual_memory"),
     ):
         monkeypatch.setattr(owner, name, asked)
@@ -145,6 +145,7 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
 
 
 ONE, EIGHT = ["1xH100-80GB", "--cores=32", "--memory=256GB"], ["8xH200-141GB", "--cores=192", "--memory=2TB"]
+TWICE = ["2x8xH200-141GB", *EIGHT[1:]]
 QWEN: dict[str, Any] = {"model_type": "qwen2", "vocab_size": 151936, "num_hidden_layers": 28}
 SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 SIZES = {"1.5B": (1536, 8960, 12, 2), "7B": (3584, 18944, 28, 4)}
@@ -164,6 +165,16 @@ LORA, SMALL = ["trainer.lora={rank: 32}"], ["1xRTX4090-24GB", "--cores=16", "--m
             "share=0.9 of cuda:0 ... set placement.share=",
         ),
         ("gpu-8-apart", EIGHT, "engine-3     cuda:7"),
+        (
+            "gpu-2x8-apart",
+            TWICE,
+            "transport: auto is stream: ... engine-7     cuda:7 ... on node-1/cuda:0-7)",
+        ),
+        (
+            "gpu-2x8-turns",
+            TWICE,
+            "on node-0/cuda:0-7, node-1/cuda:0-7, in turns ... share: auto: both sides stay on node-0/cuda:0-7",
+        ),
         ("gpu-8-turns", EIGHT, "share: auto: both sides stay on cuda:0, ... cuda:7, the engines with 0."),
     ],
 )

@@ -19,7 +19,17 @@ import numpy as np
 import openai
 import pytest
 from crash_fuzz import differences, kill_tree, promise_of
-from job_runs import all_gone, children_of, environment, read_lines, run, start, wait_until, write_config
+from job_runs import (
+    all_gone,
+    children_of,
+    ended,
+    popen,
+    read_lines,
+    run,
+    start,
+    wait_until,
+    write_config,
+)
 from resume_checker import read_evidence, violations
 from served_gateway import check_gateway, make_model
 from serving_agents_for_test import __name__ as agents
@@ -43,11 +53,7 @@ def serve() -> Iterator[Serve]:
     with contextlib.ExitStack() as stack:
 
         def begin(*arguments: str | Path) -> subprocess.Popen[str]:
-            command, pipe = [*SERVE, *map(str, arguments)], subprocess.PIPE
-            process = subprocess.Popen(
-                command, stdout=pipe, stderr=pipe, text=True, env=environment(), start_new_session=True
-            )
-            stack.enter_context(process)
+            process = stack.enter_context(popen(*arguments, command=SERVE))
             stack.callback(process.kill)
             return process
 
@@ -63,12 +69,6 @@ def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
         if text in line:
             return lines
     raise AssertionError(f"{lines} {process.communicate()[1]}")
-
-
-def ended(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*SERVE, *map(str, arguments)], capture_output=True, text=True, timeout=240, env=environment()
-    )
 
 
 def shell(line: str, exports: str) -> Any:
@@ -215,7 +215,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("recorded")
     wanted = ["--rollouts", "10", "--record", folder / "all.jsonl", "--run-dir", folder / "served"]
-    answer = ended("gateway", write_config(folder), *wanted)
+    answer = ended(popen("gateway", write_config(folder), *wanted, command=SERVE), timeout_s=240)
     assert answer.returncode == 0, answer.stderr
     header, *lines = (folder / "all.jsonl").read_text().splitlines(keepends=True)
     records = [json.loads(line) for line in lines]

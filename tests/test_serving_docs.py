@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked_processes import popen
 from job_runs import environment
 
 from asyncrl.rollouts.recording import read_recording
@@ -44,9 +45,7 @@ def run(command: str, folder: Path) -> str:
     words += ["trainer.num_steps=2"] if words[1] == "run" else []
     full, lines = [sys.executable, "-m", "asyncrl.cli", *words[1:]], list[str]()
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        full, cwd=folder, stdout=pipe, stderr=pipe, text=True, env=environment()
-    ) as process:
+    with popen(full, environment(), cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             assert process.stdout is not None
             for line in process.stdout:

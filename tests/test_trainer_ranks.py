@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ from asyncrl.trainer.model.parts import sharded_policy
 from asyncrl.trainer.model.policy import find_plan
 from asyncrl.trainer.offload import local_of
 from asyncrl.trainer.ranks import join_ranks
+from asyncrl.trainer.rendezvous import Rendezvous, interface_of
 from asyncrl.trainer.step import TrainStep
+from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.export import digest_of
 from asyncrl.weights.ipc import open_file, views
 from asyncrl.weights.tensor_files import digest_tensors
@@ -278,7 +281,7 @@ def test_several_ranks_train_export_and_save_what_one_does(tmp_path: Path, name:
 def test_a_refusal_leaves_all_ranks_ready_one_that_hangs_is_an_error_and_all_end_with_the_parent(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 60}) as group:
+    with running(tiny_model_dir, tmp_path / "w", trainer={"timeout_s": 15}) as group:
         with pytest.raises(CallRefused, match="batch 7 came while the trainer is at policy_version 0"):
             group.train(*make_batch(version=7))
         with pytest.raises(CallRefused, match="not a batch"):
@@ -321,17 +324,57 @@ def test_an_error_on_one_rank_ends_it_with_its_reason_and_rank_0_does_not_hang(
     with running(tiny_model_dir, folder, algorithm={"loss": "planted_loss:loss"}) as group:
         with pytest.raises(CallRefused) as caught:
             group.train(*make_batch())
-        assert caught.value.status == 500
+        assert caught.value.status == LOST_STATUS
         assert group.processes[1].wait(TIMEOUT_S) == 1
         fatal = find_fatal(group.log(1))
         assert fatal is not None
         assert fatal.error == "ArithmeticError: planted"
-        assert group.health(0).policy_version == 0
-        with pytest.raises(CallRefused, match="out of step"):
-            group.train(*make_batch())
+        for ask in (group.health, lambda: group.train(*make_batch())):
+            with pytest.raises(CallRefused, match=r"rank 0 \(127.0.0.1\) has lost the other ranks"):
+                ask()
+
+
+@pytest.mark.parametrize(
+    ("rank", "missing"), [(0, "rank 1 did not come"), (1, "rank 1 .* cannot reach rank 0"), (1, "no answer")]
+)
+def test_ranks_that_do_not_meet_say_where_and_who_is_missing(
+    tiny_model_dir: Path, tmp_path: Path, rank: int, missing: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        store = f"127.0.0.1:{mute.getsockname()[1]}"
+        if missing != "no answer":
+            mute.close()
+        spec = make_spec(tiny_model_dir, tmp_path, rank=rank, store=store, trainer={"world_size": 2})
+        rendezvous = Rendezvous(spec, start_s=0.5)
+        with pytest.raises(ConfigError, match=f"{missing}.*") as caught:
+            rendezvous.here(rendezvous.open())
+    assert f"{store} within 0.5 s" in caught.value.what
+    assert "every TCP port" in caught.value.way_out
+
+
+def test_a_store_that_cannot_be_opened_and_an_address_of_another_machine_are_refused(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        store = f"127.0.0.1:{other.getsockname()[1]}"
+        spec = make_spec(tiny_model_dir, tmp_path, store=store, trainer={"world_size": 2})
+        with pytest.raises(ConfigError, match=f"cannot listen at {store}: Address already in use"):
+            Rendezvous(spec).open()
+    store = Rendezvous(spec).open()
+    store.add("here-0", 1)
+    with pytest.raises(ConfigError, match=r"rank 0 \(127.0.0.1\) is not the first of its number"):
+        Rendezvous(spec).here(store)
+    spec = make_spec(tiny_model_dir, tmp_path, store="192.0.2.7:29500", trainer={"world_size": 2})
+    with pytest.raises(ConfigError, match="cannot listen at 192.0.2.7:29500: Cannot assign"):
+        Rendezvous(spec).open()
+    with pytest.raises(ConfigError, match="no network interface here has 192.0.2.7") as caught:
+        interface_of("192.0.2.7")
+    assert "127.0.0.1" in caught.value.rule
+    assert interface_of("127.0.0.1").startswith("lo")
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_children")
 def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -5,15 +5,32 @@ what survives it, what happens when a part dies or hangs, and what is shown.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from asyncrl.config.fields import FrozenConfig
 
-Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt]
-"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, or a range like 0-3. How many there
-are is read later."""
+
+class NodesConfig(FrozenConfig):
+    """So many nodes, and so many CUDA devices of each."""
+
+    nodes: Literal["all"] | PositiveInt
+    """How many machines; all = every one that has what `gpus` says."""
+    gpus: Literal["auto", "all"] | NonNegativeInt = "auto"
+    """CUDA devices of each node; all = those that it has, 0 = its CPU (auto = all, or the CPU if there is
+    no CUDA device)."""
+
+    def __str__(self) -> str:
+        """As it is written."""
+        gpus = "" if self.gpus == "auto" else f", gpus: {self.gpus}"
+        return f"{{nodes: {self.nodes}{gpus}}}"
+
+
+Devices = Literal["auto", "cpu", "cuda", "all"] | NonNegativeInt | str | list[NonNegativeInt] | NodesConfig
+"""auto, cpu, cuda, all, the number of a CUDA device, a list of numbers, a range like 0-3, or so many nodes.
+How many there are is read later."""
 
 DEVICE_WORDS = ("auto", "cpu", "cuda", "all")
 
@@ -27,6 +44,22 @@ def device_numbers(devices: Any) -> list[int] | None:
     return numbers if is_form and len(set(numbers)) == len(numbers) else None
 
 
+def is_cpu(devices: Devices) -> bool:
+    """Whether the CPU alone is written."""
+    return devices == "cpu" or (isinstance(devices, NodesConfig) and devices.gpus == 0)
+
+
+def _is_nodes(value: Any) -> bool:
+    """{nodes: 2, gpus: 8}, or the like."""
+    if isinstance(value, NodesConfig):
+        return True
+    if not isinstance(value, Mapping) or "nodes" not in value or not {*value} <= {"nodes", "gpus"}:
+        return False
+    nodes, gpus = value["nodes"], value.get("gpus", "auto")
+    is_number = (type(nodes) is int and nodes >= 1, type(gpus) is int and gpus >= 0)
+    return (is_number[0] or nodes == "all") and (is_number[1] or gpus in ("auto", "all"))
+
+
 class PlacementConfig(FrozenConfig):
     """Which device each side uses. Both on the same CUDA devices, or rollout: trainer, means that they take
     turns (docs/colocation.md).
@@ -34,7 +67,8 @@ class PlacementConfig(FrozenConfig):
 
     trainer: Devices = "auto"
     """Devices of the trainer, one for each of trainer.world_size processes: cpu, the number of a CUDA device,
-    a list [0, 1], a range 0-3, all. cuda = as many as needed; auto = the same, or cpu where there is none."""
+    a list [0, 1], a range 0-3, all; {nodes: 2, gpus: 8}: so many devices of so many nodes. cuda = as many as
+    needed; auto = the same, or cpu where there is none."""
     rollout: Devices = "auto"
     """Devices of the engines, which are spread over them: as for the trainer, or `trainer`: the same devices,
     in turns. auto and cuda = those that the trainer leaves; where it leaves none, the same in turns at
@@ -55,10 +89,11 @@ class PlacementConfig(FrozenConfig):
     @classmethod
     def _is_a_form(cls, value: Any, info: ValidationInfo) -> Any:
         words = (*DEVICE_WORDS, "trainer") if info.field_name == "rollout" else DEVICE_WORDS
-        if value not in words and device_numbers(value) is None:
+        if not (_is_nodes(value) or device_numbers(value) is not None or value in words):
             raise ValueError(
                 f"give {', '.join(words)}, a device number like 0, a list like [0, 1] that names each once, "
-                "or a range like 0-3, of this machine"
+                "or a range like 0-3, of this machine; or nodes and the CUDA devices of each, as a mapping: "
+                "{nodes: 2, gpus: 8}, {nodes: all, gpus: all}, {nodes: 2, gpus: 0} for their CPUs"
             )
         return value
 

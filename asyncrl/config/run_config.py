@@ -15,9 +15,11 @@ from asyncrl.config.model_task import ModelConfig, TaskConfig
 from asyncrl.config.operation import (
     CheckpointConfig,
     JournalConfig,
+    NodesConfig,
     ObserveConfig,
     PlacementConfig,
     SupervisionConfig,
+    is_cpu,
 )
 from asyncrl.config.weight_sync import WeightSyncConfig
 from asyncrl.messages.base import Interrupt
@@ -101,6 +103,19 @@ class RunConfig(FrozenConfig):
         return value
 
     @model_validator(mode="after")
+    def _nodes_have_a_launcher(self) -> Self:
+        for key in ("trainer", "rollout"):
+            written = getattr(self.placement, key)
+            num = written.nodes if isinstance(written, NodesConfig) else 1
+            if self.launcher == "local" and num not in (1, "all"):
+                one = written.model_copy(update={"nodes": 1})
+                raise ValueError(
+                    f"placement.{key}={written} is of {num} nodes, and launcher=local starts all on this "
+                    f"machine; set launcher=ray, or placement.{key}={one}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         trainer, rollout, checkpoint = self.trainer, self.rollout, self.checkpoint
         if trainer.num_groups % trainer.mini_batches:
@@ -124,8 +139,11 @@ class RunConfig(FrozenConfig):
                 "model.scratch is made at the start of the run, so the servers of rollout.urls cannot have "
                 "it; give model.path, or remove rollout.urls"
             )
-        if trainer.cpu_offload and self.placement.trainer == "cpu":
-            raise ValueError("placement.trainer=cpu has nothing for trainer.cpu_offload; set it to false")
+        if trainer.cpu_offload and is_cpu(self.placement.trainer):
+            written = self.placement.trainer
+            raise ValueError(
+                f"placement.trainer={written} has nothing for trainer.cpu_offload; set it to false"
+            )
         if rollout.group_size == 1:
             advantage = self.algorithm.advantage if self.algorithm.advantage in GROUP_ADVANTAGES else None
             advantage = advantage if self.algorithm.reward_weight > 0 else None

@@ -44,6 +44,7 @@ class TransportFacts:
 
 TRANSPORTS: dict[TransportName, TransportFacts] = {
     "shm": TransportFacts(),
+    "stream": TransportFacts(),
     "disk": TransportFacts(is_file_shared=True),
     "lora": TransportFacts(sends_adapters=True),
     "nccl": TransportFacts(is_transfer=True, is_one_kept=True),
@@ -114,7 +115,7 @@ class WeightSyncConfig(FrozenConfig):
 
 
 def choose_transport(
-    config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
+    config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> tuple[TransportName, str]:
     """What `weight_sync.transport: auto` is between these devices, and why. It is never lora, by which vLLM
     computes with adapters that are not merged; by all others engines get the same bits.
@@ -122,6 +123,8 @@ def choose_transport(
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
         return sync.file_transport, "weight_sync.disk_dir is given"
+    if num_nodes > 1:
+        return "stream", f"the run is on {num_nodes} nodes"
     if not rollout.facts.receives_transfers:
         return "shm", f"rollout.engine={rollout.engine} takes part in no transfer between devices"
     if rollout.urls is not None:
@@ -138,7 +141,7 @@ def choose_transport(
 
 
 def refuse_transport(
-    config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool
+    config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> None:
     """Raise ConfigError, with what to write instead, if weights cannot go this way to these engines. `ranks`
     and `engines` are devices; `is_turns`: both sides take turns on the same ones. What auto chooses can.

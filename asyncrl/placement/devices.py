@@ -1,36 +1,28 @@
-"""Which device each trainer rank and each engine gets, whether the two sides take turns, and where chunks of
-weights lie. Imports no torch.
-
-How `placement` is read, where a machine has N CUDA devices:
-
-    numbers, lists, ranges   these, all of which must exist and have work
-    all                      every CUDA device
-    cuda, auto               as many as there are ranks (trainer) or engines (rollout), from those that the
-                             other side leaves; none left: the other side's, in turns. auto without CUDA: cpu
-    trainer                  (rollout) the trainer's, in turns
+"""Which device of which node each trainer rank and each engine gets, whether the two sides take turns, and
+where chunks of weights lie. Imports no torch. How `placement` is read stands in choice.py.
 
 Turns need buffer.max_staleness=0; above it both sides use the same devices at once where placement.share is a
-number. A rank has a CUDA device of its own; engines are dealt over theirs in turn, so two may share one. Both
-sides on cpu run side by side, unless rollout is `trainer`.
+number. A rank has a CUDA device of its own; engines are dealt over theirs in turn, so two may share one, and
+none is split over two nodes. Both sides on cpu run side by side, unless rollout is `trainer`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from asyncrl.config import RunConfig
-from asyncrl.config.operation import Devices, device_numbers
+from asyncrl.config.operation import Devices
 from asyncrl.config.weight_sync import refuse_transport
 from asyncrl.errors import ConfigError
+from asyncrl.placement.choice import Hosts, NodeDevice, Side, choose, named, takes_no_device
 from asyncrl.placement.machine import CudaDevice
 from asyncrl.placement.nodes import Node
 
 Mode = Literal["apart", "colocated"]
-Numbers = Sequence[int] | None
-"""Numbers of CUDA devices, None for the CPU."""
 SIZES = ("gpu_memory_utilization", "num_gpu_blocks_override")
 """Arguments of vLLM that say how much of a device it takes, whatever the plan counts."""
 NO_DEVICE = "none"
@@ -53,22 +45,64 @@ class Placement:
     stays: bool = False
     """In turns: both sides stay in memory, and only whose turn it is changes."""
     nodes: tuple[Node, ...] = ()
-    """The machines, the controller's own first; devices are numbered on each. Empty: this machine alone."""
+    """The controller's own machine first; none: it is the only one."""
     rank_nodes: tuple[int, ...] = ()
-    """For each trainer rank, the place of its machine in `nodes` (empty: the first)."""
+    """Number of the node of each rank; none: all are on the first."""
     engine_nodes: tuple[int, ...] = ()
-    """The same for each engine."""
     beside_node: int = 0
-    """The same for the eval engine and the teacher."""
+    """Of the eval engine and the teacher."""
 
     @property
     def moves(self) -> bool:
         """Whether each side gives its memory away for the other's turn."""
         return self.mode == "colocated" and not self.stays
 
-    def share_of(self, engine: Sequence[str]) -> float | None:
-        """The part of `share` of an engine on these devices, of which other engines may use the first too."""
-        num = sum(engine[0] in devices for devices in self.engines)
+    def rank_node(self, rank: int) -> int:
+        """Number of the node of this rank."""
+        return self.rank_nodes[rank] if self.rank_nodes else 0
+
+    def engine_node(self, engine: int) -> int:
+        """Number of the node of this engine."""
+        return self.engine_nodes[engine] if self.engine_nodes else 0
+
+    @property
+    def ranks(self) -> Side:
+        """The device of each rank."""
+        return tuple(NodeDevice(self.rank_node(rank), name) for rank, name in enumerate(self.trainer))
+
+    @property
+    def engine_devices(self) -> Side:
+        """Devices of all engines, each once."""
+        each = [(self.engine_node(index), names) for index, names in enumerate(self.engines)]
+        return tuple(dict.fromkeys(NodeDevice(node, name) for node, names in each for name in names))
+
+    @property
+    def hosts(self) -> Hosts:
+        """Names of the nodes."""
+        return Hosts.of(self.nodes or 0)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that weights are on, with the controller's own."""
+        engines = (device for device in self.engine_devices if device.name != NO_DEVICE)
+        beside = [self.beside_node] if self.evaluation not in (None, NO_DEVICE) else []
+        return len({0, *beside, *(device.node for device in (*self.ranks, *engines))})
+
+    @property
+    def trainer_labels(self) -> list[str]:
+        """Devices of the trainer for people, each once."""
+        return self.hosts.labels(self.ranks)
+
+    @property
+    def engine_labels(self) -> list[str]:
+        """Devices of the engines for people, each once."""
+        return self.hosts.labels(self.engine_devices)
+
+    def share_of(self, engine: int) -> float | None:
+        """The part of `share` of this engine, of which other engines may use the first device too."""
+        first, node = self.engines[engine][0], self.engine_node(engine)
+        each = enumerate(self.engines)
+        num = sum(self.engine_node(other) == node and first in devices for other, devices in each)
         return None if self.share is None else self.share / num
 
     @property
@@ -77,144 +111,148 @@ class Placement:
         return tuple(devices[0] for devices in self.engines)
 
     @property
-    def engine_devices(self) -> list[str]:
-        """Devices of all engines, each named once."""
-        return [*dict.fromkeys(device for devices in self.engines for device in devices)]
-
-    @property
     def is_on_cuda(self) -> bool:
         """Whether the trainer is on CUDA devices; when colocated, the engines too."""
         return self.trainer[0] != "cpu"
 
 
-def place(config: RunConfig, num_cuda: int) -> Placement:
-    """The placement on a machine with so many CUDA devices. Raises ConfigError."""
-    trainer, rollout = _numbers(config, num_cuda)
-    shared = sorted(set(trainer or ()) & set(rollout or ()))
+def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
+    """The placement on these nodes, the controller's own first; a number: on this machine alone, with so many
+    CUDA devices. Raises ConfigError.
+    """
+    hosts = Hosts.of(nodes)
+    if len(hosts.names) > 1 and config.launcher == "local":
+        what = (
+            f"launcher=local starts processes on this machine alone, and there are {len(hosts.names)} nodes"
+        )
+        raise ConfigError(what, way_out="set launcher=ray, or describe one machine.")
+    trainer, rollout = choose(config, hosts)
+    shared = [device for device in trainer if device in rollout and device.name != "cpu"]
+    is_turns, share = _check_shared(config, hosts, trainer, rollout, shared)
+    if share is not None:
+        _check_share(config, shared)
+    _check_numbers(config, hosts, trainer, rollout)
+    num, split = config.rollout.num_engines, config.rollout.tensor_parallel
+    ranks = _deal_ranks(trainer, config.trainer.world_size)
+    dealt = tuple(rollout[index % len(rollout)] for index in range(num * split))
+    names = tuple(device.name if device.name == "cpu" else hosts.label(device) for device in (*ranks, *dealt))
+    on = {0, *(device.node for device in (*ranks, *(() if takes_no_device(config) else dealt)))}
+    refuse_transport(config, names[: len(ranks)], names[len(ranks) :], is_turns=is_turns, num_nodes=len(on))
+    _check_engines(config, names[len(ranks) :], is_turns=is_turns)
+    if takes_no_device(config):
+        dealt, split = (NodeDevice(0, NO_DEVICE),) * num, 1
+    engines = [dealt[start : start + split] for start in range(0, len(dealt), split)]
+    evaluation, teacher, beside = _beside(config, hosts, ranks, () if takes_no_device(config) else dealt)
+    return Placement(
+        tuple(device.name for device in ranks),
+        tuple(tuple(device.name for device in engine) for engine in engines),
+        evaluation,
+        "colocated" if is_turns else "apart",
+        teacher,
+        share,
+        is_turns and share is not None,
+        () if isinstance(nodes, int) else tuple(nodes),
+        tuple(device.node for device in ranks),
+        tuple(engine[0].node for engine in engines),
+        beside,
+    )
+
+
+def _check_shared(
+    config: RunConfig, hosts: Hosts, trainer: Side, rollout: Side, shared: Sequence[NodeDevice]
+) -> tuple[bool, float | None]:
+    """Whether both sides take turns, and what part of a device is the engines'."""
     is_same = bool(shared) or config.placement.rollout == "trainer"
     share = config.placement.share if isinstance(config.placement.share, float) else None
     is_turns = is_same and not (shared and share is not None and config.buffer.max_staleness > 0)
     written = f"placement.trainer={config.placement.trainer}, placement.rollout={config.placement.rollout}"
-    if shared and set(trainer or ()) != set(rollout or ()):
+    if shared and {*trainer} != {*rollout}:
+        is_one = len(hosts.names) == 1
+        both = sorted(
+            int(device.name.removeprefix("cuda:")) if is_one else hosts.label(device) for device in shared
+        )
         raise ConfigError(
-            f"{written} share {shared} and not the others, which would wait with them in turns",
+            f"{written} share {both} and not the others, which would wait with them in turns",
             way_out="give both the same (placement.rollout=trainer, buffer.max_staleness=0), or other ones.",
         )
     if is_turns and config.buffer.max_staleness > 0:
         raise ConfigError(
-            f"{written} are the same devices ({num_cuda} CUDA devices here), in turns: every batch is "
-            f"on-policy, and buffer.max_staleness={config.buffer.max_staleness} could never be used",
+            f"{written} are the same devices ({sum(hosts.num_cuda)} CUDA devices here), in turns: every "
+            f"batch is on-policy, and buffer.max_staleness={config.buffer.max_staleness} could never be used",
             way_out="set buffer.max_staleness=0, or give placement.rollout devices of its own: cpu, or CUDA "
             "devices that a smaller trainer.world_size leaves"
             + ("; placement.share=0.4 has both work there at once." if shared else "."),
         )
-    if share is not None:
-        _check_share(config, shared)
-    _check_numbers(config, trainer, rollout)
-    num, split = config.rollout.num_engines, config.rollout.tensor_parallel
-    ranks, dealt = _deal(trainer, config.trainer.world_size), _deal(rollout, num * split)
-    refuse_transport(config, ranks, dealt, is_turns=is_turns)
-    _check_engines(config, dealt, is_turns=is_turns)
-    engines = tuple(dealt[start : start + split] for start in range(0, len(dealt), split))
-    if _takes_no_device(config):
-        engines, dealt = ((NO_DEVICE,),) * num, ()
-    evaluation = None
-    if config.eval is not None:
-        has_device = config.rollout.facts.has_model
-        setting = ("placement.eval", config.placement.eval)
-        evaluation = _beside_device(setting, ranks, dealt, num_cuda) if has_device else NO_DEVICE
-    teacher = None
-    if config.teacher is not None:
-        used = [*dealt, evaluation] if evaluation is not None else dealt
-        teacher = _beside_device(("placement.teacher", config.placement.teacher), ranks, used, num_cuda)
-    mode: Mode = "colocated" if is_turns else "apart"
-    return Placement(ranks, engines, evaluation, mode, teacher, share, is_turns and share is not None)
+    return is_turns, share
 
 
-def chunk_devices(config: RunConfig, placement: Placement) -> tuple[str, ...]:
+def chunk_devices(config: RunConfig, placement: Placement) -> tuple[NodeDevice, ...]:
     """The devices whose memory holds the chunks that trainer and engines both open, all of them on each;
     none: chunks are files.
     """
     opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
-    devices = tuple(dict.fromkeys(placement.trainer))
+    devices = tuple(dict.fromkeys(placement.ranks))
     # an engine sees its own devices alone
     has_all = placement.mode == "colocated" and {*placement.engine_devices} <= {*devices}
     return devices if opens_memory and has_all else ()
 
 
-def _takes_no_device(config: RunConfig) -> bool:
-    """A latency model, and servers that the run did not start."""
-    return not config.rollout.facts.has_model or config.rollout.urls is not None
+def _deal_ranks(places: Side, num: int) -> Side:
+    """A device for each of `num` ranks, those of a node one after the other."""
+    return tuple(places[index * len(places) // num] for index in range(num))
 
 
-def _numbers(config: RunConfig, num_cuda: int) -> tuple[Numbers, Numbers]:
-    """Devices of trainer and engines."""
-    written, size = config.placement, config.trainer.world_size
-    trainer, is_trainer_open = _named("placement.trainer", written.trainer, num_cuda)
-    if written.rollout == "trainer":
-        trainer = trainer[:size] if trainer is not None and is_trainer_open else trainer
-        return trainer, trainer
-    rollout, is_rollout_open = _named("placement.rollout", written.rollout, num_cuda)
-    if is_rollout_open and _takes_no_device(config):
-        rollout, is_rollout_open = None, False
-    if is_trainer_open:
-        taken = () if is_rollout_open else rollout or ()
-        trainer = [number for number in range(num_cuda) if number not in taken][:size] or rollout
-    if is_rollout_open:
-        split = config.rollout.tensor_parallel
-        left = [number for number in range(num_cuda) if number not in (trainer or ())]
-        whole = left[: len(left) // split * split] or left
-        rollout = whole[: config.rollout.num_engines * split] or trainer
-    return trainer, rollout
-
-
-def _named(key: str, devices: object, num_cuda: int) -> tuple[Numbers, bool]:
-    """What is written, and whether it leaves the choice open (auto and cuda, where there are devices)."""
-    if devices == "cpu" or (devices == "auto" and not num_cuda):
-        return None, False
-    if not num_cuda:
-        raise ConfigError(
-            f"{key}={devices}, and there is no CUDA device that torch could use",
-            rule="it needs the NVIDIA driver, a torch built with CUDA, and CUDA_VISIBLE_DEVICES to show it",
-            way_out=f"set {key}=cpu (or auto: CUDA where there is a device, else cpu).",
-        )
-    numbers = device_numbers(devices)
-    if numbers is None:
-        return range(num_cuda), devices != "all"
-    if max(numbers) >= num_cuda:
-        raise ConfigError(
-            f"{key}={devices} names cuda:{max(numbers)}",
-            rule=f"this machine shows {num_cuda} CUDA devices, counted from 0 among CUDA_VISIBLE_DEVICES",
-            way_out=f"name devices of 0..{num_cuda - 1}.",
-        )
-    return numbers, False
-
-
-def _check_numbers(config: RunConfig, trainer: Numbers, rollout: Numbers) -> None:
-    """Each rank has a device of its own, each engine as many as it is split over, and none named is idle."""
+def _check_numbers(config: RunConfig, hosts: Hosts, trainer: Side, rollout: Side) -> None:
+    """Each rank has a device of its own, or as many share each CPU; each engine has as many as it is split
+    over, of one node; and none named is idle.
+    """
     size, num, split = config.trainer.world_size, config.rollout.num_engines, config.rollout.tensor_parallel
-    if trainer is not None and len(trainer) != size:
+    written, is_on_cpu = config.placement, trainer[0].name == "cpu"
+    if is_on_cpu and size % len(trainer):
         raise ConfigError(
-            f"placement.trainer={config.placement.trainer} is {len(trainer)} CUDA devices for "
+            f"placement.trainer={written.trainer} is the CPUs of {len(trainer)} nodes for "
+            f"trainer.world_size={size} processes, as many on each",
+            way_out=f"set trainer.world_size={-(-size // len(trainer)) * len(trainer)}, or fewer nodes.",
+        )
+    if not is_on_cpu and len(trainer) != size:
+        raise ConfigError(
+            f"placement.trainer={written.trainer} is {len(trainer)} CUDA devices for "
             f"trainer.world_size={size} processes with one each",
             way_out=f"set trainer.world_size={len(trainer)}, or name {size} devices in placement.trainer.",
         )
-    if rollout is None or _takes_no_device(config):
+    if takes_no_device(config):
+        return
+    if rollout[0].name == "cpu":
+        if num < len(rollout):
+            raise ConfigError(
+                f"placement.rollout={written.rollout} is the CPUs of {len(rollout)} nodes for "
+                f"rollout.num_engines={num}, and the others would be idle",
+                way_out=f"set rollout.num_engines={len(rollout)}, or fewer nodes.",
+            )
         return
     if len(rollout) % split or len(rollout) > num * split:
         is_whole = len(rollout) % split == 0
         fitting = f"num_engines={len(rollout) // split}" if is_whole else "tensor_parallel=1"
         raise ConfigError(
-            f"placement.rollout={config.placement.rollout} is {len(rollout)} CUDA devices for "
+            f"placement.rollout={written.rollout} is {len(rollout)} CUDA devices for "
             f"rollout.num_engines={num} with rollout.tensor_parallel={split} each",
             way_out=f"set rollout.{fitting}, or name {num * split} devices in placement.rollout.",
         )
+    nodes = [device.node for device in rollout]
+    if uneven := [node for node in dict.fromkeys(nodes) if nodes.count(node) % split]:
+        has = nodes.count(uneven[0])
+        raise ConfigError(
+            f"placement.rollout={written.rollout} is {has} CUDA devices of {hosts.names[uneven[0]]} for "
+            f"engines with rollout.tensor_parallel={split} each",
+            rule="an engine is split over devices of one node, never over two nodes",
+            way_out=f"set rollout.tensor_parallel={math.gcd(has, split)}, or a multiple of {split} as gpus.",
+        )
 
 
-def _check_share(config: RunConfig, shared: Sequence[int]) -> None:
+def _check_share(config: RunConfig, shared: Sequence[NodeDevice]) -> None:
     """placement.share divides a CUDA device, and nothing else says what engines take there."""
     share, written = f"placement.share={config.placement.share}", config.placement
-    if not shared or _takes_no_device(config):
+    if not shared or takes_no_device(config):
         raise ConfigError(
             f"{share}, and placement.trainer={written.trainer}, placement.rollout={written.rollout} share no "
             "CUDA device",
@@ -254,38 +292,65 @@ def _check_engines(config: RunConfig, devices: Sequence[str], *, is_turns: bool)
         )
 
 
-def _deal(numbers: Numbers, num: int) -> tuple[str, ...]:
-    """A device for each of `num` processes, dealt in turn."""
-    if numbers is None:
-        return ("cpu",) * num
-    return tuple(f"cuda:{numbers[index % len(numbers)]}" for index in range(num))
+def _beside(
+    config: RunConfig, hosts: Hosts, ranks: Side, engines: Side
+) -> tuple[str | None, str | None, int]:
+    """Devices of the eval engine and the teacher, and the node of both: the controller's own where it has
+    what they need.
+    """
+    written, node = config.placement, _beside_node(config, hosts, ranks, engines)
+    evaluation = teacher = None
+    if config.eval is not None:
+        has_device = config.rollout.facts.has_model
+        setting = ("placement.eval", written.eval)
+        evaluation = _beside_device(setting, ranks, engines, hosts, node) if has_device else NO_DEVICE
+    if config.teacher is not None:
+        used = engines if evaluation is None else (*engines, NodeDevice(node, evaluation))
+        teacher = _beside_device(("placement.teacher", written.teacher), ranks, used, hosts, node)
+    return evaluation, teacher, node
+
+
+def _beside_node(config: RunConfig, hosts: Hosts, ranks: Side, engines: Side) -> int:
+    """The first node with a CUDA device for each that may choose: free ones first, else those of engines."""
+    has_eval = config.eval is not None and config.rollout.facts.has_model
+    written = [config.placement.eval] * has_eval + [config.placement.teacher] * (config.teacher is not None)
+    num, is_on_cpu = written.count("auto"), any(device.name == "cpu" for device in engines)
+    if not num or is_on_cpu or any(type(one) is int for one in written):
+        return 0
+
+    def lacks(node: int) -> tuple[bool, int, bool, int]:
+        free = [one for one in hosts.cuda[node] if one not in (*ranks, *engines)]
+        beside = any(one.node == node and one not in ranks for one in engines)
+        return not hosts.num_cuda[node], max(0, num - len(free)), not beside, node
+
+    return min(range(len(hosts.names)), key=lacks)
 
 
 def _beside_device(
-    setting: tuple[str, Devices], ranks: Sequence[str], engines: Sequence[str], num_cuda: int
+    setting: tuple[str, Devices], ranks: Side, engines: Sequence[NodeDevice], hosts: Hosts, node: int
 ) -> str:
-    """Where the eval engine or the teacher goes (`setting`: the key and what it says): it works beside
-    training at any time, so never with the trainer on CUDA.
+    """Where the eval engine or the teacher goes on this node (`setting`: the key and what it says): it works
+    beside training at any time, so never with the trainer on CUDA.
     """
     key, written = setting
     whose, section = ("the eval engine", "eval") if key == "placement.eval" else ("the teacher", "teacher")
-    if written == "cpu" or (written == "auto" and (not num_cuda or "cpu" in engines)):
+    is_on_cpu = any(device.name == "cpu" for device in engines)
+    if written == "cpu" or (written == "auto" and (not hosts.num_cuda[node] or is_on_cpu)):
         return "cpu"
     if written == "auto":
-        everything = _deal(range(num_cuda), num_cuda)
-        free = [device for device in everything if device not in (*ranks, *engines)]
-        used = sorted(engines, key=lambda name: (engines.count(name), -engines.index(name)))
-        device = [*free, *used, "cpu"][0]
+        free = [device for device in hosts.cuda[node] if device not in (*ranks, *engines)]
+        here = [device for device in engines if device.node == node]
+        used = sorted(here, key=lambda device: (here.count(device), -here.index(device)))
+        device = [*free, *used, NodeDevice(node, "cpu")][0]
     else:
-        numbers, _ = _named(key, written, num_cuda)
-        device = _deal(numbers, 1)[0]
-    if device in ranks and device != "cpu":
+        device = named(key, written, hosts)[0]
+    if device in ranks and device.name != "cpu":
         raise ConfigError(
-            f"{key}={written} puts {whose} on {device}, where the trainer works",
+            f"{key}={written} puts {whose} on {hosts.label(device)}, where the trainer works",
             rule="it works beside training, with weights and KV cache of its own",
             way_out=f"set {key}=cpu or the number of another CUDA device, or set {section}=none.",
         )
-    return device
+    return device.name
 
 
 def child_environ(

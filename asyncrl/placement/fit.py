@@ -1,4 +1,4 @@
-"""Whether a run fits this machine: the type of its weights and their way, the Python of vLLM's servers, and
+"""Whether a run fits its machines: the type of its weights and their way, the Python of vLLM's servers, and
 its plan, as text. It is refused where memory of a device or descriptors cannot be enough, with a setting that
 does. Starts nothing.
 """
@@ -12,18 +12,21 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import astuple, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import asyncrl
 from asyncrl.config import LoraConfig, RolloutConfig, RunConfig
-from asyncrl.config.weight_sync import choose_transport, transport_words
+from asyncrl.config.weight_sync import choose_transport
 from asyncrl.errors import ConfigError, install_extra
-from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, chunk_devices, place
-from asyncrl.placement.machine import Machine, this_machine
-from asyncrl.placement.plan import OWN_BYTES, Memory, Phase, Plan, ProcessPlan, lay_out
+from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, place
+from asyncrl.placement.machine import Machine
+from asyncrl.placement.nodes import Node
+from asyncrl.placement.plan import OWN_BYTES, Phase, Plan, ProcessPlan, lay_out, nodes_of
+from asyncrl.placement.process_memory import size_text
 
 MOVING = "each side moves out for the other's turn"
 OTHERS = 256
@@ -31,42 +34,46 @@ OTHERS = 256
 
 
 def settle(
-    config: RunConfig, machine: Machine | None = None, *, begun: str | None = None
+    config: RunConfig, where: Machine | Sequence[Node] | None = None, *, begun: str | None = None
 ) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config with what a machine (None: this one) has in place of the autos of `model.dtype` and
-    `weight_sync.transport`, and lines for people. Raises ConfigError for a placement that cannot be.
+    """The config with what a machine (None: this one), or several nodes, have in place of the autos of
+    `model.dtype` and `weight_sync.transport`, and lines for people. Raises ConfigError for a placement that
+    cannot be.
 
     `begun`: the type of the resumed run, which auto then stands for. The transport is chosen anew: engines
     get the same bits by each that auto can be.
     """
-    machine = machine or this_machine()
-    placement = place(config, len(machine.cuda))
-    config, dtype_words = _settle_dtype(config, placement, machine, begun)
+    nodes = nodes_of(where)
+    placement = place(config, nodes)
+    config, dtype_words = _settle_dtype(config, placement, nodes, begun)
     words = ""
     if config.weight_sync.transport == "auto":
-        ranks, engines, is_turns = placement.trainer, placement.engine_devices, placement.mode == "colocated"
-        transport, why = choose_transport(config, ranks, engines, is_turns=is_turns)
+        engines = [device.name for device in placement.engine_devices]
+        how: Any = {"is_turns": placement.mode == "colocated", "num_nodes": placement.num_nodes}
+        transport, why = choose_transport(config, placement.trainer, engines, **how)
         config = _changed(config, "weight_sync", transport=transport)
         words = f"weight_sync.transport: auto is {transport}: {why}"
     return config, tuple(filter(None, (dtype_words, words)))
 
 
 def _settle_dtype(
-    config: RunConfig, placement: Placement, machine: Machine, begun: str | None
+    config: RunConfig, placement: Placement, nodes: Sequence[Node], begun: str | None
 ) -> tuple[RunConfig, str]:
-    is_on_cpu = "cpu" in (*placement.trainer, *placement.engine_devices)
-    is_slow = is_on_cpu and not machine.has_bfloat16
+    used = [*placement.ranks, *placement.engine_devices]
+    cpus = [nodes[device.node].machine for device in used if device.name == "cpu"]
+    is_on_cpu, is_here = bool(cpus), nodes[0].machine.is_here
+    is_slow = not all(machine.has_bfloat16 for machine in cpus)
     if config.model.dtype != "auto":
         slow = (
             "model.dtype=bfloat16, and this CPU has no instructions for it: its steps take 8.6 times as long "
             "as in float32, measured; model.dtype=float32 (or auto) is faster here"
         )
-        return config, slow if is_slow and machine.is_here and config.model.dtype == "bfloat16" else ""
+        return config, slow if is_slow and is_here and config.model.dtype == "bfloat16" else ""
     if begun not in (None, "auto"):
         dtype, why = begun, "as the run began"
     elif is_slow:
         dtype, why = "float32", "this CPU has no bfloat16 instructions (avx512_bf16, amx_bf16)"
-        why = why if machine.is_here else "whether that CPU has bfloat16 instructions is not known"
+        why = why if is_here else "whether that CPU has bfloat16 instructions is not known"
     else:
         dtype = "bfloat16"
         why = "this CPU has instructions for it" if is_on_cpu else "trainer and engines are on CUDA"
@@ -84,14 +91,14 @@ def settle_share(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
     placement, share = plan.placement, config.placement.share
     if placement.share is not None:
         when = "in turns" if placement.mode == "colocated" else "and work at once"
-        where = ", ".join(placement.engine_devices)
+        where = ", ".join(placement.engine_labels)
         return plan, f"placement.share={share}: both sides stay on {where}, {when}"
     if placement.mode == "apart":
         return plan, ""
     if share is None:
         return plan, f"placement.share=none: {MOVING}"
     stays = replace(placement, stays=True)
-    found = replace(plan, processes=lay_out(config, plan.shape, stays, plan.machine.cores), placement=stays)
+    found = replace(plan, processes=lay_out(config, plan.shape, stays, plan.nodes), placement=stays)
     bounds = found.share_bounds(ROOM)
     given = [name for name in config.rollout.vllm if name.lstrip("-").replace("-", "_") in SIZES]
     if not plan.shape.num_parameters:
@@ -99,14 +106,14 @@ def settle_share(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
     elif given:
         why = f"rollout.vllm.{given[0]} says what the engines take while the trainer has none"
     elif bounds is None:
-        why = f"what {placement.trainer[0]} has is not known (no nvidia-smi)"
+        why = f"what {placement.trainer_labels[0]} has is not known (no nvidia-smi)"
     elif bounds[0] > bounds[1]:
-        why = f"beside each other they do not fit {', '.join(dict.fromkeys(placement.trainer))}"
+        why = f"beside each other they do not fit {', '.join(placement.trainer_labels)}"
     else:
         least, most = bounds
         fraction = round((least + most) / 2, 3) if placement.is_on_cuda else None
         part = "" if fraction is None else f", the engines with {fraction} of it"
-        where = ", ".join(dict.fromkeys(placement.trainer))
+        where = ", ".join(placement.trainer_labels)
         found = replace(found, placement=replace(stays, share=fraction))
         return found, f"placement.share: auto: both sides stay on {where}{part}: they fit"
     return plan, f"placement.share: auto: {MOVING}: {why}"
@@ -161,7 +168,7 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
     descriptors than it can have, or a vLLM that is not there. A device whose free memory is not known is left
     to those that load there.
     """
-    if plan.machine.is_here:
+    if starts_here(plan):
         needed_python(config)
     worst = _worst(plan)
     if worst is not None:
@@ -177,13 +184,13 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
         )
     if plan.placement.share is not None and (bounds := plan.share_bounds()) is not None:
         _refuse_share(plan, config, *bounds)
-    if plan.machine.is_here:
+    if plan.is_here:
         refuse_too_many_connections(config)
 
 
 def _refuse_share(plan: Plan, config: RunConfig, least: float, most: float) -> None:
     """Raise ConfigError if engines or trainer do not fit their part of a device."""
-    share, where = plan.placement.share or 0.0, ", ".join(plan.placement.engine_devices)
+    share, where = plan.placement.share or 0.0, ", ".join(plan.placement.engine_labels)
     if least <= share <= most:
         return
     least, most = math.ceil(least * 100) / 100, math.floor(most * 100) / 100
@@ -210,10 +217,10 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
     """The first setting that fits."""
     for words, changed in _smaller(config):
         try:
-            placement = place(changed, len(plan.machine.cuda))
+            placement = place(changed, plan.nodes)
         except ConfigError:
             continue
-        processes = lay_out(changed, plan.shape, placement, plan.machine.cores)
+        processes = lay_out(changed, plan.shape, placement, plan.nodes)
         tried = replace(plan, processes=processes, placement=placement)
         least, most = tried.share_bounds() or (0.0, 1.0)
         if _worst(tried) is None and (placement.share is None or least <= placement.share <= most):
@@ -280,10 +287,11 @@ CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
 ASK = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
 ASK_TIMEOUT_S = 30.0
 PACKAGES = ("asyncrl", "asyncrl_servers")
-NOT_HERE = (
-    "not checked, as the machine is not here: its limit of descriptors, rollout.vllm_python, its driver, and "
-    "what else uses its memory"
-)
+
+
+def starts_here(plan: Plan) -> bool:
+    """Whether an engine is to start on this machine."""
+    return plan.is_here and any(one.node == 0 for one in plan.processes if one.side in ("engine", "eval"))
 
 
 def needed_python(config: RunConfig) -> Path | None:
@@ -335,57 +343,3 @@ def import_folder(folder: Path) -> Path:
             link.unlink(missing_ok=True)  # of an installation that has moved since
             link.symlink_to(target)
     return folder
-
-
-# The plan as text: what `asyncrl check` prints.
-
-
-def size_text(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
-
-
-def plan_text(plan: Plan, config: RunConfig) -> str:
-    """Processes with their bytes, how weights travel, and what each device needs of what it has free."""
-    num = plan.shape.num_parameters
-    unknown = "not on disk yet, so its memory is not known (its config.json alone would do)"
-    size = f"{num:,} parameters" if num else unknown
-    rows = [("process", "device", "threads", [field.name for field in fields(Memory)], "what")]
-    for process in plan.processes:
-        sizes = [size_text(size) if size else "-" for size in astuple(process.memory)]
-        rows.append((process.name, process.device, str(process.threads or "-"), sizes, process.note))
-    lines = [f"model: {size}", ""]
-    for name, device, threads, sizes, what in rows:
-        columns = "".join(f"{size:>12}" for size in sizes)
-        lines.append(f"{name:<12} {device:<7} {threads:>7} {columns}  {what}")
-    lines += ["", f"mode: {transport_text(config, plan.placement)}"]
-    if plan.machine.is_here and (python := needed_python(config)) is not None:
-        lines.append(f"python: ours is {sys.executable}, {config.rollout.facts.package}'s is {python}")
-    for device, free in plan.free_bytes.items():
-        needs = plan.peak_bytes(device)
-        if device not in {"cpu", *(process.device for process in plan.processes)}:
-            lines.append(f"not used: {device}")
-            continue
-        by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())
-        in_turns = f", the most of {by_phase}" if plan.placement.moves else ""
-        has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
-        beside = ", before the Python processes (about 0.5 GiB each)" if device == "cpu" else ""
-        beside = beside or ", before CUDA's own of each process"
-        needed = f"{size_text(max(needs.values()))}{in_turns}" if num else "what is needed is not known"
-        lines.append(f"memory of {device}: {needed}; {has}{beside if num else ''}")
-    if not plan.machine.is_here:
-        lines.append(NOT_HERE)
-    return "\n".join([*lines, *start_words(plan, config)])
-
-
-def transport_text(config: RunConfig, placement: Placement) -> str:
-    """Mode and transport in one line."""
-    trainer = ", ".join(dict.fromkeys(placement.trainer))
-    if placement.mode == "colocated":
-        devices, size = chunk_devices(config, placement), size_text(config.weight_sync.chunk_bytes)
-        on_cpu = "through shared memory" if devices else "as files in shared memory"
-        how = on_cpu if devices in ((), ("cpu",)) else f"by CUDA IPC on {trainer}"
-        return f"colocated on {trainer}, in turns: weights go {how} in chunks of {size}"
-    engines = "elsewhere" if config.rollout.urls else f"on {', '.join(placement.engine_devices)}"
-    words = transport_words(config, is_on_cuda=placement.is_on_cuda)
-    return f"apart (trainer on {trainer}, engines {engines}): {words}"

@@ -15,15 +15,16 @@ from asyncrl.placement.processes import ChildProcess, bind_socket
 
 
 @contextlib.contextmanager
-def opened(name: str) -> Iterator[tuple[Launcher, tuple[Node, ...]]]:
-    """The launcher of this name (`launcher` in the config), and its nodes. Raises ConfigError."""
+def opened(name: str) -> Iterator[Launcher]:
+    """The launcher of this name (`launcher` in the config). Raises ConfigError."""
     launcher: Launcher = LocalLauncher()
     if name != "local":
-        from asyncrl.placement.ray_launcher import RayLauncher  # which imports this file
+        from asyncrl.placement.on_ray.ray_launcher import RayLauncher  # which imports this file
 
         launcher = RayLauncher(name.removeprefix("ray").removeprefix(":"))
     try:
-        yield launcher, launcher.open()
+        launcher.open()
+        yield launcher
     finally:
         launcher.close()
 
@@ -31,9 +32,12 @@ def opened(name: str) -> Iterator[tuple[Launcher, tuple[Node, ...]]]:
 class LocalLauncher:
     """Starts all on this machine, where everything listens on loopback and nothing has to be reserved."""
 
-    def open(self) -> tuple[Node, ...]:
-        """The one on which we are."""
-        return (Node(platform.node(), LOOPBACK, this_machine()),)
+    def __init__(self) -> None:
+        self.nodes: tuple[Node, ...] = ()
+
+    def open(self) -> None:
+        """Look at this machine."""
+        self.nodes = (Node(platform.node(), LOOPBACK, this_machine()),)
 
     async def hold(self, parts: Mapping[int, Sequence[str]]) -> None:
         """Nothing: that the devices are there was seen when they were placed."""

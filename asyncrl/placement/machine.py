@@ -80,7 +80,9 @@ def described_machine(devices: str | None, cores: int | None, memory: str | None
         size = None if match is None else _bytes_of(match[2])
         if match is None or size is None:
             rule = "it is how many there are, x, a name if you like, and the memory of one"
-            way_out = "write 8xH200-141GB, 1xRTX4090-24GB or 2x80GB; cpu: there is none."
+            way_out = (
+                "write 8xH200-141GB, 1xRTX4090-24GB or 2x80GB (2x8x80GB: two nodes); cpu: there is none."
+            )
             raise ConfigError(f"--devices {devices} describes no devices", rule=rule, way_out=way_out)
         cuda = tuple(CudaDevice(str(number), size, size) for number in range(int(match[1])))
     if (available := _bytes_of(memory)) is None:

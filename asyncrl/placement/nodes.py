@@ -7,13 +7,14 @@ there are, holds what a Placement takes of them, and makes processes there: on t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl.errors import RoomError
-from asyncrl.placement.machine import Machine
+from asyncrl.errors import ConfigError, RoomError
+from asyncrl.placement.machine import Machine, described_machine
 
 LOOPBACK = "127.0.0.1"
 
@@ -28,6 +29,31 @@ class Node:
     address: str
     machine: Machine
     id: str = ""
+
+
+def described_nodes(
+    devices: Sequence[str], cores: Sequence[int], memory: Sequence[str]
+) -> tuple[Node, ...] | None:
+    """The nodes of `asyncrl check --devices 2x8xH200-141GB --cores 192 --memory 2TB`, node-0 and on; None
+    where nothing is given. Each more --devices is of more nodes, with --cores and --memory of its own or the
+    same. Raises ConfigError.
+    """
+    num, machines = max(len(devices), 1), list[Machine]()
+    for name, given in {"--cores": cores, "--memory": memory}.items():
+        if len(given) not in (0, 1, num):
+            what = f"{name} is there {len(given)} times, and --devices {len(devices)} times"
+            raise ConfigError(what, way_out=f"write {name} once for all nodes, or once for each --devices.")
+    for index in range(num):
+        text = devices[index] if devices else None
+        several = re.fullmatch(r"([1-9]\d{0,3})x(cpu|\d+x.+)", text or "")
+        each, text = (int(several[1]), several[2]) if several else (1, text)
+        machine = described_machine(
+            text,
+            cores[index % len(cores)] if cores else None,
+            memory[index % len(memory)] if memory else None,
+        )
+        machines += [machine] * each if machine else []
+    return tuple(Node(f"node-{at}", f"node-{at}", machine) for at, machine in enumerate(machines)) or None
 
 
 @dataclass(frozen=True)
@@ -101,12 +127,15 @@ class Launcher(Protocol):
         the last are called outside the event loop: a placement is settled before there is one.
     """
 
-    def open(self) -> tuple[Node, ...]:
-        """The nodes that there are, the controller's own first. Blocks; raises ConfigError."""
+    nodes: tuple[Node, ...]
+    """Those that there are, the controller's own first."""
+
+    def open(self) -> None:
+        """Look at the nodes. Blocks; raises ConfigError."""
         ...
 
     async def hold(self, parts: Mapping[int, Sequence[str]]) -> None:
-        """Reserve, for each node (by its place in open()'s answer), these devices: one entry for each
+        """Reserve, for each node (by its place in `nodes`), these devices: one entry for each
         process, `cpu` or `cuda:K`. Raises ConfigError for more than there is, RoomError, with what is
         missing, where they do not become free in time.
         """

@@ -7,16 +7,19 @@ files alone: no torch, nothing is loaded.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal, get_args
 
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
-from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.placement.choice import NodeDevice
 from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, chunk_devices, place
-from asyncrl.placement.machine import Machine, num_cores, this_machine
+from asyncrl.placement.machine import CudaDevice, Machine, num_cores, this_machine
 from asyncrl.placement.model_shape import ModelShape, model_shape
+from asyncrl.placement.nodes import LOOPBACK, Node
+from asyncrl.placement.process_memory import Memory, item_bytes, num_trained, start_memory, trainer_memory
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
@@ -40,31 +43,10 @@ they stay.
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Bytes of the largest parts. `copies`: a second set of weights (staged by an engine, or the trainer's
-    reference). `activations`: of a forward pass, with logits, and what it keeps for a backward pass.
-    """
-
-    weights: int = 0
-    copies: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    kv: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return sum(astuple(self))
-
-    def split(self, num: int) -> Memory:
-        """The part of one of `num` processes."""
-        return Memory(*(-(-size // num) for size in astuple(self)))
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One process of the run, or memory that several share."""
+    """One process of the run, or memory that several share. `device`: with the name of its node, NAME/cuda:0,
+    where the run has several.
+    """
 
     name: str
     side: Side
@@ -74,6 +56,12 @@ class ProcessPlan:
     note: str
     all_kv: int = 0
     """Where memory.kv is what one sequence takes: what all slots would take, each at full length."""
+    node: int = 0
+
+    @property
+    def device_name(self) -> str:
+        """Its device, as it is called on its node."""
+        return self.device.rpartition("/")[2]
 
     def held_bytes(self, phase: Phase, mode: Mode) -> int:
         """What it holds in this phase, in that of the start when the trainer has loaded its weights. Apart,
@@ -99,7 +87,7 @@ class ProcessPlan:
                 return memory.weights + memory.copies
             case "engine", "publish":  # the KV cache wakes last
                 return memory.weights
-            case "staging", "generation" | "training" if self.device == "cpu":
+            case "staging", "generation" | "training" if self.device_name == "cpu":
                 return 0  # on a CUDA device it is made once, for good
             case "host", "publish":
                 return memory.optimizer
@@ -114,7 +102,13 @@ class Plan:
     processes: tuple[ProcessPlan, ...]
     shape: ModelShape
     free_bytes: Mapping[str, int | None]
-    machine: Machine
+    nodes: tuple[Node, ...]
+    """The controller's own first."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the controller's machine is this one, and its other nodes are there."""
+        return self.nodes[0].machine.is_here
 
     def peak_bytes(self, device: str) -> dict[Phase, int]:
         """What all processes of a device hold in each phase."""
@@ -122,9 +116,9 @@ class Plan:
         return {phase: sum(process.held_bytes(phase, self.holding) for process in held) for phase in PHASES}
 
     def total_bytes(self, device: str) -> int | None:
-        """What the device has, used or not; of the host, what is free."""
-        number = device.removeprefix("cuda:")
-        return self.machine.cuda[int(number)].total_bytes if number != device else self.machine.memory
+        """What the device has, used or not; of a host, what is free."""
+        found = devices_of(self.placement, self.nodes)[device]
+        return found.memory if isinstance(found, Machine) else found.total_bytes
 
     def share_bounds(self, room: float = 1.0) -> tuple[float, float] | None:
         """Least and most of the devices that both sides use which engines may take, so that all find `room`
@@ -132,7 +126,7 @@ class Plan:
         CPU they are 0 and what is left. None: not known.
         """
         found = []
-        for device in dict.fromkeys(self.placement.trainer):
+        for device in map(self.placement.hosts.label, dict.fromkeys(self.placement.ranks)):
             free, total = self.free_bytes[device], self.total_bytes(device)
             if free is None or total is None:
                 return None
@@ -140,7 +134,7 @@ class Plan:
             for process in self.processes:
                 if process.device == device and process.side != "start":
                     size = process.memory.total * room + (OWN_BYTES if process.threads else 0)
-                    is_engine = process.side == "engine" and device != "cpu"
+                    is_engine = process.side == "engine" and process.device_name != "cpu"
                     engines, others = engines + size * is_engine, others + size * (not is_engine)
             found.append((engines / total, 1 - others / total))
         return max(least for least, _ in found), min(most for _, most in found)
@@ -159,49 +153,109 @@ def engine_threads(config: RunConfig, cores: int | None = None) -> int:
     return given if given != "auto" else max(1, (cores or num_cores()) // 4)
 
 
-def trainer_threads(config: RunConfig, cores: int | None = None) -> int:
-    """CPU threads of each trainer rank: its part of the cores that the rollout engines leave. Neither an eval
-    engine nor turns change it: such a run must be the run without, bit for bit.
+def trainer_threads(
+    config: RunConfig,
+    cores: int | None = None,
+    *,
+    num_engines: int | None = None,
+    num_ranks: int | None = None,
+) -> int:
+    """CPU threads of each trainer rank: its part of the cores that the rollout engines leave (None: on this
+    machine, where all are). Neither an eval engine nor turns change it: such a run must be the run without,
+    bit for bit.
     """
     if config.trainer.threads != "auto":
         return config.trainer.threads
-    left = (cores or num_cores()) - config.rollout.num_engines * engine_threads(config, cores)
-    return max(1, left // config.trainer.world_size)
+    engines = config.rollout.num_engines if num_engines is None else num_engines
+    left = (cores or num_cores()) - engines * engine_threads(config, cores)
+    return max(1, left // (num_ranks or config.trainer.world_size))
 
 
-def make_plan(config: RunConfig, machine: Machine | None = None) -> Plan:
-    """The plan of a run on this machine, or another one. Raises ConfigError for a placement that cannot
-    be.
+def threads_on(
+    config: RunConfig, placement: Placement, node: int, cores: int | None = None
+) -> tuple[int, int]:
+    """CPU threads of each engine and of each rank on this node, with so many cores (None: what the placement
+    says that it has).
     """
-    machine = machine or this_machine()
-    placement, shape = place(config, len(machine.cuda)), model_shape(config.model)
-    free: dict[str, int | None] = {"cpu": machine.memory}
-    free |= {f"cuda:{number}": device.free_bytes for number, device in enumerate(machine.cuda)}
-    return Plan(placement, lay_out(config, shape, placement, machine.cores), shape, free, machine)
+    if cores is None and placement.nodes:
+        cores = placement.nodes[node].machine.cores
+    num_engines = sum(placement.engine_node(engine) == node for engine in range(len(placement.engines)))
+    num_ranks = sum(device.node == node for device in placement.ranks)
+    trainer = trainer_threads(config, cores, num_engines=num_engines, num_ranks=num_ranks)
+    return engine_threads(config, cores), trainer
+
+
+def nodes_of(given: Machine | Sequence[Node] | None) -> tuple[Node, ...]:
+    """The nodes that are given; a machine: it alone, None: this one."""
+    if given is None or isinstance(given, Machine):
+        return (Node("this machine", LOOPBACK, given or this_machine()),)
+    return tuple(given)
+
+
+def devices_of(placement: Placement, nodes: Sequence[Node]) -> dict[str, CudaDevice | Machine]:
+    """What each device has, by its name for people: of a cpu, the machine."""
+    found: dict[str, CudaDevice | Machine] = {}
+    for number, node in enumerate(nodes):
+        each = {"cpu": node.machine} | {f"cuda:{one}": device for one, device in enumerate(node.machine.cuda)}
+        found |= {placement.hosts.label(NodeDevice(number, name)): has for name, has in each.items()}
+    return found
+
+
+def make_plan(config: RunConfig, where: Machine | Sequence[Node] | None = None) -> Plan:
+    """The plan of a run on this machine, another one, or several nodes. Raises ConfigError for a placement
+    that cannot be.
+    """
+    nodes, shape = nodes_of(where), model_shape(config.model)
+    placement = place(config, nodes)
+    free = {
+        name: has.memory if isinstance(has, Machine) else has.free_bytes
+        for name, has in devices_of(placement, nodes).items()
+    }
+    return Plan(placement, lay_out(config, shape, placement, nodes), shape, free, nodes)
 
 
 def lay_out(
-    config: RunConfig, shape: ModelShape, placement: Placement, cores: int
+    config: RunConfig, shape: ModelShape, placement: Placement, nodes: Sequence[Node]
 ) -> tuple[ProcessPlan, ...]:
-    """Every process with its bytes, on a machine with so many cores."""
-    rollout = config.rollout.model_copy(update={"threads": engine_threads(config, cores)})
-    config = config.model_copy(update={"rollout": rollout})
-    plans = [ProcessPlan("controller", "controller", "cpu", 1, Memory(), "rollouts, buffer, publisher")]
-    threads, ranks = trainer_threads(config, cores), config.trainer.world_size
+    """Every process with its bytes, on these nodes."""
+    label, cores = placement.hosts.label, [node.machine.cores for node in nodes]
+    plans = [
+        ProcessPlan(
+            "controller",
+            "controller",
+            label(NodeDevice(0, "cpu")),
+            1,
+            Memory(),
+            "rollouts, buffer, publisher",
+        )
+    ]
+    threads = [threads_on(config, placement, node, num) for node, num in enumerate(cores)]
     what = "weights and AdamW state" if config.trainer.lora is None else "weights, AdamW state of adapters"
-    for rank, device in enumerate(placement.trainer):
-        memory, note = trainer_memory(config, shape, device), _part(what, ranks)
+    for rank, device in enumerate(placement.ranks):
+        node, name = device.node, f"trainer-{rank}"
+        memory, note = trainer_memory(config, shape, device.name), _part(what, config.trainer.world_size)
         if config.trainer.cpu_offload:
             shards, note = replace(memory, activations=0), f"{note}, between uses"
-            plans.append(ProcessPlan(f"trainer-{rank}/host", "shards", "cpu", 0, shards, note))
+            host = label(NodeDevice(node, "cpu"))
+            plans.append(ProcessPlan(f"{name}/host", "shards", host, 0, shards, note, node=node))
             memory, note = Memory(activations=memory.activations), "a micro-batch, with gathered layers"
-        plans.append(ProcessPlan(f"trainer-{rank}", "trainer", device, threads, memory, note))
-    for index, devices in enumerate(placement.engines):
-        plans += _engine(config, shape, placement.mode, f"engine-{index}", devices, config.rollout.slots)
+        plans.append(ProcessPlan(name, "trainer", label(device), threads[node][1], memory, note, node=node))
+    engines = [
+        (f"engine-{index}", placement.engine_node(index), devices, config.rollout.slots, placement.mode)
+        for index, devices in enumerate(placement.engines)
+    ]
     if config.eval is not None and placement.evaluation is not None:
-        plans += _engine(config, shape, "apart", EVAL_ENGINE, (placement.evaluation,), config.eval.slots)
+        beside = (placement.evaluation,)
+        engines.append((EVAL_ENGINE, placement.beside_node, beside, config.eval.slots, "apart"))
+    for name, node, devices, slots, mode in engines:
+        for one in _engine(config, shape, mode, name, devices, slots):
+            where = one.device if one.device == NO_DEVICE else label(NodeDevice(node, one.device))
+            plans.append(replace(one, device=where, node=node, threads=one.threads and threads[node][0]))
     if config.teacher is not None and placement.teacher is not None:
-        plans.append(_teacher(config, config.teacher, placement.teacher))
+        node = placement.beside_node
+        one = _teacher(config, config.teacher, placement.teacher)
+        where = label(NodeDevice(node, placement.teacher))
+        plans.append(replace(one, device=where, node=node, threads=threads[node][0]))
     return (*plans, *_shared(config, shape, placement, plans))
 
 
@@ -215,13 +269,13 @@ def _teacher(config: RunConfig, settings: TeacherConfig, device: str) -> Process
     work += shape.vocab * (facts.forward_tokens * item + SCORED_TOKENS * 3 * 4)
     memory = Memory(weights=shape.num_parameters * item, activations=work, kv=kv)
     note = f"weights, KV cache of {settings.slots} x {length} tokens"
-    return ProcessPlan(TEACHER, "eval", device, engine_threads(config), memory, note)
+    return ProcessPlan(TEACHER, "eval", device, 1, memory, note)
 
 
 def _engine(
     config: RunConfig, shape: ModelShape, mode: Mode, name: str, devices: Sequence[str], slots: int
 ) -> list[ProcessPlan]:
-    """One engine, a line for each device that it is split over."""
+    """One engine, a line for each device that it is split over; node and threads are still to come."""
     side: Side = "eval" if name == EVAL_ENGINE else "engine"
     if devices[0] == NO_DEVICE:
         what = config.rollout.engine if config.rollout.urls is None else "not started by the run"
@@ -247,10 +301,9 @@ def _engine(
     work += num_held * shape.vocab * 4 * facts.logit_copies
     memory = Memory(weights=weights, copies=copies, activations=work, kv=kv)
     note = _part(f"{config.rollout.engine}: weights, KV cache of {cache}", len(devices))
-    part, threads = memory.split(len(devices)), engine_threads(config)
-    all_kv = -(-all_kv // len(devices))
+    part, all_kv = memory.split(len(devices)), -(-all_kv // len(devices))
     return [
-        ProcessPlan(f"{name}/{rank}" if rank else name, side, device, threads, part, note, all_kv)
+        ProcessPlan(f"{name}/{rank}" if rank else name, side, device, 1, part, note, all_kv)
         for rank, device in enumerate(devices)
     ]
 
@@ -272,100 +325,51 @@ def _shared(
     """Memory that no process holds alone, or only for a time: the model as it is loaded, weights on their
     way, and what turns move off a CUDA device.
     """
-    if (loaded := _start_memory(config, shape, placement)) is not None:
-        yield loaded
-    sync, lora, first = config.weight_sync, config.trainer.lora, placement.trainer[0]
-    size = shape.num_parameters * item_bytes(config.model.dtype, first)
-    if config.checkpoint.every is not None:
-        trained = num_trained(config, shape)
-        copied = Memory(weights=4 * trained, optimizer=8 * trained)
-        note = "the trainer's state, while a checkpoint is written and for the next"
-        yield ProcessPlan("checkpoint", "checkpoint", "cpu", 0, copied, note)
+
+    def on(node: int, name: str, side: Side, memory: Memory, note: str, device: str = "cpu") -> ProcessPlan:
+        label = placement.hosts.label(NodeDevice(node, device))
+        return ProcessPlan(name, side, label, 0, memory, note, node=node)
+
+    sync, lora, first = config.weight_sync, config.trainer.lora, placement.ranks[0]
+    size = shape.num_parameters * item_bytes(config.model.dtype, first.name)
+    ranks_on = Counter(device.node for device in placement.ranks)
+    for node, num_ranks in ranks_on.items():
+        if (loaded := start_memory(config, shape, first.name, num_ranks)) is not None:
+            yield on(node, "start", "start", *loaded)
+        if config.checkpoint.every is not None:
+            part = -(-num_trained(config, shape) * num_ranks // config.trainer.world_size)
+            note = "the trainer's state, while a checkpoint is written and for the next"
+            yield on(node, "checkpoint", "checkpoint", Memory(weights=4 * part, optimizer=8 * part), note)
+    evaluates = {placement.beside_node} if config.eval is not None else set[int]()
     if placement.mode == "colocated":
         chunk = Memory(weights=min(sync.chunk_bytes, size))
-        for device in chunk_devices(config, placement) or ("cpu",):
-            yield ProcessPlan("staging", "staging", device, 0, chunk, "a chunk of weights")
-        if placement.is_on_cuda and placement.moves and not config.trainer.cpu_offload:
-            held = [plan.memory for plan in plans if plan.side == "trainer"]
+        receivers = dict.fromkeys(NodeDevice(device.node, "cpu") for device in placement.engine_devices)
+        for device in chunk_devices(config, placement) or receivers:
+            yield on(device.node, "staging", "staging", chunk, "a chunk of weights", device.name)
+        for node in ranks_on if _moves_off(config, placement) else ():
+            held = [plan.memory for plan in plans if plan.side == "trainer" and plan.node == node]
             sums = (sum(each) for each in zip(*map(astuple, held), strict=True))
             moved = replace(Memory(*sums), gradients=0, activations=0)
-            note = "the trainer's state while the engines have the device"
-            yield ProcessPlan("offloaded", "host", "cpu", 0, moved, note)
-        if config.eval is not None:
+            yield on(
+                node, "offloaded", "host", moved, "the trainer's state while the engines have the device"
+            )
+        for node in sorted(evaluates | {first.node}) if evaluates else ():
             note = "a version that is evaluated, in shared memory"
-            yield ProcessPlan("evaluated", "eval", "cpu", 0, Memory(weights=size), note)
+            yield on(node, "evaluated", "eval", Memory(weights=size), note)
         return
     if sync.facts.sends_adapters and lora is not None:
         size = shape.num_adapter_parameters(lora.rank) * 4
     if sync.facts.is_one_kept:
         note = "the copy that the trainer sends from"
-        yield ProcessPlan("held", "staging", first, 0, Memory(weights=size), note)
-    has_file = config.eval is not None if sync.facts.is_one_kept else not sync.facts.is_file_shared
-    if has_file:
+        yield on(first.node, "held", "staging", Memory(weights=size), note, first.name)
+    receives = {device.node for device in placement.engine_devices if device.name != NO_DEVICE}
+    if sync.facts.is_file_shared or (sync.facts.is_one_kept and not evaluates):
+        return
+    for node in sorted({first.node} | evaluates | (set() if sync.facts.is_one_kept else receives)):
         note = "weights on their way, in shared memory"
-        yield ProcessPlan("staging", "staging", "cpu", 0, Memory(weights=size), note)
+        yield on(node, "staging", "staging", Memory(weights=size), note)
 
 
-def num_trained(config: RunConfig, shape: ModelShape) -> int:
-    """Parameters that the optimizer changes."""
-    lora = config.trainer.lora
-    return shape.num_parameters if lora is None else shape.num_adapter_parameters(lora.rank)
-
-
-def _start_memory(config: RunConfig, shape: ModelShape, placement: Placement) -> ProcessPlan | None:
-    """Host memory of the trainer's start beside the weights that stay: the whole model in the process that
-    trains it on a CUDA device; of each rank a tensor, or the whole model where transformers has to convert
-    what is stored. None where there is nothing beside.
-    """
-    trainer, device, ranks = config.trainer, placement.trainer[0], config.trainer.world_size
-    is_sharded = is_trainer_sharded(config, device)
-    item = 4 if trainer.lora is None else item_bytes(config.model.dtype, device)
-    if is_sharded and not shape.is_converted:
-        memory, note = Memory(weights=ranks * shape.largest_tensor * item), "of each rank the largest tensor"
-    elif is_sharded or device != "cpu":
-        has_reference = is_sharded and config.algorithm.kl_coefficient > 0 and trainer.lora is None
-        copies = ranks * shape.num_parameters * item if has_reference else 0
-        memory = Memory(weights=ranks * shape.num_parameters * item, copies=copies)
-        note = "of each trainer process the whole model"
-    else:
-        return None
-    return ProcessPlan("start", "start", "cpu", 0, memory, f"{note}, as it is loaded")
-
-
-def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
-    """Of one rank: weights that compute, AdamW's two moments (and float32 masters, where they are not the
-    model's own), one micro-batch, with what is gathered of shards meanwhile.
-    """
-    trainer, lora, item = config.trainer, config.trainer.lora, item_bytes(config.model.dtype, device)
-    trained, is_sharded = num_trained(config, shape), is_trainer_sharded(config, device)
-    has_masters = item == 2 and lora is None and not is_sharded
-    has_reference = config.algorithm.kl_coefficient > 0 and lora is None
-    base = shape.num_parameters * item if has_masters or lora is not None else 0
-    merged = shape.num_linear * item if lora is not None and lora.merge == "step" else 0
-    whole = Memory(
-        weights=base + (0 if has_masters else trained * 4),
-        copies=shape.num_parameters * item if has_reference else merged,
-        gradients=trained * 4,
-        optimizer=trained * (12 if has_masters else 8),
-    )
-    most = CPU_MICRO_BATCH_TOKENS if device == "cpu" else trainer.micro_batch_tokens
-    # A sequence that is longer than a micro-batch is one of its own.
-    tokens = max(min(trainer.micro_batch_tokens, most), config.rollout.max_length)
-    kind, is_checkpointed = device.partition(":")[0], trainer.gradient_checkpointing
-    is_trained = lora is None
-    frees_gradients = is_trained and not is_sharded
-    work = shape.step_bytes(tokens, item, kind, is_checkpointed=is_checkpointed, is_trained=frees_gradients)
-    if is_sharded:
-        work += shape.gathered_bytes(item, trainer.world_size, is_trained=is_trained)
-    return replace(whole.split(trainer.world_size), activations=work)
-
-
-def is_trainer_sharded(config: RunConfig, device: str) -> bool:
-    """TrainerConfig.is_sharded, of the run."""
-    is_half = item_bytes(config.model.dtype, device) == 2
-    return config.trainer.is_sharded(device, "bfloat16" if is_half else "float32")
-
-
-def item_bytes(dtype: str, device: str) -> int:
-    """Bytes of a weight where it computes."""
-    return 2 if dtype == "bfloat16" or (dtype == "auto" and device.startswith("cuda")) else 4
+def _moves_off(config: RunConfig, placement: Placement) -> bool:
+    """Whether the trainer's state goes to host memory for the engines' turn."""
+    return placement.is_on_cuda and placement.moves and not config.trainer.cpu_offload

@@ -139,7 +139,8 @@ class Parts:
         maker = ServerMaker(config, self._placement, model_path, job.run_dir, job.warn, job.launcher)
         await maker.hold()
         self.tokenizer = await asyncio.to_thread(lambda: maker.tokenizer)
-        self._ranks, self._engine_servers = maker.trainers(self.staging_dir), maker.engines()
+        self._ranks = maker.trainers(self.staging_dir, await maker.find_store())
+        self._engine_servers = maker.engines()
         client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
             client,

@@ -32,10 +32,11 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
-from asyncrl.placement.fit import plan_text, refuse_what_cannot_fit, settle, settle_share
+from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.fork_server import NEVER_INHERITED
-from asyncrl.placement.machine import Machine
+from asyncrl.placement.nodes import Node
 from asyncrl.placement.plan import make_plan
+from asyncrl.placement.plan_text import plan_text
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.recording import (
     RecordedRollout,
@@ -78,18 +79,18 @@ class Found:
     eval_task: EvalTask | None
 
 
-def check_lines(config: RunConfig, machine: Machine | None = None) -> Iterator[str]:
-    """What `asyncrl check` prints, of this machine or a described one. Raises ConfigError with the first that
+def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Iterator[str]:
+    """What `asyncrl check` prints, of this machine or these nodes. Raises ConfigError with the first that
     cannot be.
     """
-    config, settled = settle(config, machine)
+    config, settled = settle(config, where)
     found = look(config)
     yield from found.lines
     yield from settled
     if (replayed := open_replay(config, None)) is not None:
         yield f"replay: {replayed.path}: {replayed.text}"
     yield from (f"note: {note}" for note in found.notes)
-    plan, share_words = settle_share(make_plan(config, machine), config)
+    plan, share_words = settle_share(make_plan(config, where), config)
     yield plan_text(plan, config)
     yield from filter(None, [share_words])
     refuse_what_cannot_fit(plan, config)

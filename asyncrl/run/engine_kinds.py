@@ -25,7 +25,8 @@ from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.placement.devices import NO_DEVICE, Placement
 from asyncrl.placement.fit import find_python, import_folder
 from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.plan import EVAL_ENGINE, engine_threads, item_bytes
+from asyncrl.placement.plan import EVAL_ENGINE, engine_threads
+from asyncrl.placement.process_memory import item_bytes
 from asyncrl.rollouts.recording import SampledBy
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files, load_limit_s

@@ -66,9 +66,9 @@ def run_job(
         hide_memory()  # keys, answers and rewards of all rollouts
     resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
-    with opened(config.launcher) as (launcher, _):
-        config, settled = settle(config, begun=begun_dtype(run_dir))
-        plan, share_words = settle_share(make_plan(config), config)
+    with opened(config.launcher) as launcher:
+        config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
+        plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
         refuse_what_cannot_fit(plan, config)
         folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
         if resume == "must" and not folder.exists():

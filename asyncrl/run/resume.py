@@ -41,7 +41,7 @@ logger = logging.getLogger("asyncrl.run.resume")
 
 ResumeMode = Literal["auto", "never", "must"]
 
-FREE_SECTIONS = ("observe", "checkpoint", "journal", "supervision")
+FREE_SECTIONS = ("launcher", "observe", "checkpoint", "journal", "supervision")
 """Sections that change how a run is shown and stored, and not what it computes."""
 FREE_KEYS = {
     "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "

@@ -30,7 +30,6 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
 from asyncrl.placement.launchers import opened
-from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.placement.nodes import Launcher
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.run.build import find_task
@@ -81,26 +80,29 @@ def open_folder(
     machine has in place of what auto is, and its launcher. Raises ConfigError if the directory holds
     something else.
     """
-    config, settled = settle(config)
-    for words in settled:
-        Voice().say(words)
-    folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
-    own = folder / "serve.yaml"
-    if folder.is_dir() and not own.exists() and any(folder.iterdir()):
-        raise ConfigError(
-            f"{folder} holds what no `asyncrl serve` has written",
-            rule="a model and logs are written there",
-            way_out="choose another --run-dir, or leave it out.",
-        )
-    make_run_dir(folder, config.observe.dir_mode)
-    lock = RunLock(folder / "run.lock").acquire()
-    try:
-        shutil.rmtree(folder / "model", ignore_errors=True)  # of the last time, and of another config perhaps
-        write_whole(own, run_config_yaml(config))
-        with logging_to(folder), opened(config.launcher) as (launcher, _):
-            yield folder, config, launcher
-    finally:
-        lock.release()
+    with opened(config.launcher) as launcher:
+        config, settled = settle(config, launcher.nodes)
+        for words in settled:
+            Voice().say(words)
+        folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        own = folder / "serve.yaml"
+        if folder.is_dir() and not own.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder} holds what no `asyncrl serve` has written",
+                rule="a model and logs are written there",
+                way_out="choose another --run-dir, or leave it out.",
+            )
+        make_run_dir(folder, config.observe.dir_mode)
+        lock = RunLock(folder / "run.lock").acquire()
+        try:
+            shutil.rmtree(
+                folder / "model", ignore_errors=True
+            )  # of the last time, and of another config perhaps
+            write_whole(own, run_config_yaml(config))
+            with logging_to(folder):
+                yield folder, config, launcher
+        finally:
+            lock.release()
 
 
 class Serving(Life):
@@ -111,7 +113,7 @@ class Serving(Life):
         config = self.config
         self.tell("making the model" if config.model.scratch else "finding the model")
         model_path = await make_model_folder(config, self.run_dir)
-        placement = place(config, len(find_cuda_devices()))
+        placement = place(config, self.launcher.nodes)
         maker = ServerMaker(config, placement, model_path, self.run_dir, self.warn, self.launcher)
         await asyncio.to_thread(lambda: maker.tokenizer)
         await maker.hold(serves_only=True)

@@ -25,7 +25,7 @@ from asyncrl.placement.devices import Placement, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.machine import find_cuda_devices
-from asyncrl.placement.nodes import Launcher, Order, Process
+from asyncrl.placement.nodes import LOOPBACK, Launcher, Order, Process
 from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, trainer_threads
 from asyncrl.placement.processes import ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -49,20 +49,32 @@ class ServerMaker:
     launcher: Launcher = field(default_factory=LocalLauncher)
     secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
 
-    def trainers(self, staging_dir: Path) -> list[Server]:
-        """The ranks of the trainer, of which the first takes requests."""
+    async def find_store(self) -> str:
+        """Where the ranks find each other, if not in the staging folder, which nodes do not share."""
+        placement, num = self.placement, self.config.trainer.world_size
+        if num == 1 or not any(placement.rank_node(rank) for rank in range(num)):
+            return ""
+        first = placement.rank_node(0)
+        return f"{placement.nodes[first].address}:{await self.launcher.free_port(first)}"
+
+    def trainers(self, staging_dir: Path, store: str = "") -> list[Server]:
+        """The ranks of the trainer, of which the first takes requests; they meet at `store`."""
         servers, module = list[Server](), "asyncrl.trainer.rank_process"
         for rank in range(self.config.trainer.world_size):
             name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
-            spec, node = self.trainer_spec(rank, staging_dir).model_dump_json(), self._rank_node(rank)
-            all_devices = enumerate(self.placement.trainer)
-            devices = [device for other, device in all_devices if self._rank_node(other) == node]
-            child = self._process(name, module, spec, devices, port, node)
+            spec = self.trainer_spec(rank, staging_dir, store).model_dump_json()
+            devices = [self.placement.trainer[other] for other in self._ranks_beside(rank)]
+            child = self._process(name, module, spec, devices, port, self.placement.rank_node(rank))
             caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
             servers.append(Server(child, caller, TrainerHealth, start_s=start_s))
         return servers
 
-    def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
+    def _ranks_beside(self, rank: int) -> list[int]:
+        """Those of its node, itself too."""
+        node_of = self.placement.rank_node
+        return [other for other in range(len(self.placement.trainer)) if node_of(other) == node_of(rank)]
+
+    def trainer_spec(self, rank: int, staging_dir: Path, store: str = "") -> TrainerSpec:
         """The spec of a rank. It sees the devices of all ranks of its node and no others."""
         config, kind = self.config, engine_kind(self.config)
         num_memories = len(chunk_devices(config, self.placement))
@@ -74,6 +86,9 @@ class ServerMaker:
             seed=config.seed,
             threads=trainer_threads(config),
             rank=rank,
+            local_rank=self._ranks_beside(rank).index(rank),
+            address=self.placement.nodes[self.placement.rank_node(rank)].address if store else LOOPBACK,
+            store=store,
             trainer=config.trainer,
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
@@ -98,8 +113,9 @@ class ServerMaker:
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [self._engine_server(child, key) for child in foreign]
         ports: Sequence[int | None] = rollout.ports or [None] * rollout.num_engines
+        placement = self.placement
         return [
-            self._engine(f"engine-{number}", self.placement.engines[number], port, self._engine_node(number))
+            self._engine(f"engine-{number}", placement.engines[number], port, placement.engine_node(number))
             for number, port in enumerate(ports)
         ]
 
@@ -155,7 +171,7 @@ class ServerMaker:
     def _engine(self, name: str, devices: Sequence[str], port: int | None, node: int) -> Server:
         kind, placement, turns = engine_kind(self.config), self.placement, dict[str, Any]()
         if name != EVAL_ENGINE:
-            share = placement.share_of(devices)
+            share = placement.share_of(int(name.rpartition("-")[2]))
             # vLLM counts what CUDA takes itself
             share = share if self.config.rollout.facts.package else self._own_share(share)
             turns = {
@@ -199,12 +215,6 @@ class ServerMaker:
         order = Order(name, module, spec, self.run_dir, self.secret, devices, port, **more)
         return self.launcher.process(node, order)
 
-    def _rank_node(self, rank: int) -> int:
-        return self.placement.rank_nodes[rank] if self.placement.rank_nodes else 0
-
-    def _engine_node(self, number: int) -> int:
-        return self.placement.engine_nodes[number] if self.placement.engine_nodes else 0
-
     async def hold(self, *, serves_only: bool = False) -> None:
         """Have the launcher reserve what these servers take (`serves_only`: the engines), then see that each
         node can read what its processes read. Raises ConfigError or RoomError.
@@ -212,11 +222,11 @@ class ServerMaker:
         placement, parts = self.placement, defaultdict[int, list[str]](list)
         if self.config.rollout.urls is None:
             for number, devices in enumerate(placement.engines):
-                parts[self._engine_node(number)] += devices
+                parts[self.placement.engine_node(number)] += devices
         files = [(node, self.model_path / "config.json") for node in parts]
         if not serves_only:
             for rank, device in enumerate(placement.trainer):
-                parts[node := self._rank_node(rank)].append(device)
+                parts[node := self.placement.rank_node(rank)].append(device)
                 files += [(node, self.model_path / "config.json"), (node, self.run_dir / "run.id")]
             beside = (placement.evaluation, placement.teacher)
             parts[placement.beside_node] += [device for device in beside if device is not None]

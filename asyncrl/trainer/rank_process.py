@@ -2,19 +2,21 @@
 TrainStep of step.py.
 
 Life: one thread loads the model and owns torch; all requests but /health run on it in the order in which they
-    arrive. /health is answered by the event loop, during a step too. The process makes the staging directory
-    with mode 0700, and removes it if the parent is gone. Any other end leaves it to the parent: engines may
-    still read the last export.
+    arrive. /health is answered by the event loop, during a step too. Rank 0 makes the staging directory with
+    mode 0700, and removes it if its parent is gone; ranks that meet in a file of it are on rank 0's node, and
+    make it too. Any other end leaves it to the parent: engines may still read the last export.
 Waits: a request waits for those before it; the client waits for its answer.
 Ranks: every rank is such a process and answers /health. Rank 0 alone takes requests, and sends each as a
     command to the torch threads of the others, which call the same method of their TrainStep. If all ranks
     refuse alike, rank 0 answers with that refusal. Any other error ends the process of its rank, with the
-    reason as the last line of its log, and with it the run: the group needs all of its ranks.
+    reason as the last line of its log, and with it the run: the group needs all of its ranks. Rank 0, which
+    has lost another one, answers all calls with that, /health too, until it is ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -25,6 +27,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -64,10 +67,10 @@ from asyncrl.serving import (
     serve,
 )
 from asyncrl.trainer.model.parts import resolve_device
-from asyncrl.trainer.ranks import Command, join_ranks
+from asyncrl.trainer.ranks import BEATS, Command, join_ranks, loss_behind
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.step_report import hold_record
-from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerSpec
 
 T = TypeVar("T")
 log = logging.getLogger("asyncrl.trainer")
@@ -97,8 +100,11 @@ class TrainerService:
         self.step = self._torch_thread.submit(
             lambda: TrainStep(spec, join_ranks(spec, *resolve_device(spec)))
         ).result()
+        self._lost: Refused | None = None
         if not self.step.ranks.is_first:
             self._torch_thread.submit(self._follow)
+        elif self.step.ranks.size > 1:
+            threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` on the torch thread, after all that came before it."""
@@ -112,6 +118,8 @@ class TrainerService:
         """On the torch thread of rank 0: call this method of the step on all ranks. Raises what it raises,
         and Refused for a file that cannot be written.
         """
+        if self._lost is not None:
+            raise self._lost
         if self._broken:
             what = f"the trainer's ranks are out of step: {self._broken}"
             raise Refused(409, what, way_out="start it again.")
@@ -126,7 +134,25 @@ class TrainerService:
         except Exception as error:
             if self.step.ranks.size > 1:
                 self._broken = str(error)
+                self._check_lost(error)
             raise
+
+    def _check_lost(self, error: Exception) -> None:
+        """Raises Refused for an error by which another rank is lost."""
+        if (words := loss_behind(error, self._spec)) is not None:
+            self._lost = Refused(LOST_STATUS, words.error, rule=words.rule, way_out=words.way_out)
+            raise self._lost from error
+
+    def _beat(self) -> None:
+        """On a thread of rank 0: the others know by it that it is there."""
+        period_s, never = self._spec.trainer.timeout_s / BEATS, threading.Event()
+        while not self._broken and not never.wait(period_s):
+            try:
+                self._torch_thread.submit(self.step.ranks.beat).result()
+            except RuntimeError as error:
+                self._broken = str(error)
+                with contextlib.suppress(Refused):
+                    self._check_lost(error)
 
     async def call(self, name: str, **arguments: Any) -> Any:
         """together(), after all requests that came before it."""
@@ -136,6 +162,8 @@ class TrainerService:
 
     async def health(self) -> TrainerHealth:
         """Answered at any time."""
+        if self._lost is not None:
+            raise self._lost
         return TrainerHealth(
             policy_version=self.step.policy_version,
             device=self.step.device.type,
@@ -247,9 +275,10 @@ class TrainerService:
                 self.num_waiting = 0
         except Exception as error:  # the outermost frame of this thread: log the error and end the process
             log.exception("rank %d cannot go on", self.step.ranks.rank)
-            if isinstance(error, RuntimeError):  # as a collective raises where another rank was lost
+            lost = loss_behind(error, self._spec)
+            if lost is not None:
                 threading.Event().wait(GRACE_S)
-            print(fatal_line(_words(error)), file=sys.stderr, flush=True)
+            print(fatal_line(lost or _words(error)), file=sys.stderr, flush=True)
             os._exit(1)
 
 
@@ -299,14 +328,17 @@ def main() -> None:
     """Serve until SIGTERM or the parent's end; ends with a fatal line if the spec cannot be met."""
     text, fd = child_arguments()
     spec = TrainerSpec.model_validate_json(text)
-    die_with_parent(lambda: shutil.rmtree(spec.staging_dir, ignore_errors=True))
+    # where each node has a parent of its own, that of rank 0 counts
+    orphaned = partial(shutil.rmtree, spec.staging_dir, ignore_errors=True)
+    die_with_parent(*([orphaned] if spec.rank == 0 else []))
     for number in (signal.SIGTERM, signal.SIGINT):
         # A step may hold the torch thread for long; nothing of it is worth waiting for.
         signal.signal(number, lambda *_: os._exit(0))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     disable_progress_bar()
     try:
-        make_staging(spec.staging_dir)
+        if spec.rank == 0 or not spec.store:
+            make_staging(spec.staging_dir)
         if spec.rank == 0:
             hold_record(spec.record_path)
         service = TrainerService(spec)

@@ -1,13 +1,12 @@
-"""The trainer's processes as one group: commands of rank 0, sums and agreements.
+"""The trainer's processes, on one node or several, as one group: commands of rank 0, sums and agreements.
 
-All ranks are processes of this machine and meet in a file of the staging folder. Nothing is pickled.
+How they find each other is in rendezvous.py. Nothing is pickled here.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,14 +20,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from asyncrl.errors import ConfigError
+from asyncrl.messages.base import ErrorBody
 from asyncrl.serving import Refused
-from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
+from asyncrl.trainer.rendezvous import Rendezvous, use_interface
+from asyncrl.trainer.trainer_client import TrainerSpec
 
 T = TypeVar("T")
-NEVER = timedelta(days=365)
-"""Limit of the other ranks' wait for the next command: practically none."""
-START = timedelta(seconds=300)
-"""How long a rank waits for the others to be there."""
+BEATS = 2
+"""So often within trainer.timeout_s rank 0 tells the others that it is there, if nothing else happens."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,9 @@ class Ranks:
     """The place of this process in the group. `mesh` is None where nothing is sharded.
 
     Life: join_ranks() -> rank 0 sends commands, the others wait for them -> the process ends.
-    Waits: wait_command waits without limit; every other call, and every collective of FSDP, trainer.timeout_s
-        at most.
+    Waits: every call, and every collective of FSDP, trainer.timeout_s at most for the other ranks;
+        wait_command for twice as long, in which rank 0 sends commands or beats. So a rank that is cut off,
+        whose connections nothing closes, ends too.
     Invariant: all ranks make the same collective calls in the same order, so what decides about one is the
         same on all.
     """
@@ -57,14 +57,17 @@ class Ranks:
         mesh: DeviceMesh | None = None,
         commands: dist.ProcessGroup | None = None,
         group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.rank, self.size, self.mesh, self._commands, self.group = rank, size, mesh, commands, group
+        self._timeout = timeout
         self.is_first = rank == 0
         """Rank 0 writes files and answers."""
 
     def beside(self) -> Ranks:
         """The same ranks for the calls of another thread. Made on all of them at once."""
-        return Ranks(self.rank, self.size, group=dist.new_group(backend="gloo") if self.size > 1 else None)
+        group = dist.new_group(backend="gloo", timeout=self._timeout) if self.size > 1 else None
+        return Ranks(self.rank, self.size, group=group, timeout=self._timeout)
 
     def gather(self, value: Any) -> list[Any]:
         """The JSON value of each rank, in order."""
@@ -101,10 +104,20 @@ class Ranks:
             dist.broadcast(torch.tensor([len(head), len(command.body)]), 0, group=self._commands)
             dist.broadcast(_bytes_tensor(head + command.body), 0, group=self._commands)
 
+    def beat(self) -> None:
+        """On rank 0, between commands: tell the others, which wait for one, that it is there, and hear that
+        they are.
+        """
+        dist.broadcast(torch.zeros(2, dtype=torch.int64), 0, group=self._commands)
+        dist.all_reduce(torch.zeros(1), group=self._commands)
+
     def wait_command(self) -> Command:
         """On the other ranks: the next command of rank 0."""
         lengths = torch.zeros(2, dtype=torch.int64)
         dist.broadcast(lengths, 0, group=self._commands)
+        while not lengths[0]:
+            dist.all_reduce(torch.zeros(1), group=self._commands)  # a beat
+            dist.broadcast(lengths, 0, group=self._commands)
         head, body = lengths.tolist()
         text = torch.zeros(head + body, dtype=torch.uint8)
         dist.broadcast(text, 0, group=self._commands)
@@ -116,27 +129,48 @@ ALONE = Ranks()
 
 
 def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
-    """Meet the other ranks. Raises ConfigError for trainer.cpu_offload without a GPU."""
+    """Meet the other ranks. Raises ConfigError, also for trainer.cpu_offload without a GPU."""
     size, is_cuda = spec.trainer.world_size, device.type == "cuda"
     if spec.trainer.cpu_offload and not is_cuda:
         what = "trainer.cpu_offload=true, and the trainer runs on the CPU"
         raise ConfigError(what, way_out="set trainer.cpu_offload=false, or placement.trainer=cuda.")
     if not spec.trainer.is_sharded(device.type, str(dtype).removeprefix("torch.")):
         return ALONE
-    # No host name is looked up, and no port is open to the network.
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    ordinal = spec.rank if spec.local_rank is None else spec.local_rank
     if is_cuda:
-        torch.cuda.set_device(spec.rank)
-    store = dist.FileStore(str(spec.staging_dir / RENDEZVOUS), size)  # type: ignore[attr-defined]
+        torch.cuda.set_device(ordinal)
+    use_interface(spec.address, is_apart=bool(spec.store))
+    meeting = Rendezvous(spec)
+    store = meeting.open()
+    meeting.here(store)
     timeout = timedelta(seconds=spec.trainer.timeout_s)
-    store.set(f"here-{spec.rank}", "1")
-    store.wait([f"here-{rank}" for rank in range(size)], START)
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=spec.rank, world_size=size, timeout=timeout)
-    # Sending waits until the other ranks receive: rank 0 only sends to those that wait, or soon will.
-    commands = dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else NEVER)
-    return Ranks(spec.rank, size, init_device_mesh(device.type, (size,)), commands)
+
+    def connect() -> Any:
+        if is_cuda:
+            torch.cuda.set_device(ordinal)  # of this thread
+        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=size, timeout=timeout)
+        # Sending waits until the other ranks receive: rank 0 only sends to those that wait, or soon will.
+        return dist.new_group(backend="gloo", timeout=timeout if spec.rank == 0 else 2 * timeout)
+
+    commands = meeting.connected(connect)
+    mesh = init_device_mesh(device.type, (size,))
+    return Ranks(spec.rank, size, mesh, commands, timeout=timeout)
+
+
+def loss_behind(error: Exception, spec: TrainerSpec) -> ErrorBody | None:
+    """What to say where a collective has failed: another rank is gone, late or cut off. None: it is another
+    error.
+    """
+    if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+        return None
+    # less where in gloo's source it was, and its advice to a developer
+    why = re.sub(r"^\[[^]]*\] | This (error )?is typically.*", "", str(error).partition("\n")[0])
+    return ErrorBody(
+        error=f"rank {spec.rank} ({spec.address}) has lost the other ranks of the trainer: {why[:500]}",
+        rule=f"trainer.timeout_s={spec.trainer.timeout_s:g} is how long one rank waits for another",
+        way_out="read the logs of the other ranks, and check the network between their nodes.",
+    )
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

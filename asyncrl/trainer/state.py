@@ -181,6 +181,7 @@ class TrainerState:
                 writer = FileSystemWriter(path, sync_files=False, per_thread_copy_ahead=0)
                 dcp_save(live, storage_writer=writer, planner=_HostPlanner(self._host), **self._group)
                 if self._ranks.is_first:
+                    _refuse_incomplete(path)
                     (path / STATE).write_text(manifest.model_dump_json(indent=1) + "\n", encoding="utf-8")
         finally:
             if self._memory.is_short:
@@ -237,8 +238,9 @@ class TrainerState:
         try:
             manifest = SavedState.model_validate_json((path / STATE).read_bytes())
         except (OSError, ValidationError) as error:
-            way_out = "give the folder of a whole checkpoint."
-            raise Refused(422, f"{path / STATE} cannot be read: {error}", way_out=way_out) from error
+            what = f"{path / STATE} cannot be read by rank {self._ranks.rank}: {error}"
+            way_out = "give the folder of a whole checkpoint, which all nodes of the trainer see."
+            raise Refused(422, what, way_out=way_out) from error
         here, there = self._shapes(), manifest.shapes
         differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if manifest.lora != self._lora:
@@ -298,6 +300,17 @@ def _errors(path: Path) -> Iterator[None]:
         what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
         way_out = "check the disk; a folder of another version of torch may not be readable."
         raise Refused(507, what, way_out=way_out) from error
+
+
+def _refuse_incomplete(path: Path) -> None:
+    """On rank 0: the files of the other ranks are here too."""
+    index = _Reader(path).read_metadata()
+    wanted = {Path(place.relative_path).name for place in index.storage_data.values()}
+    if missing := sorted(name for name in wanted if not (path / name).is_file()):
+        what = f"{path} lacks {', '.join(missing)}, which other ranks have written"
+        rule = "a checkpoint is written by all ranks, each its own shards, into one folder"
+        way_out = "put the run directory on a file system that all nodes of the trainer share."
+        raise Refused(507, what, rule=rule, way_out=way_out)
 
 
 def _copied(copying: Future[None]) -> None:

@@ -47,6 +47,8 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 RECOVERED_TIMEOUT_S = 60.0
 """For the answer to /health right after the last batch was trained on again."""
+LOST_STATUS = 503
+"""Rank 0's answer when it has lost the others: new ranks can go on."""
 RENDEZVOUS = "rendezvous"
 """File in the staging folder through which the ranks of a trainer find each other. New ranks need a new
 file.
@@ -72,6 +74,14 @@ class TrainerSpec(FrozenConfig):
     """CPU threads of each rank. Results on the CPU are bit-identical for the same number."""
     rank: int = Field(default=0, ge=0)
     """Number of this worker among trainer.world_size."""
+    local_rank: int | None = Field(default=None, ge=0)
+    """Its number among the ranks of its node, and of its CUDA device there (none = rank)."""
+    address: str = "127.0.0.1"
+    """IPv4 address of its node, at which the other ranks reach it."""
+    store: str = Field(default="", pattern=r"^([0-9.]+:[0-9]+)?$")
+    """Where the ranks find each other: ADDRESS:PORT of rank 0's node, '' = a file in the staging folder,
+    which all of them see.
+    """
     trainer: TrainerConfig = TrainerConfig()
     """The section of the config."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -101,11 +111,13 @@ class TrainerSpec(FrozenConfig):
     model.
     """
     staging_dir: Path
-    """Folder of the exports, in shared memory; made with mode 0700, and removed at the worker's end."""
+    """Folder of the exports, in shared memory of rank 0's node; made with mode 0700, and removed by rank 0
+    when its parent is gone.
+    """
     record_path: Path
     """trained.jsonl: one line a batch, see asyncrl/trainer/step_report.py."""
     failed_dir: Path
-    """Where a batch that gives NaN is saved for inspection."""
+    """Where a batch that gives NaN is saved for inspection. Beside it each rank on the CPU offloads to."""
     chat_template: Path | None = None
     """Jinja file that replaces the tokenizer's own template in saved folders."""
 
@@ -253,7 +265,8 @@ def _trainer_errors() -> Iterator[None]:
     try:
         yield
     except CallRefused as error:
-        raise TrainerError(
+        kind = TrainerLost if error.status == LOST_STATUS else TrainerError
+        raise kind(
             "trainer",
             f"{error.path} was refused ({error.status}): {error.body.error}",
             rule=error.body.rule,

@@ -10,9 +10,8 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.messages.calls import pack_batch
-from asyncrl.placement.fit import size_text
 from asyncrl.placement.model_shape import model_shape
-from asyncrl.placement.plan import trainer_memory
+from asyncrl.placement.process_memory import size_text, trainer_memory
 from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
 from gpu.rows import Bench
 

@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from asyncrl.messages.base import ErrorBody
 from asyncrl.serving import Refused
-from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, failure, is_cpu_build
+from asyncrl_servers.vllm.arguments import VllmSpec, build_arguments, can_fork, failure, is_cpu_build
 
 
 class BearerOnly:
@@ -73,6 +73,10 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     args = parse_arguments(spec)
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
+    if can_fork(spec):
+        from asyncrl_servers.vllm.monkeypatches import patch_spawn
+
+        patch_spawn(listener)
     try:
         has_died = uvloop.run(_run(args, listener))
     except Exception as error:

@@ -240,6 +240,15 @@ def set_environment(spec: VllmSpec, scratch: Path) -> None:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # never on CPU: there the first request would end the engine
 
 
+def can_fork(spec: VllmSpec) -> bool:
+    """Whether the engine and its workers may be forks of the API process: on CPU, with one unbound thread.
+    Threads of OpenMP do not survive a fork, and are bound when it is loaded. Call it after set_environment.
+    """
+    is_bound = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind"
+    is_bound |= not spec.args.keys().isdisjoint({"numa-bind", "numa_bind"})
+    return is_cpu_build() and spec.threads == 1 and not is_bound
+
+
 _ERROR_LINE = re.compile(r"\b((?:\w+\.)*\w*(?:Error|Exception): .+|Worker proc \S+ died unexpectedly.*)")
 _POINTERS = (
     "Engine core initialization failed",

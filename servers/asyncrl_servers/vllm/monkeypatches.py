@@ -1,10 +1,15 @@
 """Monkeypatches of vLLM's CPU engine, in each of its processes: seeds that end it, kernels that it compiles
-for nothing, waits that starve the machine.
+for nothing, waits that starve the machine, imports that each of its processes repeats.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import socket
 import time
+from multiprocessing import resource_tracker
 from typing import Any
 
 import numpy as np
@@ -84,6 +89,28 @@ def patch_seeds() -> None:
             generators.update(held)
 
     Runner._sample, Runner._bookkeeping_sync = sample_and_restore, keep_books_without
+
+
+def patch_spawn(listener: socket.socket) -> None:
+    """Have the engine and its workers forked from this process, the API's, which imports what they need.
+
+    vLLM's CPU build spawns them, as OpenMP is told of its threads when it is loaded; each then imports vLLM
+    anew, which is 11 of the 21 s of CPU time of a start. See arguments.can_fork.
+    """
+    import vllm.v1.worker.cpu_worker  # noqa: F401  (for those that are forked)
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    import asyncrl_servers.vllm.worker_extension  # noqa: F401
+
+    def after_fork() -> None:
+        listener.close()  # a server that has died refuses connections, whoever of its group still lives
+        signal.set_wakeup_fd(-1)  # else a signal to the engine is told to the API's event loop
+
+    resource_tracker.ensure_running()  # before the engine is: vLLM kills all children of that
+    os.register_at_fork(after_in_child=after_fork)
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 # For --distributed-executor-backend: nothing else of ours is imported in the engine's process.

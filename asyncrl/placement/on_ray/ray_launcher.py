@@ -21,11 +21,11 @@ from typing import Any
 from asyncrl.errors import ConfigError, RoomError, install_extra
 from asyncrl.placement.machine import Machine
 from asyncrl.placement.nodes import Node, Order
-from asyncrl.placement.ray_host import Host, describe
-from asyncrl.placement.ray_node import LOST_S, RayNode, RayProcess
+from asyncrl.placement.on_ray.ray_host import Host, describe
+from asyncrl.placement.on_ray.ray_node import LOST_S, RayNode, RayProcess
 from asyncrl.waits import TimeLimit, waiting
 
-logger = logging.getLogger("asyncrl.placement.ray_launcher")
+logger = logging.getLogger("asyncrl.placement.on_ray.ray_launcher")
 
 DESCRIBE_S = 120.0
 """For the first answer of each node: Ray starts a Python there."""
@@ -56,12 +56,12 @@ class RayLauncher:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._nodes: tuple[Node, ...] = ()
+        self.nodes: tuple[Node, ...] = ()
         self._resources = list[dict[str, float]]()
         self._held = dict[int, RayNode]()
         self._group: Any = None
 
-    def open(self) -> tuple[Node, ...]:
+    def open(self) -> None:
         """Join the cluster, and ask each of its nodes what it is."""
         ray = self._join(import_ray())
         own = ray.get_runtime_context().get_node_id()
@@ -69,11 +69,10 @@ class RayLauncher:
         found.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
         self._resources = [node["Resources"] for node in found]
         machines = _ask_each(ray, found)
-        self._nodes = tuple(
+        self.nodes = tuple(
             Node(node["NodeName"], node["NodeManagerAddress"], machine, node["NodeID"])
             for node, machine in zip(found, machines, strict=True)
         )
-        return self._nodes
 
     def _join(self, ray: Any) -> Any:
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -110,13 +109,13 @@ class RayLauncher:
             numbers = sorted({int(name[5:]) for name in parts[number] if name.startswith("cuda:")})
             make = partial(self._make_actor, number, bundle, numbers)
             kill = partial(ray.kill, no_restart=True)
-            self._held[number] = RayNode(self._nodes[number], make, kill)
+            self._held[number] = RayNode(self.nodes[number], make, kill)
         await asyncio.gather(*(held.open() for held in self._held.values()))
 
     def _refuse_too_little(self, number: int, bundle: Mapping[str, float]) -> None:
         for name, value in bundle.items():
             if (has := self._resources[number].get(name, 0.0)) < value:
-                node, option = self._nodes[number], f"--num-{name.lower()}s={value:g}"
+                node, option = self.nodes[number], f"--num-{name.lower()}s={value:g}"
                 raise ConfigError(
                     f"the run takes {value:g} {name} of the node {node.name}, which has {has:g} for Ray",
                     rule="a process takes one CPU of Ray's, and each of its CUDA devices one GPU",
@@ -127,13 +126,13 @@ class RayLauncher:
         from ray.util import placement_group, remove_placement_group
 
         pinned = [{**bundle, self._pin(number): PIN} for number, bundle in wanted.items()]
-        words = ", ".join(f"{_in_words(bundle)} of {self._nodes[key].name}" for key, bundle in wanted.items())
+        words = ", ".join(f"{_in_words(bundle)} of {self.nodes[key].name}" for key, bundle in wanted.items())
         group = self._group = await asyncio.to_thread(placement_group, pinned, strategy="PACK")
         with waiting(f"{words}, until Ray has them free", on="Ray"):
             for _ in range(int(HOLD_S / TRY_S)):  # short, so that a command that ends leaves no thread in Ray
                 if await asyncio.to_thread(group.wait, TRY_S):
                     return
-        free = await asyncio.to_thread(_free_words, self._nodes)
+        free = await asyncio.to_thread(_free_words, self.nodes)
         self._group = None
         await asyncio.to_thread(remove_placement_group, group)
         raise RoomError(
@@ -150,7 +149,7 @@ class RayLauncher:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        address = self._nodes[number].address
+        address = self.nodes[number].address
         if not any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes()):
             raise ConnectionError(f"Ray has no node at {address} any more")
         place = PlacementGroupSchedulingStrategy(

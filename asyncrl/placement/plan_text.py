@@ -1,0 +1,88 @@
+"""The plan as text: what `asyncrl check` prints."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import astuple, fields
+
+from asyncrl.config import RunConfig
+from asyncrl.config.weight_sync import transport_words
+from asyncrl.placement.devices import Placement, chunk_devices
+from asyncrl.placement.fit import needed_python, start_words, starts_here
+from asyncrl.placement.plan import Plan
+from asyncrl.placement.process_memory import Memory, size_text
+
+NOT_HERE = (
+    "not checked, as the machine is not here: its limit of descriptors, rollout.vllm_python, its driver, and "
+    "what else uses its memory"
+)
+
+
+def plan_text(plan: Plan, config: RunConfig) -> str:
+    """Processes with their bytes, node by node, how weights travel, and what each device needs of what it has
+    free.
+    """
+    num = plan.shape.num_parameters
+    unknown = "not on disk yet, so its memory is not known (its config.json alone would do)"
+    lines = [f"model: {f'{num:,} parameters' if num else unknown}", ""]
+    lines += _table(plan)
+    lines += ["", f"mode: {transport_text(config, plan.placement)}"]
+    if starts_here(plan) and (python := needed_python(config)) is not None:
+        lines.append(f"python: ours is {sys.executable}, {config.rollout.facts.package}'s is {python}")
+    used = {process.device for process in plan.processes}
+    idle = {node.name for number, node in enumerate(plan.nodes) if number not in _used_nodes(plan)}
+    lines += [f"not used: {name}" for name in sorted(idle)]
+    for device, free in plan.free_bytes.items():
+        needs, node, _, name = plan.peak_bytes(device), *device.rpartition("/")
+        if node in idle and len(plan.nodes) > 1:
+            continue
+        if name != "cpu" and device not in used:
+            lines.append(f"not used: {device}")
+            continue
+        by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())
+        in_turns = f", the most of {by_phase}" if plan.placement.moves else ""
+        has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
+        beside = ", before the Python processes (about 0.5 GiB each)" if name == "cpu" else ""
+        beside = beside or ", before CUDA's own of each process"
+        needed = f"{size_text(max(needs.values()))}{in_turns}" if num else "what is needed is not known"
+        lines.append(f"memory of {device}: {needed}; {has}{beside if num else ''}")
+    if not plan.is_here:
+        lines.append(NOT_HERE)
+    return "\n".join([*lines, *start_words(plan, config)])
+
+
+def _used_nodes(plan: Plan) -> set[int]:
+    return {process.node for process in plan.processes}
+
+
+def _table(plan: Plan) -> list[str]:
+    """A line for each process, under a line for its node where there are several."""
+    rows = [(-1, "process", "device", "threads", [field.name for field in fields(Memory)], "what")]
+    for one in plan.processes:
+        sizes = [size_text(size) if size else "-" for size in astuple(one.memory)]
+        rows.append((one.node, one.name, one.device_name, str(one.threads or "-"), sizes, one.note))
+    lines, is_one = list[str](), len(plan.nodes) == 1
+    for number in range(-1, len(plan.nodes)):
+        found = [row for row in rows if row[0] == number]
+        if found and number >= 0 and not is_one:
+            node = plan.nodes[number]
+            cuda = len(node.machine.cuda) or "no"
+            lines += ["", f"{node.name} at {node.address}: {node.machine.cores} cores, {cuda} CUDA devices"]
+        for _, name, device, threads, sizes, what in found:
+            columns = "".join(f"{size:>12}" for size in sizes)
+            lines.append(f"{name:<12} {device:<7} {threads:>7} {columns}  {what}")
+    return lines
+
+
+def transport_text(config: RunConfig, placement: Placement) -> str:
+    """Mode and transport in one line."""
+    trainer = ", ".join(placement.trainer_labels)
+    if placement.mode == "colocated":
+        devices, size = chunk_devices(config, placement), size_text(config.weight_sync.chunk_bytes)
+        on_cpu = "through shared memory" if devices else "as files in shared memory"
+        is_on_cpu = all(device.name == "cpu" for device in devices)
+        how = on_cpu if is_on_cpu else f"by CUDA IPC on {trainer}"
+        return f"colocated on {trainer}, in turns: weights go {how} in chunks of {size}"
+    engines = "elsewhere" if config.rollout.urls else f"on {', '.join(placement.engine_labels)}"
+    words = transport_words(config, is_on_cuda=placement.is_on_cuda)
+    return f"apart (trainer on {trainer}, engines {engines}): {words}"
