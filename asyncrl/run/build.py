@@ -23,13 +23,7 @@ from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.recorder import read_evaluations
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.lease import (
-    ROUTINE,
-    clear_stale_staging,
-    disk_root,
-    new_staging_dir,
-    remove_staging_dir,
-)
+from asyncrl.placement.lease import ROUTINE
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
 from asyncrl.rollouts.generators import HarnessGenerator, Replay, Taught
 from asyncrl.rollouts.producers import Producers
@@ -44,6 +38,7 @@ from asyncrl.run.start import Launcher, Server, bring_up, end_all
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.run.teaching import Teaching, make_teaching
+from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
@@ -92,7 +87,7 @@ class Parts:
     async def open_journal(self) -> None:
         """And the folder where weights are staged."""
         job, config = self._job, self._config
-        disk_dir = await asyncio.to_thread(disk_root, config.weight_sync)
+        disk_dir = await asyncio.to_thread(disk_root, config.weight_sync.disk_dir)
         for root in dict.fromkeys((None, disk_dir)):
             for folder in await asyncio.to_thread(clear_stale_staging, root):
                 logger.info("removed %s, which a run that was killed had left", folder)
