@@ -16,7 +16,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, PublishError
 from asyncrl.messages.base import Interrupt, Moved
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.sync.push import OnLost, Push, PushReport, WeightTrainer
+from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
 from asyncrl.waits import TimeLimit, waiting
 
 T = TypeVar("T")
@@ -59,11 +59,14 @@ class Publisher:
         interrupt: Interrupt = "abort",
         is_rolling: bool = False,
         is_one_kept: bool = False,
+        locate: Locate = in_place,
         is_file_wanted: Callable[[int], bool] = lambda _: False,
         on_file: Callable[[ExportResponse], None] = lambda _: None,
     ) -> None:
         self._trainer, self._targets = trainer, tuple(targets)
-        self._push = partial(Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling)
+        self._push = partial(
+            Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling, locate=locate
+        )
         self._timeout_s, self._is_one_kept = timeout_s, is_one_kept
         self._on_served, self._on_published, self._on_lost = on_served, on_published, on_lost
         self._is_file_wanted, self._on_file = is_file_wanted, on_file
