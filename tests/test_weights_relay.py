@@ -24,7 +24,7 @@ from asyncrl.http import Caller
 from asyncrl.messages.base import SECRET_ENV, RelayHealth
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.staging import shared_memory_root
-from asyncrl.sync.spread import NodeRelay, Spread, relay_spec
+from asyncrl.sync.spread import NodeRelay, Spread
 from asyncrl.weights import pull, relay
 from asyncrl.weights.relay import MIN_PIECE_BYTES, RelaySpec, make_relay
 
@@ -142,7 +142,9 @@ def play(
                 stack.push_async_callback(caller.aclose)
                 relays.append(NodeRelay(node.name, caller))
             node_of = {f"engine-{k}{letter}": k for k in range(num) for letter in "ab"}
-            await story(Cluster(nodes, trainer, Spread(relays, node_of), list(node_of)))
+            await story(
+                Cluster(nodes, trainer, Spread(relays, node_of, trainer=0, timeout_s=60), list(node_of))
+            )
 
     asyncio.run(run())
 
@@ -223,7 +225,7 @@ def test_nodes_after_one_that_dies_in_the_middle_go_on_from_the_one_before_it(
         assert isinstance(lost, EngineLost), lost
         assert "engine-1a: its node node-1 gets no weights: relay-1 gave no answer to /fetch" in str(lost)
         first, dead, after, last = cluster.nodes
-        assert dead.num_served in (5, 6)
+        assert dead.num_served >= 5
         assert first.num_served <= 2 * NUM_PIECES - 3, "node-2 asked for what it did not have"
         assert after.num_served <= NUM_PIECES + pull.WINDOW
         assert last.num_served == 0
@@ -399,7 +401,7 @@ def test_the_process_imports_no_torch_holds_a_folder_of_shared_memory_and_leaves
     tmp_path: Path,
 ) -> None:
     spec = tmp_path / "spec.json"
-    spec.write_text(relay_spec("node-0", [str(tmp_path)]))
+    spec.write_text(RelaySpec(node="node-0").model_dump_json())
 
     def folders(pid: int) -> list[Path]:
         return list(shared_memory_root().glob(f"asyncrl-{pid}-*"))

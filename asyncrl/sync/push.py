@@ -27,10 +27,10 @@ class Locate(Protocol):
     lie there; `live` are all that get them at once (spread.Spread). Raises RoomError.
     """
 
-    async def __call__(self, engine: str, sent: Sent, live: Collection[str]) -> Sent: ...
+    async def __call__(self, engine: str, sent: Sent, live: Collection[str] = ()) -> Sent: ...
 
 
-async def in_place(engine: str, sent: Sent, live: Collection[str]) -> Sent:
+async def in_place(engine: str, sent: Sent, live: Collection[str] = ()) -> Sent:
     """Locate on one machine: where the trainer has put them."""
     return sent
 

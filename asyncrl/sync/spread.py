@@ -6,24 +6,29 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import FetchRequest, FetchResponse, WeightSource
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
+from asyncrl.placement.nodes import Node, Order
+from asyncrl.waits import TimeLimit, waiting
 from asyncrl.weights.relay import RelaySpec
 
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
-MODULE = "asyncrl.weights.relay"
 ANSWER_S = 30.0
 """A relay answers every 2 seconds. One that takes so long is lost, and its engines with it."""
 _UNREACHED = 502
 
 
-def relay_spec(node: str, roots: Sequence[str]) -> str:
-    """The spec file of a node's relay. `roots`: where the trainer writes, if it is on that node."""
-    return RelaySpec(node=node, roots=list(roots)).model_dump_json()
+def relay_order(number: int, node: Node, secret: str, staging_dir: Path) -> Order:
+    """The relay of node `number`. `secret`: the same for all of them. `staging_dir`: where the trainer writes
+    and evaluation keeps files, on the nodes that have such a folder.
+    """
+    spec = RelaySpec(node=node.name, roots=[str(staging_dir)]).model_dump_json()
+    return Order(f"relay-{number}", "asyncrl.weights.relay", spec, secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,14 @@ class Spread:
         lost those before it.
     """
 
-    def __init__(self, relays: Sequence[NodeRelay], node_of: Mapping[str, int], *, trainer: int = 0) -> None:
-        """`relays` of all nodes, in their order. `node_of`: the node of each engine. `trainer`: the node on
-        which the trainer writes.
+    def __init__(
+        self, relays: Sequence[NodeRelay], node_of: Mapping[str, int], *, trainer: int, timeout_s: float
+    ) -> None:
+        """`relays` of all nodes, in their order, the controller's first. `node_of`: the node of each engine.
+        `trainer`: the node of its first rank, which writes. `timeout_s` is for here().
         """
         self._relays, self._node_of, self._trainer = tuple(relays), dict(node_of), trainer
+        self._timeout_s = timeout_s
         self._having: tuple[str, set[int]] = ("", set())
         """The newest digest, and the nodes that have it."""
 
@@ -68,7 +76,11 @@ class Spread:
 
     async def here(self, sent: ExportResponse) -> ExportResponse:
         """The same weights in a file of the controller's own node. Raises RoomError."""
-        return await self._on_node(0, self._relays[0].node, sent, ())
+        relay, clock = self._relays[0].caller.name, f"weight_sync.timeout_s={self._timeout_s}"
+        late = RoomError(relay, f"policy_version {sent.version} did not come within {clock}")
+        with waiting(f"policy_version {sent.version} on the controller's node", on=relay):
+            async with TimeLimit(self._timeout_s, or_raise=lambda: late):
+                return await self._on_node(0, relay, sent, ())
 
     async def _on_node(self, node: int, who: str, sent: Sent, live: Collection[str]) -> Sent:
         if node == self._trainer or not sent.path:
@@ -87,7 +99,10 @@ class Spread:
         """The nodes of live engines that come before it in the chain, else those that have it already."""
         getting = {self._node_of[name] for name in live} - {self._trainer}
         before = [other for other in getting if other < node] or [one for one in having if one != node]
-        chain = [*sorted(before, reverse=True), self._trainer]
+        chain = dict.fromkeys(
+            [*sorted(before, reverse=True), self._trainer, 0]
+        )  # 0: what evaluation has kept
+        chain.pop(node, None)
         return [self._relays[number].source for number in chain]
 
     async def _fetched(self, node: int, who: str, sent: Sent, sources: Sequence[WeightSource]) -> str:
