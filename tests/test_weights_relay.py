@@ -295,7 +295,7 @@ def test_a_node_without_room_is_named_with_the_bytes(tmp_path: Path, monkeypatch
         assert f"node-1 has no room for {2**43} bytes of weights in {tmp_path}/shm-1" in str(
             told["engine-1a"]
         )
-        assert "enlarge it" in str(told["engine-1a"])
+        assert "give it more" in str(told["engine-1a"])
 
         def pwrite(*_: Any) -> int:
             raise OSError(28, "No space left on device")

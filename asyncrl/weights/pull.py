@@ -192,7 +192,7 @@ def no_room(node: str, path: Path, num_bytes: int, why: str) -> Refused:
         507,
         f"{node} has no room for {num_bytes} bytes of weights in {path.parent}: {why}",
         rule="the shared memory of each node holds two files of them: what engines read, and what is next",
-        way_out="enlarge it (mount -o remount,size=..., docker --shm-size), or weight_sync.transport=disk.",
+        way_out="give it more (a container has a setting for /dev/shm), or weight_sync.transport=disk.",
     )
 
 
