@@ -23,13 +23,7 @@ from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.recorder import read_evaluations
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.lease import (
-    ROUTINE,
-    clear_stale_staging,
-    disk_root,
-    new_staging_dir,
-    remove_staging_dir,
-)
+from asyncrl.placement.lease import ROUTINE
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
 from asyncrl.rollouts.generators import HarnessGenerator, Replay, Taught
 from asyncrl.rollouts.producers import Producers
@@ -44,7 +38,9 @@ from asyncrl.run.start import Launcher, Server, bring_up, end_all
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.run.teaching import Teaching, make_teaching
+from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
+from asyncrl.sync.spread import Spread
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
@@ -73,6 +69,8 @@ class Parts:
         """Where a teacher scores what was sampled."""
         self.meeting: Broadcasts | None = None
         """Where engines and trainer form a group, with weight_sync.transport=nccl."""
+        self.spread: Spread | None = None
+        """How weights come to the other nodes, where the run is on several."""
         self.harnessing: Harnessing | None = None
         """Where rollouts are run by harnesses."""
         self.evaluation: Evaluation | None = None
@@ -92,7 +90,7 @@ class Parts:
     async def open_journal(self) -> None:
         """And the folder where weights are staged."""
         job, config = self._job, self._config
-        disk_dir = await asyncio.to_thread(disk_root, config.weight_sync)
+        disk_dir = await asyncio.to_thread(disk_root, config.weight_sync.disk_dir)
         for root in dict.fromkeys((None, disk_dir)):
             for folder in await asyncio.to_thread(clear_stale_staging, root):
                 logger.info("removed %s, which a run that was killed had left", folder)
@@ -265,6 +263,7 @@ class Parts:
             timeout_s=settings.timeout_s,
             on_result=evaluated,
             on_trouble=job.warn,
+            locate=None if self.spread is None else self.spread.locate,
         )
 
     def make_publisher(self) -> None:
@@ -272,7 +271,8 @@ class Parts:
         supervises the engines, and what makes checkpoints.
         """
         config, job, sync = self._config, self._job, self._config.weight_sync
-        num_steps = config.trainer.num_steps
+        num_steps, spread = config.trainer.num_steps, self.spread
+        nodes: dict[str, Any] = {} if spread is None else {"locate": spread.locate, "here": spread.here}
         self.publisher = Publisher(
             self.trainer,
             self.targets,
@@ -285,6 +285,7 @@ class Parts:
             is_one_kept=sync.facts.is_one_kept,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
+            **nodes,
         )
         if self._placement.mode == "colocated":
             self.turns: Turns = TakingTurns(

@@ -26,8 +26,8 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.http import OURS, out_of
 from asyncrl.observe.console import outliving
-from asyncrl.placement.lease import clear_own_staging
 from asyncrl.run.start import Server, first_death
+from asyncrl.staging import clear_own_staging
 from asyncrl.waits import uncut
 
 logger = logging.getLogger("asyncrl.run.life")

@@ -25,6 +25,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.errors import ConnectionShortage, EngineError, RoomError
 from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
+from asyncrl.messages.base import RelayHealth
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
@@ -39,7 +40,7 @@ from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.waits import TimeLimit
 
-Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
+Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth | RelayHealth
 START_TIMEOUT_S = 300.0
 STATE_TIMEOUT_S = 5.0
 
@@ -55,7 +56,7 @@ class Server:
 
     child: ChildProcess | ForeignProcess
     caller: Caller
-    answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth]
+    answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth] | type[RelayHealth]
     health: Health | None = None
     engine: EngineClient | None = None
     ready: Callable[[], Awaitable[Health]] | None = None
