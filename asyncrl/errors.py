@@ -32,8 +32,8 @@ def install_extra(name: str) -> str:
 
 
 OF_TRAIN = frozenset(
-    "datasets llguidance math_verify matplotlib numpy pebble peft rich safetensors tensorboard torch transformers "
-    "xxhash".split()
+    "datasets llguidance math_verify matplotlib numpy pebble peft rich safetensors tensorboard torch".split()
+    + ["transformers", "xxhash"]
 )
 """The modules that come with the extra `train`."""
 
@@ -67,7 +67,7 @@ class ConfigError(AsyncrlError):
 def without_train(module: str) -> ConfigError:
     """The error of a command that needs `module`, one of OF_TRAIN, which is not installed."""
     what = f"this command needs the package {module}, which is not installed"
-    rule = "the extra train has it; only `asyncrl work` does without"
+    rule = "it comes with the extra train; what is installed here is enough for `asyncrl work`"
     return ConfigError(what, rule=rule, way_out=f"{install_extra('train')}.")
 
 
