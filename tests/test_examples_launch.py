@@ -30,20 +30,21 @@ ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "examples/launch"
 RECORD = """#!/bin/bash
 said() { printf '%q ' "$@" >> "$CALLS"; echo >> "$CALLS"; }
+called() { said "$(basename "$0")" "$@"; }
 until_said() { for _ in $(seq 400); do grep -q -e "$1" "$CALLS" && return; /bin/sleep 0.05; done; exit 9; }
-said "$(basename "$0")" "$@"
 """
 STAND_INS = {
-    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    "scontrol": '[ "$1" = requeue ] || printf "%s\\n" node{1..4}',
+    "srun": 'called "$@"; while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "scontrol": 'called "$@"; [ "$1" = requeue ] || printf "%s\\n" node{1..4}',
     "hostname": "echo 10.0.0.7 fe80::7",
     "sleep": "exec /bin/sleep 0.05",
-    "ray": """[ "$1" != health-check ] || { grep -q -e '--head' "$CALLS"; exit; }
-        [ "$1" = start ] || exit 0
-        trap 'said ray ended; exit 0' TERM
-        while :; do /bin/sleep 0.05; done""",
-    "python": "until_said '^ray start --address'",
+    "ray": """trap 'said ray ended; exit 0' TERM
+        [ "$1" != health-check ] || { grep -q -e '^ray start --head' "$CALLS"; exit; }
+        called "$@"
+        while [ "$1" = start ]; do /bin/sleep 0.05; done""",
+    "python": """called "$@"; until_said '^ray start --address'""",
     "asyncrl": """trap 'said asyncrl interrupted; exit 143' TERM
+        called "$@"
         [ -n "$CODE" ] && exit "$CODE"
         while :; do /bin/sleep 0.05; done""",
 }
@@ -88,10 +89,13 @@ class Cluster:
         return code, (self.folder / "output").read_text()
 
     def end(self) -> None:
+        """All processes, and the record of the calls."""
         for process in self.started:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self.started.clear()
+        self.calls_path.write_text("")
 
     def order(self, *calls: list[str]) -> list[int]:
         return [self.calls.index(call) for call in calls]
@@ -202,8 +206,10 @@ def test_ray_takes_the_command_lines_that_start_it_and_submit_a_run(cluster: Clu
 
     sky_run(cluster, 1)
     sky_run(cluster, 0).wait(timeout=60)
-    cluster.run("bash", LAUNCH / "slurm.sbatch")
     starts = cluster.called("ray", "start")
+    cluster.end()
+    cluster.run("bash", LAUNCH / "slurm.sbatch")
+    starts += cluster.called("ray", "start")
     assert len(starts) == 4
     for call in starts:
         start.make_context("start", call[2:])
@@ -392,9 +398,10 @@ def test_every_file_starts_a_run_that_asyncrl_takes_on_the_nodes_that_the_file_a
     job = submitted(cluster)
     by_job = job[job.index("--") + 1 :]
     by_kuberay = shlex.split(manifest()["spec"]["entrypoint"])
+    cluster.end()
     sky_run(cluster, 1)
     sky_run(cluster, 0).wait(timeout=60)
-    by_sky = cluster.called("asyncrl", "run")[-1]
+    (by_sky,) = cluster.called("asyncrl", "run")
     launchers = []
     for command in (by_slurm, by_job, by_kuberay, by_sky):
         config = config_of(command)
