@@ -16,7 +16,7 @@ import typer
 from asyncrl import __version__
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import OF_TRAIN, AsyncrlError, without_train
 
 app = typer.Typer(
     name="asyncrl",
@@ -298,7 +298,12 @@ def _exit(exit_code: int) -> None:
 def main() -> None:
     """Entry point: an error on purpose is two or three lines on stderr, never a traceback."""
     try:
-        app()
+        try:
+            app()
+        except ModuleNotFoundError as absent:
+            if (module := (absent.name or "").split(".")[0]) not in OF_TRAIN:
+                raise
+            raise without_train(module) from None
     except AsyncrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

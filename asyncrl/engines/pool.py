@@ -13,8 +13,8 @@ import numpy as np
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.segment_check import EmptySegments, RoutedTokens
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, TopLogprobs
-from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, TopLogprobs, VersionSpan
 from asyncrl.waits import waiting
 
 ABORT_TIMEOUT_S = 2.0
