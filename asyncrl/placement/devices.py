@@ -101,8 +101,15 @@ def place(config: RunConfig, num_cuda: int) -> Placement:
         )
     if share is not None:
         _check_share(config, shared)
+    if is_turns and config.rollout.is_scaled:
+        raise ConfigError(
+            f"rollout.num_engines is a range, and {written} take turns",
+            rule="a handover moves the same engines each time, and one that does not work would free nothing",
+            way_out=f"set rollout.num_engines={config.rollout.max_engines}, or give each side devices of its "
+            "own.",
+        )
     _check_numbers(config, trainer, rollout)
-    num, split = config.rollout.num_engines, config.rollout.tensor_parallel
+    num, split = config.rollout.max_engines, config.rollout.tensor_parallel
     ranks, dealt = _deal(trainer, config.trainer.world_size), _deal(rollout, num * split)
     refuse_transport(config, ranks, dealt, is_turns=is_turns)
     _check_engines(config, dealt, is_turns=is_turns)
@@ -155,7 +162,7 @@ def _numbers(config: RunConfig, num_cuda: int) -> tuple[Numbers, Numbers]:
         split = config.rollout.tensor_parallel
         left = [number for number in range(num_cuda) if number not in (trainer or ())]
         whole = left[: len(left) // split * split] or left
-        rollout = whole[: config.rollout.num_engines * split] or trainer
+        rollout = whole[: config.rollout.max_engines * split] or trainer
     return trainer, rollout
 
 
@@ -183,7 +190,7 @@ def _named(key: str, devices: object, num_cuda: int) -> tuple[Numbers, bool]:
 
 def _check_numbers(config: RunConfig, trainer: Numbers, rollout: Numbers) -> None:
     """Each rank has a device of its own, each engine as many as it is split over, and none named is idle."""
-    size, num, split = config.trainer.world_size, config.rollout.num_engines, config.rollout.tensor_parallel
+    size, num, split = config.trainer.world_size, config.rollout.max_engines, config.rollout.tensor_parallel
     if trainer is not None and len(trainer) != size:
         raise ConfigError(
             f"placement.trainer={config.placement.trainer} is {len(trainer)} CUDA devices for "

@@ -161,11 +161,12 @@ def engine_threads(config: RunConfig, cores: int | None = None) -> int:
 
 def trainer_threads(config: RunConfig, cores: int | None = None) -> int:
     """CPU threads of each trainer rank: its part of the cores that the rollout engines leave. Neither an eval
-    engine nor turns change it: such a run must be the run without, bit for bit.
+    engine nor turns change it: such a run must be the run without, bit for bit. Of a range of engines the
+    most count: threads are given to a process at its start.
     """
     if config.trainer.threads != "auto":
         return config.trainer.threads
-    left = (cores or num_cores()) - config.rollout.num_engines * engine_threads(config, cores)
+    left = (cores or num_cores()) - config.rollout.max_engines * engine_threads(config, cores)
     return max(1, left // config.trainer.world_size)
 
 
@@ -197,7 +198,9 @@ def lay_out(
             memory, note = Memory(activations=memory.activations), "a micro-batch, with gathered layers"
         plans.append(ProcessPlan(f"trainer-{rank}", "trainer", device, threads, memory, note))
     for index, devices in enumerate(placement.engines):
-        plans += _engine(config, shape, placement.mode, f"engine-{index}", devices, config.rollout.slots)
+        engine = _engine(config, shape, placement.mode, f"engine-{index}", devices, config.rollout.slots)
+        parked = "; parked at first" if index >= config.rollout.engine_range.first else ""
+        plans += [replace(one, note=one.note + parked) for one in engine]
     if config.eval is not None and placement.evaluation is not None:
         plans += _engine(config, shape, "apart", EVAL_ENGINE, (placement.evaluation,), config.eval.slots)
     if config.teacher is not None and placement.teacher is not None:
