@@ -41,8 +41,8 @@ EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 def processes(parts: Parts) -> tuple[Server, ...]:
     """All child processes, those of evaluation and teacher included; parked engines have none."""
     workers = () if parts.harnessing is None else parts.harnessing.workers
-    parked = [server for server in parts.servers if parts.scale.words(server.name) == "parked"]
-    return (*(server for server in parts.servers if server not in parked), *parts.beside, *workers)
+    servers = (server for server in parts.servers if server.name not in parts.scale.parked)
+    return (*servers, *parts.beside, *workers)
 
 
 def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:

@@ -65,7 +65,8 @@ class EngineScale:
         if not self.is_fixed:
             self.wanted = self._read() or self.wanted
         self._working = {name for name in self._number if self.wants(name)}
-        self._parked = self._number.keys() - self._working
+        self.parked = self._number.keys() - self._working
+        """Those without a process."""
 
     def supervisor(
         self, process: Server, client: EngineClient, turns: Turns, supervision: Supervision
@@ -88,7 +89,7 @@ class EngineScale:
         """What becomes of an engine that is not simply up or down."""
         if self.wants(name):
             return "" if name in self._working else "starting"
-        return "parked" if name in self._parked else "leaving"
+        return "parked" if name in self.parked else "leaving"
 
     async def follow(self) -> None:
         """Take over what is asked for, until cancelled."""
@@ -132,12 +133,12 @@ class EngineScale:
 
     def up_nowait(self, name: str) -> None:
         """It is up, and the pool has work for it."""
-        self._parked.discard(name)
+        self.parked.discard(name)
         self._works(name, True)
 
     def parked_nowait(self, name: str) -> None:
         """Its process has ended."""
-        self._parked.add(name)
+        self.parked.add(name)
         self._works(name, False)
 
     def changed_nowait(self) -> None:
