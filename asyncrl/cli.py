@@ -167,6 +167,27 @@ def inspect(
 
 
 @app.command()
+def scale(
+    run_dir: RunDir,
+    engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],
+    wait: Annotated[
+        float, Option(metavar="S", min=0, help="Seconds to wait for them (600; 0 = none).")
+    ] = 600,
+) -> None:
+    """Have a running job work with another number of engines, within rollout.num_engines={min: 1, max: 8}.
+
+    It holds over a resume. Exit codes: 0 so many work, 1 not within --wait, 2 there can not be so many.
+    """
+    from asyncrl.run.scale import scale_run
+
+    try:
+        scale_run(run_dir, engines, wait, typer.echo)
+    except KeyboardInterrupt:
+        typer.echo("not waiting any more; the run goes on with it")
+        _exit(130)
+
+
+@app.command()
 def simulate(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -105,6 +105,7 @@ class House:
             turns=SimpleNamespace(gauges=dict),
             scorer=scorer,
             checkpointer=SimpleNamespace(gauges=dict),
+            scale=SimpleNamespace(gauges=dict),
             **absent,
         )
         self.watchdog = Watchdog(

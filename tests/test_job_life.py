@@ -119,6 +119,7 @@ class House:
             turns=SideBySide(self.publisher, num_steps=3, spawn=self.job.spawn),  # type: ignore[arg-type]
             journal=self.journal,
             supervisors=(),
+            scale=SimpleNamespace(is_fixed=True),
             feed=SimpleNamespace(order={}),
             buffer=SimpleNamespace(wait_batch=self.batches.get),
             checkpointer=SimpleNamespace(after_step=self.step_done, make_last=self.make_last),

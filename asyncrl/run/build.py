@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.errors import EngineLost, RoomError
-from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
@@ -33,9 +31,10 @@ from asyncrl.run.check import Found, look, make_feed, open_replay, read_task
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.engine_kinds import sampled_by
 from asyncrl.run.harnessing import Harnessing, make_generator, num_rollouts
-from asyncrl.run.life import Life
+from asyncrl.run.life import Life, run_id
+from asyncrl.run.scale import EngineScale
 from asyncrl.run.start import Launcher, Server, bring_up, end_all
-from asyncrl.run.supervise import EngineSupervisor, Supervision
+from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.run.teaching import Teaching, make_teaching
 from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
@@ -74,7 +73,9 @@ class Parts:
         self.harnessing: Harnessing | None = None
         """Where rollouts are run by harnesses."""
         self.evaluation: Evaluation | None = None
-        self._on_lost = self._engine_lost if job.config.supervision.max_restarts else None
+        # one that leaves has its last calls cut, which is no loss
+        is_heard = job.config.supervision.max_restarts or job.config.rollout.is_scaled
+        self._on_lost = self._engine_lost if is_heard else None
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -151,6 +152,7 @@ class Parts:
         self.targets = [launcher.client(server, self.meeting) for server in self._engine_servers]
         """The clients that sample for training: all but that of the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
+        self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, on_change=self._resize)
         if config.eval is not None:
             self.eval_server = launcher.eval_engine()
             self._eval_target = launcher.client(self.eval_server)
@@ -159,16 +161,17 @@ class Parts:
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
         """Returns when all answer. A run that goes on checks its model before they load it."""
-        job, beside = self._job, self.beside
+        job, beside, engines = self._job, self.beside, self._engine_servers[: self.scale.wanted]
         for server in (*self.servers, *beside):
             job.closes(server.name, partial(end_server, server, job.warn))
         hashing = asyncio.ensure_future(asyncio.to_thread(self.pin.read, model_path))
         try:
             if not is_new:
                 await hashing
-            job.tell(f"loading the model in {', '.join(server.name for server in (*self.servers, *beside))}")
+            names = ", ".join(server.name for server in (*self._ranks, *engines, *beside))
+            job.tell(f"loading the model in {names}")
             moves, is_shared = self._placement.moves, self._placement.share is not None
-            servers = (self._ranks, self._engine_servers, beside)
+            servers = (self._ranks, engines, beside)
             await bring_up(*servers, is_shared=moves or is_shared, stays=not moves)
             await hashing
         finally:
@@ -202,7 +205,7 @@ class Parts:
             RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
             spawn=job.spawn,
             group_size=rollout.group_size,
-            capacity=num_rollouts(config),
+            capacity=num_rollouts(config, self.scale.wanted),
             max_failed_groups=rollout.max_failed_groups,
             max_hand_backs=rollout.max_hand_backs,
             journal=self.journal,
@@ -302,10 +305,14 @@ class Parts:
             are_ours = config.rollout.urls is None
             self.turns = SideBySide(self.publisher, num_steps=num_steps, spawn=job.spawn, are_ours=are_ours)
         self.supervisors = tuple(
-            EngineSupervisor(server, target, self.engines, self.turns, self.supervision)
+            self.scale.supervisor(server, target, self.turns, self.supervision)
             for server, target in zip(self._engine_servers, self.targets, strict=True)
         )
         self.checkpointer = Checkpointer(self, job)
+
+    def _resize(self, num_engines: int) -> None:
+        """So many engines work."""
+        self.producers.resize_nowait(num_rollouts(self._config, num_engines))
 
     def _engine_lost(self, error: EngineLost) -> None:
         """Called when pool or publisher got no answer from this engine."""
@@ -387,13 +394,3 @@ async def end_server(server: Server, warn: Callable[[str], None]) -> None:
     await server.aclose()
     if server.child.left:
         warn(server.child.left)
-
-
-def run_id(run_dir: Path) -> str:
-    """The name of the run that lies in this directory, made with it; it stays when the directory is moved or
-    copied.
-    """
-    path = run_dir / "run.id"
-    if not path.exists():
-        write_whole(path, secrets.token_hex(8) + "\n")
-    return path.read_text(encoding="utf-8").strip()

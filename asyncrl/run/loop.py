@@ -30,9 +30,9 @@ from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
 from asyncrl.placement.plan import make_plan
-from asyncrl.run.build import Parts, open_parts, run_id
+from asyncrl.run.build import Parts, open_parts
 from asyncrl.run.check import RUN_COPY
-from asyncrl.run.life import Life, logging_to, make_run_dir, rare_collections, run_again
+from asyncrl.run.life import Life, logging_to, make_run_dir, rare_collections, run_again, run_id
 from asyncrl.run.report import Reporter, processes, reported
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.run.supervise import heartbeat
@@ -202,6 +202,8 @@ class Job(Life):
             parts.producers.resume_nowait(group)
             await asyncio.sleep(0)  # there may be thousands
         self.spawn(parts.producers.run(), name="producers")
+        if not parts.scale.is_fixed:
+            self.spawn(parts.scale.follow(), name="scale")
 
     async def _train_loop(self, parts: Parts) -> None:
         """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the

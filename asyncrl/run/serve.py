@@ -74,7 +74,9 @@ def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[
     """The directory for logs and a model from scratch, held by this process alone, and the config with what
     this machine has in place of what auto is. Raises ConfigError if the directory holds something else.
     """
-    config, settled = settle(config)
+    rollout, num = config.rollout, config.rollout.engine_range.first  # nothing scales what is served
+    given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
+    config, settled = settle(config.model_copy(update={"rollout": rollout.model_copy(update=given)}))
     for words in settled:
         Voice().say(words)
     folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"

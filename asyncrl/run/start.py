@@ -278,7 +278,7 @@ class Launcher:
             key = os.environ.get(KEY_ENV, "")
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [self._engine_server(child, key) for child in foreign]
-        ports: Sequence[int | None] = rollout.ports or [None] * rollout.num_engines
+        ports: Sequence[int | None] = rollout.ports or [None] * rollout.max_engines
         return [
             self._engine(f"engine-{number}", self.placement.engines[number], port)
             for number, port in enumerate(ports)

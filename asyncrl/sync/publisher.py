@@ -36,9 +36,9 @@ class Publisher:
         in chunks -> announce(). An engine is live, or down from down_nowait until bring_up has given its new
         process the announced weights (in turns: until up_nowait, before the next push).
     Waits: run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at most
-        timeout_s; the train loop sleeps in wait_exported_or_busy, woken once an export is begun. bring_up and
-        pushes sleep in `_turn` for each other, so that no returning engine misses a version in between. push
-        sleeps in a Push.
+        timeout_s; the train loop sleeps in wait_exported_or_busy, woken once an export is begun. bring_up,
+        leave and pushes sleep in `_turn` for each other, so that no returning engine misses a version in
+        between. push sleeps in a Push.
     Invariant: on_served(v) is called only after every live engine has said that it serves v, with the digest
         that the trainer sent: Push guarantees it. With none live nothing holds an older version: the version
         is announced, and an engine that returns gets it first. Versions are announced in order; beside
@@ -142,6 +142,11 @@ class Publisher:
                 if lost:
                     raise lost[0]
             self._down.discard(name)
+
+    async def leave(self, name: str) -> None:
+        """Leave this engine out from the next push on; none goes to it when this returns."""
+        async with self._turn:
+            self._down.add(name)
 
     def start_before_nowait(self, version: int) -> None:
         """Before run: the engines have other weights than those of `version`, whose push is the first."""
