@@ -16,7 +16,7 @@ import typer
 from asyncrl import __version__
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import OF_TRAIN, AsyncrlError, without_train
 
 app = typer.Typer(
     name="asyncrl",
@@ -170,6 +170,27 @@ def inspect(
 
 
 @app.command()
+def scale(
+    run_dir: RunDir,
+    engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],
+    wait: Annotated[
+        float, Option(metavar="S", min=0, help="Seconds to wait for them (600; 0 = none).")
+    ] = 600,
+) -> None:
+    """Have a running job work with another number of engines, within rollout.num_engines={min: 1, max: 8}.
+
+    It holds over a resume. Exit codes: 0 so many work, 1 not within --wait, 2 there can not be so many.
+    """
+    from asyncrl.run.scale import scale_run
+
+    try:
+        scale_run(run_dir, engines, wait, typer.echo)
+    except KeyboardInterrupt:
+        typer.echo("not waiting any more; the run goes on with it")
+        _exit(130)
+
+
+@app.command()
 def simulate(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -301,7 +322,12 @@ def _exit(exit_code: int) -> None:
 def main() -> None:
     """Entry point: an error on purpose is two or three lines on stderr, never a traceback."""
     try:
-        app()
+        try:
+            app()
+        except ModuleNotFoundError as absent:
+            if (module := (absent.name or "").split(".")[0]) not in OF_TRAIN:
+                raise
+            raise without_train(module) from None
     except AsyncrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None

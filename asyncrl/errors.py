@@ -31,6 +31,13 @@ def install_extra(name: str) -> str:
     return f"pip install -e '.[{name}]' in the folder of asyncrl's checkout"
 
 
+OF_TRAIN = frozenset(
+    "datasets llguidance math_verify matplotlib numpy pebble peft rich safetensors tensorboard torch".split()
+    + ["transformers", "xxhash"]
+)
+"""The modules that come with the extra `train`."""
+
+
 class AsyncrlError(Exception):
     """What failed with its values, the rule that was broken, and the way out.
 
@@ -55,6 +62,13 @@ class ConfigError(AsyncrlError):
     """A setting is wrong. Raised before any process is started."""
 
     exit_code = 2
+
+
+def without_train(module: str) -> ConfigError:
+    """The error of a command that needs `module`, one of OF_TRAIN, which is not installed."""
+    what = f"this command needs the package {module}, which is not installed"
+    rule = "it comes with the extra train; what is installed here is enough for `asyncrl work`"
+    return ConfigError(what, rule=rule, way_out=f"{install_extra('train')}.")
 
 
 class CheckpointError(AsyncrlError):

@@ -50,7 +50,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Caller
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.records import SamplingRequest
-from asyncrl.placement.lease import clear_stale_staging, new_staging_dir, remove_staging_dir
+from asyncrl.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.weights.export import export_weights, named_weights
 from asyncrl.weights.tensor_files import digest_tensors, host_bytes
 

@@ -29,7 +29,7 @@ from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.server_maker import ServerMaker
+from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
 from asyncrl.testing.fakes import ask

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.messages.calls import BatchArrays, BatchHeader, Credit, TrajectoryHeader
+from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
+from asyncrl.messages.records import Credit
 
 VOCAB = range(6, 52)
 

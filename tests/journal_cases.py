@@ -13,9 +13,9 @@ import numpy as np
 
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, reading
-from asyncrl.messages.calls import Credit
 from asyncrl.messages.records import (
     Batch,
+    Credit,
     Group,
     GroupId,
     PartialCompletion,

@@ -25,9 +25,9 @@ import pytest
 from job_runs import all_gone
 
 from asyncrl.errors import ConfigError, RoomError
-from asyncrl.placement.on_ray import ray_launcher
 from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher, Node, Order, Process
+from asyncrl.placement.on_ray import ray_launcher
 
 SECRET, OTHER = "the s3cret of its server", "an0ther s3cret"
 LIMIT_S = 60.0

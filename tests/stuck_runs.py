@@ -97,6 +97,7 @@ class House:
             servers=(),
             beside=(),
             supervisors=(),
+            supervisors_beside=(),
             buffer=buffer,
             producers=producers,
             engines=pool,
@@ -105,6 +106,7 @@ class House:
             turns=SimpleNamespace(gauges=dict),
             scorer=scorer,
             checkpointer=SimpleNamespace(gauges=dict),
+            scale=SimpleNamespace(gauges=dict),
             **absent,
         )
         self.watchdog = Watchdog(

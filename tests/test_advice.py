@@ -302,7 +302,7 @@ def test_every_option_that_a_message_names_exists() -> None:
     assert [(where, options) for where, options in named if not known.issuperset(options)] == []
 
 
-@pytest.mark.parametrize("extra", ["harness", "verifiers", "vllm", "smollm2", "dev"])
+@pytest.mark.parametrize("extra", ["train", "harness", "verifiers", "vllm", "smollm2", "dev"])
 def test_an_absent_extra_is_named_with_a_command_that_installs_it(extra: str) -> None:
     assert f"[{extra}]" in install_extra(extra)
     assert f"\n{extra} = " in (ROOT / "pyproject.toml").read_text()

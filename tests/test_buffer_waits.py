@@ -13,7 +13,7 @@ from rollout_cases import virtual
 
 from asyncrl.buffer.buffer import Buffer, rewards_of
 from asyncrl.errors import TaskError
-from asyncrl.messages.calls import Credit
+from asyncrl.messages.records import Credit
 from asyncrl.testing.virtual_time import all_blocked
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config
+from asyncrl.config.weight_sync import choose_transport, refuse_transport
 from asyncrl.errors import ConfigError
 from asyncrl.placement.devices import place
 
@@ -102,6 +103,41 @@ def test_settings_that_exclude_each_other_are_refused_with_what_to_write(path: P
     with pytest.raises(ConfigError) as caught:
         place(load_config(path, settings(given)), 0)
     assert says in str(caught.value)
+
+
+ON_TWO_NODES = r"""
+weight_sync.transport=shm -> its file is in the shared memory of one machine
+rollout.engine=vllm weight_sync.transport=nccl -> find each other in a file of one machine
+rollout.engine=vllm weight_sync.transport=ipc -> handles name memory of one machine's devices
+"""
+
+
+@pytest.mark.parametrize("line", ON_TWO_NODES.strip().splitlines())
+def test_a_transport_that_ends_at_the_machine_is_refused_on_two_nodes(path: Path, line: str) -> None:
+    given, _, says = line.partition(" -> ")
+    config = load_config(path, settings(given))
+    with pytest.raises(ConfigError, match="the run is on 2 nodes") as caught:
+        refuse_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
+    assert says in str(caught.value)
+    assert "set weight_sync.transport=stream" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "transport"),
+    [
+        ("seed=1", "stream"),
+        ("rollout.engine=vllm", "stream"),
+        ("weight_sync.disk_dir=/data", "disk"),
+    ],
+)
+def test_on_two_nodes_auto_goes_from_node_to_node_or_by_the_disk_that_is_given(
+    path: Path, line: str, transport: str
+) -> None:
+    config = load_config(path, settings(line))
+    chosen = choose_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)[0]
+    assert chosen == transport
+    settled = load_config(path, [*settings(line), f"weight_sync.transport={chosen}"])
+    refuse_transport(settled, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
 
 
 @pytest.mark.parametrize("line", TAKEN.strip().splitlines())

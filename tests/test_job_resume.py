@@ -17,12 +17,17 @@ from job_runs import (
     RUN,
     all_gone,
     children_of,
+    ended,
+    engine_events,
     environment,
+    interrupt,
+    popen,
     read_lines,
     run,
     staging_of,
     start,
     variant,
+    wait_for_more_steps,
     wait_for_steps,
     wait_until,
     write_config,
@@ -31,6 +36,8 @@ from resume_checker import effective, read_evidence, violations
 
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import load_config
+from asyncrl.errors import ConfigError
+from asyncrl.run.scale import scale_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -195,6 +202,51 @@ def test_an_asynchronous_run_with_a_filter_loses_nothing_and_keeps_its_bound(tmp
     }
     assert max(ages) > 0, "the run was not asynchronous at all"
     assert max(ages) <= 3
+
+
+def test_a_run_that_is_scaled_up_and_down_and_killed_loses_nothing_and_keeps_its_bound(
+    tmp_path: Path,
+) -> None:
+    config = fuzz_config(
+        tmp_path,
+        task={"size": 500},
+        buffer={"max_staleness": 3, "look_ahead": 3},
+        rollout={"num_engines": {"min": 1, "max": 2}, "max_tokens": 100},
+        trainer={"num_steps": 100_000, "num_groups": 2},
+    )
+    run_dir, said = tmp_path / "run", list[str]()
+    process = start(config, run_dir)
+    wait_for_steps(run_dir, 2, process)
+    for num in (2, 1, 2):
+        asked = ended(popen(run_dir, f"engines={num}", command=[*RUN[:-1], "scale"]))
+        assert asked.returncode == 0, asked.stderr
+        said += asked.stdout.splitlines()[-1:]
+        wait_for_more_steps(run_dir, 3, process)
+    assert said == ["2 of 2 engines work", "1 of 1 engines work", "2 of 2 engines work"]
+    kill_tree(process)
+    happened = [
+        ("engine unparked", "engine-1"),
+        ("engine parked", "engine-1"),
+        ("engine unparked", "engine-1"),
+    ]
+    assert engine_events(run_dir) == happened
+    steps = read_lines(run_dir / "metrics.jsonl")
+    assert {step["engine/up"] for step in steps} == {1, 2}
+    assert steps[-1]["engine/restarts"] == 0
+    assert violations(read_evidence(run_dir), promise_of(config)) == []
+
+    process = start(config, run_dir)
+    wait_for_more_steps(run_dir, 3, process)
+    children = children_of(process, "specs/engine-")
+    assert len(children) == 2, "it goes on with what was asked for"
+    scale_run(run_dir, "engines=1", 240.0, said.append)
+    assert all_gone(children[1:])
+    wait_for_more_steps(run_dir, 2, process)
+    _, stderr = interrupt(process)
+    assert process.returncode == 130, stderr
+    assert violations(read_evidence(run_dir), promise_of(config)) == []
+    with pytest.raises(ConfigError, match="no run is under way"):
+        scale_run(run_dir, "engines=2", 1.0, said.append)
 
 
 TURNS = {"rollout": "trainer"}

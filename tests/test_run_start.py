@@ -26,12 +26,13 @@ from asyncrl.placement.devices import place
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.machine import CudaDevice
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
-from asyncrl.run import build, server_maker
+from asyncrl.run import build
 from asyncrl.run import start as startup
 from asyncrl.run.build import Parts
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.engine_kinds import KINDS, engine_kind
-from asyncrl.run.server_maker import ServerMaker
+from asyncrl.run.servers import server_maker
+from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.run.start import Server
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
-from asyncrl.messages.calls import CommitResponse
+from asyncrl.messages.calls import CommitResponse, ExportResponse
 from asyncrl.messages.records import Batch
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -166,6 +166,47 @@ def test_an_engine_that_dies_or_is_silent_is_named_with_the_versions_that_each_o
     assert f"engine-1 failed in {phase} of policy_version 1" in error
     assert versions in error
     assert how == "die" or "within 60 s" in error
+
+
+def test_each_engine_reads_what_lies_on_its_node_and_a_node_that_gets_nothing_loses_its_engines_alone() -> (
+    None
+):
+    asked, live_ones = list[str](), list[Sequence[str]]()
+
+    async def locate(engine: str, sent: Any, live: Sequence[str] = ()) -> Any:
+        asked.append(engine)
+        live_ones.append(list(live))
+        await asyncio.sleep(3.0)
+        if engine == "engine-1":
+            raise EngineLost(engine, "its node gets no weights")
+        return sent.model_copy(update={"path": f"on the node of {engine}"})
+
+    async def story(house: House) -> None:
+        read = dict[str, str]()
+        for target in house.targets:
+            target.prepare = reading(target, read)  # type: ignore[method-assign]
+        house.trainer.step()
+        await asyncio.sleep(EXPORT_S + 3.0 + PREPARE_S + 2.0)
+        assert (house.lost, house.versions()) == (["engine-1"], [1, 0, 1])
+        assert read == {name: f"on the node of {name}" for name in ("engine-0", "engine-2")}
+        house.fakes[1].restart()
+        house.targets[1].renew_nowait()
+        with pytest.raises(EngineLost, match="gets no weights"):
+            await house.publisher.bring_up("engine-1")
+
+    def reading(target: EngineServer, read: dict[str, str]) -> Callable[[ExportResponse], Any]:
+        prepare = target.prepare
+
+        async def note(manifest: ExportResponse) -> str:
+            read[target.name] = manifest.path
+            return await prepare(manifest)
+
+        return note
+
+    live(story, 0.5, 0.5, 0.5, locate=locate)
+    names = ["engine-0", "engine-1", "engine-2"]
+    assert asked == [*names, "engine-1"]
+    assert live_ones == [names, names, names, ["engine-1"]]
 
 
 def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:

@@ -16,9 +16,9 @@ from asyncrl.agents.verifiers import load_taskset
 from asyncrl.config import RunConfig, TaskConfig, load_config
 from asyncrl.errors import ConfigError, RewardFailure
 from asyncrl.messages.records import Prompt
+from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks import Feed, TaskScorer, build_task
 from asyncrl.tasks.from_config import build_score, look_at_task
-from asyncrl.tasks.sources import INFO_KEY
 from asyncrl.tasks.task import PromptTask
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "verifiers_env"
@@ -55,7 +55,7 @@ def test_the_info_of_a_prompt_goes_through_json_and_makes_the_task_again() -> No
     taskset = load_taskset("calculator_env", {})
     task_class = type(taskset).task_type()
     for task, prompt in zip(taskset, [task_of().prompt(index) for index in range(5)], strict=False):
-        row = json.loads(json.dumps(prompt.info))[INFO_KEY]
+        row = json.loads(json.dumps(prompt.info))[VERIFIERS_KEY]
         assert task_class.data_type().model_validate(row) == task.data
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from asyncrl.errors import TrainerError
-from asyncrl.messages.calls import Credit, pack_batch, unpack_batch
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.messages.calls import pack_batch, unpack_batch
+from asyncrl.messages.records import Batch, Credit, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.testing.fake_server import FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.trainer_client import TrainerClient, pack_groups, sampled_by

@@ -37,7 +37,7 @@ from asyncrl.messages.calls import (
 from asyncrl.placement.devices import place
 from asyncrl.placement.model_shape import model_shape
 from asyncrl.run import start as startup
-from asyncrl.run.server_maker import ServerMaker
+from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import sharded_policy
 from asyncrl.trainer.model.policy import find_plan

@@ -130,13 +130,17 @@ class EngineRooms:
         self.publisher = Publisher(trainer, self.targets, **publishing)
         self.turns, supervision = make_turns(), Supervision(config, HEARTBEAT_S, self.told.append, self.tell)
         self.supervisors = {
-            process.name: EngineSupervisor(process, target, self.pool, self.turns, supervision)
+            process.name: self.supervisor(process, target, supervision)
             for process, target in zip(self.processes, self.targets, strict=True)
         }
         self.running = [
             tasks.create_task(supervisor.run(), name=f"watch {name}")
             for name, supervisor in self.supervisors.items()
         ]
+
+    def supervisor(self, process: Any, target: EngineServer, supervision: Supervision) -> EngineSupervisor:
+        """Of one engine."""
+        return EngineSupervisor(process, target, self.pool, self.turns, supervision)
 
     def ask(self, request: SamplingRequest) -> asyncio.Task[Any]:
         """A rollout's request."""

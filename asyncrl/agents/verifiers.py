@@ -22,7 +22,7 @@ from asyncrl.agents.harness import GRACE_S, AnyTask, Session, first_fault
 from asyncrl.config import GeneratorConfig
 from asyncrl.errors import ConfigError, RewardFailure, RolloutFailure, install_extra
 from asyncrl.messages.records import Outcome
-from asyncrl.tasks.sources import INFO_KEY
+from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.user_code import UserCalls, find_here
 
 _NO_KEY_VARIABLE = "ASYNCRL_SESSION_KEY_IS_IN_THE_ADDRESS"
@@ -94,7 +94,7 @@ class VerifiersHarness:
         """The environment's own task again, built as the library's own servers build it from their clients'
         data.
         """
-        data = task.info.get(INFO_KEY)
+        data = task.info.get(VERIFIERS_KEY)
         if data is None:
             what = f"prompt {task.prompt_id} is none of the verifiers environment {self._name}"
             raise ConfigError(what, way_out="set task.verifiers=true in the run's config.")

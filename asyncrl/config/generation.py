@@ -84,13 +84,36 @@ ENGINES: dict[EngineKind, EngineFacts] = {
 }
 
 
+class EngineRange(FrozenConfig):
+    """How many engine servers work at once, in a run in which `asyncrl scale` changes that."""
+
+    min: int = Field(default=1, ge=1)
+    """Fewest."""
+    max: int = Field(ge=1)
+    """Most. Devices, memory and threads are planned for so many; those that do not work have no process."""
+    start: PositiveInt | None = None
+    """So many work at first, until `asyncrl scale` says otherwise (none = min)."""
+
+    @property
+    def first(self) -> int:
+        """Those that a new run starts."""
+        return self.min if self.start is None else self.start
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if not self.min <= self.first <= self.max:
+            said = {name: value for name, value in self if value is not None}
+            raise ValueError(f"{said} is no range: min <= start <= max; write {{min: 1, max: {self.max}}}")
+        return self
+
+
 class RolloutConfig(FrozenConfig):
     """How completions are sampled, and by how many engine servers."""
 
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one prompt, scored against each other."""
-    num_engines: int = Field(default=1, ge=1)
-    """Engine servers."""
+    num_engines: PositiveInt | EngineRange = 1
+    """Engine servers: a number, or {min: 1, max: 8} for a run whose number `asyncrl scale` changes."""
     engine: EngineKind = "embedded"
     """embedded: torch, any Hugging Face causal model. vllm: vLLM's own server (docs/engines.md). simulated: a
     latency model without a model, for load tests: its tokens are random, so nothing is learnt."""
@@ -145,6 +168,22 @@ class RolloutConfig(FrozenConfig):
         return ENGINES[self.engine]
 
     @property
+    def engine_range(self) -> EngineRange:
+        """Fewest and most engines; a plain number is both."""
+        num = self.num_engines
+        return num if isinstance(num, EngineRange) else EngineRange(min=num, max=num)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the number of engines may change in a running job."""
+        return isinstance(self.num_engines, EngineRange)
+
+    @property
+    def max_engines(self) -> int:
+        """Engines that have a name, a place and a port, whether they work or not."""
+        return self.engine_range.max
+
+    @property
     def max_length(self) -> int:
         """Most tokens of prompt and completion together."""
         return self.max_prompt_tokens + self.max_tokens
@@ -166,11 +205,16 @@ class RolloutConfig(FrozenConfig):
                     "set that, or remove it"
                 )
         for name, values in {"ports": self.ports, "urls": self.urls}.items():
-            if values is not None and not len(values) == len(set(values)) == self.num_engines:
+            if values is not None and not len(values) == len(set(values)) == self.max_engines:
                 raise ValueError(
-                    f"rollout.{name}={values}, and each of rollout.num_engines={self.num_engines} engines "
+                    f"rollout.{name}={values}, and each of rollout.num_engines={self.max_engines} engines "
                     f"has one of its own; name each once, or set rollout.num_engines={len(set(values))}"
                 )
+        if self.urls is not None and self.is_scaled:
+            raise ValueError(
+                f"rollout.num_engines is a range, and the run neither starts nor ends the servers of "
+                f"rollout.urls; set rollout.num_engines={len(self.urls)}, or remove rollout.urls"
+            )
         if self.urls is not None and (given := self.given("ports", "vllm", "tensor_parallel")):
             raise ValueError(
                 f"rollout.{given[0]} is for servers that the run starts; remove it or rollout.urls"

@@ -106,7 +106,7 @@ class GeneratorConfig(FrozenConfig):
     workers: PositiveInt = 1
     """Processes that run the rollouts of `python`, `command` and `verifiers`."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
-    """Rollouts in flight at once (auto = rollout.slots * rollout.num_engines; more where harnesses wait for
+    """Rollouts in flight at once (auto = rollout.slots * the engines that work; more where harnesses wait for
     other things).
     """
     stop: list[str] = []

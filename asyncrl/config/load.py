@@ -41,7 +41,7 @@ OTHER_NAMES = {
 """What other frameworks call a setting of ours, by the last part of the key, where that stands in the section
 of ours or in none.
 """
-OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$")
+OF_A_UNION = re.compile(r"\[|^(constrained-)?(int|float|str|bool)$|^EngineRange$")
 """Parts of an error's place that are no key: pydantic names the alternative that it tried."""
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 """What yaml raises: 2024-13-45 is a date to it, 0x_ a number, and both are a ValueError; [[[[... is a

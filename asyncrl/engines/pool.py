@@ -13,11 +13,12 @@ import numpy as np
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.segment_check import EmptySegments, RoutedTokens
 from asyncrl.errors import ConnectionShortage, EngineError, EngineLost
-from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse, TopLogprobs
-from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, VersionSpan
+from asyncrl.messages.calls import GenerateChunk, GenerateRequest, GenerateResponse
+from asyncrl.messages.records import Completion, PartialCompletion, SamplingRequest, TopLogprobs, VersionSpan
 from asyncrl.waits import waiting
 
 ABORT_TIMEOUT_S = 2.0
+DRAIN_TIMEOUT_S = 30.0
 
 OnTokens = Callable[[Sequence[int]], None]
 
@@ -90,6 +91,13 @@ class EnginePool:
         self._router.up.add(self._index[name])
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def drain(self, name: str) -> None:
+        """Give this server no work any more, and have what is there go on elsewhere, with its tokens."""
+        self.down_nowait(name)
+        index = self._index[name]
+        if requests := list(self._sent[index]):
+            await self._abort(self.servers[index], requests, DRAIN_TIMEOUT_S)
 
     async def balance(self) -> None:
         """Move queued requests to servers with free slots; to be called after up_nowait.
@@ -185,10 +193,12 @@ class EnginePool:
         join.add(rest, index)
         tell(rest.token_ids)
 
-    async def _abort(self, server: EngineClient, request_ids: list[str]) -> None:
+    async def _abort(
+        self, server: EngineClient, request_ids: list[str], timeout_s: float = ABORT_TIMEOUT_S
+    ) -> None:
         """A server that gives no answer is lost, and that is seen by the calls that wait for it."""
         with contextlib.suppress(EngineError, ConnectionShortage):
-            await server.abort(request_ids, timeout_s=ABORT_TIMEOUT_S)
+            await server.abort(request_ids, timeout_s=timeout_s)
 
     def _near(self, request: SamplingRequest) -> int:
         """The server that has the turns before this one in its cache, which new weights empty; or -1."""

@@ -17,14 +17,8 @@ from asyncrl.engines.vllm_process import GRAMMARS, Segment, VllmFacts, VllmProce
 from asyncrl.engines.vllm_routes import GENERATE, Finish, Generated, LabelSpan, TopLogprob, vllm_request
 from asyncrl.errors import EngineError, EngineLost, RequestRefused
 from asyncrl.http import CallLost, CallRefused
-from asyncrl.messages.calls import (
-    MAX_TOP_LOGPROBS,
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResponse,
-    Span,
-    TopLogprobs,
-)
+from asyncrl.messages.calls import MAX_TOP_LOGPROBS, GenerateChunk, GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.records import TopLogprobs
 
 Decode = Callable[[Sequence[int]], str]
 _NO_LOGPROB = -9999.0

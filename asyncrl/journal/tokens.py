@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import GrammarSpan, PartialCompletion, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import Credit, GrammarSpan, PartialCompletion, Rollout, Trajectory, VersionSpan
 
 FORMAT = 1
 _LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time

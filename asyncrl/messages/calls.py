@@ -14,11 +14,8 @@ from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
 from asyncrl.messages.base import ChunkMemory, EnginePart, Interrupt, Message, TrainerPart, WeightKind
+from asyncrl.messages.records import Credit, TopLogprobs
 
-TopLogprobs = Sequence[tuple[int, float]]
-"""The most likely tokens at one place: (id, logprob in nats of the distribution that was sampled from), the
-likeliest first.
-"""
 MAX_TOP_LOGPROBS = 20
 
 
@@ -311,21 +308,6 @@ class StateRequest(Message):
 
 
 # A batch on its way to the trainer.
-
-
-@dataclass(frozen=True, slots=True)
-class Credit:
-    """Tokens [start, end) of a trajectory, counted from its first, answer for `reward` as part `unit` of
-    their rollout.
-
-    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
-    have one reward.
-    """
-
-    start: int
-    end: int
-    reward: float
-    unit: int
 
 
 class TrajectoryHeader(Message):

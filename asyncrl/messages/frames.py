@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.messages.base import ErrorBody
-from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span, TopLogprobs
+from asyncrl.messages.calls import GenerateRequest, GenerateResponse, Span
+from asyncrl.messages.records import TopLogprobs
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Ints = npt.NDArray[np.int32]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NewType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import ConfigDict, Field
 
-from asyncrl.messages.calls import Credit, TopLogprobs
+if TYPE_CHECKING:  # a worker (`asyncrl work`) runs where numpy is not installed
+    import numpy as np
+    import numpy.typing as npt
 
 LARGEST_NUMBER = 1e18
 """Largest absolute value of rewards and metrics: means, squares and sums of many stay finite in float32."""
@@ -27,6 +27,10 @@ Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER, allow_inf
 GroupId = NewType("GroupId", int)
 """Number of a group in order of admission, from 0; never reused, so its order is the order of admission."""
 
+TopLogprobs = Sequence[tuple[int, float]]
+"""The most likely tokens at one place: (id, logprob in nats of the distribution that was sampled from), the
+likeliest first.
+"""
 
 Finished = Literal["ready", "filtered", "handed_back"]
 """What became of a finished group: it is ready; buffer.filter replaced it, for it has no gradient; it had
@@ -138,6 +142,21 @@ class PartialCompletion:
     behaviour_logprobs: tuple[float, ...] = ()
     version_spans: tuple[VersionSpan, ...] = ()
     num_interruptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """Tokens [start, end) of a trajectory, counted from its first, answer for `reward` as part `unit` of
+    their rollout.
+
+    Units of one rollout with the same number are one sample of the advantage, wherever their tokens lie, and
+    have one reward.
+    """
+
+    start: int
+    end: int
+    reward: float
+    unit: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

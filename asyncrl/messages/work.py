@@ -38,6 +38,11 @@ MAX_MESSAGE_BYTES = 2**22
 gateway.max_body_bytes limits calls and not these messages.
 """
 
+VERIFIERS_KEY = "verifiers"
+"""A prompt's info has the data of a verifiers task under this key: the worker builds the task again from
+them.
+"""
+
 
 class WorkItem(Message):
     """One attempt of a rollout for a worker. `key` opens the session of this attempt alone; numbers that are

@@ -62,7 +62,15 @@ def read_run(run_dir: str | Path) -> RunFiles:
     """Read a run directory; not trained.jsonl, which only inspect needs (trained.py). Raises ConfigError if
     it is none, or if it or its config cannot be read.
     """
-    folder = Path(run_dir)
+    folder, problems = Path(run_dir), list[str]()
+    config, status = read_config(folder), read_status(folder, problems)
+    steps, evaluations = read_steps(folder, problems), read_evaluations(folder, problems)
+    verdict, state = judge(steps, config) if steps else None, judge_state(status, folder)
+    return RunFiles(folder, config, *state, status, steps, evaluations, verdict, problems)
+
+
+def read_config(folder: Path) -> RunConfig:
+    """That of the run in this directory. Raises ConfigError if it is none, or if it cannot be read."""
     try:
         (folder / CONFIG_FILE).open("rb").close()
     except OSError as error:
@@ -70,14 +78,12 @@ def read_run(run_dir: str | Path) -> RunFiles:
             f"{folder} is no run directory: its {CONFIG_FILE} cannot be read ({error.strerror})",
             way_out="give the directory that `asyncrl run` printed; by default runs/NAME-DATE-TIME.",
         ) from error
-    problems: list[str] = []
-    config, status = load_config(folder / CONFIG_FILE), _read_status(folder / STATUS_FILE, problems)
-    steps, evaluations = read_steps(folder, problems), read_evaluations(folder, problems)
-    verdict, state = judge(steps, config) if steps else None, judge_state(status, folder)
-    return RunFiles(folder, config, *state, status, steps, evaluations, verdict, problems)
+    return load_config(folder / CONFIG_FILE)
 
 
-def _read_status(path: Path, problems: list[str]) -> dict[str, Any]:
+def read_status(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """What the run has written of itself last; {} for nothing that can be read, with why in `problems`."""
+    path = folder / STATUS_FILE
     try:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:

@@ -111,12 +111,15 @@ def _knob(bottleneck: str, steps: Steps, config: RunConfig) -> str:
             return f"buffer.look_ahead={ahead} lets few batches start early; set it to auto or up to {bound}"
     match bottleneck:
         case "generation":
-            engines, slots = config.rollout.num_engines, config.rollout.slots
+            slots, num = config.rollout.slots, config.rollout.max_engines
+            engines = steps.mean("engine/up") or num
             used = steps.mean("rollout/inflight")
-            more = f"rollout.num_engines (now {engines})"
+            more = f"rollout.num_engines (now {engines:.3g})"
+            if engines < num:
+                more = f"engines=N of `asyncrl scale` ({engines:.3g} of at most {num} on average)"
             if used is None or used >= 0.9 * engines * slots:
                 return f"raise rollout.slots (now {slots}) or {more}"
-            return f"raise {more}: only {used:.0f} of {engines * slots} slots were used on average"
+            return f"raise {more}: only {used:.0f} of {engines * slots:.0f} slots were used on average"
         case "stragglers":
             higher = f"raise buffer.max_staleness (now {bound}) to {max(2, 2 * bound)}"
             return f"buffer.on_overdue=mask never waits for a straggler; or {higher}"

@@ -103,7 +103,7 @@ def choose(config: RunConfig, hosts: Hosts) -> tuple[Side, Side]:
         forms["rollout"] = "cpu"
     wants = {
         "trainer": (config.trainer.world_size, 1),
-        "rollout": (rollout.num_engines * split, split),
+        "rollout": (rollout.max_engines * split, split),
     }
     found: dict[str, Side] = {}
     for name, form in sorted(forms.items(), key=lambda item: _openness(item[1])):

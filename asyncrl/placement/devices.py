@@ -132,7 +132,7 @@ def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
     if share is not None:
         _check_share(config, shared)
     _check_numbers(config, hosts, trainer, rollout)
-    num, split = config.rollout.num_engines, config.rollout.tensor_parallel
+    num, split = config.rollout.max_engines, config.rollout.tensor_parallel
     ranks = _deal_ranks(trainer, config.trainer.world_size)
     dealt = tuple(rollout[index % len(rollout)] for index in range(num * split))
     names = tuple(device.name if device.name == "cpu" else hosts.label(device) for device in (*ranks, *dealt))
@@ -183,6 +183,13 @@ def _check_shared(
             "devices that a smaller trainer.world_size leaves"
             + ("; placement.share=0.4 has both work there at once." if shared else "."),
         )
+    if is_turns and config.rollout.is_scaled:
+        raise ConfigError(
+            f"rollout.num_engines is a range, and {written} take turns",
+            rule="a handover moves the same engines each time, and one that does not work would free nothing",
+            way_out=f"set rollout.num_engines={config.rollout.max_engines}, or give each side devices of its "
+            "own.",
+        )
     return is_turns, share
 
 
@@ -206,7 +213,7 @@ def _check_numbers(config: RunConfig, hosts: Hosts, trainer: Side, rollout: Side
     """Each rank has a device of its own, or as many share each CPU; each engine has as many as it is split
     over, of one node; and none named is idle.
     """
-    size, num, split = config.trainer.world_size, config.rollout.num_engines, config.rollout.tensor_parallel
+    size, num, split = config.trainer.world_size, config.rollout.max_engines, config.rollout.tensor_parallel
     written, is_on_cpu = config.placement, trainer[0].name == "cpu"
     if is_on_cpu and size % len(trainer):
         raise ConfigError(

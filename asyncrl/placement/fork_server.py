@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
-import importlib
+import importlib.util
 import io
 import json
 import logging
@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from asyncrl.errors import without_train
 from asyncrl.messages.base import SECRET_ENV, WORKER_KEY_ENV
 from asyncrl.waits import TimeLimit
 
@@ -176,8 +177,12 @@ current: ForkServer | None = None
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """Children of this process are forked in here, where they can be. Enter before any thread is started."""
+    """Children of this process are forked in here, where they can be. Enter before any thread is started.
+    Raises ConfigError where torch, which they need, is not installed.
+    """
     global current
+    if importlib.util.find_spec("torch") is None:
+        raise without_train("torch")
     current = ForkServer()
     try:
         yield

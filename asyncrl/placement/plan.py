@@ -162,11 +162,11 @@ def trainer_threads(
 ) -> int:
     """CPU threads of each trainer rank: its part of the cores that the rollout engines leave (None: on this
     machine, where all are). Neither an eval engine nor turns change it: such a run must be the run without,
-    bit for bit.
+    bit for bit. Of a range of engines the most count: threads are given to a process at its start.
     """
     if config.trainer.threads != "auto":
         return config.trainer.threads
-    engines = config.rollout.num_engines if num_engines is None else num_engines
+    engines = config.rollout.max_engines if num_engines is None else num_engines
     left = (cores or num_cores()) - engines * engine_threads(config, cores)
     return max(1, left // (num_ranks or config.trainer.world_size))
 
@@ -244,13 +244,16 @@ def lay_out(
         (f"engine-{index}", placement.engine_node(index), devices, config.rollout.slots, placement.mode)
         for index, devices in enumerate(placement.engines)
     ]
+    parked = {name for name, *_ in engines[config.rollout.engine_range.first :]}
     if config.eval is not None and placement.evaluation is not None:
         beside = (placement.evaluation,)
         engines.append((EVAL_ENGINE, placement.beside_node, beside, config.eval.slots, "apart"))
     for name, node, devices, slots, mode in engines:
         for one in _engine(config, shape, mode, name, devices, slots):
             where = one.device if one.device == NO_DEVICE else label(NodeDevice(node, one.device))
-            plans.append(replace(one, device=where, node=node, threads=one.threads and threads[node][0]))
+            num = one.threads and threads[node][0]
+            note = f"{one.note}; parked at first" if name in parked else one.note
+            plans.append(replace(one, device=where, node=node, threads=num, note=note))
     if config.teacher is not None and placement.teacher is not None:
         node = placement.beside_node
         one = _teacher(config, config.teacher, placement.teacher)

@@ -214,8 +214,11 @@ class Evaluation:
         timeout_s: float,
         on_result: Callable[[EvalResult], None],
         on_trouble: Callable[[str], None],
+        locate: Callable[[str, ExportResponse], Awaitable[ExportResponse]] | None = None,
     ) -> None:
+        """`locate`: brings weights to the node of the eval engine, where that is another one."""
         self._evaluator, self._target, self._schedule, self._folder = evaluator, target, schedule, folder
+        self._locate = locate
         self.timeout_s = timeout_s
         self._on_result, self._on_trouble = on_result, on_trouble
         self._pending: ExportResponse | None = None
@@ -346,7 +349,8 @@ class Evaluation:
         sent = (manifest.version, manifest.digest)
         try:
             with waiting(f"policy_version {manifest.version} in it", on=self._target.name):
-                found = (manifest.version, await self._target.prepare(manifest))
+                there = manifest if self._locate is None else await self._locate(self._target.name, manifest)
+                found = (manifest.version, await self._target.prepare(there))
                 if found == sent:
                     report = await self._target.commit(*sent, "abort")
                     found = (report.version, report.digest)

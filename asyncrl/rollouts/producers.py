@@ -107,8 +107,8 @@ class Producers:
         ticket is asked for when both are there, so that it is stamped with the version served when its first
         tokens can start. A rollout sleeps for a slot before each attempt. Free slots go to the rollouts of
         admitted groups, earliest deadline first, before they let a new group in.
-    Invariant: every ticket is answered once: finished, failed or handed back. No more than `capacity`
-        rollouts sample, ever: Slots guarantees it.
+    Invariant: every ticket is answered once: finished, failed or handed back. No rollout begins to sample
+        while `capacity` others do: Slots guarantees it.
     """
 
     name = "producers"
@@ -156,6 +156,10 @@ class Producers:
     def num_sampling(self) -> int:
         """Rollouts that hold an engine slot."""
         return self._slots.num_held
+
+    def resize_nowait(self, capacity: int) -> None:
+        """So many rollouts sample at once from now on; those that run stay."""
+        self._slots.resize_nowait(capacity)
 
     def oldest(self) -> list[tuple[str, float]]:
         """(rollout, seconds since it had its first slot) of those that have run longest, oldest first."""

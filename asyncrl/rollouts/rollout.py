@@ -40,9 +40,9 @@ class Slots:
     Life: of a rollout: ask_nowait -> holds a place at once, or waits for one -> give_back_nowait, in either
         case.
     Waits: wait sleeps until the rollout holds its place; wait_spare until a place is free. Both are woken by
-        give_back_nowait.
-    Invariant: no more than `capacity` hold a place, and none waits while one is free: the next one goes to
-        the smallest `order`.
+        give_back_nowait, and by resize_nowait.
+    Invariant: none gets a place while `capacity` hold one, and none waits while one is free: the next one
+        goes to the smallest `order`. Where resize_nowait leaves fewer than are held, nothing is taken back.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -75,7 +75,7 @@ class Slots:
     async def wait_spare(self) -> None:
         """Return when a place is free; then no rollout waits for it."""
         with waiting(self._what_is_free, on="a rollout that ends"):
-            while self.num_held == self.capacity:
+            while self.num_held >= self.capacity:
                 await self._spare.wait()
 
     def _what_is_free(self) -> str:
@@ -87,6 +87,14 @@ class Slots:
             return
         self._waiting.pop(name, None)
         self._held.discard(name)
+        self._hand_out()
+
+    def resize_nowait(self, capacity: int) -> None:
+        """So many places from now on."""
+        self.capacity = capacity
+        self._hand_out()
+
+    def _hand_out(self) -> None:
         while self.num_held < self.capacity and self._queue:
             found = heapq.heappop(self._queue)[1]
             future = self._waiting.pop(found, None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,19 +16,12 @@ from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.errors import EngineLost, RoomError
-from asyncrl.files import write_whole
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.observe.recorder import read_evaluations
 from asyncrl.placement.devices import Placement
-from asyncrl.placement.lease import (
-    ROUTINE,
-    clear_stale_staging,
-    disk_root,
-    new_staging_dir,
-    remove_staging_dir,
-)
+from asyncrl.placement.lease import ROUTINE
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
 from asyncrl.rollouts.generators import HarnessGenerator, Replay, Taught
 from asyncrl.rollouts.producers import Producers
@@ -39,12 +31,15 @@ from asyncrl.run.check import Found, look, make_feed, open_replay, read_task
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.run.engine_kinds import sampled_by
 from asyncrl.run.harnessing import Harnessing, make_generator, num_rollouts
-from asyncrl.run.life import Life
-from asyncrl.run.server_maker import ServerMaker
-from asyncrl.run.start import Server, bring_up, end_all
-from asyncrl.run.supervise import EngineSupervisor, Supervision
+from asyncrl.run.life import Life, run_id
+from asyncrl.run.scale import EngineScale
+from asyncrl.run.servers.relaying import Relaying, make_relaying
+from asyncrl.run.servers.server_maker import ServerMaker
+from asyncrl.run.servers.teaching import Teaching, make_teaching
+from asyncrl.run.start import Server, bring_up, end_all, end_server
+from asyncrl.run.supervise import Supervision, Supervisor
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
-from asyncrl.run.teaching import Teaching, make_teaching
+from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
@@ -74,10 +69,14 @@ class Parts:
         """Where a teacher scores what was sampled."""
         self.meeting: Broadcasts | None = None
         """Where engines and trainer form a group, with weight_sync.transport=nccl."""
+        self.relaying: Relaying | None = None
+        """How weights come to the other nodes, where the run is on several."""
         self.harnessing: Harnessing | None = None
         """Where rollouts are run by harnesses."""
         self.evaluation: Evaluation | None = None
-        self._on_lost = self._engine_lost if job.config.supervision.max_restarts else None
+        # one that leaves has its last calls cut, which is no loss
+        is_heard = job.config.supervision.max_restarts or job.config.rollout.is_scaled
+        self._on_lost = self._engine_lost if is_heard else None
 
     @property
     def servers(self) -> tuple[Server, ...]:
@@ -86,14 +85,21 @@ class Parts:
 
     @property
     def beside(self) -> list[Server]:
-        """The eval engine and the teacher, if there are any: nothing is sampled there to be trained on."""
+        """Eval engine, teacher and relays, if there are any: nothing is sampled there to be trained on."""
         found = (self.eval_server, None if self.teaching is None else self.teaching.server)
-        return [server for server in found if server is not None]
+        relays = () if self.relaying is None else self.relaying.servers
+        return [*relays, *(server for server in found if server is not None)]
+
+    @property
+    def supervisors_beside(self) -> list[Supervisor]:
+        """Of the teacher and the relays; the eval engine has none."""
+        taught = [] if self.teaching is None else [self.teaching.supervisor]
+        return [*taught, *([] if self.relaying is None else self.relaying.supervisors)]
 
     async def open_journal(self) -> None:
         """And the folder where weights are staged."""
         job, config = self._job, self._config
-        disk_dir = await asyncio.to_thread(disk_root, config.weight_sync)
+        disk_dir = await asyncio.to_thread(disk_root, config.weight_sync.disk_dir)
         for root in dict.fromkeys((None, disk_dir)):
             for folder in await asyncio.to_thread(clear_stale_staging, root):
                 logger.info("removed %s, which a run that was killed had left", folder)
@@ -156,6 +162,8 @@ class Parts:
         self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
         """The clients that sample for training: all but that of the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
+        self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, on_change=self._resize)
+        self.relaying = make_relaying(maker, self.staging_dir, self.supervision)
         if config.eval is not None:
             self.eval_server = maker.eval_engine()
             self._eval_target = maker.client(self.eval_server)
@@ -164,16 +172,17 @@ class Parts:
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
         """Returns when all answer. A run that goes on checks its model before they load it."""
-        job, beside = self._job, self.beside
+        job, beside, engines = self._job, self.beside, self._engine_servers[: self.scale.wanted]
         for server in (*self.servers, *beside):
             job.closes(server.name, partial(end_server, server, job.warn))
         hashing = asyncio.ensure_future(asyncio.to_thread(self.pin.read, model_path))
         try:
             if not is_new:
                 await hashing
-            job.tell(f"loading the model in {', '.join(server.name for server in (*self.servers, *beside))}")
+            names = ", ".join(server.name for server in (*self._ranks, *engines, *beside))
+            job.tell(f"loading the model in {names}")
             moves, is_shared = self._placement.moves, self._placement.share is not None
-            servers = (self._ranks, self._engine_servers, beside)
+            servers = (self._ranks, engines, beside)
             await bring_up(*servers, is_shared=moves or is_shared, stays=not moves)
             await hashing
         finally:
@@ -207,7 +216,7 @@ class Parts:
             RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
             spawn=job.spawn,
             group_size=rollout.group_size,
-            capacity=num_rollouts(config),
+            capacity=num_rollouts(config, self.scale.wanted),
             max_failed_groups=rollout.max_failed_groups,
             max_hand_backs=rollout.max_hand_backs,
             journal=self.journal,
@@ -268,6 +277,7 @@ class Parts:
             timeout_s=settings.timeout_s,
             on_result=evaluated,
             on_trouble=job.warn,
+            locate=None if self.relaying is None else self.relaying.spread.locate,
         )
 
     def make_publisher(self) -> None:
@@ -275,7 +285,8 @@ class Parts:
         supervises the engines, and what makes checkpoints.
         """
         config, job, sync = self._config, self._job, self._config.weight_sync
-        num_steps = config.trainer.num_steps
+        num_steps, spread = config.trainer.num_steps, None if self.relaying is None else self.relaying.spread
+        nodes: dict[str, Any] = {} if spread is None else {"locate": spread.locate, "here": spread.here}
         self.publisher = Publisher(
             self.trainer,
             self.targets,
@@ -288,6 +299,7 @@ class Parts:
             is_one_kept=sync.facts.is_one_kept,
             is_file_wanted=lambda version: self.evaluation is not None and self.evaluation.wants(version),
             on_file=self._whole_published,
+            **nodes,
         )
         if self._placement.mode == "colocated":
             self.turns: Turns = TakingTurns(
@@ -304,10 +316,14 @@ class Parts:
             are_ours = config.rollout.urls is None
             self.turns = SideBySide(self.publisher, num_steps=num_steps, spawn=job.spawn, are_ours=are_ours)
         self.supervisors = tuple(
-            EngineSupervisor(server, target, self.engines, self.turns, self.supervision)
+            self.scale.supervisor(server, target, self.turns, self.supervision)
             for server, target in zip(self._engine_servers, self.targets, strict=True)
         )
         self.checkpointer = Checkpointer(self, job)
+
+    def _resize(self, num_engines: int) -> None:
+        """So many engines work."""
+        self.producers.resize_nowait(num_rollouts(self._config, num_engines))
 
     def _engine_lost(self, error: EngineLost) -> None:
         """Called when pool or publisher got no answer from this engine."""
@@ -382,20 +398,3 @@ async def find_task(job: Life, *, is_needed: bool = True) -> Found:
         job.tell("reading the task")
         found = replace(found, task=await asyncio.to_thread(read_task, job.config))
     return found
-
-
-async def end_server(server: Server, warn: Callable[[str], None]) -> None:
-    """Report, at the run's end, processes that did not die: they hold memory, and perhaps a GPU."""
-    await server.aclose()
-    if server.child.left:
-        warn(server.child.left)
-
-
-def run_id(run_dir: Path) -> str:
-    """The name of the run that lies in this directory, made with it; it stays when the directory is moved or
-    copied.
-    """
-    path = run_dir / "run.id"
-    if not path.exists():
-        write_whole(path, secrets.token_hex(8) + "\n")
-    return path.read_text(encoding="utf-8").strip()

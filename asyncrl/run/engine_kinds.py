@@ -32,7 +32,7 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files, load_limit_s
 
 if TYPE_CHECKING:
-    from asyncrl.run.server_maker import ServerMaker
+    from asyncrl.run.servers.server_maker import ServerMaker
     from asyncrl.run.start import Server
 
 Body: TypeAlias = dict[str, Any]

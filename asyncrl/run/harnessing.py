@@ -56,10 +56,11 @@ def model_name(config: RunConfig) -> str:
     return config.gateway.model_name or (Path(config.model.path).name if config.model.path else "policy")
 
 
-def num_rollouts(config: RunConfig) -> int:
-    """Rollouts in flight at once."""
+def num_rollouts(config: RunConfig, num_engines: int | None = None) -> int:
+    """Rollouts in flight at once while so many engines work (None: the most that may)."""
     concurrency = config.generator.concurrency
-    return config.rollout.slots * config.rollout.num_engines if concurrency == "auto" else concurrency
+    num = config.rollout.max_engines if num_engines is None else num_engines
+    return config.rollout.slots * num if concurrency == "auto" else concurrency
 
 
 def make_gateway(

@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import resource
+import secrets
 import shlex
 import signal
 import stat
@@ -24,12 +25,13 @@ from typing import Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
+from asyncrl.files import write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.observe.console import outliving
 from asyncrl.placement.launchers import LocalLauncher
-from asyncrl.placement.lease import clear_own_staging
 from asyncrl.placement.nodes import Launcher
 from asyncrl.run.start import Server, first_death
+from asyncrl.staging import clear_own_staging
 from asyncrl.waits import uncut
 
 logger = logging.getLogger("asyncrl.run.life")
@@ -248,6 +250,16 @@ def make_run_dir(folder: Path, mode: int) -> None:
     except OSError as error:
         what = f"cannot write to {folder}: {error.strerror}"
         raise ConfigError(what, way_out="choose another --run-dir.") from error
+
+
+def run_id(run_dir: Path) -> str:
+    """The name of the run that lies in this directory, made with it; it stays when the directory is moved or
+    copied.
+    """
+    path = run_dir / "run.id"
+    if not path.exists():
+        write_whole(path, secrets.token_hex(8) + "\n")
+    return path.read_text(encoding="utf-8").strip()
 
 
 def run_again(folder: Path, *more: str) -> str:

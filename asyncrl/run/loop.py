@@ -32,9 +32,9 @@ from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, 
 from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
-from asyncrl.run.build import Parts, open_parts, run_id
+from asyncrl.run.build import Parts, open_parts
 from asyncrl.run.check import RUN_COPY
-from asyncrl.run.life import Life, logging_to, make_run_dir, rare_collections, run_again
+from asyncrl.run.life import Life, logging_to, make_run_dir, rare_collections, run_again, run_id
 from asyncrl.run.report import Reporter, processes, reported
 from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.run.supervise import heartbeat
@@ -144,8 +144,7 @@ class Job(Life):
         self.spawn(parts.journal.wait_failed(), name="watch journal")
         self.spawn(parts.trainer.run(), name="watch trainer")
         workers = () if parts.harnessing is None else parts.harnessing.supervisors
-        taught = () if parts.teaching is None else (parts.teaching.supervisor,)
-        for supervisor in (*parts.supervisors, *taught, *workers):
+        for supervisor in (*parts.supervisors, *parts.supervisors_beside, *workers):
             self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         if parts.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")
@@ -211,6 +210,8 @@ class Job(Life):
             parts.producers.resume_nowait(group)
             await asyncio.sleep(0)  # there may be thousands
         self.spawn(parts.producers.run(), name="producers")
+        if not parts.scale.is_fixed:
+            self.spawn(parts.scale.follow(), name="scale")
 
     async def _train_loop(self, parts: Parts) -> None:
         """The loop: a batch that keeps the bound, one optimizer step, and what its weights need before the

@@ -39,16 +39,17 @@ EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
 
 
 def processes(parts: Parts) -> tuple[Server, ...]:
-    """All child processes, those of evaluation and teacher included."""
+    """All child processes, those of evaluation and teacher included; parked engines have none."""
     workers = () if parts.harnessing is None else parts.harnessing.workers
-    return (*parts.servers, *parts.beside, *workers)
+    servers = (server for server in parts.servers if server.name not in parts.scale.parked)
+    return (*servers, *parts.beside, *workers)
 
 
 def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
     """All numbers of the run by name; several by source, where a source may begin anew (a new process)."""
     harnessing, found = parts.harnessing, dict[str, float | Mapping[str, float]]()
     sources: list[Any] = [parts.buffer, parts.producers, parts.engines, parts.publisher, parts.scorer]
-    sources += [parts.trainer, parts.turns, parts.checkpointer]
+    sources += [parts.trainer, parts.turns, parts.checkpointer, parts.scale]
     sources += [] if parts.evaluation is None else [parts.evaluation]
     sources += [] if parts.teaching is None else [parts.teaching.teacher]
     sources += [] if harnessing is None else [harnessing.gateway, harnessing.queue]
@@ -78,8 +79,8 @@ def reported(parts: Parts) -> Reported:
         for name, value in gauges(parts).items()
         if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
     }
-    taught = () if parts.teaching is None else (parts.teaching.supervisor,)
-    is_starting = any(one.is_starting for one in (parts.trainer, *parts.supervisors, *taught))
+    supervisors = (parts.trainer, *parts.supervisors, *parts.supervisors_beside)
+    is_starting = any(one.is_starting for one in supervisors)
     return Reported(marks, tuple(parts.producers.oldest()), is_starting)
 
 
@@ -253,9 +254,11 @@ class Reporter(Voice):
                 "rollouts": {name: now[f"rollout/{name}"] for name in rollouts},
                 "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
                 "engines": {
-                    server.name: "down" if server.name in down else f"policy_version {server.policy_version}"
+                    server.name: parts.scale.words(server.name)
+                    or ("down" if server.name in down else f"policy_version {server.policy_version}")
                     for server in parts.engines.servers
                 },
+                "engines_wanted": None if parts.scale.is_fixed else parts.scale.wanted,
                 "turns": parts.turns.status() or None,
                 "evaluation": parts.evaluation and asdict(parts.evaluation.stats()),
                 "warnings": self._warnings or None,

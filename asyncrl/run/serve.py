@@ -37,7 +37,7 @@ from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind, sampled_by
 from asyncrl.run.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
 from asyncrl.run.life import Life, Voice, logging_to, make_run_dir
-from asyncrl.run.server_maker import ServerMaker
+from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.run.start import Server, start_all
 from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
@@ -81,6 +81,9 @@ def open_folder(
     something else.
     """
     with opened(config.launcher) as launcher:
+        rollout, num = config.rollout, config.rollout.engine_range.first  # nothing scales what is served
+        given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
+        config = config.model_copy(update={"rollout": rollout.model_copy(update=given)})
         config, settled = settle(config, launcher.nodes)
         for words in settled:
             Voice().say(words)
@@ -95,9 +98,7 @@ def open_folder(
         make_run_dir(folder, config.observe.dir_mode)
         lock = RunLock(folder / "run.lock").acquire()
         try:
-            shutil.rmtree(
-                folder / "model", ignore_errors=True
-            )  # of the last time, and of another config perhaps
+            shutil.rmtree(folder / "model", ignore_errors=True)  # of the last time, perhaps of another config
             write_whole(own, run_config_yaml(config))
             with logging_to(folder):
                 yield folder, config, launcher

@@ -14,13 +14,14 @@ from typing import Any, TypeAlias
 from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineError, RoomError
 from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.base import RelayHealth
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
 from asyncrl.placement.nodes import Process
 from asyncrl.waits import TimeLimit
 
-Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth
+Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth | RelayHealth
 START_TIMEOUT_S = 300.0
 STATE_TIMEOUT_S = 5.0
 
@@ -36,7 +37,7 @@ class Server:
 
     child: Process
     caller: Caller
-    answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth]
+    answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth] | type[RelayHealth]
     health: Health | None = None
     engine: EngineClient | None = None
     ready: Callable[[], Awaitable[Health]] | None = None
@@ -185,3 +186,10 @@ async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError 
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         await end_all(waits)
     return next((child.death() for child in children if child.returncode is not None), None)
+
+
+async def end_server(server: Server, warn: Callable[[str], None]) -> None:
+    """Report, at the run's end, processes that did not die: they hold memory, and perhaps a GPU."""
+    await server.aclose()
+    if server.child.left:
+        warn(server.child.left)

@@ -1,4 +1,4 @@
-"""Keeps the processes of a run going: engine servers, the teacher, the ranks of the trainer, agents' workers.
+"""Keeps the processes of a run going: engine servers, the ranks of the trainer, agents' workers, the teacher.
 
 One that dies or does not answer is started again; what has to follow (weights for an engine, a state and
 batches for the trainer) is part of it. Too many restarts end the run.
@@ -19,7 +19,6 @@ from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.teacher import Teacher
 from asyncrl.errors import (
     ConnectionShortage,
     EngineLost,
@@ -80,6 +79,11 @@ class Restarts:
     def works_nowait(self) -> None:
         """It is up, and does its work."""
         self._works_since_s = asyncio.get_running_loop().time()
+
+    def rests_nowait(self) -> None:
+        """It is not wanted for now: when it is again, it begins anew."""
+        self._works_since_s = None
+        self._counting.clear()
 
     def again_nowait(self, lost: RoomError) -> int:
         """Count one more restart; returns how many count. Raises the RoomError that ends the run if that is
@@ -142,14 +146,13 @@ class Supervisor:
 
     async def run(self) -> None:
         """Watch, and start again, until cancelled. Raises the RoomError that ends the run."""
+        lost = None if self.is_up else await self._start()
         while True:
-            self._restarts.works_nowait()
-            lost = await self._until_lost(self._wait_unfit())
-            while lost is not None:
-                try:
-                    lost = await self._replace(lost)
-                finally:
-                    self.is_starting = False
+            if lost is None:
+                self._restarts.works_nowait()
+                lost = await self._until_lost(self._wait_unfit())
+            else:
+                lost = await self._replace(lost)
 
     async def _replace(self, lost: RoomError) -> RoomError | None:
         """One restart: why it was lost again, or None once it is where it was."""
@@ -163,16 +166,33 @@ class Supervisor:
         logger.warning("%s is lost: %s", self.name, lost)
         self._down(lost)
         self.is_starting = True
+        try:
+            await self._end()
+            words = f"starting {self.whom} again, {number} of {self.config.max_restarts}"
+            self._warn(f"{in_short(lost)}; {words}")
+            about = {"name": self.name, "restart": self.num_restarts}
+            self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
+            since_s = asyncio.get_running_loop().time()
+            await asyncio.sleep(min(self.config.backoff_s * 2.0 ** (number - 1), MAX_BACKOFF_S))
+        finally:
+            self.is_starting = False
+        again = await self._start()
+        if again is None:
+            down_s = asyncio.get_running_loop().time() - since_s
+            self._on_event(f"{self.kind} up", {**about, "down_s": down_s, **self._told_up()})
+        return again
+
+    async def _end(self) -> None:
+        """End the processes, and tell of what does not die."""
         for process in self._processes:
             if left := await process.end():
                 self._warn(left)
-        self._warn(f"{in_short(lost)}; starting {self.whom} again, {number} of {self.config.max_restarts}")
-        about = {"name": self.name, "restart": self.num_restarts}
-        self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
-        since_s = asyncio.get_running_loop().time()
-        await asyncio.sleep(min(self.config.backoff_s * 2.0 ** (number - 1), MAX_BACKOFF_S))
+
+    async def _start(self) -> RoomError | None:
+        """New processes where none are: why they were lost again, or None once they are where they have to
+        be.
+        """
         self._report, self._reported = None, asyncio.Event()
-        self.is_starting = False
         async with self._room():
             await self._before_start()
             self.is_starting = True
@@ -183,14 +203,13 @@ class Supervisor:
                 raise
             except RoomError as error:
                 return error
-            self.is_starting = False
+            finally:
+                self.is_starting = False
             again = await self._until_lost(self._bring_back()) or self._report
             if again is not None:
                 return again
         self.is_up = True
-        more = await self._works_again()
-        down_s = asyncio.get_running_loop().time() - since_s
-        self._on_event(f"{self.kind} up", {**about, "down_s": down_s, **more})
+        await self._works_again()
         return None
 
     async def _until_lost(self, work: Coroutine[Any, Any, None]) -> RoomError | None:
@@ -223,8 +242,11 @@ class Supervisor:
     async def _bring_back(self) -> None:
         """Bring new processes to where the old ones were."""
 
-    async def _works_again(self) -> Mapping[str, Any]:
-        """It is up; returns what the journal notes beside."""
+    async def _works_again(self) -> None:
+        """It is up."""
+
+    def _told_up(self) -> Mapping[str, Any]:
+        """What the journal notes of it once it is up again."""
         return {}
 
     async def _wait_unfit(self) -> None:
@@ -253,6 +275,9 @@ class EngineSupervisor(Supervisor):
             self._lost_by(error)
 
     def _down(self, lost: RoomError) -> None:
+        self._leave_nowait()
+
+    def _leave_nowait(self) -> None:
         self.is_up = False
         self._client.cut_nowait()
         self._pool.down_nowait(self.name)
@@ -267,36 +292,9 @@ class EngineSupervisor(Supervisor):
     async def _bring_back(self) -> None:
         await self._turns.bring_up(self.name)
 
-    async def _works_again(self) -> Mapping[str, Any]:
+    async def _works_again(self) -> None:
         self._pool.up_nowait(self.name)
         await self._pool.balance()
-        return {}
-
-
-class TeacherSupervisor(Supervisor):
-    """Keeps the teacher going; while it is down, rollouts wait for what it says of them."""
-
-    kind = "teacher"
-
-    def __init__(self, process: Server, client: Teacher, supervision: Supervision) -> None:
-        super().__init__([process], supervision)
-        self._client = client
-
-    def lost_nowait(self, error: EngineLost) -> None:
-        """A call got no answer. The teacher is down when this returns; run starts it again."""
-        if not error.is_told:
-            self._lost_by(error)
-
-    def _down(self, lost: RoomError) -> None:
-        self.is_up = False
-        self._client.down_nowait()
-
-    async def _before_start(self) -> None:
-        self._client.renew_nowait()
-
-    async def _works_again(self) -> Mapping[str, Any]:
-        self._client.up_nowait()
-        return {}
 
 
 class WorkerSupervisor(Supervisor):

@@ -207,8 +207,10 @@ class SupervisedTrainer(Supervisor):
         if self._offloaded:
             await self.client.offload(sorted(self._offloaded))
 
-    async def _works_again(self) -> Mapping[str, Any]:
+    async def _works_again(self) -> None:
         self._wake()
+
+    def _told_up(self) -> Mapping[str, Any]:
         return {"policy_version": self.client.policy_version}
 
     def _wake(self) -> None:

@@ -16,10 +16,15 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, PublishError
 from asyncrl.messages.base import Interrupt, Moved
 from asyncrl.messages.calls import ExportResponse
-from asyncrl.sync.push import OnLost, Push, PushReport, WeightTrainer
+from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
 from asyncrl.waits import TimeLimit, waiting
 
 T = TypeVar("T")
+
+
+async def in_this_file(manifest: ExportResponse) -> ExportResponse:
+    """Where the trainer is on the controller's node."""
+    return manifest
 
 
 class Publisher:
@@ -31,9 +36,9 @@ class Publisher:
         in chunks -> announce(). An engine is live, or down from down_nowait until bring_up has given its new
         process the announced weights (in turns: until up_nowait, before the next push).
     Waits: run sleeps in the trainer's wait_version_above, then in export, prepare and commit, each at most
-        timeout_s; the train loop sleeps in wait_exported_or_busy, woken once an export is begun. bring_up and
-        pushes sleep in `_turn` for each other, so that no returning engine misses a version in between. push
-        sleeps in a Push.
+        timeout_s; the train loop sleeps in wait_exported_or_busy, woken once an export is begun. bring_up,
+        leave and pushes sleep in `_turn` for each other, so that no returning engine misses a version in
+        between. push sleeps in a Push.
     Invariant: on_served(v) is called only after every live engine has said that it serves v, with the digest
         that the trainer sent: Push guarantees it. With none live nothing holds an older version: the version
         is announced, and an engine that returns gets it first. Versions are announced in order; beside
@@ -44,7 +49,8 @@ class Publisher:
     (`is_one_kept`), it makes none while an engine is brought up with it. `is_rolling`: engines swap one after
     the other; on_served tells the oldest version. Without `on_lost` an engine that is lost ends the run. The
     file of an export is there until on_published returns. In turns there is none: `on_file` gets one of the
-    versions that is_file_wanted.
+    versions that is_file_wanted. On several nodes `locate` brings weights to an engine's node, and `here` a
+    file that is wanted to the controller's.
     """
 
     def __init__(
@@ -59,14 +65,18 @@ class Publisher:
         interrupt: Interrupt = "abort",
         is_rolling: bool = False,
         is_one_kept: bool = False,
+        locate: Locate = in_place,
+        here: Callable[[ExportResponse], Awaitable[ExportResponse]] = in_this_file,
         is_file_wanted: Callable[[int], bool] = lambda _: False,
         on_file: Callable[[ExportResponse], None] = lambda _: None,
     ) -> None:
         self._trainer, self._targets = trainer, tuple(targets)
-        self._push = partial(Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling)
+        self._push = partial(
+            Push, timeout_s=timeout_s, interrupt=interrupt, is_rolling=is_rolling, locate=locate
+        )
         self._timeout_s, self._is_one_kept = timeout_s, is_one_kept
         self._on_served, self._on_published, self._on_lost = on_served, on_published, on_lost
-        self._is_file_wanted, self._on_file = is_file_wanted, on_file
+        self._is_file_wanted, self._on_file, self._here = is_file_wanted, on_file, here
         self._down: set[str] = set()
         self._turn = asyncio.Lock()
         self._announced: ExportResponse | None = None
@@ -133,6 +143,11 @@ class Publisher:
                     raise lost[0]
             self._down.discard(name)
 
+    async def leave(self, name: str) -> None:
+        """Leave this engine out from the next push on; none goes to it when this returns."""
+        async with self._turn:
+            self._down.add(name)
+
     def start_before_nowait(self, version: int) -> None:
         """Before run: the engines have other weights than those of `version`, whose push is the first."""
         self._exported_version = version - 1
@@ -179,7 +194,7 @@ class Publisher:
         to `on_file` in one file, then remove it.
         """
         if self._is_file_wanted(version):
-            manifest = await self._trainer.export()
+            manifest = await self._here(await self._trainer.export())
             self._on_file(manifest)
             Path(manifest.path).unlink(missing_ok=True)  # noqa: ASYNC240  a name in shared memory
 
@@ -205,7 +220,8 @@ class Publisher:
         self._announced = manifest
         self._count(manifest.version, replace(report, export_s=export_s))
         self._on_served(manifest.version)
-        self._on_published(manifest)
+        is_read_here = manifest.path and self._is_file_wanted(manifest.version)
+        self._on_published(await self._here(manifest) if is_read_here else manifest)
         self._set_pushing(False)
 
     def _count(self, version: int, report: PushReport) -> None:

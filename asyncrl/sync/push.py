@@ -5,7 +5,7 @@ commit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -17,8 +17,22 @@ from asyncrl.waits import TimeLimit, waiting
 
 Result = TypeVar("Result")
 OnLost = Callable[[EngineLost], None]
+Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 RESTART = "read the log of the engine that is named, then start the run again."
 _ANNOUNCED = "a version is announced only when every engine serves it, with the digest that was sent"
+
+
+class Locate(Protocol):
+    """Where weights are several nodes' matter: brings them to the node of this engine, and says where they
+    lie there; `live` are all that get them at once (spread.Spread). Raises RoomError.
+    """
+
+    async def __call__(self, engine: str, sent: Sent, live: Collection[str] = ()) -> Sent: ...
+
+
+async def in_place(engine: str, sent: Sent, live: Collection[str] = ()) -> Sent:
+    """Locate on one machine: where the trainer has put them."""
+    return sent
 
 
 class WeightTrainer(Protocol):
@@ -90,18 +104,24 @@ class Push:
         on_lost: OnLost | None = None,
         is_rolling: bool = False,
         is_down: Callable[[str], bool] = lambda _: False,
+        locate: Locate = in_place,
     ) -> None:
         self.version, self.live = version, tuple(targets)
         self._timeout_s, self._on_lost = timeout_s, on_lost
         self._interrupt: Interrupt = interrupt
-        self._is_rolling, self._is_down = is_rolling, is_down
+        self._is_rolling, self._is_down, self._locate = is_rolling, is_down, locate
         self._serving: dict[str, str] = {target.name: str(served) for target in targets}
 
     async def whole(self, manifest: ExportResponse) -> PushReport:
         """Prepare and commit. Raises PublishError with the versions that each engine has now."""
         clock = asyncio.get_running_loop().time
         start = clock()
-        digests = await self._on(self.live, "prepare", lambda target: target.prepare(manifest))
+        names = [target.name for target in self.live]
+
+        async def prepare(target: EngineClient) -> str:
+            return await target.prepare(await self._locate(target.name, manifest, names))
+
+        digests = await self._on(self.live, "prepare", prepare)
         self._check_digests("loaded", digests, manifest.digest)
         return await self._commit(manifest.digest, 0.0, clock() - start)
 
@@ -131,8 +151,12 @@ class Push:
         )
 
     async def _load(self, chunk: ExportChunkResponse) -> None:
-        phase = f"load_chunk {chunk.index}"
-        digests = await self._on(self.live, phase, lambda target: target.load_chunk(chunk))
+        names = [target.name for target in self.live]
+
+        async def load(target: EngineClient) -> str:
+            return await target.load_chunk(await self._locate(target.name, chunk, names))
+
+        digests = await self._on(self.live, f"load_chunk {chunk.index}", load)
         self._check_digests(f"loaded chunk {chunk.index} of", digests, chunk.digest)
 
     async def _commit(self, digest: str, export_s: float, prepare_s: float) -> PushReport:

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.messages.records import Prompt
+from asyncrl.messages.work import VERIFIERS_KEY
 from asyncrl.tasks.task import Item, UserCodeFailed, no_reward, user_code
 
 Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
@@ -154,10 +155,6 @@ class GymTask:
         return float(self._dataset.score_answer(said, entry=entry))
 
 
-INFO_KEY = "verifiers"
-"""Item.info has the task's own data under this key: the worker builds the task again from them."""
-
-
 class VerifiersTask:
     """The tasks of a verifiers environment (https://github.com/PrimeIntellect-ai/verifiers): `taskset` in its
     own order; of one without an end the first `size`.
@@ -212,7 +209,7 @@ class VerifiersTask:
             said = data.prompt or ()
             messages += [{"role": one.role, "content": self._text(one.content, index)} for one in said]
         opening = {"role": "user", "content": "(the environment opens the conversation)"}
-        return Item(messages or [opening], info={INFO_KEY: row})
+        return Item(messages or [opening], info={VERIFIERS_KEY: row})
 
     def _text(self, content: Any, index: int) -> str:
         """The text of a message; there may be none beside tool calls."""

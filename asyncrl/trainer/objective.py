@@ -23,7 +23,8 @@ from asyncrl.algorithms import losses
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.algorithms.registry import WHOLE_BATCH, WITHIN_RATIO, importance_cap, resolve
 from asyncrl.errors import ConfigError
-from asyncrl.messages.calls import BatchArrays, BatchHeader, Credit
+from asyncrl.messages.calls import BatchArrays, BatchHeader
+from asyncrl.messages.records import Credit
 from asyncrl.serving import Refused
 from asyncrl.trainer.model.packing import BoolN, MicroBatch
 from asyncrl.trainer.model.tree import IntN

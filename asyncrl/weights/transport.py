@@ -3,8 +3,9 @@ the table of all.
 
 shm and disk: the trainer writes all weights as one safetensors file into its staging folder, in shared memory
 or in weight_sync.disk_dir, which other machines can read. Engines read, copy and hash it beside generation
-(prepare) and swap to the copy (commit). In turns an engine that slept has memory for one set of weights: they
-go chunk by chunk (export.py), with ipc through memory that both sides open (ipc.py). The other ways are
+(prepare) and swap to the copy (commit). stream is shm for engines on several nodes: a relay on each brings
+the file to its shared memory (relay.py). In turns an engine that slept has memory for one set of weights:
+they go chunk by chunk (export.py), with ipc through memory that both sides open (ipc.py). The other ways are
 in adapters.py (lora) and nccl.py. What a transport needs of engine, placement and config is in
 asyncrl/config/weight_sync.py, which needs no torch; how vLLM takes what comes, in
 asyncrl/engines/vllm_weights.py.
@@ -100,6 +101,7 @@ def make_transport(name: TransportName, end: TrainerEnd) -> Transport:
     ways: dict[TransportName, type[Transport]] = {
         "shm": Transport,
         "disk": Transport,
+        "stream": Transport,
         "ipc": Transport,
         "lora": AdapterTransport,
         "nccl": BroadcastTransport,

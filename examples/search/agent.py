@@ -1,7 +1,7 @@
 """A search agent in the style of Search-R1: the model asks a search tool until it can answer; the reward is
 an exact match.
 
-    pip install -e '.[harness]'
+    pip install -e '.[train,harness]'
     asyncrl run examples/search/search.yaml
 
 The corpus lies beside this file; another one is a JSON-lines file of `title` and `text`

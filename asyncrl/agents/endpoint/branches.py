@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncrl.errors import RolloutFailure
-from asyncrl.messages.calls import Credit
-from asyncrl.messages.records import GrammarSpan, Outcome, Rollout, Trajectory, VersionSpan
+from asyncrl.messages.records import Credit, GrammarSpan, Outcome, Rollout, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.chats import RecordedChat

@@ -101,7 +101,7 @@ class RayLauncher:
         """One bundle for each node."""
         import ray
 
-        wanted = {number: _bundle(devices) for number, devices in parts.items() if devices}
+        wanted = {number: _bundle(devices) for number, devices in parts.items()}
         for number, bundle in wanted.items():
             self._refuse_too_little(number, bundle)
         await self._reserve(wanted)
@@ -125,7 +125,10 @@ class RayLauncher:
     async def _reserve(self, wanted: Mapping[int, Mapping[str, float]]) -> None:
         from ray.util import placement_group, remove_placement_group
 
-        pinned = [{**bundle, self._pin(number): PIN} for number, bundle in wanted.items()]
+        pinned = [
+            {name: value for name, value in bundle.items() if value} | {self._pin(number): PIN}
+            for number, bundle in wanted.items()
+        ]
         words = ", ".join(f"{_in_words(bundle)} of {self.nodes[key].name}" for key, bundle in wanted.items())
         group = self._group = await asyncio.to_thread(placement_group, pinned, strategy="PACK")
         with waiting(f"{words}, until Ray has them free", on="Ray"):

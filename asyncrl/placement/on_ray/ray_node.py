@@ -17,8 +17,8 @@ from typing import Any
 from asyncrl.errors import RoomError
 from asyncrl.placement.fork_server import ONE_THREAD
 from asyncrl.placement.nodes import Node, Order
-from asyncrl.placement.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, death_of, read_log, tail_of
 from asyncrl.placement.on_ray.ray_host import News, Refused, Started
+from asyncrl.placement.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, death_of, read_log, tail_of
 from asyncrl.waits import TimeLimit, waiting
 
 logger = logging.getLogger("asyncrl.placement.on_ray.ray_node")

@@ -12,15 +12,41 @@ import xxhash
 
 from asyncrl.config import RunConfig
 from asyncrl.engines.teacher import Teacher
-from asyncrl.errors import ConfigError, EngineLost
+from asyncrl.errors import ConfigError, EngineLost, RoomError
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_vocabulary
-from asyncrl.run.supervise import Supervision, TeacherSupervisor
+from asyncrl.run.start import Server
+from asyncrl.run.supervise import Supervision, Supervisor
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 if TYPE_CHECKING:
-    from asyncrl.run.server_maker import ServerMaker
+    from asyncrl.run.servers.server_maker import ServerMaker
 
 KEY = "teacher.path"
+
+
+class TeacherSupervisor(Supervisor):
+    """Keeps the teacher going; while it is down, rollouts wait for what it says of them."""
+
+    kind = "teacher"
+
+    def __init__(self, process: Server, client: Teacher, supervision: Supervision) -> None:
+        super().__init__([process], supervision)
+        self._client = client
+
+    def lost_nowait(self, error: EngineLost) -> None:
+        """A call got no answer. The teacher is down when this returns; run starts it again."""
+        if not error.is_told:
+            self._lost_by(error)
+
+    def _down(self, lost: RoomError) -> None:
+        self.is_up = False
+        self._client.down_nowait()
+
+    async def _before_start(self) -> None:
+        self._client.renew_nowait()
+
+    async def _works_again(self) -> None:
+        self._client.up_nowait()
 
 
 class Teaching:

@@ -112,7 +112,7 @@ class ServerMaker:
             key = os.environ.get(KEY_ENV, "")
             foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
             return [self._engine_server(child, key) for child in foreign]
-        ports: Sequence[int | None] = rollout.ports or [None] * rollout.num_engines
+        ports: Sequence[int | None] = rollout.ports or [None] * rollout.max_engines
         placement = self.placement
         return [
             self._engine(f"engine-{number}", placement.engines[number], port, placement.engine_node(number))
@@ -219,11 +219,11 @@ class ServerMaker:
         """Have the launcher reserve what these servers take (`serves_only`: the engines), then see that each
         node can read what its processes read. Raises ConfigError or RoomError.
         """
-        placement, parts = self.placement, defaultdict[int, list[str]](list)
+        placement, parts = self.placement, defaultdict[int, list[str]](list, {0: []})
         if self.config.rollout.urls is None:
             for number, devices in enumerate(placement.engines):
                 parts[self.placement.engine_node(number)] += devices
-        files = [(node, self.model_path / "config.json") for node in parts]
+        files = [(node, self.model_path / "config.json") for node, devices in parts.items() if devices]
         if not serves_only:
             for rank, device in enumerate(placement.trainer):
                 parts[node := self.placement.rank_node(rank)].append(device)

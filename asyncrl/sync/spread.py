@@ -1,0 +1,122 @@
+"""transport: stream, the controller's end. Before an engine loads weights its node gets them: the relays of
+the nodes (asyncrl/weights/relay.py) pull them from each other, and the engine is told its own node's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from asyncrl.errors import EngineLost, RoomError
+from asyncrl.http import Caller, CallLost, CallRefused
+from asyncrl.messages.base import FetchRequest, FetchResponse, WeightSource
+from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
+from asyncrl.placement.nodes import Node, Order
+from asyncrl.waits import TimeLimit, waiting
+from asyncrl.weights.relay import RelaySpec
+
+Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
+ANSWER_S = 30.0
+"""A relay answers every 2 seconds. One that takes so long is lost, and its engines with it."""
+_UNREACHED = 502
+
+
+def relay_order(number: int, node: Node, secret: str, staging_dir: Path, run_dir: Path) -> Order:
+    """The relay of node `number`. `secret`: the same for all of them. `staging_dir`: where the trainer writes
+    and evaluation keeps files, on the nodes that have such a folder.
+    """
+    spec = RelaySpec(node=node.name, roots=[str(staging_dir)]).model_dump_json()
+    return Order(f"relay-{number}", "asyncrl.weights.relay", spec, run_dir, secret)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRelay:
+    """The relay of the node that people call `node`; `caller` knows its address once it is started."""
+
+    node: str
+    caller: Caller
+
+    @property
+    def source(self) -> WeightSource:
+        """As other relays reach it."""
+        return WeightSource(node=self.node, url=self.caller.url)
+
+
+class Spread:
+    """Which node gets weights from which.
+
+    Life: made once, over relays that may be started again. Of a file of weights: locate() for each engine, by
+        all engines of a push at once -> each relay pulls once, however many engines of its node ask.
+    Waits: locate asks the node's relay until it has all, and ends if that does not answer for ANSWER_S; how
+        long it may take in all is its caller's limit (weight_sync.timeout_s).
+    Invariant: a node pulls from nodes of live engines before it, nearest first, then from the trainer's: no
+        node waits for one after it, and the trainer's link carries a file once, and again for each node that
+        lost those before it.
+    """
+
+    def __init__(
+        self, relays: Sequence[NodeRelay], node_of: Mapping[str, int], *, trainer: int, timeout_s: float
+    ) -> None:
+        """`relays` of all nodes, in their order, the controller's first. `node_of`: the node of each engine.
+        `trainer`: the node of its first rank, which writes. `timeout_s` is for here().
+        """
+        self._relays, self._node_of, self._trainer = tuple(relays), dict(node_of), trainer
+        self._timeout_s = timeout_s
+        self._having: tuple[str, set[int]] = ("", set())
+        """The newest digest, and the nodes that have it."""
+
+    async def locate(self, engine: str, sent: Sent, live: Collection[str] = ()) -> Sent:
+        """The same weights as this engine reads them: on its own node. `live`: the engines that get them at
+        the same time. Raises EngineLost for a node that gives no answer or reaches no other, and RoomError
+        for one that cannot have them.
+        """
+        return await self._on_node(self._node_of[engine], engine, sent, live)
+
+    async def here(self, sent: ExportResponse) -> ExportResponse:
+        """The same weights in a file of the controller's own node. Raises RoomError."""
+        relay, clock = self._relays[0].caller.name, f"weight_sync.timeout_s={self._timeout_s}"
+        late = RoomError(relay, f"policy_version {sent.version} did not come within {clock}")
+        with waiting(f"policy_version {sent.version} on the controller's node", on=relay):
+            async with TimeLimit(self._timeout_s, or_raise=lambda: late):
+                return await self._on_node(0, relay, sent, ())
+
+    async def _on_node(self, node: int, who: str, sent: Sent, live: Collection[str]) -> Sent:
+        if node == self._trainer or not sent.path:
+            return sent
+        having = self._having_nowait(sent.digest)
+        path = await self._fetched(node, who, sent, self._sources(node, live, having))
+        having.add(node)
+        return sent.model_copy(update={"path": path})
+
+    def _having_nowait(self, digest: str) -> set[int]:
+        if self._having[0] != digest:
+            self._having = (digest, set())
+        return self._having[1]
+
+    def _sources(self, node: int, live: Collection[str], having: Collection[int]) -> list[WeightSource]:
+        """The nodes of live engines that come before it in the chain, else those that have it already."""
+        getting = {self._node_of[name] for name in live} - {self._trainer}
+        before = [other for other in getting if other < node] or [one for one in having if one != node]
+        chain = dict.fromkeys(
+            [*sorted(before, reverse=True), self._trainer, 0]
+        )  # 0: what evaluation has kept
+        chain.pop(node, None)
+        return [self._relays[number].source for number in chain]
+
+    async def _fetched(self, node: int, who: str, sent: Sent, sources: Sequence[WeightSource]) -> str:
+        relay = self._relays[node]
+        request = FetchRequest(digest=sent.digest, path=sent.path, sources=list(sources))
+        try:
+            while True:
+                answer = await relay.caller.post("/fetch", request, FetchResponse, timeout_s=ANSWER_S)
+                if answer.path:
+                    return answer.path
+        except CallLost as error:
+            what = f"its node {relay.node} gets no weights: {error}"
+            raise EngineLost(who, what, way_out=f"see whether {relay.node} is up.") from error
+        except CallRefused as refusal:
+            body = refusal.body
+            kind = EngineLost if refusal.status == _UNREACHED else RoomError
+            raise kind(who, body.error, rule=body.rule, way_out=body.way_out) from refusal

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Submits a run as a job of a Ray cluster that is there already. The controller runs on the cluster's head, so this machine may leave.
+#   examples/launch/ray_job.sh http://HEAD:8265
+# The head needs Ray's dashboard (pip install 'ray[default]'), every node asyncrl with its extras train and ray (and vllm), all of the same
+# version, and /shared, where the run and the model lie. This folder goes to the nodes as it is (runtime_env.yaml says what is left out):
+# configs, tasks and agents of yours come from here, asyncrl itself does not.
+# The same command again goes on with the run where it stood. `ray job stop asyncrl-...` interrupts it, `ray job logs -f ...` shows it.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+dashboard=${1:?usage: examples/launch/ray_job.sh http://HEAD:8265}
+config=${CONFIG:-configs/gpu-8-apart.yaml}
+model=${MODEL:-/shared/models/Qwen2.5-7B-Instruct}
+run_dir=${RUN_DIR:-/shared/runs/first}
+
+# The entrypoint takes no CPU of Ray's: the controller is beside what it starts. Stopping it takes longer than Ray's own 3 s.
+ray job submit --address "$dashboard" --submission-id "asyncrl-$(basename "$run_dir")-$(date +%Y%m%d-%H%M%S)" \
+    --runtime-env examples/launch/runtime_env.yaml --entrypoint-num-cpus 0 --no-wait -- \
+    asyncrl run "$config" launcher=ray model.path="$model" \
+    placement.trainer='{nodes: 2, gpus: 8}' placement.rollout='{nodes: 2, gpus: 8}' \
+    trainer.world_size=16 rollout.num_engines=16 --run-dir "$run_dir"

@@ -1,0 +1,455 @@
+"""Another number of engines in a running job: engines that leave and come, on the virtual clock; and the
+command that asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job_runs import write_config
+from test_run_supervise import MOVE, undisturbed
+from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_to_its_error
+
+from asyncrl.config import SupervisionConfig, load_config
+from asyncrl.config.generation import EngineRange
+from asyncrl.engines.engine import EngineServer
+from asyncrl.errors import ConfigError, PublishError, RoomError
+from asyncrl.files import RunLock
+from asyncrl.messages.records import Completion, SamplingRequest
+from asyncrl.observe.recorder import Recorder
+from asyncrl.run.colocate import SideBySide
+from asyncrl.run.life import Voice
+from asyncrl.run.scale import WANTED_FILE, EngineScale, read_wanted, scale_run, write_wanted
+from asyncrl.run.supervise import EngineSupervisor, Supervision
+from asyncrl.testing.fake_engine import FakeEngineServer
+from asyncrl.testing.fakes import FakeTrainer
+
+
+class Told(Voice):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines = list[str]()
+
+    def say_secret(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def make_config(folder: Path, num_engines: Any, **rollout: Any) -> Any:
+    return load_config(write_config(folder, rollout={"num_engines": num_engines, **rollout}))
+
+
+class House(EngineRooms):
+    """Engines beside a trainer of their own devices: `start` work at first, the others are parked."""
+
+    fakes: list[FakeEngineServer]
+
+    def __init__(
+        self,
+        tasks: asyncio.TaskGroup,
+        folder: Path,
+        num_engines: int = 3,
+        *,
+        start: int = 1,
+        is_frozen: bool = True,
+        prepare_s: float = 0.0,
+        max_restarts: int = 3,
+        is_rolling: bool = False,
+    ) -> None:
+        fakes = [
+            FakeEngineServer(f"engine-{index}", decode_s=DECODE_S, prepare_s=prepare_s, swap_s=0.1)
+            for index in range(num_engines)
+        ]
+        for fake in fakes[start:]:
+            fake.die()
+        self.folder, self.start, self.voice = folder, start, Told()
+        self.capacities = [start]
+        super().__init__(
+            tasks,
+            fakes,
+            FakeTrainer(is_frozen=is_frozen),
+            SupervisionConfig(max_restarts=max_restarts, backoff_s=0.5),
+            lambda: SideBySide(self.publisher, num_steps=0, spawn=tasks.create_task),
+            is_rolling=is_rolling,
+        )
+        self.announced = [0]
+        self.running.append(tasks.create_task(self.publisher.run(), name="publisher"))
+        self.running.append(tasks.create_task(self.scale.follow(), name="scale"))
+
+    def supervisor(self, process: Any, target: EngineServer, supervision: Supervision) -> EngineSupervisor:
+        if not hasattr(self, "scale"):
+            limits = {"min": 1, "max": len(self.fakes), "start": self.start}
+            config, change = make_config(self.folder, limits), self.capacities.append
+            self.scale = EngineScale(config, self.folder, self.pool, self.voice, on_change=change)
+        return self.scale.supervisor(process, target, self.turns, supervision)
+
+    @property
+    def states(self) -> list[str]:
+        down = self.pool.down
+        return [self.scale.words(fake.name) or ("down" if fake.name in down else "up") for fake in self.fakes]
+
+    def happened(self) -> list[str]:
+        return [f"{what.removeprefix('engine ')} {detail['name'][-1]}" for what, detail in self.events]
+
+    def num_restarts(self) -> int:
+        return sum(one.num_restarts for one in self.supervisors.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture
+def live(folder: Path) -> Any:
+    (folder / WANTED_FILE).unlink(missing_ok=True)
+    return partial(play, House, folder=folder)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_engines_come_with_the_served_version_and_leave_their_requests_to_others(
+    live: Any, is_streamed: bool
+) -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        requests = [make_request(f"r{index}", max_tokens=2000, seed=index) for index in range(6)]
+        told = (lambda _: None) if is_streamed else None
+        running = [house.tasks.create_task(house.pool.generate(one, on_tokens=told)) for one in requests]
+        write_wanted(house.folder, 3)
+        await asyncio.sleep(1.5)
+        assert house.states == ["up", "starting", "starting"]
+        assert house.pool.load["engine-0"] == 6
+        await asyncio.sleep(START_S)
+        assert house.states == ["up", "up", "up"]
+        assert [fake.policy_version for fake in house.fakes] == [1, 1, 1]
+        assert [fake.num_running for fake in house.fakes] == [4, 2, 0], "what had queued has moved"
+        write_wanted(house.folder, 1)
+        await asyncio.sleep(1.5)
+        assert house.states == ["up", "parked", "parked"]
+        assert [fake.has_ended.is_set() for fake in house.fakes] == [False, True, True]
+        for request, task in zip(requests, running, strict=True):
+            completion = await task
+            assert completion.token_ids == (await undisturbed(request)).token_ids
+        moved = [task.result() for task in running[4:]]
+        assert all([span.engine for span in one.version_spans] == [1, 0] for one in moved), (
+            "with their tokens"
+        )
+        assert sum(fake.tokens_generated for fake in house.fakes) == 6 * 2000, "and nothing is sampled twice"
+        assert house.happened() == ["unparked 1", "unparked 2", "parked 2", "parked 1"]
+        assert house.capacities == [1, 2, 3, 2, 1]
+        assert (house.num_restarts(), house.told) == (0, [])
+        assert house.scale.gauges() == {"engine/wanted": 1, "engine/up": 1}
+
+    live(story)
+
+
+@pytest.mark.parametrize("is_rolling", [False, True])
+def test_an_engine_leaves_between_two_pushes_and_one_that_comes_misses_none(
+    live: Any, is_rolling: bool
+) -> None:
+    async def story(house: House) -> None:
+        asked = house.ask(make_request(max_tokens=3000))
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        house.scale.set_nowait(1)
+        await asyncio.sleep(1.0)
+        assert house.states == ["up", "leaving", "parked"]
+        assert not house.fakes[1].has_ended.is_set(), "it takes part in the push that is under way"
+        await asyncio.sleep(2.0)
+        assert (house.states[1], house.announced) == ("parked", [0, 1])
+        house.trainer.step()
+        house.scale.set_nowait(2)
+        await asyncio.sleep(START_S + 1.0)
+        house.trainer.step()
+        await asyncio.sleep(8.0)
+        assert (house.states[1], house.fakes[1].policy_version, house.announced[-1]) == ("up", 3, 3)
+        assert len((await asked).token_ids) == 3000
+        assert house.told == []
+
+    live(story, start=2, prepare_s=3.0, is_rolling=is_rolling)
+
+
+def test_an_engine_leaves_only_while_as_many_others_as_are_wanted_are_up(live: Any) -> None:
+    async def story(house: House) -> None:
+        house.fakes[0].die()
+        await asyncio.sleep(0.5)
+        house.scale.set_nowait(1)
+        await asyncio.sleep(1.0)
+        assert house.states == ["down", "leaving", "parked"]
+        assert (await house.ask(make_request(max_tokens=10))).version_spans[0].engine == 1, (
+            "until then it works"
+        )
+        await asyncio.sleep(START_S + 1.0)
+        assert house.states == ["up", "parked", "parked"]
+
+    live(story, start=3)
+
+
+def test_a_start_or_a_restart_that_is_not_wanted_any_more_is_given_up_and_counts_for_nothing(
+    live: Any,
+) -> None:
+    async def story(house: House) -> None:
+        house.scale.set_nowait(3)
+        await asyncio.sleep(START_S / 2)
+        house.scale.set_nowait(1)
+        await asyncio.sleep(0.1)
+        assert house.states == ["up", "parked", "parked"]
+        assert [process.num_cancelled for process in house.processes] == [0, 1, 1]
+        house.scale.set_nowait(2)
+        await asyncio.sleep(START_S + 0.1)
+        house.fakes[1].die()
+        await asyncio.sleep(1.0)
+        house.scale.set_nowait(1)
+        await asyncio.sleep(0.1)
+        assert house.happened()[-3:] == ["unparked 1", "lost 1", "parked 1"]
+        await asyncio.sleep(10 * START_S)
+        assert (house.states, house.pool.load["engine-1"]) == (["up", "parked", "parked"], 0)
+
+    live(story)
+
+
+def test_an_engine_that_is_lost_while_it_leaves_is_parked_and_its_requests_go_on(live: Any) -> None:
+    async def story(house: House) -> None:
+        asked = [house.ask(make_request(f"r{index}", max_tokens=500, seed=index)) for index in range(4)]
+        await asyncio.sleep(1.0)
+        house.fakes[1].freeze()  # it cannot hand anything over
+        house.scale.set_nowait(1)
+        await asyncio.sleep(60.0)
+        assert house.states == ["up", "parked", "parked"]
+        assert [len((await one).token_ids) for one in asked] == [500] * 4
+        assert house.num_restarts() == 0
+
+    live(story, start=2)
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_an_engine_that_never_comes_up_ends_no_run_which_goes_on_with_those_before_it(
+    live: Any, max_restarts: int
+) -> None:
+    async def story(house: House) -> None:
+        house.processes[1].fails_to_start = 99
+        write_wanted(house.folder, 2)
+        await asyncio.sleep(10 * START_S)
+        assert house.states == ["up", "parked", "parked"]
+        assert "the run goes on with 1 of the 2 engines that were wanted" in house.voice.lines[-1]
+        assert read_wanted(house.folder, house.scale.range) == 1
+        house.processes[1].fails_to_start = max(0, max_restarts - 1)
+        write_wanted(house.folder, 2)
+        await asyncio.sleep(10 * START_S)
+        assert house.states == ["up", "up", "parked"], "asked for again, it is tried again"
+        house.processes[1].fails_to_start = 99
+        house.fakes[1].die()
+        await asyncio.sleep(1e4)
+
+    (error,) = [play_to_its_error(House, story, folder=live.keywords["folder"], max_restarts=max_restarts)]
+    assert error.room == "engine-1", "one that has worked is needed"
+
+
+def test_weights_that_arrive_changed_at_an_engine_that_comes_end_the_run(live: Any) -> None:
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(1.0)
+        house.fakes[1].corrupt_digest = True
+        house.scale.set_nowait(2)
+        await asyncio.sleep(20.0)
+
+    error = play_to_its_error(House, story, folder=live.keywords["folder"])
+    assert isinstance(error, PublishError)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(
+        st.tuples(st.floats(0.0, 4.0), st.one_of(st.just("scale"), MOVE), st.integers(0, 2)), max_size=25
+    ),
+    prepare_s=st.sampled_from([0.0, 0.5, 3.0]),
+    start=st.integers(1, 3),
+    is_rolling=st.booleans(),
+)
+def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announced(
+    folder: Path, moves: list[tuple[float, str, int]], prepare_s: float, start: int, is_rolling: bool
+) -> None:
+    (folder / WANTED_FILE).unlink(missing_ok=True)
+
+    async def story(house: House) -> None:
+        asked: list[tuple[SamplingRequest, int, asyncio.Task[Completion]]] = []
+        for number, (gap_s, what, where) in enumerate(moves):
+            await asyncio.sleep(gap_s)
+            fake = house.fakes[where]
+            if what == "scale":
+                house.scale.set_nowait(where + 1)
+            elif what in ("die", "freeze"):
+                getattr(fake, what)()
+            elif what == "step":
+                house.trainer.step()
+            elif what == "ask":
+                request = make_request(f"r{number}", max_tokens=150 * (where + 1), seed=number)
+                asked.append((request, house.announced[-1], house.ask(request)))
+        for request, announced, task in asked:
+            completion, expected = await task, await undisturbed(request)
+            assert completion.token_ids == expected.token_ids
+            assert completion.behaviour_logprobs == expected.behaviour_logprobs
+            covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+            assert covered == list(range(len(completion.token_ids)))
+            assert min(span.version for span in completion.version_spans) >= announced
+        await asyncio.sleep(100.0 + 50.0 * len(moves))
+        num = house.scale.wanted
+        assert house.states == ["up"] * num + ["parked"] * (3 - num)
+        assert [fake.has_ended.is_set() for fake in house.fakes] == [False] * num + [True] * (3 - num)
+        assert house.announced == sorted(set(house.announced))
+        assert house.announced[-1] == house.trainer.policy_version
+        assert {fake.policy_version for fake in house.fakes[:num]} == {house.announced[-1]}
+        assert (sum(house.pool.load.values()), house.capacities[-1]) == (0, num)
+
+    play(
+        House,
+        story,
+        folder=folder,
+        start=start,
+        prepare_s=prepare_s,
+        max_restarts=1000,
+        is_rolling=is_rolling,
+    )
+
+
+# ---- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("4 engines", "does not say how many engines are wanted"),
+        ("[4]", "does not say how many engines are wanted"),
+        ('{"engines": 9}', "asks for 9 engines; rollout.num_engines allows 1 to 3"),
+        ('{"engines": true}', "asks for True engines"),
+    ],
+)
+def test_a_wish_that_cannot_be_is_told_once_and_changes_nothing(live: Any, text: str, says: str) -> None:
+    async def story(house: House) -> None:
+        (house.folder / WANTED_FILE).write_text(text)
+        await asyncio.sleep(10.0)
+        assert [says in line for line in house.voice.lines] == [True]
+        assert house.states == ["up", "parked", "parked"]
+
+    live(story)
+
+
+class Ran:
+    """A run directory with its lock held, and a status that moves on each time that the command speaks."""
+
+    def __init__(self, folder: Path, num_engines: Any = None, statuses: Any = ()) -> None:
+        self.folder, self.said, self.statuses = folder / "run", list[str](), list(statuses)
+        (self.folder / "logs").mkdir(parents=True)
+        config = write_config(folder, rollout={"num_engines": num_engines or {"min": 1, "max": 4}})
+        (self.folder / "config.yaml").write_text(config.read_text())
+        self.recorder = Recorder(self.folder, tensorboard=False)
+
+    def write(self, wanted: int | None, *engines: str, state: str = "running", **more: Any) -> None:
+        named = {f"engine-{number}": words for number, words in enumerate(engines)}
+        self.recorder.write_status({"state": state, "engines": named, "engines_wanted": wanted, **more})
+
+    def scale(self, asked: str = "engines=2", wait_s: float = 1e9) -> None:
+        def say(text: str) -> None:
+            self.said.append(text)
+            if self.statuses:
+                self.statuses.pop(0)()
+
+        lock = RunLock(self.folder / "run.lock").acquire()
+        try:
+            scale_run(self.folder, asked, wait_s, say)
+        finally:
+            lock.release()
+
+
+V3 = "policy_version 3"
+
+
+def test_the_command_tells_how_a_run_gets_there_and_returns_when_so_many_work(tmp_path: Path) -> None:
+    ran = Ran(tmp_path)
+    ran.write(1, V3, "parked", "parked", "leaving")
+    ran.statuses = [
+        lambda: ran.write(2, V3, "starting", "parked", "leaving"),
+        lambda: ran.write(2, V3, V3, "parked", "leaving"),
+        lambda: ran.write(2, V3, V3, "parked", "parked"),
+    ]
+    ran.scale()
+    assert ran.said == [
+        "the run has not begun with it",
+        "1 of 2 engines work, engine-1 is starting, engine-3 is leaving",
+        "2 of 2 engines work, engine-3 is leaving",
+        "2 of 2 engines work",
+    ]
+    assert read_wanted(ran.folder, EngineRange(max=4)) == 2
+    ran.scale("engines=3", wait_s=0)
+    assert "asked for 3 engines" in ran.said[-1]
+
+
+@pytest.mark.parametrize(
+    ("after", "says"),
+    [
+        (lambda ran: ran.write(2, state="failed", why="no memory"), "the run has ended meanwhile: failed"),
+        (lambda ran: write_wanted(ran.folder, 1), "1 engines are wanted by now: engine-1 does not come up"),
+        (lambda ran: write_wanted(ran.folder, 4), "4 engines are wanted by now: "),
+    ],
+)
+def test_the_command_says_why_so_many_will_not_work(tmp_path: Path, after: Any, says: str) -> None:
+    ran = Ran(tmp_path)
+    ran.write(1, V3, "parked", warnings=["engine-1 does not come up"])
+    ran.statuses = [lambda: after(ran)]
+    with pytest.raises(RoomError, match=says):
+        ran.scale()
+
+
+def test_the_command_waits_as_long_as_it_is_told(tmp_path: Path) -> None:
+    ran = Ran(tmp_path)
+    ran.write(1, V3)
+    with pytest.raises(RoomError, match=r"not done within --wait 1e-09 s: the run has not begun with it"):
+        ran.scale(wait_s=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_engines", "state", "says"),
+    [
+        ("engine=2", None, "running", "'engine=2' is no number of engines.\n  Way out: write engines=4"),
+        ("engines=two", None, "running", "'engines=two' is no number of engines"),
+        ("engines=5", None, "running", "you ask for 5 engines; rollout.num_engines allows 1 to 4"),
+        ("engines=0", None, "running", "you ask for 0 engines"),
+        ("engines=5", 2, "running", "'rollout.num_engines={min: 1, max: 5}' --allow-change"),
+        ("engines=2", None, "done", "no run is under way in"),
+        ("engines=2", None, "interrupted", "then scale it"),
+    ],
+)
+def test_the_command_refuses_what_cannot_be_and_asks_for_nothing(
+    tmp_path: Path, asked: str, num_engines: Any, state: str, says: str
+) -> None:
+    ran = Ran(tmp_path, num_engines)
+    ran.write(1, V3, state=state)
+    with pytest.raises(ConfigError) as caught:
+        ran.scale(asked)
+    assert says in str(caught.value)
+    assert not (ran.folder / WANTED_FILE).exists()
+    with pytest.raises(ConfigError, match="is no run directory"):
+        scale_run(tmp_path / "nowhere", "engines=2", 0, print)
+
+
+def test_a_run_that_goes_on_begins_with_what_was_asked_for(tmp_path: Path) -> None:
+    pool: Any = type("Pool", (), {"servers": [FakeEngineServer(f"engine-{index}") for index in range(4)]})()
+    voice = Told()
+
+    def wanted(num_engines: Any) -> int:
+        config = make_config(tmp_path, num_engines)
+        return EngineScale(config, tmp_path, pool, voice, on_change=print).wanted
+
+    assert wanted({"min": 1, "max": 4, "start": 2}) == 2
+    write_wanted(tmp_path, 4)
+    assert wanted({"min": 1, "max": 4, "start": 2}) == 4
+    assert (wanted(2), voice.lines) == (2, [])
+    assert wanted({"min": 1, "max": 3}) == 1
+    assert "asks for 4 engines; rollout.num_engines allows 1 to 3" in voice.lines[0]
