@@ -15,7 +15,8 @@ PORT = 6379
 FRUGAL = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
-    "PYTHONPATH": str(Path(__file__).parent),
+    "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parent.parent}",
+    "OMP_NUM_THREADS": "1",
 }
 """Workers are started when they are asked for; children find modules of the tests."""
 START_S = 120.0
