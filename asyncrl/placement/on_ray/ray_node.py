@@ -212,7 +212,10 @@ class RayProcess:
             self._log_start = log.tell()
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
         order = replace(self._order, env={**threads, **self._order.env})
-        answer = await self._on.start(self, order)
+        try:
+            answer = await self._on.start(self, order)
+        except RoomError as error:
+            raise RoomError(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
         if isinstance(answer, Refused):
             raise answer.error(self.name)
         self.url, self._pid = answer.url, answer.pid
