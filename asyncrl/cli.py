@@ -133,8 +133,9 @@ def check(
 
     nodes = described_nodes(devices or [], cores or [], memory or [])
     settings = load_config(config, overrides or [])
-    with opened("local" if nodes else settings.launcher) as launcher:
-        for line in check_lines(settings, nodes or launcher.nodes):
+    with contextlib.ExitStack() as stack:
+        nodes = nodes or stack.enter_context(opened(settings.launcher)).nodes
+        for line in check_lines(settings, nodes):
             typer.echo(line)
 
 
