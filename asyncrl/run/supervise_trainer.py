@@ -184,7 +184,7 @@ class SupervisedTrainer(Supervisor):
                     self._lost_by(lost)
 
     async def _loss_behind(self, error: TrainerError) -> TrainerLost | None:
-        """The first rank refuses a call, or says that it lost them, if another rank has died; that death, which
+        """The first rank refuses a call, or has lost the others, if another rank has died; that death, which
         the run is to name, is reported a moment later.
         """
         died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
