@@ -40,15 +40,23 @@ class TransportFacts:
     """In turns, vLLM opens the chunks in the trainer's device memory."""
     is_file_shared: bool = False
     """Exports lie in weight_sync.disk_dir, in no memory of this machine."""
+    is_relayed: bool = False
+    """Where engines are on other nodes than the trainer, relays bring its file to their shared memory."""
+    bound: str = ""
+    """Why engines cannot be on other nodes; '': they can."""
 
 
 TRANSPORTS: dict[TransportName, TransportFacts] = {
-    "shm": TransportFacts(),
-    "stream": TransportFacts(),
+    "shm": TransportFacts(bound="its file is in the shared memory of one machine"),
     "disk": TransportFacts(is_file_shared=True),
-    "lora": TransportFacts(sends_adapters=True),
-    "nccl": TransportFacts(is_transfer=True, is_one_kept=True),
-    "ipc": TransportFacts(is_transfer=True, shares_device=True),
+    "stream": TransportFacts(is_relayed=True),
+    "lora": TransportFacts(sends_adapters=True, is_relayed=True),
+    "nccl": TransportFacts(
+        is_transfer=True, is_one_kept=True, bound="its processes find each other in a file of one machine"
+    ),
+    "ipc": TransportFacts(
+        is_transfer=True, shares_device=True, bound="its handles name memory of one machine's devices"
+    ),
 }
 
 
@@ -57,11 +65,12 @@ class WeightSyncConfig(FrozenConfig):
 
     transport: Literal["auto"] | TransportName = "auto"
     """auto, for vLLM on CUDA devices: nccl where they are not the trainer's, ipc where both sides take turns;
-    for all else disk where disk_dir is given, else shm. shm: all weights as a safetensors file in shared
-    memory. disk: the same file in disk_dir, for engines on other machines. lora: the adapters alone, in
-    shared memory (needs trainer.lora). For vLLM, nccl: one broadcast to all engines, from a copy on the
-    trainer's device (on the CPU by gloo). ipc: chunks in memory of the CUDA devices on which both sides take
-    turns."""
+    for all else disk where disk_dir is given, else shm. On several nodes: disk or stream. shm: all weights as
+    a safetensors file in shared memory. stream: the same file, which goes from node to node, to the shared
+    memory of each node once. disk: the same file in disk_dir, for engines on other machines. lora: the
+    adapters alone, in shared memory, from node to node where there are several (needs trainer.lora). For
+    vLLM, nccl: one broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo). ipc:
+    chunks in memory of the CUDA devices on which both sides take turns."""
     disk_dir: str | None = None
     """Folder for transport=disk (auto is disk with it), on a file system that trainer and engines share under
     the same path."""
@@ -117,14 +126,14 @@ class WeightSyncConfig(FrozenConfig):
 def choose_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> tuple[TransportName, str]:
-    """What `weight_sync.transport: auto` is between these devices, and why. It is never lora, by which vLLM
-    computes with adapters that are not merged; by all others engines get the same bits.
+    """What `weight_sync.transport: auto` is between these devices of so many nodes, and why. It is never
+    lora, by which vLLM computes with adapters that are not merged; by all others engines get the same bits.
     """
     sync, rollout = config.weight_sync, config.rollout
     if sync.disk_dir is not None:
         return sync.file_transport, "weight_sync.disk_dir is given"
     if num_nodes > 1:
-        return "stream", f"the run is on {num_nodes} nodes"
+        return "stream", f"the run is on {num_nodes} nodes, which share no memory"
     if not rollout.facts.receives_transfers:
         return "shm", f"rollout.engine={rollout.engine} takes part in no transfer between devices"
     if rollout.urls is not None:
@@ -144,11 +153,18 @@ def refuse_transport(
     config: RunConfig, ranks: Sequence[str], engines: Sequence[str], *, is_turns: bool, num_nodes: int = 1
 ) -> None:
     """Raise ConfigError, with what to write instead, if weights cannot go this way to these engines. `ranks`
-    and `engines` are devices; `is_turns`: both sides take turns on the same ones. What auto chooses can.
+    and `engines` are devices, of so many nodes; `is_turns`: both sides take turns on the same ones. What auto
+    chooses can.
     """
     facts, sync = config.weight_sync.facts, config.weight_sync
     name = f"weight_sync.transport={sync.file_transport if sync.transport == 'auto' else sync.transport}"
     _refuse_engine(config, name)
+    if num_nodes > 1 and facts.bound and sync.transport != "auto":
+        raise ConfigError(
+            f"{name}, and the run is on {num_nodes} nodes: {facts.bound}",
+            way_out="set weight_sync.transport=stream, or disk with weight_sync.disk_dir on a file system of "
+            "all nodes.",
+        )
     devices, way_out = {*ranks, *engines}, f"{TO_SHM}, which works on any devices."
     if is_turns and facts.sends_adapters:
         rule = "an engine that sleeps has freed the base weights that adapters are added to"
@@ -204,6 +220,8 @@ def transport_words(config: RunConfig, *, is_on_cuda: bool) -> str:
         return (
             f"{what} go as one file in {sync.disk_dir}, because engines on other machines can read it there"
         )
+    if sync.facts.is_relayed and not sync.facts.sends_adapters:
+        return f"{what} go as one file, from node to node, into the shared memory of each node once"
     return (
         f"{what} go as one file in shared memory, because engines read it while they go on with the old ones"
     )

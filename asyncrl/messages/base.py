@@ -13,7 +13,7 @@ WORKER_KEY_ENV = "ASYNCRL_WORKER_KEY"
 
 Interrupt = Literal["abort", "keep", "keep_kv", "wait"]
 """What a weight swap does to running requests (see `weight_sync.interrupt`)."""
-TransportName = Literal["shm", "stream", "disk", "lora", "nccl", "ipc"]
+TransportName = Literal["shm", "disk", "stream", "lora", "nccl", "ipc"]
 """The way of the weights (see `weight_sync.transport`)."""
 WeightKind = Literal["weights", "lora"]
 """What a push carries: all weights, or adapters for the weights that the engines started with."""

@@ -189,8 +189,10 @@ def _check_shared(
 
 def chunk_devices(config: RunConfig, placement: Placement) -> tuple[NodeDevice, ...]:
     """The devices whose memory holds the chunks that trainer and engines both open, all of them on each;
-    none: chunks are files.
+    none: chunks are files. Of CPUs of several nodes there is none that each engine could open.
     """
+    if placement.num_nodes > 1 and not placement.is_on_cuda:
+        return ()
     opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
     devices = tuple(dict.fromkeys(placement.ranks))
     # an engine sees its own devices alone
