@@ -19,7 +19,6 @@ from asyncrl.placement.model_shape import ModelShape, model_shape
 from asyncrl.placement.nodes import LOOPBACK, Node
 from asyncrl.placement.plan_shared import shared_memory
 from asyncrl.placement.process_memory import (
-    OWN_BYTES,
     PHASES,
     Memory,
     Phase,
@@ -35,6 +34,8 @@ TEACHER = "teacher"
 """Name of the server that scores what was sampled."""
 SCORED_TOKENS = 256
 """Tokens of which it makes logprobs at once."""
+OWN_BYTES = 2**29
+"""What a process takes beside what the plan counts: CUDA's own memory on a device, Python's on the host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,6 @@ from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.placement.devices import Mode
 from asyncrl.placement.model_shape import ModelShape
 
-OWN_BYTES = 2**29
-"""What a process takes beside what the plan counts: CUDA's own memory on a device, Python's on the host."""
-
 Phase = Literal["start", "generation", "training", "publish"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Side = Literal["controller", "trainer", "shards", "engine", "eval", "staging", "host", "checkpoint", "start"]

@@ -31,8 +31,7 @@ from asyncrl.observe.watchdog import ChildState
 from asyncrl.placement.devices import Placement, child_environ, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.machine import find_cuda_devices
-from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, engine_threads, trainer_threads
-from asyncrl.placement.process_memory import OWN_BYTES
+from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, trainer_threads
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
