@@ -44,7 +44,7 @@ def shared_memory(
     nodes = receivers if is_turns else receivers | beside | {first.node}
     for node in sorted({first.node} if has_relays else nodes) if is_file and not memories else ():
         yield _on(placement, NodeDevice(node, "cpu"), "staging", "staging", on_way, note)
-    for node in sorted({0, first.node, *nodes}) if has_relays else ():
+    for node in sorted({0, first.node, *nodes, *beside}) if has_relays else ():
         kept = Memory(weights=RELAY_FILES * on_way.weights) if node in nodes - {first.node} else Memory()
         kept = Memory() if memories else kept
         note = f"weights from node to node{', two versions in shared memory' if kept.total else ''}"

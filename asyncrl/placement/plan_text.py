@@ -75,8 +75,9 @@ def _table(plan: Plan) -> list[str]:
         found = [row for row in rows if row[0] == number]
         if found and number >= 0 and not is_one:
             node = plan.nodes[number]
-            cuda = len(node.machine.cuda) or "no"
-            lines += ["", f"{node.name} at {node.address}: {node.machine.cores} cores, {cuda} CUDA devices"]
+            num, cores = len(node.machine.cuda), node.machine.cores
+            cuda = f"{num or 'no'} CUDA device{'s' if num > 1 else ''}"
+            lines += ["", f"{node.name} at {node.address}: {cores} cores, {cuda}"]
         for _, name, device, threads, sizes, what in found:
             columns = "".join(f"{size:>12}" for size in sizes)
             lines.append(f"{name:<12} {device:<7} {threads:>7} {columns}  {what}")
