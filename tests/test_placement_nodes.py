@@ -133,6 +133,7 @@ def test_each_side_gets_nodes_of_its_own_where_they_suffice_else_devices_else_tu
          [*sizes(1), VLLM, "weight_sync.transport=ipc"], "weight_sync.transport"),
         ((0, 4), "auto", "auto",
          [*sizes(2), EVAL, "placement.eval=0"], "names cuda:0.*set placement.eval=auto"),
+        ((2, 2), "0", "1", [*sizes(1), EVAL, "weight_sync.transport=shm"], "the run is on 2 nodes"),
         ((2, 2), ALL, "trainer",
          [*sizes(4, 4), ZERO, EVAL], "puts the eval engine on n0/cuda:1.*placement.eval=cpu"),
     ],
@@ -168,9 +169,7 @@ def test_several_nodes_need_a_launcher_that_has_them() -> None:
         ConfigError, match=re.escape("set launcher=ray, or placement.trainer={nodes: 1, gpus: 4}")
     ):
         load("placement.trainer={nodes: 2, gpus: 4}")
-    with pytest.raises(
-        ConfigError, match="launcher=local starts processes on this machine alone, and there are 2"
-    ):
+    with pytest.raises(ConfigError, match="launcher=local starts processes on this machine, and there are 2"):
         place(load(), nodes(1, 1))
     with pytest.raises(ConfigError, match="give local, ray, or ray:HOST:PORT"):
         load("launcher=slurm")
@@ -325,6 +324,7 @@ def test_in_turns_over_nodes_each_device_has_its_chunk_and_one_share_is_for_all(
         ((0, 0), [], "stream"),
         ((2, 1), ["placement.trainer=0", "placement.rollout=1"], "shm"),
         ((2, 2), ["placement.trainer=0", "placement.rollout=1", EVAL], "stream"),
+        ((2, 2), ["placement.trainer=0", "placement.rollout=1", *TAUGHT], "shm"),
         ((0, 1), ["placement.trainer={nodes: 1, gpus: 1}", *TURNS], "stream"),
     ],
 )
