@@ -173,7 +173,8 @@ LORA, SMALL = ["trainer.lora={rank: 32}"], ["1xRTX4090-24GB", "--cores=16", "--m
         (
             "gpu-2x8-turns",
             TWICE,
-            "on node-0/cuda:0-7, node-1/cuda:0-7, in turns ... auto: both sides stay on node-0/cuda:0-7",
+            "on node-0/cuda:0-7, node-1/cuda:0-7, in turns ... share: auto: both sides stay on "
+            "node-0/cuda:0-7",
         ),
         ("gpu-8-turns", EIGHT, "share: auto: both sides stay on cuda:0, ... cuda:7, the engines with 0."),
     ],
