@@ -30,9 +30,9 @@ from asyncrl.placement.fit import (
     settle_share,
     start_words,
 )
-from asyncrl.placement.plan import PHASES, Plan, engine_threads, make_plan, trainer_threads
+from asyncrl.placement.plan import Plan, engine_threads, make_plan, trainer_threads
 from asyncrl.placement.plan_text import plan_text, transport_text
-from asyncrl.placement.process_memory import Memory
+from asyncrl.placement.process_memory import PHASES, Memory
 
 ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
 ZERO = "buffer.max_staleness=0"
