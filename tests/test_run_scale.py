@@ -435,6 +435,11 @@ def test_the_command_refuses_what_cannot_be_and_asks_for_nothing(
         ran.scale(asked)
     assert says in str(caught.value)
     assert not (ran.folder / WANTED_FILE).exists()
+    if "--allow-change" in says:
+        *_, override, _, allowed = shlex.split(str(caught.value).split("`")[1])
+        saved = ran.folder / "config.yaml"
+        changed = changed_keys(load_config(saved), load_config(saved, [override]))
+        assert list(changed) == [allowed], "what it says to write would be accepted"
     with pytest.raises(ConfigError, match="is no run directory"):
         scale_run(tmp_path / "nowhere", "engines=2", 0, print)
 
