@@ -5,6 +5,7 @@ command that asks for them.
 from __future__ import annotations
 
 import asyncio
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.observe.recorder import Recorder
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.life import Voice
+from asyncrl.run.resume import changed_keys
 from asyncrl.run.scale import WANTED_FILE, EngineScale, read_wanted, scale_run, write_wanted
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.testing.fake_engine import FakeEngineServer
