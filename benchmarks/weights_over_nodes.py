@@ -7,7 +7,7 @@ node to 1, 2, 4 and 8 others: `chain` is ours, each node pulling from the one be
 trainer` has every node pull from the trainer's node alone, in the same run. Both begin when the controller
 asks, and end when the last node has all pieces, each compared with its digest.
 
-    python benchmarks/weights_over_nodes.py [--mbit 200] [--megabytes 48]
+    python benchmarks/weights_over_nodes.py [--mbit 100] [--megabytes 32]
 
 Needs root and a kernel that allows namespaces; else it says why there is nothing to measure, and ends well.
 `trainer sent` is what has left the trainer's node meanwhile, in files. The medians are of chains, of which a
@@ -79,9 +79,9 @@ def main() -> None:
     """Parse, measure, print."""
     parser = options(__doc__, seconds=60.0)
     parser.add_argument(
-        "--mbit", type=float, default=200.0, help="what a node may send (default: %(default)s)"
+        "--mbit", type=float, default=100.0, help="what a node may send (default: %(default)s)"
     )
-    parser.add_argument("--megabytes", type=float, default=48.0, help="of the file (default: %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=32.0, help="of the file (default: %(default)s)")
     arguments = parser.parse_args()
     if why := reason_for_none():
         print(f"weights_over_nodes: not measured: {why}")
