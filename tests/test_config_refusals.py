@@ -59,6 +59,13 @@ rollout.vllm={block-size: 32} -> rollout.vllm is for rollout.engine=vllm, and ro
 HERE rollout.num_engines=2 -> one of its own; name each once, or set rollout.num_engines=1
 rollout.engine=vllm rollout.urls=[] -> set rollout.num_engines=0
 rollout.engine=vllm rollout.urls=['http://h:1','http://h:1/'] rollout.num_engines=2 -> rollout.num_engines=1
+rollout.num_engines={min: 3, max: 2} -> {'min': 3, 'max': 2} is no range: min <= start <= max
+rollout.num_engines={min: 1, max: 4, start: 5} -> is no range: min <= start <= max; write {min: 1, max: 4}
+rollout.num_engines={min: 1} -> rollout.num_engines.max is missing
+rollout.num_engines={max: 2, most: 3} -> rollout.num_engines.most
+rollout.num_engines={max: 2} rollout.ports=[8000] -> each of rollout.num_engines=2 engines has one of its own
+HERE rollout.num_engines={max: 2} -> rollout.num_engines is a range, and the run neither starts nor ends
+rollout.num_engines={max: 2} buffer.max_staleness=0 placement.rollout=trainer -> set rollout.num_engines=2, or
 rollout.urls=['http://host:8000/v1'] -> write a server like http://10.0.0.7:8000, without a path
 HERE rollout.ports=[8000] -> rollout.ports is for servers that the run starts
 HERE model.path=none model.scratch={architecture: {}, characters: ab} -> model.scratch is made at the start
@@ -74,6 +81,7 @@ weight_sync.transport=lora -> set trainer.lora={rank: 16}
 weight_sync.transport=ipc -> is vLLM's own weight transfer, and rollout.engine=embedded has none
 """
 TAKEN = r"""
+rollout.num_engines={min: 2, max: 4, start: 3} rollout.ports=[8000, 8001, 8002, 8003]
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
 rollout.engine=vllm weight_sync.rolling=true weight_sync.canary_limit=none
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1

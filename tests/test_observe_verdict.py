@@ -36,6 +36,12 @@ MASKED = "train_s=0.95 tokens/trained=90 tokens/sampled=100 rollout/dropped=3"
         (GENERATION, [], "generation", "Generation held the run back: the trainer waited 65%"),
         (f"{GENERATION} rollout/inflight=64", [], "generation", "raise rollout.slots (now 64) or"),
         (f"{GENERATION} rollout/inflight=20", [], "generation", "only 20 of 64 slots were used"),
+        (
+            f"{GENERATION} rollout/inflight=20 engine/up=1.5",
+            ["rollout.num_engines={max: 4}"],
+            "generation",
+            "raise engines=N of `asyncrl scale` (1.5 of at most 4 on average): only 20 of 96 slots were used",
+        ),
         (GENERATION, [ZERO], "generation", "Knob: buffer.max_staleness=0"),
         (GENERATION, ["buffer.look_ahead=1"], "generation", "buffer.look_ahead=1"),
         (f"{PUBLISHING} weight_sync_s=2.5", [], "publishing", "a push takes 2.5 s"),

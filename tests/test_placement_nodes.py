@@ -126,11 +126,14 @@ def test_each_side_gets_nodes_of_its_own_where_they_suffice_else_devices_else_tu
         ((0, 0), "cpu", "{nodes: 3}", sizes(1), "2 of 2 nodes .* set placement.rollout={nodes: 2}"),
         ((0, 0), "{nodes: 2, gpus: 4}", "cpu",
          sizes(8), "no CUDA device .* set placement.trainer={nodes: 2, gpus: 0}"),
-        ((0, 2), "0-1", "auto", sizes(2), "shows 0 CUDA devices.*{nodes: 1, gpus: 2}"),
+        ((0, 2), "0-1", "auto", sizes(2), "shows 0 CUDA devices.*{nodes: 1, gpus: 2}, for any node"),
         ((8, 6, 6), "0-7", "{nodes: 2, gpus: 6}",
          sizes(8, 3, split=4), "6 CUDA devices of n1 .*over two nodes.*=2,"),
         ((1, 1), "{nodes: 1}", "{nodes: 1}",
          [*sizes(1), VLLM, "weight_sync.transport=ipc"], "weight_sync.transport"),
+        ((0, 4), "auto", "auto",
+         [*sizes(2), EVAL, "placement.eval=0"], "names cuda:0.*set placement.eval=auto"),
+        ((2, 2), "0", "1", [*sizes(1), EVAL, "weight_sync.transport=shm"], "the run is on 2 nodes"),
         ((2, 2), ALL, "trainer",
          [*sizes(4, 4), ZERO, EVAL], "puts the eval engine on n0/cuda:1.*placement.eval=cpu"),
     ],
@@ -166,9 +169,7 @@ def test_several_nodes_need_a_launcher_that_has_them() -> None:
         ConfigError, match=re.escape("set launcher=ray, or placement.trainer={nodes: 1, gpus: 4}")
     ):
         load("placement.trainer={nodes: 2, gpus: 4}")
-    with pytest.raises(
-        ConfigError, match="launcher=local starts processes on this machine alone, and there are 2"
-    ):
+    with pytest.raises(ConfigError, match="launcher=local starts processes on this machine, and there are 2"):
         place(load(), nodes(1, 1))
     with pytest.raises(ConfigError, match="give local, ray, or ray:HOST:PORT"):
         load("launcher=slurm")
@@ -269,6 +270,7 @@ def test_whatever_is_not_refused_keeps_the_rules(
 def planned(config: RunConfig, *num_cuda: int) -> dict[str, list[tuple[int, int]]]:
     """(node, threads) of all that has this name."""
     found: dict[str, list[tuple[int, int]]] = {}
+    config, _ = settle(config, nodes(*num_cuda))
     for one in make_plan(config, nodes(*num_cuda)).processes:
         found.setdefault(one.name, []).append((one.node, one.threads))
     return found
@@ -280,15 +282,18 @@ def test_cores_and_memory_are_counted_on_each_node() -> None:
     apart = planned(load(RAY, *threads, *sizes(2, 4), written), 0, 0, 0)
     assert apart["trainer-0"] == apart["trainer-1"] == [(0, 4)], "eight cores, and no engine is there"
     assert [apart[f"engine-{at}"] for at in range(4)] == [[(1, 2)], [(2, 2)], [(1, 2)], [(2, 2)]]
-    assert [node for node, _ in apart["staging"]] == [0, 1, 2]
+    assert [node for node, _ in apart["staging"]] == [0], "what the trainer writes"
+    assert [apart[f"relay-{at}"] for at in range(3)] == [[(at, 1)] for at in range(3)]
     assert [node for node, _ in apart["checkpoint"]] == [0]
     spread = load(RAY, *sizes(4, 2), "placement={trainer: {nodes: 2}, rollout: {nodes: 2}}")
-    spread_plan = make_plan(spread, nodes(0, 0))
+    spread_plan = make_plan(settle(spread, nodes(0, 0))[0], nodes(0, 0))
     alone = make_plan(load(*sizes(4, 2), "placement={trainer: cpu, rollout: cpu}"), nodes(0))
     halves = [spread_plan.peak_bytes(f"n{at}/cpu")["generation"] for at in (0, 1)]
-    assert halves[0] == halves[1]
     staged = next(one.memory.total for one in alone.processes if one.name == "staging")
-    assert sum(halves) == alone.peak_bytes("cpu")["generation"] + staged, "each node has the weights once"
+    assert halves[1] - halves[0] == staged, (
+        "a relay keeps two versions, the trainer's node has the file itself"
+    )
+    assert sum(halves) == alone.peak_bytes("cpu")["generation"] + 2 * staged
 
 
 def test_what_does_not_fit_a_node_is_refused_with_its_name() -> None:
@@ -319,6 +324,7 @@ def test_in_turns_over_nodes_each_device_has_its_chunk_and_one_share_is_for_all(
         ((0, 0), [], "stream"),
         ((2, 1), ["placement.trainer=0", "placement.rollout=1"], "shm"),
         ((2, 2), ["placement.trainer=0", "placement.rollout=1", EVAL], "stream"),
+        ((2, 2), ["placement.trainer=0", "placement.rollout=1", *TAUGHT], "shm"),
         ((0, 1), ["placement.trainer={nodes: 1, gpus: 1}", *TURNS], "stream"),
     ],
 )

@@ -30,9 +30,9 @@ from asyncrl.placement.fit import (
     settle_share,
     start_words,
 )
-from asyncrl.placement.plan import PHASES, Plan, engine_threads, make_plan, trainer_threads
+from asyncrl.placement.plan import Plan, engine_threads, make_plan, trainer_threads
 from asyncrl.placement.plan_text import plan_text, transport_text
-from asyncrl.placement.process_memory import Memory
+from asyncrl.placement.process_memory import PHASES, Memory
 
 ON_CPU = ["placement.trainer=cpu", "placement.rollout=cpu"]
 ZERO = "buffer.max_staleness=0"
@@ -70,8 +70,21 @@ def test_threads_do_not_depend_on_the_number_of_engines_nor_on_turns() -> None:
     one, two = load("rollout.num_engines=1"), load("rollout.num_engines=2")
     assert engine_threads(one) == engine_threads(two)
     assert trainer_threads(one) >= trainer_threads(two) >= 1
+    scaled = load("rollout.num_engines={min: 1, max: 2}")
+    assert trainer_threads(scaled) == trainer_threads(two), "threads are given at the start, for the most"
     turns, apart = load(*TURNS), load(*ON_CPU, ZERO)
     assert (trainer_threads(turns), engine_threads(turns)) == (trainer_threads(apart), engine_threads(apart))
+
+
+def test_a_range_of_engines_has_places_and_memory_for_the_most_and_says_which_are_parked() -> None:
+    plan, most = (
+        planned(3, "rollout.num_engines={min: 1, max: 3, start: 2}"),
+        planned(3, "rollout.num_engines=3"),
+    )
+    assert plan.placement == most.placement
+    notes = {one.name: "parked at first" in one.note for one in plan.processes if one.side == "engine"}
+    assert notes == {"engine-0": False, "engine-1": False, "engine-2": True}
+    assert [one.memory for one in plan.processes] == [one.memory for one in most.processes]
 
 
 def test_what_a_trainer_holds_depends_on_its_ranks_its_type_and_its_adapters() -> None:

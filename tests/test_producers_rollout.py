@@ -139,6 +139,22 @@ async def test_a_controller_that_stood_still_takes_that_time_from_no_rollout() -
 
 
 @virtual
+async def test_places_that_are_taken_away_are_not_given_out_again_and_new_ones_go_to_who_waits() -> None:
+    slots = Slots(2)
+    for order, name in enumerate("abcd"):
+        slots.ask_nowait(name, (order,))
+    slots.resize_nowait(1)
+    assert slots.num_held == 2, "what is held stays"
+    slots.give_back_nowait("a")
+    spare = asyncio.create_task(slots.wait_spare())
+    await all_blocked()
+    assert (slots.num_held, spare.done()) == (1, False)
+    slots.resize_nowait(4)
+    await asyncio.gather(spare, *map(slots.wait, "bcd"))
+    assert slots.num_held == 3
+
+
+@virtual
 async def test_a_rollout_that_is_cancelled_while_it_waits_keeps_no_place() -> None:
     slots = Slots(1)
     slots.ask_nowait("a", (0,))

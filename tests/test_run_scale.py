@@ -5,6 +5,7 @@ command that asks for them.
 from __future__ import annotations
 
 import asyncio
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.observe.recorder import Recorder
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.life import Voice
+from asyncrl.run.resume import changed_keys
 from asyncrl.run.scale import WANTED_FILE, EngineScale, read_wanted, scale_run, write_wanted
 from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -252,6 +254,20 @@ def test_an_engine_that_never_comes_up_ends_no_run_which_goes_on_with_those_befo
     assert error.room == "engine-1", "one that has worked is needed"
 
 
+def test_an_engine_that_can_never_come_up_ends_no_run_either(live: Any) -> None:
+    async def story(house: House) -> None:
+        async def come_up() -> None:
+            raise ConfigError("port 8001 for engine-1 cannot be used: Address already in use")
+
+        house.processes[1].come_up = come_up  # type: ignore[method-assign]
+        house.scale.set_nowait(3)
+        await asyncio.sleep(10 * START_S)
+        assert house.states == ["up", "parked", "parked"]
+        assert house.voice.lines[-1].startswith("WARNING: port 8001 for engine-1 cannot be used")
+
+    live(story)
+
+
 def test_weights_that_arrive_changed_at_an_engine_that_comes_end_the_run(live: Any) -> None:
     async def story(house: House) -> None:
         house.trainer.step()
@@ -395,8 +411,14 @@ def test_the_command_tells_how_a_run_gets_there_and_returns_when_so_many_work(tm
     ("after", "says"),
     [
         (lambda ran: ran.write(2, state="failed", why="no memory"), "the run has ended meanwhile: failed"),
-        (lambda ran: write_wanted(ran.folder, 1), "1 engines are wanted by now: engine-1 does not come up"),
-        (lambda ran: write_wanted(ran.folder, 4), "4 engines are wanted by now: "),
+        (
+            lambda ran: write_wanted(ran.folder, 1),
+            "engines=1 is what holds by now: engine-1 does not come up",
+        ),
+        (
+            lambda ran: (ran.write(4, V3), write_wanted(ran.folder, 4)),
+            "engines=4 is what holds by now: another `asyncrl scale` has asked for it",
+        ),
     ],
 )
 def test_the_command_says_why_so_many_will_not_work(tmp_path: Path, after: Any, says: str) -> None:
@@ -435,6 +457,11 @@ def test_the_command_refuses_what_cannot_be_and_asks_for_nothing(
         ran.scale(asked)
     assert says in str(caught.value)
     assert not (ran.folder / WANTED_FILE).exists()
+    if "--allow-change" in says:
+        *_, override, _, allowed = shlex.split(str(caught.value).split("`")[1])
+        saved = ran.folder / "config.yaml"
+        changed = changed_keys(load_config(saved), load_config(saved, [override]))
+        assert list(changed) == [allowed], "what it says to write would be accepted"
     with pytest.raises(ConfigError, match="is no run directory"):
         scale_run(tmp_path / "nowhere", "engines=2", 0, print)
 

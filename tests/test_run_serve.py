@@ -214,6 +214,12 @@ def test_a_recording_that_cannot_be_written_ends_the_command(tmp_path: Path) -> 
     at_desk(story, tmp_path / "r.jsonl")
 
 
+def test_of_a_range_of_engines_those_are_served_that_a_run_would_begin_with(tmp_path: Path) -> None:
+    scaled = ["rollout.num_engines={min: 1, max: 3, start: 2}", "rollout.ports=[8001, 8002, 8003]"]
+    with open_folder(tmp_path / "served", "x", load_config(QUICKSTART, scaled)) as (_, config):
+        assert (config.rollout.num_engines, config.rollout.ports) == (2, [8001, 8002])
+
+
 def test_a_directory_that_holds_something_else_is_not_served_from(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     refused = pytest.raises(ConfigError, match="holds what no `asyncrl serve` has written")

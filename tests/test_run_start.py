@@ -312,5 +312,6 @@ def test_the_model_of_a_new_run_is_hashed_beside_its_start_and_that_of_a_resumed
     job: Any = SimpleNamespace(config=load(), run_dir=tmp_path, tell=print)
     parts = Parts(job, place(job.config, 0))
     parts.pin, parts._ranks, parts._engine_servers = SimpleNamespace(read=read), [], []  # type: ignore[assignment]
+    parts.scale = SimpleNamespace(wanted=1)  # type: ignore[assignment]
     asyncio.run(parts.start_processes(tmp_path, is_new=is_new))
     assert hashed.is_set()

@@ -42,8 +42,7 @@ from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import sharded_policy
 from asyncrl.trainer.model.policy import find_plan
 from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.ranks import join_ranks
-from asyncrl.trainer.rendezvous import Rendezvous, interface_of
+from asyncrl.trainer.ranks import Rendezvous, interface_of, join_ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.export import digest_of

@@ -24,7 +24,7 @@ from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
-from asyncrl.trainer.trainer_client import TrainerClient
+from asyncrl.trainer.trainer_client import LOST_STATUS, TrainerClient
 
 START_S, TRAIN_S, HEARTBEAT_S = 5.0, 1.0, 3.0
 BROKEN = "RuntimeError: Read error: Connection reset by peer"
@@ -201,6 +201,18 @@ def test_what_recovering_breaks_on_that_is_no_loss_ends_the_run(error: Exception
 
     with pytest.RaisesGroup(pytest.RaisesExc(check=lambda raised: raised is error)):
         live(story)
+
+
+def test_a_rank_that_has_lost_the_others_is_a_loss_though_no_process_has_died() -> None:
+    async def story(house: House) -> None:
+        house.server.refuse["/train"] = "rank 0 has lost the other ranks"
+        house.server.refuse_status = LOST_STATUS
+        await house.steps(2)
+        house.check()
+        assert (house.trainer.num_restarts, house.trainer.policy_version) == (1, 2)
+
+    house = live(story, num_ranks=2)
+    assert "rank 0 has lost the other ranks" in house.told[0]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

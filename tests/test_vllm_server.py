@@ -181,6 +181,13 @@ class TestAServer:
             for name in ("cmdline", "environ"):
                 assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
 
+    def test_it_says_its_settings_and_runs_no_command_to_describe_the_machine(
+        self, server: VllmProcess
+    ) -> None:
+        info = server.get("/server_info?config_format=json")
+        assert info["vllm_config"]["model_config"]["logprobs_mode"] == "processed_logprobs"
+        assert info["system_env"] == {}
+
     def test_its_engine_and_its_worker_are_forks_that_have_not_imported_vllm_anew(
         self, server: VllmProcess
     ) -> None:

@@ -18,6 +18,9 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from job_runs import wait_until
+from network_hosts import reason_for_none
+from relay_hosts import relay_network, told
 
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import Caller
@@ -440,3 +443,52 @@ def test_the_process_imports_no_torch_holds_a_folder_of_shared_memory_and_leaves
                 process.stdin.close()
             process.wait(60)
         assert folders(process.pid) == []
+
+
+# ---- real processes, on hosts of a network
+
+
+@pytest.fixture
+def needs_hosts() -> None:
+    if why := reason_for_none():
+        pytest.skip(why)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_hosts")
+def test_the_trainers_link_carries_a_file_once_to_three_hosts() -> None:
+    data = os.urandom(16 * 2**20)
+    with relay_network(4) as relays:
+        path = relays.write("v1.safetensors", data)
+        before = [host.sent_bytes() for host in relays.hosts]
+        answer = relays.push(path, "1", [1, 2, 3])
+        assert answer["errors"] == {}
+        for number in (1, 2, 3):
+            assert relays.read(number, answer["paths"][str(number)]) == data
+        sent = [host.sent_bytes() - one for host, one in zip(relays.hosts, before, strict=True)]
+        assert all(0.95 < num / len(data) < 1.2 for num in sent[:3]), sent
+        assert sent[3] < 0.2 * len(data), "requests and acknowledgements"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_hosts")
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_hosts_after_one_that_is_lost_on_the_way_get_the_file_from_the_one_before_it(how: str) -> None:
+    data = os.urandom(16 * 2**20)
+    with relay_network(4) as relays:
+        for host in relays.hosts:
+            if not host.shape("tbf", "rate", "40mbit", "burst", "128kb", "latency", "200ms"):
+                pytest.skip("this kernel has no tbf, so there is no middle of a push")
+        pushing = relays.begin_push(relays.write("v1.safetensors", data), "1", [1, 2, 3])
+        lost = relays.hosts[1]
+        wait_until(lambda: lost.sent_bytes() > 2**21, pushing)
+        if how == "killed":
+            lost.kill()
+        else:
+            lost.link("down")
+        answer = told(pushing)
+        assert answer["errors"].keys() == {"1"}
+        assert "EngineLost: engine-1: its node node-1 gets no weights" in answer["errors"]["1"]
+        for number in (2, 3):
+            assert relays.read(number, answer["paths"][str(number)]) == data
+        assert relays.hosts[0].sent_bytes() < 2.2 * len(data)

@@ -88,7 +88,7 @@ class EngineRange(FrozenConfig):
     """How many engine servers work at once, in a run in which `asyncrl scale` changes that."""
 
     min: int = Field(default=1, ge=1)
-    """Fewest."""
+    """Fewest that work at once."""
     max: int = Field(ge=1)
     """Most. Devices, memory and threads are planned for so many; those that do not work have no process."""
     start: PositiveInt | None = None
@@ -204,17 +204,17 @@ class RolloutConfig(FrozenConfig):
                     f"rollout.{given[0]} is for rollout.engine={engine}, and rollout.engine={self.engine}; "
                     "set that, or remove it"
                 )
+        if self.urls is not None and self.is_scaled:
+            raise ValueError(
+                f"rollout.num_engines is a range, and the run neither starts nor ends the servers of "
+                f"rollout.urls; set rollout.num_engines={len(self.urls)}, or remove rollout.urls"
+            )
         for name, values in {"ports": self.ports, "urls": self.urls}.items():
             if values is not None and not len(values) == len(set(values)) == self.max_engines:
                 raise ValueError(
                     f"rollout.{name}={values}, and each of rollout.num_engines={self.max_engines} engines "
                     f"has one of its own; name each once, or set rollout.num_engines={len(set(values))}"
                 )
-        if self.urls is not None and self.is_scaled:
-            raise ValueError(
-                f"rollout.num_engines is a range, and the run neither starts nor ends the servers of "
-                f"rollout.urls; set rollout.num_engines={len(self.urls)}, or remove rollout.urls"
-            )
         if self.urls is not None and (given := self.given("ports", "vllm", "tensor_parallel")):
             raise ValueError(
                 f"rollout.{given[0]} is for servers that the run starts; remove it or rollout.urls"

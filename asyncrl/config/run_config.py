@@ -103,19 +103,6 @@ class RunConfig(FrozenConfig):
         return value
 
     @model_validator(mode="after")
-    def _nodes_have_a_launcher(self) -> Self:
-        for key in ("trainer", "rollout"):
-            written = getattr(self.placement, key)
-            num = written.nodes if isinstance(written, NodesConfig) else 1
-            if self.launcher == "local" and num not in (1, "all"):
-                one = written.model_copy(update={"nodes": 1})
-                raise ValueError(
-                    f"placement.{key}={written} is of {num} nodes, and launcher=local starts all on this "
-                    f"machine; set launcher=ray, or placement.{key}={one}"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _sections_agree(self) -> Self:
         trainer, rollout, checkpoint = self.trainer, self.rollout, self.checkpoint
         if trainer.num_groups % trainer.mini_batches:
@@ -164,6 +151,19 @@ class RunConfig(FrozenConfig):
                 f"algorithm.overlong_tokens={self.algorithm.overlong_tokens} is above "
                 f"rollout.max_tokens={rollout.max_tokens}; lower it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_have_a_launcher(self) -> Self:
+        for key in ("trainer", "rollout"):
+            written = getattr(self.placement, key)
+            num = written.nodes if isinstance(written, NodesConfig) else 1
+            if self.launcher == "local" and num not in (1, "all"):
+                one = written.model_copy(update={"nodes": 1})
+                raise ValueError(
+                    f"placement.{key}={written} is of {num} nodes, and launcher=local starts all on this "
+                    f"machine; set launcher=ray, or placement.{key}={one}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -77,7 +77,8 @@ class EnginePool:
             "engine/down": len(self.down),
         }
         if len(self.servers) > 1:
-            found |= {f"engine/policy_version/{one.name}": one.policy_version for one in self.servers}
+            up = [one for one in self.servers if one.name not in self.down]
+            found |= {f"engine/policy_version/{one.name}": one.policy_version for one in up}
         return found
 
     def down_nowait(self, name: str) -> None:

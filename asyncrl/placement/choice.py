@@ -120,9 +120,9 @@ def named(key: str, devices: Devices, hosts: Hosts) -> Side:
     if numbers and max(numbers) >= hosts.num_cuda[0]:
         way_out = f"name devices of 0..{hosts.num_cuda[0] - 1}."
         if len(hosts.names) > 1:
-            way_out = (
-                f"write the number of nodes, and of devices of each: {{nodes: 1, gpus: {len(numbers)}}}."
-            )
+            is_side = key in ("placement.trainer", "placement.rollout")
+            more = f"{{nodes: 1, gpus: {len(numbers)}}}" if is_side else "auto"
+            way_out = f"set {key}={more}, for any node: numbers are of {hosts.names[0]} alone."
         raise ConfigError(
             f"{key}={devices} names cuda:{max(numbers)}",
             rule=f"this machine shows {hosts.num_cuda[0]} CUDA devices, counted from 0 among "

@@ -83,9 +83,9 @@ class Placement:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that weights are on, with the controller's own."""
+        """How many nodes weights go to, with the controller's own."""
         engines = (device for device in self.engine_devices if device.name != NO_DEVICE)
-        beside = [self.beside_node] if self.evaluation not in (None, NO_DEVICE) else []
+        beside = {self.beside_node} if self.evaluation not in (None, NO_DEVICE) else set[int]()
         return len({0, *beside, *(device.node for device in (*self.ranks, *engines))})
 
     @property
@@ -122,9 +122,7 @@ def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
     """
     hosts = Hosts.of(nodes)
     if len(hosts.names) > 1 and config.launcher == "local":
-        what = (
-            f"launcher=local starts processes on this machine alone, and there are {len(hosts.names)} nodes"
-        )
+        what = f"launcher=local starts processes on this machine, and there are {len(hosts.names)} nodes"
         raise ConfigError(what, way_out="set launcher=ray, or describe one machine.")
     trainer, rollout = choose(config, hosts)
     shared = [device for device in trainer if device in rollout and device.name != "cpu"]
@@ -136,13 +134,16 @@ def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
     ranks = _deal_ranks(trainer, config.trainer.world_size)
     dealt = tuple(rollout[index % len(rollout)] for index in range(num * split))
     names = tuple(device.name if device.name == "cpu" else hosts.label(device) for device in (*ranks, *dealt))
-    on = {0, *(device.node for device in (*ranks, *(() if takes_no_device(config) else dealt)))}
+    used = () if takes_no_device(config) else dealt
+    evaluates = config.eval is not None and config.rollout.facts.has_model
+    beside = {_beside_node(config, hosts, ranks, used)} if evaluates else set[int]()
+    on = {0, *beside, *(device.node for device in (*ranks, *used))}
     refuse_transport(config, names[: len(ranks)], names[len(ranks) :], is_turns=is_turns, num_nodes=len(on))
     _check_engines(config, names[len(ranks) :], is_turns=is_turns)
     if takes_no_device(config):
         dealt, split = (NodeDevice(0, NO_DEVICE),) * num, 1
     engines = [dealt[start : start + split] for start in range(0, len(dealt), split)]
-    evaluation, teacher, beside = _beside(config, hosts, ranks, () if takes_no_device(config) else dealt)
+    evaluation, teacher, beside_node = _beside(config, hosts, ranks, used)
     return Placement(
         tuple(device.name for device in ranks),
         tuple(tuple(device.name for device in engine) for engine in engines),
@@ -154,7 +155,7 @@ def place(config: RunConfig, nodes: int | Sequence[Node]) -> Placement:
         () if isinstance(nodes, int) else tuple(nodes),
         tuple(device.node for device in ranks),
         tuple(engine[0].node for engine in engines),
-        beside,
+        beside_node,
     )
 
 
@@ -195,8 +196,10 @@ def _check_shared(
 
 def chunk_devices(config: RunConfig, placement: Placement) -> tuple[NodeDevice, ...]:
     """The devices whose memory holds the chunks that trainer and engines both open, all of them on each;
-    none: chunks are files.
+    none: chunks are files. Of CPUs of several nodes there is none that each engine could open.
     """
+    if placement.num_nodes > 1 and not placement.is_on_cuda:
+        return ()
     opens_memory = config.rollout.facts.opens_chunks or config.weight_sync.facts.shares_device
     devices = tuple(dict.fromkeys(placement.ranks))
     # an engine sees its own devices alone

@@ -25,8 +25,8 @@ from asyncrl.errors import ConfigError, install_extra
 from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, place
 from asyncrl.placement.machine import Machine
 from asyncrl.placement.nodes import Node
-from asyncrl.placement.plan import OWN_BYTES, Phase, Plan, ProcessPlan, lay_out, nodes_of
-from asyncrl.placement.process_memory import size_text
+from asyncrl.placement.plan import OWN_BYTES, Plan, lay_out, nodes_of
+from asyncrl.placement.process_memory import Phase, ProcessPlan, size_text
 
 MOVING = "each side moves out for the other's turn"
 OTHERS = 256

@@ -7,19 +7,26 @@ files alone: no torch, nothing is loaded.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
 from asyncrl.placement.choice import NodeDevice
-from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, chunk_devices, place
+from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, place
 from asyncrl.placement.machine import CudaDevice, Machine, num_cores, this_machine
 from asyncrl.placement.model_shape import ModelShape, model_shape
 from asyncrl.placement.nodes import LOOPBACK, Node
-from asyncrl.placement.process_memory import Memory, item_bytes, num_trained, start_memory, trainer_memory
+from asyncrl.placement.plan_shared import shared_memory
+from asyncrl.placement.process_memory import (
+    PHASES,
+    Memory,
+    Phase,
+    ProcessPlan,
+    Side,
+    item_bytes,
+    trainer_memory,
+)
 
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
@@ -27,71 +34,8 @@ TEACHER = "teacher"
 """Name of the server that scores what was sampled."""
 SCORED_TOKENS = 256
 """Tokens of which it makes logprobs at once."""
-
 OWN_BYTES = 2**29
 """What a process takes beside what the plan counts: CUDA's own memory on a device, Python's on the host."""
-
-Phase = Literal["start", "generation", "training", "publish"]
-PHASES: tuple[Phase, ...] = get_args(Phase)
-Side = Literal["controller", "trainer", "shards", "engine", "eval", "staging", "host", "checkpoint", "start"]
-"""Owner of the memory. shards: state of the trainer that trainer.cpu_offload has in host memory; eval: what
-works beside both sides at any time, the teacher too; staging: weights between trainer and engines, in memory
-that both open; host: state that the trainer moved off a CUDA device; checkpoint: the copy that one is written
-from, at any time after the start; start: what the trainer's processes load before their weights are where
-they stay.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessPlan:
-    """One process of the run, or memory that several share. `device`: with the name of its node, NAME/cuda:0,
-    where the run has several.
-    """
-
-    name: str
-    side: Side
-    device: str
-    threads: int
-    memory: Memory
-    note: str
-    all_kv: int = 0
-    """Where memory.kv is what one sequence takes: what all slots would take, each at full length."""
-    node: int = 0
-
-    @property
-    def device_name(self) -> str:
-        """Its device, as it is called on its node."""
-        return self.device.rpartition("/")[2]
-
-    def held_bytes(self, phase: Phase, mode: Mode) -> int:
-        """What it holds in this phase, in that of the start when the trainer has loaded its weights. Apart,
-        everything at any time after it; in turns, what the turn leaves it. (In turns in which both sides
-        stay, `mode` is apart.)
-        """
-        memory = self.memory
-        match self.side, phase:
-            case "start", _:
-                return memory.total if phase == "start" else 0
-            case (("trainer" | "shards"), "start"):
-                return memory.weights + memory.copies
-            case ("staging" | "host" | "checkpoint", "start"):
-                return 0
-            case "engine", "start" if mode == "colocated":  # they are started before it, and sleep
-                return 0
-        if mode == "apart":
-            return memory.total
-        match self.side, phase:
-            case ("trainer", "generation") | ("engine", "training") | ("host", "training"):
-                return 0
-            case "trainer", "publish":  # no gradients, and the optimizer is moved before the engines wake
-                return memory.weights + memory.copies
-            case "engine", "publish":  # the KV cache wakes last
-                return memory.weights
-            case "staging", "generation" | "training" if self.device_name == "cpu":
-                return 0  # on a CUDA device it is made once, for good
-            case "host", "publish":
-                return memory.optimizer
-        return memory.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +203,7 @@ def lay_out(
         one = _teacher(config, config.teacher, placement.teacher)
         where = label(NodeDevice(node, placement.teacher))
         plans.append(replace(one, device=where, node=node, threads=threads[node][0]))
-    return (*plans, *_shared(config, shape, placement, plans))
+    return (*plans, *shared_memory(config, shape, placement, plans))
 
 
 def _teacher(config: RunConfig, settings: TeacherConfig, device: str) -> ProcessPlan:
@@ -320,59 +264,3 @@ def _vllm_number(config: RunConfig, name: str) -> int | None:
 
 def _part(what: str, num: int) -> str:
     return what if num == 1 else f"1 / {num} of {what}"
-
-
-def _shared(
-    config: RunConfig, shape: ModelShape, placement: Placement, plans: Sequence[ProcessPlan]
-) -> Iterator[ProcessPlan]:
-    """Memory that no process holds alone, or only for a time: the model as it is loaded, weights on their
-    way, and what turns move off a CUDA device.
-    """
-
-    def on(node: int, name: str, side: Side, memory: Memory, note: str, device: str = "cpu") -> ProcessPlan:
-        label = placement.hosts.label(NodeDevice(node, device))
-        return ProcessPlan(name, side, label, 0, memory, note, node=node)
-
-    sync, lora, first = config.weight_sync, config.trainer.lora, placement.ranks[0]
-    size = shape.num_parameters * item_bytes(config.model.dtype, first.name)
-    ranks_on = Counter(device.node for device in placement.ranks)
-    for node, num_ranks in ranks_on.items():
-        if (loaded := start_memory(config, shape, first.name, num_ranks)) is not None:
-            yield on(node, "start", "start", *loaded)
-        if config.checkpoint.every is not None:
-            part = -(-num_trained(config, shape) * num_ranks // config.trainer.world_size)
-            note = "the trainer's state, while a checkpoint is written and for the next"
-            yield on(node, "checkpoint", "checkpoint", Memory(weights=4 * part, optimizer=8 * part), note)
-    evaluates = {placement.beside_node} if config.eval is not None else set[int]()
-    if placement.mode == "colocated":
-        chunk = Memory(weights=min(sync.chunk_bytes, size))
-        receivers = dict.fromkeys(NodeDevice(device.node, "cpu") for device in placement.engine_devices)
-        for device in chunk_devices(config, placement) or receivers:
-            yield on(device.node, "staging", "staging", chunk, "a chunk of weights", device.name)
-        for node in ranks_on if _moves_off(config, placement) else ():
-            held = [plan.memory for plan in plans if plan.side == "trainer" and plan.node == node]
-            sums = (sum(each) for each in zip(*map(astuple, held), strict=True))
-            moved = replace(Memory(*sums), gradients=0, activations=0)
-            yield on(
-                node, "offloaded", "host", moved, "the trainer's state while the engines have the device"
-            )
-        for node in sorted(evaluates | {first.node}) if evaluates else ():
-            note = "a version that is evaluated, in shared memory"
-            yield on(node, "evaluated", "eval", Memory(weights=size), note)
-        return
-    if sync.facts.sends_adapters and lora is not None:
-        size = shape.num_adapter_parameters(lora.rank) * 4
-    if sync.facts.is_one_kept:
-        note = "the copy that the trainer sends from"
-        yield on(first.node, "held", "staging", Memory(weights=size), note, first.name)
-    receives = {device.node for device in placement.engine_devices if device.name != NO_DEVICE}
-    if sync.facts.is_file_shared or (sync.facts.is_one_kept and not evaluates):
-        return
-    for node in sorted({first.node} | evaluates | (set() if sync.facts.is_one_kept else receives)):
-        note = "weights on their way, in shared memory"
-        yield on(node, "staging", "staging", Memory(weights=size), note)
-
-
-def _moves_off(config: RunConfig, placement: Placement) -> bool:
-    """Whether the trainer's state goes to host memory for the engines' turn."""
-    return placement.is_on_cuda and placement.moves and not config.trainer.cpu_offload

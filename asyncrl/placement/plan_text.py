@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import astuple, fields
 
 from asyncrl.config import RunConfig
 from asyncrl.config.weight_sync import transport_words
+from asyncrl.placement.choice import NodeDevice
 from asyncrl.placement.devices import Placement, chunk_devices
 from asyncrl.placement.fit import needed_python, start_words, starts_here
 from asyncrl.placement.plan import Plan
@@ -29,30 +31,37 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     lines += ["", f"mode: {transport_text(config, plan.placement)}"]
     if starts_here(plan) and (python := needed_python(config)) is not None:
         lines.append(f"python: ours is {sys.executable}, {config.rollout.facts.package}'s is {python}")
-    used = {process.device for process in plan.processes}
-    idle = {node.name for number, node in enumerate(plan.nodes) if number not in _used_nodes(plan)}
-    lines += [f"not used: {name}" for name in sorted(idle)]
-    for device, free in plan.free_bytes.items():
-        needs, node, _, name = plan.peak_bytes(device), *device.rpartition("/")
-        if node in idle and len(plan.nodes) > 1:
-            continue
-        if name != "cpu" and device not in used:
-            lines.append(f"not used: {device}")
-            continue
-        by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())
-        in_turns = f", the most of {by_phase}" if plan.placement.moves else ""
-        has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
-        beside = ", before the Python processes (about 0.5 GiB each)" if name == "cpu" else ""
-        beside = beside or ", before CUDA's own of each process"
-        needed = f"{size_text(max(needs.values()))}{in_turns}" if num else "what is needed is not known"
-        lines.append(f"memory of {device}: {needed}; {has}{beside if num else ''}")
+    lines += _memory(plan)
     if not plan.is_here:
         lines.append(NOT_HERE)
     return "\n".join([*lines, *start_words(plan, config)])
 
 
-def _used_nodes(plan: Plan) -> set[int]:
-    return {process.node for process in plan.processes}
+def _memory(plan: Plan) -> list[str]:
+    """What each device needs and has; of several nodes, one line for devices of a node that are alike."""
+    num, is_one, hosts = plan.shape.num_parameters, len(plan.nodes) == 1, plan.placement.hosts
+    used = {process.device for process in plan.processes}
+    places = [one for node, all_cuda in enumerate(hosts.cuda) for one in (NodeDevice(node, "cpu"), *all_cuda)]
+    told = list[tuple[NodeDevice, str]]()
+    for place in places:
+        label = hosts.label(place)
+        needs, free = plan.peak_bytes(label), plan.free_bytes[label]
+        by_phase = ", ".join(f"{phase} {size_text(need)}" for phase, need in needs.items())
+        in_turns = f", the most of {by_phase}" if plan.placement.moves else ""
+        has = "free is not known (no nvidia-smi)" if free is None else f"{size_text(free)} free"
+        is_cpu = place.name == "cpu"
+        own = "the Python processes (about 0.5 GiB each)" if is_cpu else "CUDA's own of each process"
+        needed = f"{size_text(max(needs.values()))}{in_turns}" if num else "what is needed is not known"
+        text = f"{needed}; {has}{f', before {own}' if num else ''}"
+        is_idle = label not in used and not (is_cpu and is_one)
+        told.append((place, "" if is_idle else text))
+    lines = list[str]()
+    for (_, text), group in itertools.groupby(told, lambda one: (one[0] if is_one else one[0].node, one[1])):
+        devices = [place for place, _ in group]
+        labels = ", ".join(hosts.labels(devices))
+        each = ", each" if len(devices) > 1 else ""
+        lines.append(f"memory of {labels}{each}: {text}" if text else f"not used: {labels}")
+    return lines
 
 
 def _table(plan: Plan) -> list[str]:
@@ -66,8 +75,9 @@ def _table(plan: Plan) -> list[str]:
         found = [row for row in rows if row[0] == number]
         if found and number >= 0 and not is_one:
             node = plan.nodes[number]
-            cuda = len(node.machine.cuda) or "no"
-            lines += ["", f"{node.name} at {node.address}: {node.machine.cores} cores, {cuda} CUDA devices"]
+            num, cores = len(node.machine.cuda), node.machine.cores
+            cuda = f"{num or 'no'} CUDA device{'s' if num > 1 else ''}"
+            lines += ["", f"{node.name} at {node.address}: {cores} cores, {cuda}"]
         for _, name, device, threads, sizes, what in found:
             columns = "".join(f"{size:>12}" for size in sizes)
             lines.append(f"{name:<12} {device:<7} {threads:>7} {columns}  {what}")

@@ -1,12 +1,26 @@
-"""Bytes of the trainer's processes, from the config and the model's shape. Imports no torch."""
+"""What each process of a plan holds, and when; bytes of the trainer's, from the config and the model's shape.
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
+from typing import Literal, get_args
 
 from asyncrl.config import RunConfig
 from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
+from asyncrl.placement.devices import Mode
 from asyncrl.placement.model_shape import ModelShape
+
+Phase = Literal["start", "generation", "training", "publish"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+Side = Literal["controller", "trainer", "shards", "engine", "eval", "staging", "host", "checkpoint", "start"]
+"""Owner of the memory. shards: state of the trainer that trainer.cpu_offload has in host memory; eval: what
+works beside both sides at any time, the teacher too; staging: weights between trainer and engines, in memory
+that both open; host: state that the trainer moved off a CUDA device; checkpoint: the copy that one is written
+from, at any time after the start; start: what the trainer's processes load before their weights are where
+they stay.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,58 @@ class Memory:
     def split(self, num: int) -> Memory:
         """The part of one of `num` processes."""
         return Memory(*(-(-size // num) for size in astuple(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessPlan:
+    """One process of the run, or memory that several share. `device`: with the name of its node, NAME/cuda:0,
+    where the run has several.
+    """
+
+    name: str
+    side: Side
+    device: str
+    threads: int
+    memory: Memory
+    note: str
+    all_kv: int = 0
+    """Where memory.kv is what one sequence takes: what all slots would take, each at full length."""
+    node: int = 0
+
+    @property
+    def device_name(self) -> str:
+        """Its device, as it is called on its node."""
+        return self.device.rpartition("/")[2]
+
+    def held_bytes(self, phase: Phase, mode: Mode) -> int:
+        """What it holds in this phase, in that of the start when the trainer has loaded its weights. Apart,
+        everything at any time after it; in turns, what the turn leaves it. (In turns in which both sides
+        stay, `mode` is apart.)
+        """
+        memory = self.memory
+        match self.side, phase:
+            case "start", _:
+                return memory.total if phase == "start" else 0
+            case (("trainer" | "shards"), "start"):
+                return memory.weights + memory.copies
+            case ("staging" | "host" | "checkpoint", "start"):
+                return 0
+            case "engine", "start" if mode == "colocated":  # they are started before it, and sleep
+                return 0
+        if mode == "apart":
+            return memory.total
+        match self.side, phase:
+            case ("trainer", "generation") | ("engine", "training") | ("host", "training"):
+                return 0
+            case "trainer", "publish":  # no gradients, and the optimizer is moved before the engines wake
+                return memory.weights + memory.copies
+            case "engine", "publish":  # the KV cache wakes last
+                return memory.weights
+            case "staging", "generation" | "training" if self.device_name == "cpu":
+                return 0  # on a CUDA device it is made once, for good
+            case "host", "publish":
+                return memory.optimizer
+        return memory.total
 
 
 def size_text(size: int) -> str:

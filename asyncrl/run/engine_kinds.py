@@ -72,9 +72,11 @@ class Embedded:
         takes_turns: bool = False,
         stays: bool = False,
         share: float | None = None,
+        cores: int | None = None,
     ) -> Body:
         """What its server is started with. It sees its devices alone, so `device` needs no number. `stays`:
-        in turns it keeps its memory. `share`: the part of its devices' memory that it may take.
+        in turns it keeps its memory. `share`: the part of its devices' memory that it may take. `cores`: of
+        its node (None: of this machine).
         """
         is_replayed = self.config.algorithm.router_replay and name != EVAL_ENGINE
         return {
@@ -84,7 +86,7 @@ class Embedded:
             "model_path": str(model_path),
             "dtype": self.config.model.dtype,
             "device": device.partition(":")[0],
-            "threads": engine_threads(self.config),
+            "threads": engine_threads(self.config, cores),
             "deterministic": self.config.is_deterministic(device),
             "has_adapters": self.config.weight_sync.facts.sends_adapters,
             **({"keeps_turns": True} if self.config.keeps_turns else {}),

@@ -42,7 +42,7 @@ logger = logging.getLogger("asyncrl.run.resume")
 ResumeMode = Literal["auto", "never", "must"]
 
 FREE_SECTIONS = ("launcher", "observe", "checkpoint", "journal", "supervision")
-"""Sections that change how a run is shown and stored, and not what it computes."""
+"""What changes where a run is, how it is shown and stored, and not what it computes."""
 FREE_KEYS = {
     "trainer": "num_steps timeout_s port world_size micro_batch_tokens gradient_checkpointing cpu_offload "
     "compile logprob_gap_limit max_skipped_steps",

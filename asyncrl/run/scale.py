@@ -16,7 +16,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import ConfigError, RoomError
+from asyncrl.errors import AsyncrlError, ConfigError, RoomError
 from asyncrl.files import write_whole
 from asyncrl.observe.status import judge_state, read_config, read_status
 from asyncrl.run.colocate import Turns
@@ -105,7 +105,7 @@ class EngineScale:
         self.wanted = num
         self.changed_nowait()
 
-    def gives_up_nowait(self, name: str, error: RoomError) -> None:
+    def gives_up_nowait(self, name: str, error: AsyncrlError) -> None:
         """An engine does not come up: those before it are wanted, until others are asked for."""
         num, asked = self._number[name], self.wanted
         if num >= asked:
@@ -201,7 +201,7 @@ class ScaledEngine(EngineSupervisor):
             await self._scale.wait_wanted(self.name)
             try:
                 await self._while_wanted(super().run())
-            except RoomError as error:
+            except (RoomError, ConfigError) as error:  # the port that it is to have may be taken by now
                 if not self._is_new or isinstance(error, NO_LOSS):
                     raise
                 self._scale.gives_up_nowait(self.name, error)
@@ -313,9 +313,10 @@ def scale_run(run_dir: Path, asked: str, wait_s: float, say: Callable[[str], Non
         way_out = f"`asyncrl status {run_dir}` says more; what was asked for holds until something else is."
         if state not in ("starting", "running", "unknown"):
             raise RoomError("scale", f"the run has ended meanwhile: {why}", way_out=way_out)
-        if (now := read_wanted(run_dir, config.rollout.engine_range)) != num:
+        now = read_wanted(run_dir, config.rollout.engine_range)
+        if now != num and status.get("engines_wanted") == now:  # and so its warnings say why
             warned = (status.get("warnings") or ["another `asyncrl scale` has asked for it"])[-1]
-            raise RoomError("scale", f"{now} engines are wanted by now: {warned}", way_out=way_out)
+            raise RoomError("scale", f"engines={now} is what holds by now: {warned}", way_out=way_out)
         if time.monotonic() > until_s:
             raise RoomError("scale", f"not done within --wait {wait_s:g} s: {words}", way_out=way_out)
         time.sleep(ASK_PERIOD_S)

@@ -20,6 +20,7 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import (
+    AsyncrlError,
     ConnectionShortage,
     EngineLost,
     JournalError,
@@ -373,6 +374,6 @@ async def heartbeat(process: Server, limit_s: float) -> None:
         await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
 
-def in_short(lost: RoomError) -> str:
+def in_short(lost: AsyncrlError) -> str:
     """What happened, without the log."""
     return lost.what.splitlines()[0].split("; the end of ")[0]

@@ -177,17 +177,18 @@ class SupervisedTrainer(Supervisor):
             try:
                 return await call()
             except TrainerError as error:
-                lost = error if isinstance(error, TrainerLost) else await self._loss_behind(error)
+                lost = await self._loss_behind(error)
                 if lost is None or not self.config.max_restarts:
                     raise
                 if self.num_restarts == number:  # else it is a late answer of processes that have ended
                     self._lost_by(lost)
 
     async def _loss_behind(self, error: TrainerError) -> TrainerLost | None:
-        """The first rank refuses a call if another rank has died; the kernel reports that death a moment
-        later.
+        """The first rank refuses a call, or has lost the others, if another rank has died; that death, which
+        the run is to name, is reported a moment later.
         """
-        if len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S)):
+        died = len(self._processes) > 1 and await self._until_lost(asyncio.sleep(GRACE_S))
+        if died or isinstance(error, TrainerLost):
             return TrainerLost("trainer", error.fault, rule=error.rule, way_out=error.way_out)
         return None
 

@@ -154,7 +154,8 @@ class FakeTrainerServer(FakeServer):
 
     Its weights are the list `weights` of what it was trained on: a name for each batch. Saved states are kept
     in `states` by path, as a disk would. `dies_at` (a path): the process ends when that call comes;
-    `dies_after`: when it is done, before the answer. `refuse` (a reason): the next call of a kind is refused.
+    `dies_after`: when it is done, before the answer. `refuse` (a reason): the next call of a kind is refused,
+    with `refuse_status`.
     A rank that a step waits for and that is dead makes the step hang.
     """
 
@@ -168,6 +169,7 @@ class FakeTrainerServer(FakeServer):
         self.peers = peers
         self.dies_at = self.dies_after = ""
         self.refuse: dict[str, str] = {}
+        self.refuse_status = 409
         self.weights: list[str] = []
         self.calls: list[str] = []
         self.states: dict[str, list[str]] = {}
@@ -216,7 +218,7 @@ class FakeTrainerServer(FakeServer):
 
     def _refuse(self, path: str) -> None:
         if reason := self.refuse.pop(path, ""):
-            raise self.refused(path, reason)
+            raise self.refused(path, reason, self.refuse_status)
 
     async def _work(self, path: str, body: Any) -> BaseModel:
         self._refuse(path)

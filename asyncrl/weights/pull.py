@@ -64,8 +64,13 @@ class Fetched:
             file.truncate(stored.num_bytes)
         self.stored, self.digests = stored, [""] * stored.num_pieces
 
-    def keep(self, start: int, data: bytes, node: str) -> None:
-        """Write what was found right. Raises Refused. Blocks."""
+    def keep(self, index: int, data: bytes, told: str, node: str) -> str:
+        """The xxh3_128 of a piece, which is written if that is what was told. Raises Refused. Blocks."""
+        assert self.stored is not None, "its size is known"
+        start, end = self.stored.piece(index)
+        found = xxhash.xxh3_128_hexdigest(data)
+        if found != told or len(data) != end - start:
+            return f"{found} of {len(data)} bytes"
         try:
             file = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
             try:
@@ -75,8 +80,8 @@ class Fetched:
             finally:
                 os.close(file)
         except OSError as error:
-            assert self.stored is not None, "its size is known"
             raise no_room(node, self.path, self.stored.num_bytes, str(error)) from error
+        return found
 
 
 class Puller:
@@ -135,26 +140,18 @@ class Puller:
     ) -> None:
         assert file.stored is not None, "its size is known"
         for index in missing:
-            start, end = file.stored.piece(index)
             for _ in range(TRIES):
-                data, told = await self._ask(file, source, request, (start, end))
-                found = await asyncio.to_thread(xxhash.xxh3_128_hexdigest, data)
-                if (found, len(data)) == (told, end - start):
+                data, told = await self._ask(file, source, request, file.stored.piece(index))
+                found = await asyncio.to_thread(file.keep, index, data, told, self.node)
+                if found == told:
                     break
-                log.warning(
-                    "piece %d of %s from %s: %s, not %s", index, request.digest, source.node, found, told
-                )
+                what = f"piece {index} of {file.stored.num_pieces} of the weights {request.digest}"
+                log.warning("%s from %s: %s, not %s", what, source.node, found, told)
             else:
-                what = (
-                    f"{self.node} got piece {index} of {file.stored.num_pieces} of the weights "
-                    f"{request.digest} from {source.node} {TRIES} times with wrong bytes"
-                )
                 rule = f"its xxh3_128 is {told} where it was checked last, and {found} where it arrived"
-                way_out = (
-                    f"check memory and network of {source.node} and {self.node}, or leave one of them out."
-                )
+                way_out = f"check memory and network of {source.node} and {self.node}, or do without one."
+                what = f"{self.node} got {what} from {source.node} {TRIES} times with wrong bytes"
                 raise Refused(409, what, rule=rule, way_out=way_out)
-            await asyncio.to_thread(file.keep, start, data, self.node)
             file.digests[index] = told
             self._tell()
 

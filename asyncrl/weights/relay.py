@@ -49,7 +49,7 @@ from asyncrl.weights.pull import PIECE_DIGEST, Fetched, Puller, digest_of
 
 KEPT = 2
 """Files that a relay keeps, as the trainer does: what engines read, and what comes next."""
-NUM_PIECES, MIN_PIECE_BYTES, MAX_PIECE_BYTES = 256, 2**18, 2**23
+NUM_PIECES, MIN_PIECE_BYTES, MAX_PIECE_BYTES = 96, 2**18, 2**23
 """A file is cut into so many pieces, within these sizes. Each node of a chain is a piece behind the one
 before it."""
 WAIT_S = 2.0

@@ -13,6 +13,7 @@ import uvloop
 from fastapi.responses import JSONResponse
 from vllm.entrypoints.launchers.api_server.entry import build_and_serve, build_async_engine_client
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.serve.dev.server_info import api_router as server_info
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from asyncrl.messages.base import ErrorBody
@@ -73,6 +74,7 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     args = parse_arguments(spec)
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
+    server_info._get_system_env_info_cached = dict  # 2 s of pip, gcc and the like, which no run reads
     if can_fork(spec):
         from asyncrl_servers.vllm.monkeypatches import patch_spawn
 
