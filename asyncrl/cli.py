@@ -127,12 +127,16 @@ def check(
     """Validate a config, load all that it names but weights, and print the plan, node by node: processes,
     devices, threads, memory. For this machine, or for one or several that are described.
     """
+    from asyncrl.placement.launchers import opened
     from asyncrl.placement.nodes import described_nodes
     from asyncrl.run.check import check_lines
 
     nodes = described_nodes(devices or [], cores or [], memory or [])
-    for line in check_lines(load_config(config, overrides or []), nodes):
-        typer.echo(line)
+    settings = load_config(config, overrides or [])
+    with contextlib.ExitStack() as stack:
+        nodes = nodes or stack.enter_context(opened(settings.launcher)).nodes
+        for line in check_lines(settings, nodes):
+            typer.echo(line)
 
 
 @app.command()

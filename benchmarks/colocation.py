@@ -51,6 +51,7 @@ from asyncrl.placement.devices import place
 from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.run import start as startup
 from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
+from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.run.supervise import Supervision
 from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
@@ -205,9 +206,9 @@ async def house(config: RunConfig, model: Path, folder: Path, device: str) -> As
     staging, tasks = new_staging_dir(), list[asyncio.Task[None]]()
     placement = place(config, len(find_cuda_devices()))
     is_shared = placement.mode == "colocated"
-    launcher = startup.Launcher(config, placement, model, folder)
-    trainers, engines = launcher.trainers(staging), launcher.engines()
-    targets = [launcher.client(server) for server in engines]
+    maker = ServerMaker(config, placement, model, folder)
+    trainers, engines = maker.trainers(staging), maker.engines()
+    targets = [maker.client(server) for server in engines]
     memory, phases = Memory((*trainers, *engines), device), dict[str, Mapping[str, Any]]()
 
     def on_event(what: str, detail: Mapping[str, Any]) -> None:

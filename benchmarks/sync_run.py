@@ -29,7 +29,7 @@ from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.start import Launcher
+from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
 from asyncrl.testing.fakes import ask
@@ -54,8 +54,8 @@ class SyncRun:
         model_path = asyncio.run(make_model_folder(config, run_dir))
         self._staging = tempfile.TemporaryDirectory(prefix="sync-run-")
         placement = place(config, len(find_cuda_devices()))
-        launcher = Launcher(config, placement, model_path, run_dir)
-        self.trainer = TrainStep(launcher.trainer_spec(0, Path(self._staging.name)))
+        maker = ServerMaker(config, placement, model_path, run_dir)
+        self.trainer = TrainStep(maker.trainer_spec(0, Path(self._staging.name)))
         self.engine: Engine = build_engine(
             EmbeddedSpec.model_validate(engine_kind(config).spec(model_path, "engine-0"))
         )

@@ -97,6 +97,7 @@ class House:
             servers=(),
             beside=(),
             supervisors=(),
+            supervisors_beside=(),
             buffer=buffer,
             producers=producers,
             engines=pool,

@@ -295,7 +295,8 @@ def test_every_option_that_a_message_names_exists() -> None:
 
     of_vllm = "--dtype --enable-lora --enable-scale-out --logprobs-mode --max-lora-rank --max-model-len "
     of_vllm += "--max-num-seqs --structured-outputs-config --worker-extension-cls"
-    known = {*options(get_command(app)), "--help", *of_vllm.split()}
+    of_ray = "--address --head"
+    known = {*options(get_command(app)), "--help", *of_vllm.split(), *of_ray.split()}
     messages = [text for text in texts() if text.is_message and " " in text.text]
     named = [(text.where(), re.findall(r"(?<![\w-])--[a-z][\w-]*", text.text)) for text in messages]
     assert [(where, options) for where, options in named if not known.issuperset(options)] == []

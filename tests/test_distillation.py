@@ -26,7 +26,7 @@ from asyncrl.errors import ConfigError, EngineLost, RequestRefused
 from asyncrl.http import Caller
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.teaching import look_at_teacher
+from asyncrl.run.servers.teaching import look_at_teacher
 from asyncrl.serving import Refused
 from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
 

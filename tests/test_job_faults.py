@@ -33,7 +33,7 @@ from job_runs import (
 from transformers import AutoModelForCausalLM
 
 from asyncrl.observe.status import render_status
-from asyncrl.run.start import catches
+from asyncrl.placement.processes import catches
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 LONG = "trainer.num_steps=100000"

@@ -24,13 +24,13 @@ from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
 from asyncrl.run import loop as job
-from asyncrl.run.build import end_server
 from asyncrl.run.check import RUN_COPY
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.life import close_within
 from asyncrl.run.loop import Job
 from asyncrl.run.report import Reporter
 from asyncrl.run.resume import ResumePoint
+from asyncrl.run.start import end_server
 from asyncrl.testing.fakes import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.model_folder import MODEL_PIN
@@ -119,6 +119,7 @@ class House:
             turns=SideBySide(self.publisher, num_steps=3, spawn=self.job.spawn),  # type: ignore[arg-type]
             journal=self.journal,
             supervisors=(),
+            supervisors_beside=(),
             scale=SimpleNamespace(is_fixed=True),
             feed=SimpleNamespace(order={}),
             buffer=SimpleNamespace(wait_batch=self.batches.get),

@@ -21,6 +21,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
 from asyncrl.messages.calls import EngineHealth
+from asyncrl.placement import launchers
 from asyncrl.placement.devices import place
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.machine import CudaDevice
@@ -30,7 +31,9 @@ from asyncrl.run import start as startup
 from asyncrl.run.build import Parts
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.engine_kinds import KINDS, engine_kind
-from asyncrl.run.start import Launcher, Server
+from asyncrl.run.servers import server_maker
+from asyncrl.run.servers.server_maker import ServerMaker
+from asyncrl.run.start import Server
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer
@@ -48,9 +51,14 @@ def load(*overrides: str) -> RunConfig:
     return load_config(QUICKSTART, ("weight_sync.transport=shm", *overrides))
 
 
-def launcher(folder: Path, *overrides: str, num_cuda: int = 0) -> Launcher:
+def maker(folder: Path, *overrides: str, num_cuda: int = 0) -> ServerMaker:
     config = load(*overrides)
-    return Launcher(config, place(config, num_cuda), folder / "model", folder)
+    return ServerMaker(config, place(config, num_cuda), folder / "model", folder)
+
+
+def have_cuda(monkeypatch: pytest.MonkeyPatch, *devices: CudaDevice) -> None:
+    for module in (server_maker, launchers):
+        monkeypatch.setattr(module, "find_cuda_devices", lambda: devices)
 
 
 # ---- what it is told
@@ -102,7 +110,7 @@ def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_it_is_compar
     tmp_path: Path, overrides: str, num: int
 ) -> None:
     disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path}", "model.chat_template=own.jinja"]
-    told = launcher(tmp_path, *overrides.split(), *disk).trainer_spec(0, tmp_path / "asyncrl-1")
+    told = maker(tmp_path, *overrides.split(), *disk).trainer_spec(0, tmp_path / "asyncrl-1")
     assert (told.canary_tokens, told.transport) == (num, "disk")
     assert (told.staging_dir, told.chat_template) == (tmp_path / "asyncrl-1", Path("own.jinja"))
 
@@ -112,7 +120,7 @@ def test_vllm_runs_under_its_own_python_and_sees_our_two_packages_alone(tmp_path
     python.write_text("#!/bin/sh\nexit 0\n")
     python.chmod(0o755)
     own = [VLLM, f"rollout.vllm_python={python}", "rollout.num_engines=2"]
-    for engine in launcher(tmp_path, *own).engines():
+    for engine in maker(tmp_path, *own).engines():
         child = engine.child
         assert isinstance(child, ChildProcess)
         assert child.module == "asyncrl_servers.vllm"
@@ -127,9 +135,9 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cuda: int
 ) -> None:
     devices = (CudaDevice("4"), CudaDevice("GPU-b"), CudaDevice("GPU-c"))[:num_cuda]
-    monkeypatch.setattr(startup, "find_cuda_devices", lambda: devices)
+    have_cuda(monkeypatch, *devices)
     anywhere = ["placement.trainer=auto", "placement.rollout=auto", "trainer.world_size=2"]
-    launch = launcher(tmp_path, *anywhere, num_cuda=num_cuda)
+    launch = maker(tmp_path, *anywhere, num_cuda=num_cuda)
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
     for server, names in zip(servers, ["4,GPU-b", "4,GPU-b", "GPU-c"], strict=True):
         assert isinstance(server.child, ChildProcess)
@@ -142,12 +150,12 @@ def test_a_process_is_told_its_kind_of_device_and_sees_no_other(
 def test_each_process_on_a_shared_device_is_told_its_part_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, staleness: int
 ) -> None:
-    monkeypatch.setattr(startup, "find_cuda_devices", lambda: (CudaDevice("0", None, 80 * 2**30),))
+    have_cuda(monkeypatch, CudaDevice("0", None, 80 * 2**30))
     python = make_python(tmp_path / "python")
     settings = ["placement.trainer=0", "placement.rollout=0", "placement.share=0.4", "rollout.num_engines=2"]
     settings += [f"rollout.engine={kind}", f"buffer.max_staleness={staleness}"]
     settings += [f"rollout.vllm_python={python}"] if kind == "vllm" else []
-    launch, own = launcher(tmp_path, *settings, num_cuda=1), 0.5 / 80
+    launch, own = maker(tmp_path, *settings, num_cuda=1), 0.5 / 80
     (trainer,), engines = launch.trainers(tmp_path / "staging"), launch.engines()
     specs = [json.loads(server.child.spec) for server in (trainer, *engines)]  # type: ignore[union-attr]
     assert specs[0]["share"] == pytest.approx(0.6 - own)
@@ -193,7 +201,7 @@ def test_torch_is_held_to_its_part_of_a_cuda_device() -> None:
 def test_what_loads_a_large_model_may_take_longer_to_start(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(50 * 10**9)  # without a block on the disk
-    launch = replace(launcher(tmp_path), model_path=tmp_path)
+    launch = replace(maker(tmp_path), model_path=tmp_path)
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
     assert [server.start_s for server in servers] == [300.0 + 1000.0] * 2
 
@@ -253,7 +261,7 @@ async def test_servers_of_rollout_urls_get_the_key_of_the_environment_and_no_pro
 ) -> None:
     monkeypatch.setenv(KEY_ENV, "their key")
     urls = ["model.scratch=none", "model.path=some/model", "rollout.urls=['http://127.0.0.1:8000/']"]
-    (engine,) = launcher(tmp_path, VLLM, *urls).engines()
+    (engine,) = maker(tmp_path, VLLM, *urls).engines()
     assert isinstance(engine.child, ForeignProcess)
     assert engine.caller._secret == "their key"
     engine.ready = AsyncMock()

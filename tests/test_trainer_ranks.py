@@ -37,6 +37,7 @@ from asyncrl.messages.calls import (
 from asyncrl.placement.devices import place
 from asyncrl.placement.model_shape import model_shape
 from asyncrl.run import start as startup
+from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import sharded_policy
 from asyncrl.trainer.model.policy import find_plan
@@ -382,9 +383,7 @@ def test_a_rank_that_cannot_start_ends_the_start_of_the_others_that_wait_for_it(
 
     async def story() -> None:
         placement = place(config, 0)
-        trainers = startup.Launcher(config, placement, tiny_model_dir, tmp_path).trainers(
-            tmp_path / "staging"
-        )
+        trainers = ServerMaker(config, placement, tiny_model_dir, tmp_path).trainers(tmp_path / "staging")
         trainers[1].child.spec = trainers[1].child.spec.replace(str(tiny_model_dir), str(tmp_path / "empty"))
         try:
             with pytest.raises(RoomError, match=r"trainer-1: cannot load the model .*/empty"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -363,7 +363,9 @@ def _beside_device(
     return device.name
 
 
-def child_environ(devices: Sequence[str], cuda: Sequence[CudaDevice]) -> dict[str, str]:
+def child_environ(
+    devices: Sequence[str], cuda: Sequence[CudaDevice] | Mapping[int, CudaDevice]
+) -> dict[str, str]:
     """Variables that show a child process these devices (`cuda:1`, ...) and no others, in this order."""
     if not devices[0].startswith("cuda:"):
         return {}

@@ -166,6 +166,11 @@ class ForkServer:
             os.waitpid(self.pid, 0)
 
 
+def preloads(module: str) -> bool:
+    """Whether a fork server of PRELOADED has what `python -m module` imports."""
+    return not {module, f"{module}.__main__"}.isdisjoint(PRELOADED)
+
+
 current: ForkServer | None = None
 """The one of this process, between the two ends of serving()."""
 

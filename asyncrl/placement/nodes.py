@@ -60,12 +60,14 @@ def described_nodes(
 class Order:
     """A process to be started: what is the same wherever it runs. `module` is run as `python -m module` with
     `spec` (JSON) in a file and a listening socket, at `port` or any free one; `devices` (cpu, cuda:1, ...)
-    are those of its node that it sees, and no others.
+    are those of its node that it sees, and no others. Its log is RUN_DIR/logs/NAME.log on the controller's
+    machine.
     """
 
     name: str
     module: str
     spec: str
+    run_dir: Path
     secret: str
     devices: Sequence[str] = ("cpu",)
     port: int | None = None
@@ -84,6 +86,7 @@ class Process(Protocol):
 
     name: str
     url: str
+    """Of its server, "" until it is started."""
     left: str
     """That aclose() could not end it, in words."""
 
@@ -99,6 +102,10 @@ class Process(Protocol):
 
     @property
     def returncode(self) -> int | None: ...
+    def seen(self) -> str:
+        """What is known of it without asking its server, in words."""
+        ...
+
     async def start(self) -> None: ...
     def renewed(self) -> Any: ...
     async def wait(self) -> None: ...
@@ -107,23 +114,30 @@ class Process(Protocol):
     def log_tail(self) -> str: ...
     async def aclose(self) -> None: ...
     def kill_nowait(self) -> None: ...
+    def dump_stacks_nowait(self) -> None:
+        """Have it write its stacks into its log, unless SIGUSR1 would end it."""
+        ...
 
 
 class Launcher(Protocol):
     """Who starts the processes of a run. Nothing else knows which launcher it is.
 
     Life: open() -> the nodes are known -> hold() -> what the placement takes is ours -> process(), any
-        number -> aclose(): all that it started is ended, all that it held is free.
+        number, each ended by who asked for it -> aclose(): all that it held is free -> close(). The first and
+        the last are called outside the event loop: a placement is settled before there is one.
     """
 
-    async def open(self) -> tuple[Node, ...]:
-        """The nodes that there are, the controller's own first. Raises ConfigError."""
+    nodes: tuple[Node, ...]
+    """Those that there are, the controller's own first."""
+
+    def open(self) -> None:
+        """Look at the nodes. Blocks; raises ConfigError."""
         ...
 
     async def hold(self, parts: Mapping[int, Sequence[str]]) -> None:
-        """Reserve, for each node (by its place in open()'s answer), these devices: one entry for each
-        process, `cpu` or `cuda:K`. Raises RoomError, with what is missing, where they do not become free in
-        time.
+        """Reserve, for each node (by its place in `nodes`), these devices: one entry for each
+        process, `cpu` or `cuda:K`. Raises ConfigError for more than there is, RoomError, with what is
+        missing, where they do not become free in time.
         """
         ...
 
@@ -136,7 +150,10 @@ class Launcher(Protocol):
         ...
 
     async def sees(self, node: int, path: Path, token: str) -> bool:
-        """Whether the file at `path` holds `token` on this node: that both see one file system."""
+        """Whether the file at `path` (absolute) holds `token` on this node: that both see one file system."""
         ...
 
     async def aclose(self) -> None: ...
+    def close(self) -> None:
+        """Idempotent."""
+        ...

@@ -21,6 +21,7 @@ from asyncrl.errors import ConfigError, RoomError
 from asyncrl.http import OURS, out_of
 from asyncrl.messages.base import SECRET_ENV, find_fatal
 from asyncrl.placement import fork_server
+from asyncrl.placement.nodes import LOOPBACK, Process
 from asyncrl.waits import TimeLimit
 
 logger = logging.getLogger("asyncrl.placement.processes")
@@ -28,6 +29,7 @@ logger = logging.getLogger("asyncrl.placement.processes")
 LOG_TAIL_LINES = 12
 GROUP_TIMEOUT_S = 12.0
 """Longer than the guard of a vLLM server gives the rest of its group to end."""
+STACKS = signal.SIGUSR1
 KILL_TIMEOUT_S = 5.0
 """SIGKILL ends a process at once, unless the kernel holds it (a driver, a network file system)."""
 
@@ -48,6 +50,10 @@ class ForeignProcess:
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url.rstrip("/")
         self.log_path = f"the log of {self.url}"
+
+    def seen(self) -> str:
+        """Nothing of it is."""
+        return "no process of this run"
 
     async def start(self) -> None:
         """It runs already."""
@@ -76,6 +82,9 @@ class ForeignProcess:
     def kill_nowait(self) -> None:
         """Does nothing: the run did not start this server, so it does not end it."""
 
+    def dump_stacks_nowait(self) -> None:
+        """Does nothing."""
+
 
 @dataclass(eq=False, slots=True, repr=False)
 class ChildProcess:
@@ -88,7 +97,8 @@ class ChildProcess:
         guard of a vLLM server) has GROUP_TIMEOUT_S for that.
 
     `secret` opens its own server, `secrets` are others that it has by name. `python`: the one that it runs
-    under (None: ours); another finds our packages through PYTHONPATH in `env` (fit.import_folder).
+    under (None: ours); another finds our packages through PYTHONPATH in `env` (fit.import_folder). `host`:
+    the address of this machine that its server listens on.
     """
 
     name: str
@@ -100,6 +110,7 @@ class ChildProcess:
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
     python: Path | None = None
+    host: str = LOOPBACK
     url: str = field(default="", init=False)
     left: str = field(default="", init=False)
     """That aclose() could not end it, in words."""
@@ -122,6 +133,15 @@ class ChildProcess:
         """Exit code, None while it runs."""
         return self._process.returncode if self._process else None
 
+    def seen(self) -> str:
+        """What the kernel says of it."""
+        if self.pid is None:
+            return "not started"
+        try:
+            return f"process {self.pid} is {psutil.Process(self.pid).status()}"
+        except psutil.Error:
+            return f"process {self.pid} ended with {self.returncode}"
+
     async def start(self) -> None:
         """Bind the socket and start the process; returns at once (ask its /health to know when it is ready).
 
@@ -132,7 +152,7 @@ class ChildProcess:
             path.parent.mkdir(parents=True, exist_ok=True)
         try:
             spec_path.write_text(self.spec, encoding="utf-8")
-            with bind_socket(self.name, self.port) as listener, self.log_path.open("ab") as log:
+            with bind_socket(self.name, self.port, self.host) as listener, self.log_path.open("ab") as log:
                 await self._start_on(listener, log.fileno(), spec_path)
         except OSError as error:
             if error.errno not in OURS:
@@ -140,7 +160,7 @@ class ChildProcess:
             raise out_of(f"cannot start {self.name}", error.errno) from error
 
     async def _start_on(self, listener: socket.socket, log: int, spec_path: Path) -> None:
-        self._log_start, self.url = os.fstat(log).st_size, f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._log_start = os.fstat(log).st_size
         env = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **HUGE_PAGES, **self.env}
         arguments = ["--spec", str(spec_path), "--fd", str(listener.fileno())]
         stdin, self._stdin = os.pipe()
@@ -151,6 +171,7 @@ class ChildProcess:
             )
         finally:
             os.close(stdin)
+        self.url = f"http://{self.host}:{listener.getsockname()[1]}"
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             os.write(self._stdin, json.dumps({**self.secrets, SECRET_ENV: self.secret}).encode() + b"\n")
 
@@ -170,31 +191,11 @@ class ChildProcess:
 
     def death(self) -> RoomError:
         """Why the process ended, from its own last words or its log."""
-        fatal = find_fatal(self._log())
-        if fatal is not None:
-            return RoomError(self.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
-        code = self.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
-        return RoomError(
-            self.name,
-            f"process {self.pid} {how} in the middle of the run; the end of its log:\n{self.log_tail()}",
-            way_out=f"read {self.log_path}, correct the cause, and start the run again.",
-        )
+        return death_of(self, f"process {self.pid}", read_log(self.log_path, self._log_start))
 
     def log_tail(self) -> str:
         """The last lines of its log, indented."""
-        lines = self._log().splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join(f"    {line}" for line in lines) or "    (empty)"
-
-    def _log(self) -> str:
-        """What this process has written: the log of those before it, of the same name, is theirs."""
-        try:
-            with self.log_path.open("rb") as file:
-                file.seek(self._log_start)
-                return file.read().decode("utf-8", errors="replace")
-        except OSError:
-            return ""
+        return tail_of(read_log(self.log_path, self._log_start))
 
     async def aclose(self, timeout_s: float = 5.0) -> None:
         """End the process and all of its group: SIGTERM, and after `timeout_s` SIGKILL to it, then to the
@@ -233,15 +234,60 @@ class ChildProcess:
                     os.kill(self._process.pid, signal.SIGKILL)
             _signal_group(self._process.pid, signal.SIGCONT)
 
+    def dump_stacks_nowait(self) -> None:
+        """SIGUSR1, where it has a handler."""
+        if self._process is not None and self.returncode is None and catches(self._process.pid, STACKS):
+            os.kill(self._process.pid, STACKS)
 
-def bind_socket(owner: str, port: int | None) -> socket.socket:
-    """A listening socket on 127.0.0.1, at `port` or any free one. Raises ConfigError if the port is taken,
-    else OSError.
+
+def death_of(process: Process, who: str, log: str) -> RoomError:
+    """Why a process ended, from its own last words in its log."""
+    fatal = find_fatal(log)
+    if fatal is not None:
+        return RoomError(process.name, fatal.error, rule=fatal.rule, way_out=fatal.way_out)
+    code = process.returncode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    how += " (often the kernel short of memory)" if code == -signal.SIGKILL else ""
+    return RoomError(
+        process.name,
+        f"{who} {how} in the middle of the run; the end of its log:\n{tail_of(log)}",
+        way_out=f"read {process.log_path}, correct the cause, and start the run again.",
+    )
+
+
+def tail_of(log: str) -> str:
+    """Its last lines, indented."""
+    lines = log.splitlines()[-LOG_TAIL_LINES:]
+    return "\n".join(f"    {line}" for line in lines) or "    (empty)"
+
+
+def read_log(path: Path, start: int) -> str:
+    """What one process has written: the log of those before it, of the same name, is theirs."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether that process has a handler for the signal; a new process has none and would be ended by it."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def bind_socket(owner: str, port: int | None, host: str = LOOPBACK) -> socket.socket:
+    """A listening socket on this address of the machine, at `port` or any free one. Raises ConfigError if the
+    port is taken, else OSError.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port or 0))
+        listener.bind((host, port or 0))
         listener.listen(2048)
     except OSError as error:
         listener.close()
@@ -251,7 +297,7 @@ def bind_socket(owner: str, port: int | None) -> socket.socket:
             raise
         raise ConfigError(
             f"port {port} for {owner} cannot be used: {error.strerror}",
-            rule="each internal server needs a port of its own on 127.0.0.1",
+            rule=f"each internal server needs a port of its own on {host}",
             way_out="end the program that holds it, or leave the port at none (any free one).",
         ) from error
     return listener

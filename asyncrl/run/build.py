@@ -33,13 +33,14 @@ from asyncrl.run.engine_kinds import sampled_by
 from asyncrl.run.harnessing import Harnessing, make_generator, num_rollouts
 from asyncrl.run.life import Life, run_id
 from asyncrl.run.scale import EngineScale
-from asyncrl.run.start import Launcher, Server, bring_up, end_all
-from asyncrl.run.supervise import Supervision
+from asyncrl.run.servers.relaying import Relaying, make_relaying
+from asyncrl.run.servers.server_maker import ServerMaker
+from asyncrl.run.servers.teaching import Teaching, make_teaching
+from asyncrl.run.start import Server, bring_up, end_all, end_server
+from asyncrl.run.supervise import Supervision, Supervisor
 from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
-from asyncrl.run.teaching import Teaching, make_teaching
 from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
-from asyncrl.sync.spread import Spread
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
@@ -68,7 +69,7 @@ class Parts:
         """Where a teacher scores what was sampled."""
         self.meeting: Broadcasts | None = None
         """Where engines and trainer form a group, with weight_sync.transport=nccl."""
-        self.spread: Spread | None = None
+        self.relaying: Relaying | None = None
         """How weights come to the other nodes, where the run is on several."""
         self.harnessing: Harnessing | None = None
         """Where rollouts are run by harnesses."""
@@ -84,9 +85,16 @@ class Parts:
 
     @property
     def beside(self) -> list[Server]:
-        """The eval engine and the teacher, if there are any: nothing is sampled there to be trained on."""
+        """Eval engine, teacher and relays, if there are any: nothing is sampled there to be trained on."""
         found = (self.eval_server, None if self.teaching is None else self.teaching.server)
-        return [server for server in found if server is not None]
+        relays = () if self.relaying is None else self.relaying.servers
+        return [*relays, *(server for server in found if server is not None)]
+
+    @property
+    def supervisors_beside(self) -> list[Supervisor]:
+        """Of the teacher and the relays; the eval engine has none."""
+        taught = [] if self.teaching is None else [self.teaching.supervisor]
+        return [*taught, *([] if self.relaying is None else self.relaying.supervisors)]
 
     async def open_journal(self) -> None:
         """And the folder where weights are staged."""
@@ -134,9 +142,11 @@ class Parts:
     async def make_processes(self, model_path: Path) -> None:
         """Trainer and engines, not started yet, and their clients, the trainer's under its supervisor."""
         config, job, sync = self._config, self._job, self._config.weight_sync
-        launcher = Launcher(config, self._placement, model_path, job.run_dir, job.warn)
-        self.tokenizer = await asyncio.to_thread(lambda: launcher.tokenizer)
-        self._ranks, self._engine_servers = launcher.trainers(self.staging_dir), launcher.engines()
+        maker = ServerMaker(config, self._placement, model_path, job.run_dir, job.warn, job.launcher)
+        await maker.hold()
+        self.tokenizer = await asyncio.to_thread(lambda: maker.tokenizer)
+        self._ranks = maker.trainers(self.staging_dir, await maker.find_store())
+        self._engine_servers = maker.engines()
         client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
             client,
@@ -149,15 +159,16 @@ class Parts:
         )
         if sync.facts.is_one_kept:
             self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, timeout_s=sync.timeout_s)
-        self.targets = [launcher.client(server, self.meeting) for server in self._engine_servers]
+        self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
         """The clients that sample for training: all but that of the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
         self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, on_change=self._resize)
+        self.relaying = make_relaying(maker, self.staging_dir, self.supervision)
         if config.eval is not None:
-            self.eval_server = launcher.eval_engine()
-            self._eval_target = launcher.client(self.eval_server)
+            self.eval_server = maker.eval_engine()
+            self._eval_target = maker.client(self.eval_server)
         if config.teacher is not None:
-            self.teaching = await make_teaching(launcher, self.supervision)
+            self.teaching = await make_teaching(maker, self.supervision)
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
         """Returns when all answer. A run that goes on checks its model before they load it."""
@@ -266,7 +277,7 @@ class Parts:
             timeout_s=settings.timeout_s,
             on_result=evaluated,
             on_trouble=job.warn,
-            locate=None if self.spread is None else self.spread.locate,
+            locate=None if self.relaying is None else self.relaying.spread.locate,
         )
 
     def make_publisher(self) -> None:
@@ -274,7 +285,7 @@ class Parts:
         supervises the engines, and what makes checkpoints.
         """
         config, job, sync = self._config, self._job, self._config.weight_sync
-        num_steps, spread = config.trainer.num_steps, self.spread
+        num_steps, spread = config.trainer.num_steps, None if self.relaying is None else self.relaying.spread
         nodes: dict[str, Any] = {} if spread is None else {"locate": spread.locate, "here": spread.here}
         self.publisher = Publisher(
             self.trainer,
@@ -387,10 +398,3 @@ async def find_task(job: Life, *, is_needed: bool = True) -> Found:
         job.tell("reading the task")
         found = replace(found, task=await asyncio.to_thread(read_task, job.config))
     return found
-
-
-async def end_server(server: Server, warn: Callable[[str], None]) -> None:
-    """Report, at the run's end, processes that did not die: they hold memory, and perhaps a GPU."""
-    await server.aclose()
-    if server.child.left:
-        warn(server.child.left)

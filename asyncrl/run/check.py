@@ -46,8 +46,8 @@ from asyncrl.rollouts.recording import (
     refuse_difference,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
+from asyncrl.run.servers.teaching import look_at_teacher
 from asyncrl.run.start import START_TIMEOUT_S
-from asyncrl.run.teaching import look_at_teacher
 from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name

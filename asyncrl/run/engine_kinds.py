@@ -32,7 +32,8 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files, load_limit_s
 
 if TYPE_CHECKING:
-    from asyncrl.run.start import Launcher, Server
+    from asyncrl.run.servers.server_maker import ServerMaker
+    from asyncrl.run.start import Server
 
 Body: TypeAlias = dict[str, Any]
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}
@@ -101,7 +102,7 @@ class Embedded:
         """
         return {}
 
-    def client(self, server: Server, launcher: Launcher, meeting: Broadcasts | None) -> EngineClient:
+    def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
         """The client of a server that is not started yet. `meeting`: where it receives what the trainer
         sends.
         """
@@ -165,15 +166,15 @@ class Vllm(Embedded):
         python = find_python(self.rollout)
         return {"python": python, "env": {"PYTHONPATH": str(imports)}}
 
-    def client(self, server: Server, launcher: Launcher, meeting: Broadcasts | None) -> EngineClient:
+    def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
         """The server is ready once its settings are what the run counts on."""
-        config, placement, tokenizer = self.config, launcher.placement, launcher.tokenizer
+        config, placement, tokenizer = self.config, maker.placement, maker.tokenizer
         is_eval = server.name == EVAL_ENGINE
         device = placement.evaluation if is_eval else placement.rollout[0]
         if device is None or device == NO_DEVICE:  # the run does not place a server that it has not started
             device = placement.trainer[0]
         facts = VllmFacts(
-            model_path=str(launcher.model_path),
+            model_path=str(maker.model_path),
             dtype=config.model.dtype,
             slots=self.slots(server.name),
             max_length=self.rollout.max_length,
@@ -189,12 +190,12 @@ class Vllm(Embedded):
             canary_limit=limit,
             retries=config.weight_sync.retries,
             chunk_bytes=config.weight_sync.chunk_bytes,
-            warn=launcher.warn,
+            warn=maker.warn,
         )
         mark = secrets.token_hex(4)
         client = VllmServer(server.caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
         client.meeting = meeting
-        server.ready = partial(client.ready, VLLM_START_TIMEOUT_S + load_limit_s(launcher.model_path))
+        server.ready = partial(client.ready, VLLM_START_TIMEOUT_S + load_limit_s(maker.model_path))
         return client
 
     def request(self, sampling: Body) -> tuple[str, Body]:

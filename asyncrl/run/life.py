@@ -28,6 +28,8 @@ from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.files import write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.observe.console import outliving
+from asyncrl.placement.launchers import LocalLauncher
+from asyncrl.placement.nodes import Launcher
 from asyncrl.run.start import Server, first_death
 from asyncrl.staging import clear_own_staging
 from asyncrl.waits import uncut
@@ -83,8 +85,15 @@ class Life(ABC):
     main_task = "main"
     """The name of the task of run(), for stacks and waits."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, voice: Voice | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        voice: Voice | None = None,
+        launcher: Launcher | None = None,
+    ) -> None:
         self.config, self.run_dir, self.voice = config, run_dir, voice or Voice()
+        self.launcher: Launcher = launcher or LocalLauncher()
         self.say, self.say_secret = self.voice.say, self.voice.say_secret
         self.tell, self.warn = self.voice.tell, self.voice.warn
         self.servers: Sequence[Server] = ()
@@ -135,6 +144,7 @@ class Life(ABC):
 
     async def _live(self) -> int:
         async with self.stack:
+            self.closes("launcher", self.launcher.aclose)
             try:
                 async with asyncio.TaskGroup() as self._group:
                     code = await self.live()

@@ -29,6 +29,8 @@ from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
+from asyncrl.placement.launchers import opened
+from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
 from asyncrl.run.build import Parts, open_parts
 from asyncrl.run.check import RUN_COPY
@@ -62,34 +64,35 @@ def run_job(
     """
     if config.generator.is_harness:
         hide_memory()  # keys, answers and rewards of all rollouts
-    config, settled = settle(config, begun=begun_dtype(run_dir))
     resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
-    plan, share_words = settle_share(make_plan(config), config)
-    refuse_what_cannot_fit(plan, config)
-    folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
-    if resume == "must" and not folder.exists():
-        find_resume(folder, config, resume)  # says that there is none
-    make_run_dir(folder, config.observe.dir_mode)
-    lock = RunLock(folder / "run.lock").acquire()
-    try:
-        # Before anything may refuse: the weights of a run that is done are the last ones.
-        is_ours = settle_saved(folder)
-        point = find_resume(folder, config, resume, allow_change)
-        if is_ours and point is None:  # of a start that failed
-            shutil.rmtree(folder / "model", ignore_errors=True)
-            for made in (MODEL_PIN, RUN_COPY):
-                (folder / made).unlink(missing_ok=True)
-        run_id(folder)  # before the config: a directory with a config and without an id is not a run's
-        if point is None:
-            write_whole(folder / "config.yaml", run_config_yaml(config))
-        with logging_to(folder):
-            job = Job(config, folder, name, point, plan.placement)
-            for words in filter(None, (*settled, share_words, *start_words(plan, config))):
-                job.say(words)
-            return asyncio.run(end_what_is_left(job.run()))
-    finally:
-        lock.release()
+    with opened(config.launcher) as launcher:
+        config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
+        plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
+        refuse_what_cannot_fit(plan, config)
+        folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        if resume == "must" and not folder.exists():
+            find_resume(folder, config, resume)  # says that there is none
+        make_run_dir(folder, config.observe.dir_mode)
+        lock = RunLock(folder / "run.lock").acquire()
+        try:
+            # Before anything may refuse: the weights of a run that is done are the last ones.
+            is_ours = settle_saved(folder)
+            point = find_resume(folder, config, resume, allow_change)
+            if is_ours and point is None:  # of a start that failed
+                shutil.rmtree(folder / "model", ignore_errors=True)
+                for made in (MODEL_PIN, RUN_COPY):
+                    (folder / made).unlink(missing_ok=True)
+            run_id(folder)  # before the config: a directory with a config and without an id is not a run's
+            if point is None:
+                write_whole(folder / "config.yaml", run_config_yaml(config))
+            with logging_to(folder):
+                job = Job(config, folder, name, point, plan.placement, launcher)
+                for words in filter(None, (*settled, share_words, *start_words(plan, config))):
+                    job.say(words)
+                return asyncio.run(end_what_is_left(job.run()))
+        finally:
+            lock.release()
 
 
 class Job(Life):
@@ -103,10 +106,16 @@ class Job(Life):
     main_task = "train loop"
 
     def __init__(
-        self, config: RunConfig, run_dir: Path, name: str, point: ResumePoint | None, placement: Placement
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        name: str,
+        point: ResumePoint | None,
+        placement: Placement,
+        launcher: Launcher | None = None,
     ) -> None:
         self.reporter = Reporter(config, run_dir, name, goes_on=point is not None)
-        super().__init__(config, run_dir, self.reporter)
+        super().__init__(config, run_dir, self.reporter, launcher)
         self._point, self._placement = point, placement
 
     async def live(self) -> int:
@@ -135,8 +144,7 @@ class Job(Life):
         self.spawn(parts.journal.wait_failed(), name="watch journal")
         self.spawn(parts.trainer.run(), name="watch trainer")
         workers = () if parts.harnessing is None else parts.harnessing.supervisors
-        taught = () if parts.teaching is None else (parts.teaching.supervisor,)
-        for supervisor in (*parts.supervisors, *taught, *workers):
+        for supervisor in (*parts.supervisors, *parts.supervisors_beside, *workers):
             self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
         if parts.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")

@@ -79,8 +79,8 @@ def reported(parts: Parts) -> Reported:
         for name, value in gauges(parts).items()
         if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
     }
-    taught = () if parts.teaching is None else (parts.teaching.supervisor,)
-    is_starting = any(one.is_starting for one in (parts.trainer, *parts.supervisors, *taught))
+    supervisors = (parts.trainer, *parts.supervisors, *parts.supervisors_beside)
+    is_starting = any(one.is_starting for one in supervisors)
     return Reported(marks, tuple(parts.producers.oldest()), is_starting)
 
 

@@ -29,14 +29,16 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
-from asyncrl.placement.machine import find_cuda_devices
+from asyncrl.placement.launchers import opened
+from asyncrl.placement.nodes import Launcher
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.run.build import find_task
 from asyncrl.run.check import make_feed
 from asyncrl.run.engine_kinds import engine_kind, sampled_by
 from asyncrl.run.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
 from asyncrl.run.life import Life, Voice, logging_to, make_run_dir
-from asyncrl.run.start import Launcher, Server, start_all
+from asyncrl.run.servers.server_maker import ServerMaker
+from asyncrl.run.start import Server, start_all
 from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model_folder import make_model_folder
@@ -58,58 +60,65 @@ def serve_gateway(
     """
     hide_memory()  # keys of all rollouts: an agent that is tried runs as the same user
     passed_env(config.generator.pass_env)
-    with open_folder(run_dir, name, config) as (folder, settled):
-        served = GatewayServing(settled, folder, record, num_prompts)
+    with open_folder(run_dir, name, config) as (folder, settled, launcher):
+        served = GatewayServing(settled, folder, launcher, record, num_prompts)
         return asyncio.run(end_what_is_left(served.run()))
 
 
 def serve_engine(config: RunConfig, run_dir: Path | None, *, name: str) -> int:
     """Serve one engine server until Ctrl-C. Returns the exit code; raises AsyncrlError."""
-    with open_folder(run_dir, name, config) as (folder, settled):
-        return asyncio.run(end_what_is_left(EngineServing(settled, folder).run()))
+    with open_folder(run_dir, name, config) as (folder, settled, launcher):
+        serving = EngineServing(settled, folder, launcher=launcher)
+        return asyncio.run(end_what_is_left(serving.run()))
 
 
 @contextmanager
-def open_folder(run_dir: Path | None, name: str, config: RunConfig) -> Iterator[tuple[Path, RunConfig]]:
-    """The directory for logs and a model from scratch, held by this process alone, and the config with what
-    this machine has in place of what auto is. Raises ConfigError if the directory holds something else.
+def open_folder(
+    run_dir: Path | None, name: str, config: RunConfig
+) -> Iterator[tuple[Path, RunConfig, Launcher]]:
+    """The directory for logs and a model from scratch, held by this process alone, the config with what this
+    machine has in place of what auto is, and its launcher. Raises ConfigError if the directory holds
+    something else.
     """
-    rollout, num = config.rollout, config.rollout.engine_range.first  # nothing scales what is served
-    given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
-    config, settled = settle(config.model_copy(update={"rollout": rollout.model_copy(update=given)}))
-    for words in settled:
-        Voice().say(words)
-    folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
-    own = folder / "serve.yaml"
-    if folder.is_dir() and not own.exists() and any(folder.iterdir()):
-        raise ConfigError(
-            f"{folder} holds what no `asyncrl serve` has written",
-            rule="a model and logs are written there",
-            way_out="choose another --run-dir, or leave it out.",
-        )
-    make_run_dir(folder, config.observe.dir_mode)
-    lock = RunLock(folder / "run.lock").acquire()
-    try:
-        shutil.rmtree(folder / "model", ignore_errors=True)  # of the last time, and of another config perhaps
-        write_whole(own, run_config_yaml(config))
-        with logging_to(folder):
-            yield folder, config
-    finally:
-        lock.release()
+    with opened(config.launcher) as launcher:
+        rollout, num = config.rollout, config.rollout.engine_range.first  # nothing scales what is served
+        given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
+        config = config.model_copy(update={"rollout": rollout.model_copy(update=given)})
+        config, settled = settle(config, launcher.nodes)
+        for words in settled:
+            Voice().say(words)
+        folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        own = folder / "serve.yaml"
+        if folder.is_dir() and not own.exists() and any(folder.iterdir()):
+            raise ConfigError(
+                f"{folder} holds what no `asyncrl serve` has written",
+                rule="a model and logs are written there",
+                way_out="choose another --run-dir, or leave it out.",
+            )
+        make_run_dir(folder, config.observe.dir_mode)
+        lock = RunLock(folder / "run.lock").acquire()
+        try:
+            shutil.rmtree(folder / "model", ignore_errors=True)  # of the last time, perhaps of another config
+            write_whole(own, run_config_yaml(config))
+            with logging_to(folder):
+                yield folder, config, launcher
+        finally:
+            lock.release()
 
 
 class Serving(Life):
     """The life of one `asyncrl serve`."""
 
-    async def launch(self) -> Launcher:
+    async def launch(self) -> ServerMaker:
         """With the model found, or made."""
         config = self.config
         self.tell("making the model" if config.model.scratch else "finding the model")
         model_path = await make_model_folder(config, self.run_dir)
-        placement = place(config, len(find_cuda_devices()))
-        launcher = Launcher(config, placement, model_path, self.run_dir, self.warn)
-        await asyncio.to_thread(lambda: launcher.tokenizer)
-        return launcher
+        placement = place(config, self.launcher.nodes)
+        maker = ServerMaker(config, placement, model_path, self.run_dir, self.warn, self.launcher)
+        await asyncio.to_thread(lambda: maker.tokenizer)
+        await maker.hold(serves_only=True)
+        return maker
 
     async def start(self, servers: Sequence[Server]) -> None:
         """Start processes; returns when they answer, and are watched from then on."""
@@ -134,19 +143,19 @@ class EngineServing(Serving):
 
     async def live(self) -> int:
         """Until Ctrl-C."""
-        launcher = await self.launch()
-        (engine, *_), kind = launcher.engines(), engine_kind(self.config)
-        launcher.client(engine)
+        maker = await self.launch()
+        (engine, *_), kind = maker.engines(), engine_kind(self.config)
+        maker.client(engine)
         await self.start([engine])
         header = '-H "Authorization: Bearer $ENGINE_KEY"'
         sampling = {"max_tokens": 8, "temperature": self.config.rollout.temperature, "seed": 0}
         path, body = kind.request(sampling)
         for line in (
             f"{engine.name} ready; logs in {self.run_dir / 'logs'}",
-            f"  export ENGINE_URL={engine.child.url} ENGINE_KEY={launcher.secret}",
+            f"  export ENGINE_URL={engine.child.url} ENGINE_KEY={maker.secret}",
             f'  curl -sS "$ENGINE_URL/health" {header}',
             f'  curl -sS "$ENGINE_URL{path}" {header} {_json_data(body)}',
-            kind.how_to_use(engine.child.url, launcher.model_path),
+            kind.how_to_use(engine.child.url, maker.model_path),
         ):
             self.say_secret(line)
         await self.wait_stopped()
@@ -156,21 +165,28 @@ class EngineServing(Serving):
 class GatewayServing(Serving):
     """`asyncrl serve gateway`: for people, or for `num_prompts` prompts."""
 
-    def __init__(self, config: RunConfig, run_dir: Path, path: Path | None, num_prompts: int | None) -> None:
-        super().__init__(config, run_dir)
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        launcher: Launcher,
+        path: Path | None,
+        num_prompts: int | None,
+    ) -> None:
+        super().__init__(config, run_dir, launcher=launcher)
         self._path, self._num_prompts = path, num_prompts
 
     async def live(self) -> int:
         """Until Ctrl-C, or until the rollouts are done."""
         config, path = self.config, self._path
         self._task = (await find_task(self, is_needed=self._num_prompts is not None)).task
-        launcher = await self.launch()
-        self._tokenizer, engines = launcher.tokenizer, launcher.engines()
+        maker = await self.launch()
+        self._tokenizer, engines = maker.tokenizer, maker.engines()
         self._recorder = RolloutRecorder(self._tokenizer, warn=self.warn)
         if path is not None:
-            sampled = await asyncio.to_thread(sampled_by, config, launcher.model_path, launcher.placement)
+            sampled = await asyncio.to_thread(sampled_by, config, maker.model_path, maker.placement)
             self._recorder.open(path, sampled, must_be_new=self._num_prompts is not None)
-        clients = [launcher.client(engine) for engine in engines]
+        clients = [maker.client(engine) for engine in engines]
         self._pool = EnginePool(clients, slots=config.rollout.slots)
         await self.start(engines)
         self.spawn(self.wait_broken(), name="watch gateway")

@@ -1,4 +1,4 @@
-"""Makes the servers of a run as child processes, starts them, and asks how they are.
+"""Starts the servers of a run, and asks how they are.
 
 Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer, and load_limit_s() of the
     model that it loads; one that dies first ends the start with its own last words.
@@ -7,37 +7,18 @@ Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to ans
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import secrets
-import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import psutil
-
-from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.errors import ConnectionShortage, EngineError, RoomError
-from asyncrl.http import SHORT_S, Caller, CallLost, CallRefused
+from asyncrl.http import Caller, CallLost, CallRefused
 from asyncrl.messages.base import RelayHealth
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.watchdog import ChildState
-from asyncrl.placement.devices import Placement, child_environ, chunk_devices
-from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.machine import find_cuda_devices
-from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, trainer_threads
-from asyncrl.placement.processes import ChildProcess, ForeignProcess
-from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.trainer.model_folder import load_limit_s
-from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.placement.nodes import Process
 from asyncrl.waits import TimeLimit
 
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth | RelayHealth
@@ -54,7 +35,7 @@ class Server:
     `start_s`: how long it may take to give the first one.
     """
 
-    child: ChildProcess | ForeignProcess
+    child: Process
     caller: Caller
     answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth] | type[RelayHealth]
     health: Health | None = None
@@ -85,15 +66,12 @@ class Server:
             raise RoomError(self.name, what, rule=rule, way_out=way_out) from error
 
     async def state(self) -> ChildState:
-        """What the kernel says of the process, and its server."""
-        pid, process = self.child.pid, "no process of this run"
+        """What is seen of the process, and what its server says."""
+        process = self.child.seen()
+        if self.child.returncode is not None:
+            return ChildState(self.name, process, "asked nothing", is_well=False)
         try:
-            if pid is not None:
-                process = f"process {pid} is {psutil.Process(pid).status()}"
             health = await self.ask(STATE_TIMEOUT_S)
-        except psutil.Error:
-            ended = f"process {pid} ended with {self.child.returncode}"
-            return ChildState(self.name, ended, "asked nothing", is_well=False)
         except (CallLost, CallRefused, EngineError, ConnectionShortage) as error:
             return ChildState(self.name, process, failure_text(error), is_well=False)
         numbers = ", ".join(f"{key} {value}" for key, value in health.model_dump().items())
@@ -101,9 +79,7 @@ class Server:
 
     def dump_stacks_nowait(self) -> None:
         """Have the process write its stacks into its log, unless SIGUSR1 would end it."""
-        pid = self.child.pid
-        if pid is not None and self.child.returncode is None and catches(pid, signal.SIGUSR1):
-            os.kill(pid, signal.SIGUSR1)
+        self.child.dump_stacks_nowait()
 
     async def watch(self) -> None:
         """Sleep as long as the process lives; raises RoomError, with why it ended, when it does."""
@@ -151,15 +127,6 @@ class Server:
 def failure_text(error: CallLost | CallRefused | RoomError) -> str:
     """What failed, without the name of the server."""
     return error.fault if isinstance(error, RoomError) else str(error)
-
-
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether that process has a handler for the signal; a new process has none and would be ended by it."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
 
 
 async def end_all(tasks: Sequence[asyncio.Future[Any]]) -> None:
@@ -214,168 +181,15 @@ async def bring_up(
 
 async def first_death(servers: Sequence[Server], timeout_s: float) -> RoomError | None:
     """Why one of their processes has died, if one has; waits up to `timeout_s` for the first death."""
-    children = [server.child for server in servers if server.child.pid]
+    children = [server.child for server in servers if server.child.url]
     if waits := [asyncio.ensure_future(child.wait()) for child in children if child.returncode is None]:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         await end_all(waits)
     return next((child.death() for child in children if child.returncode is not None), None)
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """Makes the servers of one command, which are not started yet, and the clients of its engines."""
-
-    config: RunConfig
-    placement: Placement
-    model_path: Path
-    run_dir: Path
-    warn: Callable[[str], None] = print
-    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
-
-    def trainers(self, staging_dir: Path) -> list[Server]:
-        """The ranks of the trainer, of which the first takes requests."""
-        servers, module = list[Server](), "asyncrl.trainer.rank_process"
-        for rank in range(self.config.trainer.world_size):
-            name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
-            spec = self.trainer_spec(rank, staging_dir).model_dump_json()
-            child = self._child(name, module, spec, self.placement.trainer, port)
-            caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
-            servers.append(Server(child, caller, TrainerHealth, start_s=start_s))
-        return servers
-
-    def trainer_spec(self, rank: int, staging_dir: Path) -> TrainerSpec:
-        """The spec of a rank. It sees the devices of all ranks and no others."""
-        config, kind = self.config, engine_kind(self.config)
-        num_memories = len(chunk_devices(config, self.placement))
-        return TrainerSpec(
-            model_path=str(self.model_path),
-            dtype=config.model.dtype,
-            device="cuda" if self.placement.is_on_cuda else "cpu",
-            share=self._own_share(None if self.placement.share is None else 1 - self.placement.share),
-            seed=config.seed,
-            threads=trainer_threads(config),
-            rank=rank,
-            trainer=config.trainer,
-            algorithm=config.algorithm,
-            temperature=config.rollout.temperature,
-            max_tokens=config.rollout.max_tokens,
-            transport=config.weight_sync.settled,
-            is_file_wanted=config.eval is not None,
-            chunk_bytes=config.weight_sync.chunk_bytes,
-            chunks="file" if num_memories == 0 else "memory" if num_memories == 1 else "memories",
-            canary_tokens=kind.canary_tokens(),
-            measures_gap=config.rollout.facts.has_model,
-            staging_dir=staging_dir,
-            record_path=self.run_dir / "trained.jsonl",
-            failed_dir=self.run_dir / "failed_batches",
-            chat_template=config.model.chat_template and Path(config.model.chat_template),
-        )
-
-    def engines(self) -> list[Server]:
-        """The engine servers that sample for training: the run's own, or those of rollout.urls."""
-        rollout = self.config.rollout
-        if rollout.urls is not None:
-            key = os.environ.get(KEY_ENV, "")
-            foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
-            return [self._engine_server(child, key) for child in foreign]
-        ports: Sequence[int | None] = rollout.ports or [None] * rollout.max_engines
-        return [
-            self._engine(f"engine-{number}", self.placement.engines[number], port)
-            for number, port in enumerate(ports)
-        ]
-
-    def eval_engine(self) -> Server:
-        """The engine server that evaluates."""
-        assert self.placement.evaluation is not None, "asked for where config.eval is given"
-        return self._engine(EVAL_ENGINE, [self.placement.evaluation], None)
-
-    def teacher(self, folder: Path) -> Server:
-        """The server that scores what was sampled, of the model in `folder`."""
-        config, device = self.config, self.placement.teacher
-        assert config.teacher is not None, "asked for where there is one"
-        assert device is not None, "placed where there is one"
-        spec = {
-            "name": TEACHER,
-            "slots": 1,
-            "score_slots": config.teacher.slots,
-            "max_length": config.rollout.max_length,
-            "model_path": str(folder),
-            "dtype": config.model.dtype,
-            "device": device.partition(":")[0],
-            "threads": engine_threads(config),
-            "deterministic": config.rollout.deterministic is not False and device == "cpu",
-        }
-        child = self._child(TEACHER, "asyncrl_servers.embedded", json.dumps(spec), [device], None)
-        short_s = min(SHORT_S, config.teacher.timeout_s / 2)
-        caller, start_s = Caller(TEACHER, "", self.secret, short_s=short_s), self.start_s(folder)
-        return Server(child, caller, EngineHealth, start_s=start_s)
-
-    @staticmethod
-    def start_s(folder: Path) -> float:
-        """How long a process that loads this model may take to answer."""
-        return START_TIMEOUT_S + load_limit_s(folder)
-
-    @cached_property
-    def tokenizer(self) -> HFChatTokenizer:
-        """Of the model. Blocks at first."""
-        model = self.config.model
-        return HFChatTokenizer(
-            self.model_path,
-            chat_template=model.chat_template,
-            chat_template_kwargs=model.chat_template_kwargs,
-        )
-
-    def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
-        """The client of an engine server, made before that is started. `meeting`: where it receives weights,
-        if the trainer sends them. Blocks at first.
-        """
-        server.engine = engine_kind(self.config).client(server, self, meeting)
-        return server.engine
-
-    def _engine(self, name: str, devices: Sequence[str], port: int | None) -> Server:
-        kind, placement, turns = engine_kind(self.config), self.placement, dict[str, Any]()
-        if name != EVAL_ENGINE:
-            share = placement.share_of(int(name.rpartition("-")[2]))
-            # vLLM counts what CUDA takes itself
-            share = share if self.config.rollout.facts.package else self._own_share(share)
-            turns = {
-                "takes_turns": placement.mode == "colocated",
-                "stays": placement.stays,
-                "share": share,
-            }
-        spec = json.dumps(kind.spec(self.model_path, name, devices[0], **turns))
-        module = f"asyncrl_servers.{self.config.rollout.engine}"
-        child = self._child(name, module, spec, devices, port, **kind.process(self.run_dir))
-        return self._engine_server(child, self.secret)
-
-    def _own_share(self, share: float | None) -> float | None:
-        """What a part of the trainer's device leaves for torch, which does not count CUDA's own memory."""
-        if share is None:
-            return None
-        total = find_cuda_devices()[int(self.placement.trainer[0].removeprefix("cuda:"))].total_bytes
-        return share if total is None else max(1e-3, share - OWN_BYTES / total)
-
-    def _engine_server(self, child: ChildProcess | ForeignProcess, key: str) -> Server:
-        """A call of it waits for a connection of this machine half as long, at most, as the limits around it
-        allow: at their end a rollout or the engine would be blamed.
-        """
-        config = self.config
-        eval_s = None if config.eval is None else config.eval.timeout_s
-        limits = (config.rollout.timeout_s, config.weight_sync.timeout_s, eval_s)
-        short_s = min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
-        caller, start_s = Caller(child.name, "", key, short_s=short_s), self.start_s(self.model_path)
-        return Server(child, caller, EngineHealth, start_s=start_s)
-
-    def _child(
-        self,
-        name: str,
-        module: str,
-        spec: str,
-        devices: Sequence[str],
-        port: int | None,
-        env: Mapping[str, str] | None = None,
-        **more: Any,
-    ) -> ChildProcess:
-        """The environment in which a process sees these devices and no others."""
-        env = {**child_environ(devices, find_cuda_devices()), **(env or {})}
-        return ChildProcess(name, module, spec, self.run_dir, self.secret, port, env, **more)
+async def end_server(server: Server, warn: Callable[[str], None]) -> None:
+    """Report, at the run's end, processes that did not die: they hold memory, and perhaps a GPU."""
+    await server.aclose()
+    if server.child.left:
+        warn(server.child.left)

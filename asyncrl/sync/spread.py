@@ -23,12 +23,12 @@ ANSWER_S = 30.0
 _UNREACHED = 502
 
 
-def relay_order(number: int, node: Node, secret: str, staging_dir: Path) -> Order:
+def relay_order(number: int, node: Node, secret: str, staging_dir: Path, run_dir: Path) -> Order:
     """The relay of node `number`. `secret`: the same for all of them. `staging_dir`: where the trainer writes
     and evaluation keeps files, on the nodes that have such a folder.
     """
     spec = RelaySpec(node=node.name, roots=[str(staging_dir)]).model_dump_json()
-    return Order(f"relay-{number}", "asyncrl.weights.relay", spec, secret)
+    return Order(f"relay-{number}", "asyncrl.weights.relay", spec, run_dir, secret)
 
 
 @dataclass(frozen=True, slots=True)

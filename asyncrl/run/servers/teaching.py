@@ -19,7 +19,7 @@ from asyncrl.run.supervise import Supervision, Supervisor
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 if TYPE_CHECKING:
-    from asyncrl.run.start import Launcher
+    from asyncrl.run.servers.server_maker import ServerMaker
 
 KEY = "teacher.path"
 
@@ -52,10 +52,10 @@ class TeacherSupervisor(Supervisor):
 class Teaching:
     """Process, client and supervisor of the teacher; not started yet."""
 
-    def __init__(self, launcher: Launcher, folder: Path, supervision: Supervision) -> None:
-        settings, rollout = launcher.config.teacher, launcher.config.rollout
+    def __init__(self, maker: ServerMaker, folder: Path, supervision: Supervision) -> None:
+        settings, rollout = maker.config.teacher, maker.config.rollout
         assert settings is not None, "made where the config has the section"
-        self.server = launcher.teacher(folder)
+        self.server = maker.teacher(folder)
         self.teacher = Teacher(
             self.server.caller,
             temperature=rollout.temperature,
@@ -69,13 +69,13 @@ class Teaching:
         self.supervisor.lost_nowait(error)
 
 
-async def make_teaching(launcher: Launcher, supervision: Supervision) -> Teaching:
+async def make_teaching(maker: ServerMaker, supervision: Supervision) -> Teaching:
     """Fetches the model if it is on the hub. Raises ConfigError if it is not there, or of other tokens."""
-    settings = launcher.config.teacher
+    settings = maker.config.teacher
     assert settings is not None, "asked for where the config has the section"
     folder = await asyncio.to_thread(find_model, settings.path, None, KEY)
-    await asyncio.to_thread(refuse_other_tokens, settings.path, folder, launcher.tokenizer)
-    return Teaching(launcher, folder, supervision)
+    await asyncio.to_thread(refuse_other_tokens, settings.path, folder, maker.tokenizer)
+    return Teaching(maker, folder, supervision)
 
 
 def look_at_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> list[str]:

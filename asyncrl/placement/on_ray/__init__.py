@@ -1,0 +1,1 @@
+"""Starts processes of a run on the nodes of a Ray cluster."""

@@ -1,0 +1,309 @@
+"""The controller's end of the actor that holds our processes on one node of a Ray cluster (ray_host.py), and
+of each process there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl.errors import RoomError
+from asyncrl.placement.fork_server import ONE_THREAD
+from asyncrl.placement.nodes import Node, Order
+from asyncrl.placement.on_ray.ray_host import News, Refused, Started
+from asyncrl.placement.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, death_of, read_log, tail_of
+from asyncrl.waits import TimeLimit, waiting
+
+logger = logging.getLogger("asyncrl.placement.on_ray.ray_node")
+
+NEWS_S = 0.5
+"""How often logs are read."""
+LOST_S = 15.0
+"""A node whose actor gives no answer for so long is lost."""
+ACTOR_S = 120.0
+"""For the first answer of a new actor: Ray starts a Python for it."""
+START_S = 180.0
+"""For the start of a process: the imports of a fork server may come first, from a slow disk."""
+END_S = 5.0 + GROUP_TIMEOUT_S + 2 * KILL_TIMEOUT_S + LOST_S
+"""To end a process with all of its group."""
+DRAIN_S = 5.0
+"""For the last lines of a process that was ended."""
+_keys = itertools.count()
+
+
+class RayNode:
+    """A node of the run, and the actor on it.
+
+    Life: open() -> up -> lost: the actor died, or gave no answer for LOST_S -> open(), with a new actor ->
+        aclose().
+    Waits: one task asks the actor for news of all its processes, over and over; each call has a limit.
+    """
+
+    def __init__(self, node: Node, make_actor: Callable[[], Any], kill_actor: Callable[[Any], None]) -> None:
+        self.node, self._make, self._kill = node, make_actor, kill_actor
+        self._actor: Any = None
+        self._lost = "it was not opened"
+        self._asking: asyncio.Future[None] | None = None
+        self._turn = asyncio.Lock()
+        self._processes = dict[str, RayProcess]()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing can be asked of it."""
+        return bool(self._lost)
+
+    def gone(self, name: str) -> RoomError:
+        """That this node is lost, as the end of a process on it."""
+        where = f"the node {self.node.name} ({self.node.address})"
+        rule = "all processes there end with it"
+        return RoomError(name, f"{where} is gone: {self._lost}", rule=rule, way_out="see `ray status`.")
+
+    async def open(self) -> None:
+        """Make the actor, if there is none that answers. Raises RoomError."""
+        async with self._turn:
+            if not self._lost:
+                return
+            await self._end_actor()
+            try:
+                self._actor = await asyncio.to_thread(self._make)
+                with waiting("its actor", on=self.node.name):
+                    await self._within(ACTOR_S, "ready")
+            except _lost_errors() as error:
+                self._lost = f"Ray starts no actor of ours there: {_words(error)}"
+                raise self.gone(self.node.name) from error
+            self._lost = ""
+            self._asking = asyncio.ensure_future(self._ask())
+            self._asking.add_done_callback(self._asked)
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
+        """The answer of a method of Host. Raises RoomError where there is none, or the method raised."""
+        if self._lost:
+            raise self.gone(self.node.name)
+        try:
+            return await self._within(timeout_s, method, *arguments)
+        except _lost_errors() as error:
+            why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else _words(error)
+            raise RoomError(self.node.name, f"its actor was asked for {method}: {why}") from error
+
+    def tell_nowait(self, method: str, *arguments: Any) -> None:
+        """Call a method whose answer does not matter."""
+        if not self._lost:
+            with contextlib.suppress(*_lost_errors()):
+                getattr(self._actor, method).remote(*arguments)
+
+    async def start(self, process: RayProcess, order: Order) -> Started | Refused:
+        """Ask for a process; from then on its news come in."""
+        await self.open()
+        answer: Started | Refused = await self.call("start", process.key, order, timeout_s=START_S)
+        if isinstance(answer, Started):
+            self._processes[process.key] = process
+        return answer
+
+    async def aclose(self) -> None:
+        """End the actor, and with it what it still holds."""
+        if not self._lost:
+            with contextlib.suppress(RoomError):
+                await self.call("leave")
+        self._lost = self._lost or "it was closed"
+        await self._end_actor()
+
+    async def _end_actor(self) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait({self._asking})
+            self._asking = None
+        if self._actor is not None:
+            with contextlib.suppress(*_lost_errors()):
+                async with TimeLimit(LOST_S):
+                    await asyncio.to_thread(self._kill, self._actor)
+            self._actor = None
+
+    async def _within(self, timeout_s: float, method: str, *arguments: Any) -> Any:
+        async with TimeLimit(timeout_s):
+            return await asyncio.wrap_future(getattr(self._actor, method).remote(*arguments).future())
+
+    async def _ask(self) -> None:
+        """Until the node is lost. Asked twice, it tells the same: a connection may break and be made anew."""
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + LOST_S
+        while True:
+            known = {key: one.num_read for key, one in self._processes.items() if one.returncode is None}
+            try:
+                news = await self._within(NEWS_S + LOST_S, "news", known, NEWS_S)
+            except _broken_errors() as error:
+                if clock() > until_s:
+                    self._lose(error)
+                    return
+                await asyncio.sleep(NEWS_S)
+                continue
+            except _lost_errors() as error:
+                self._lose(error)
+                return
+            until_s = clock() + LOST_S
+            for key, new in news.items():
+                if key in self._processes:
+                    self._processes[key].hear(new)
+
+    def _asked(self, asking: asyncio.Future[None]) -> None:
+        if not asking.cancelled() and (error := asking.exception()) is not None:
+            assert isinstance(error, Exception)
+            self._lose(error)
+
+    def forget_nowait(self, process: RayProcess) -> None:
+        """All of its log is read, and no one asks for it."""
+        if self._processes.pop(process.key, None) is not None:
+            self.tell_nowait("forget", process.key)
+
+    def _lose(self, error: Exception) -> None:
+        self._lost = f"no answer for {LOST_S:g} s" if isinstance(error, TimeoutError) else _words(error)
+        logger.warning("the node %s is lost: %s", self.node.name, error)
+        for process in self._processes.values():
+            process.lost()
+        self._processes.clear()
+
+
+class RayProcess:
+    """A process of the run on a node of a Ray cluster: the Process of nodes.py. What it writes comes to
+    RUN_DIR/logs here while it lives, all of it before its end is told.
+    """
+
+    def __init__(self, on: RayNode, order: Order, *, is_here: bool) -> None:
+        """`is_here`: the node is the controller's own machine."""
+        self.name, self.url, self.left, self.num_read = order.name, "", "", 0
+        self.key = f"{order.name}-{next(_keys)}"
+        self.returncode: int | None = None
+        self._on, self._order, self._is_here = on, order, is_here
+        self._pid: int | None = None
+        self._ended = asyncio.Event()
+        self._gone: RoomError | None = None
+        self._is_closed = False
+        self._log_start = 0
+
+    @property
+    def log_path(self) -> Path:
+        """What it writes to its standard streams."""
+        return self._order.run_dir / "logs" / f"{self.name}.log"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, if it runs here."""
+        return self._pid if self._is_here else None
+
+    def seen(self) -> str:
+        """What its actor says."""
+        if self._pid is None:
+            return "not started"
+        if self._gone is not None:
+            return self._gone.fault
+        how = "runs" if self.returncode is None else f"ended with {self.returncode}"
+        return f"process {self._pid} on {self._on.node.name} {how}"
+
+    async def start(self) -> None:
+        """Start it; returns at once. Raises RoomError if the node is gone, ConfigError if a port is taken."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            self._log_start = log.tell()
+        threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
+        order = replace(self._order, env={**threads, **self._order.env})
+        try:
+            answer = await self._on.start(self, order)
+        except RoomError as error:
+            raise RoomError(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
+        if isinstance(answer, Refused):
+            raise answer.error(self.name)
+        self.url, self._pid = answer.url, answer.pid
+
+    def renewed(self) -> RayProcess:
+        """The same server, not started yet."""
+        return RayProcess(self._on, self._order, is_here=self._is_here)
+
+    async def wait(self) -> None:
+        """Sleep as long as it lives and its node is there."""
+        await self._ended.wait()
+
+    async def watch(self) -> None:
+        """Sleep as long as it lives; raises RoomError, with why it ended, when it does."""
+        await self.wait()
+        raise self.death()
+
+    def death(self) -> RoomError:
+        """Why it ended, from its own last words or its log, or that its node is gone."""
+        log = read_log(self.log_path, self._log_start)
+        return self._gone or death_of(self, f"process {self._pid} on {self._on.node.name}", log)
+
+    def log_tail(self) -> str:
+        """The last lines of its log, indented."""
+        return tail_of(read_log(self.log_path, self._log_start))
+
+    async def aclose(self) -> None:
+        """End it and all of its group. Idempotent. One that does not die is named in `left`."""
+        if self._pid is None or self._gone is not None or self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(RoomError):  # a node that is gone has ended it
+            self.left = await self._on.call("end", self.key, timeout_s=END_S)
+            with contextlib.suppress(TimeoutError):
+                async with TimeLimit(DRAIN_S):
+                    await self.wait()
+        self._on.forget_nowait(self)
+
+    def kill_nowait(self) -> None:
+        """SIGKILL to the process, without waiting."""
+        if self._pid is not None:
+            self._on.tell_nowait("kill", self.key)
+
+    def dump_stacks_nowait(self) -> None:
+        """SIGUSR1, where it has a handler."""
+        if self._pid is not None and self.returncode is None:
+            self._on.tell_nowait("dump_stacks", self.key)
+
+    # called by its node
+
+    def hear(self, news: News) -> None:
+        """More of its log, and its end."""
+        self.num_read += len(news.log)
+        if news.log:
+            try:
+                with self.log_path.open("ab") as file:
+                    file.write(news.log)
+            except OSError as error:  # a full disk is no reason to lose sight of the node
+                logger.warning("cannot write %s: %s", self.log_path, error)
+        if news.returncode is not None:
+            self.returncode = news.returncode
+            self._ended.set()
+
+    def lost(self) -> None:
+        """Its node is gone."""
+        if self.returncode is None:
+            self._gone = self._on.gone(self.name)
+            self._ended.set()
+
+
+def _lost_errors() -> tuple[type[Exception], ...]:
+    """What is raised where an actor, its node or the head is gone, or does not answer."""
+    from ray.exceptions import RayError
+
+    return (TimeoutError, ConnectionError, RayError)
+
+
+def _broken_errors() -> tuple[type[Exception], ...]:
+    """What Ray raises where a connection broke: it says later whether the actor died."""
+    from ray.exceptions import ActorUnavailableError
+
+    return (ActorUnavailableError,)
+
+
+def _words(error: Exception) -> str:
+    """The line of Ray's own that says why."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    why = next(
+        (line for line in lines if "because" in line or "detail" in line), (lines or [repr(error)])[-1]
+    )
+    return why[:400]

@@ -1,0 +1,1 @@
+"""Which servers a run has, and what each is told."""

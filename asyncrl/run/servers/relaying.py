@@ -1,0 +1,51 @@
+"""The relays of a run on several nodes: processes, supervisors, and who gets weights from whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.http import Caller
+from asyncrl.messages.base import RelayHealth
+from asyncrl.placement.plan import EVAL_ENGINE
+from asyncrl.run.servers.server_maker import ServerMaker
+from asyncrl.run.start import Server
+from asyncrl.run.supervise import Supervision, Supervisor
+from asyncrl.sync.spread import NodeRelay, Spread, relay_order
+
+
+class RelaySupervisor(Supervisor):
+    """Keeps the relay of a node going. A new one has nothing, and is asked for it by the next engine."""
+
+    kind = "relay"
+
+
+class Relaying:
+    """One relay on each node that weights are on, the controller's first; not started yet."""
+
+    def __init__(self, maker: ServerMaker, staging_dir: Path, supervision: Supervision) -> None:
+        placement = maker.placement
+        of_engines = {f"engine-{at}": placement.engine_node(at) for at in range(len(placement.engines))}
+        of_engines[EVAL_ENGINE] = placement.beside_node
+        nodes = sorted({0, placement.rank_node(0), *of_engines.values()})
+        self.servers = list[Server]()
+        for number in nodes:
+            order = relay_order(number, placement.nodes[number], maker.secret, staging_dir, maker.run_dir)
+            child, caller = maker.launcher.process(number, order), Caller(order.name, "", maker.secret)
+            self.servers.append(Server(child, caller, RelayHealth))
+        self.supervisors = [RelaySupervisor([server], supervision) for server in self.servers]
+        self.spread = Spread(
+            [
+                NodeRelay(placement.nodes[number].name, server.caller)
+                for number, server in zip(nodes, self.servers, strict=True)
+            ],
+            {name: nodes.index(node) for name, node in of_engines.items()},
+            trainer=nodes.index(placement.rank_node(0)),
+            timeout_s=maker.config.weight_sync.timeout_s,
+        )
+
+
+def make_relaying(maker: ServerMaker, staging_dir: Path, supervision: Supervision) -> Relaying | None:
+    """None where all nodes read the weights where the trainer writes them."""
+    if maker.placement.num_nodes == 1 or not maker.config.weight_sync.facts.is_relayed:
+        return None
+    return Relaying(maker, staging_dir, supervision)

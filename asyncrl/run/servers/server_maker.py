@@ -1,0 +1,246 @@
+"""Makes the servers of a run, which are not started yet: what each is told, its devices and its node, and the
+clients that ask it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.engines.engine import EngineClient
+from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.errors import ConfigError
+from asyncrl.http import SHORT_S, Caller
+from asyncrl.messages.calls import EngineHealth, TrainerHealth
+from asyncrl.placement.devices import Placement, chunk_devices
+from asyncrl.placement.fork_server import KEY_ENV
+from asyncrl.placement.launchers import LocalLauncher
+from asyncrl.placement.machine import find_cuda_devices
+from asyncrl.placement.nodes import LOOPBACK, Launcher, Order, Process
+from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, trainer_threads
+from asyncrl.placement.processes import ForeignProcess
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.run.engine_kinds import engine_kind
+from asyncrl.run.start import START_TIMEOUT_S, Server
+from asyncrl.trainer.model_folder import load_limit_s
+from asyncrl.trainer.trainer_client import TrainerSpec
+
+
+@dataclass(frozen=True)
+class ServerMaker:
+    """Makes the servers of one command, which are not started yet, and the clients of its engines. Who starts
+    them, and where, is the launcher's.
+    """
+
+    config: RunConfig
+    placement: Placement
+    model_path: Path
+    run_dir: Path
+    warn: Callable[[str], None] = print
+    launcher: Launcher = field(default_factory=LocalLauncher)
+    secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+
+    async def find_store(self) -> str:
+        """Where the ranks find each other, if not in the staging folder, which nodes do not share."""
+        placement, num = self.placement, self.config.trainer.world_size
+        if num == 1 or not any(placement.rank_node(rank) for rank in range(num)):
+            return ""
+        first = placement.rank_node(0)
+        return f"{placement.nodes[first].address}:{await self.launcher.free_port(first)}"
+
+    def trainers(self, staging_dir: Path, store: str = "") -> list[Server]:
+        """The ranks of the trainer, of which the first takes requests; they meet at `store`."""
+        servers, module = list[Server](), "asyncrl.trainer.rank_process"
+        for rank in range(self.config.trainer.world_size):
+            name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
+            spec = self.trainer_spec(rank, staging_dir, store).model_dump_json()
+            devices = [self.placement.trainer[other] for other in self._ranks_beside(rank)]
+            child = self._process(name, module, spec, devices, port, self.placement.rank_node(rank))
+            caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
+            servers.append(Server(child, caller, TrainerHealth, start_s=start_s))
+        return servers
+
+    def _ranks_beside(self, rank: int) -> list[int]:
+        """Those of its node, itself too."""
+        node_of = self.placement.rank_node
+        return [other for other in range(len(self.placement.trainer)) if node_of(other) == node_of(rank)]
+
+    def trainer_spec(self, rank: int, staging_dir: Path, store: str = "") -> TrainerSpec:
+        """The spec of a rank. It sees the devices of all ranks of its node and no others."""
+        config, kind = self.config, engine_kind(self.config)
+        num_memories = len(chunk_devices(config, self.placement))
+        return TrainerSpec(
+            model_path=str(self.model_path),
+            dtype=config.model.dtype,
+            device="cuda" if self.placement.is_on_cuda else "cpu",
+            share=self._own_share(None if self.placement.share is None else 1 - self.placement.share),
+            seed=config.seed,
+            threads=trainer_threads(config),
+            rank=rank,
+            local_rank=self._ranks_beside(rank).index(rank),
+            address=self.placement.nodes[self.placement.rank_node(rank)].address if store else LOOPBACK,
+            store=store,
+            trainer=config.trainer,
+            algorithm=config.algorithm,
+            temperature=config.rollout.temperature,
+            max_tokens=config.rollout.max_tokens,
+            transport=config.weight_sync.settled,
+            is_file_wanted=config.eval is not None,
+            chunk_bytes=config.weight_sync.chunk_bytes,
+            chunks="file" if num_memories == 0 else "memory" if num_memories == 1 else "memories",
+            canary_tokens=kind.canary_tokens(),
+            measures_gap=config.rollout.facts.has_model,
+            staging_dir=staging_dir,
+            record_path=self.run_dir / "trained.jsonl",
+            failed_dir=self.run_dir / "failed_batches",
+            chat_template=config.model.chat_template and Path(config.model.chat_template),
+        )
+
+    def engines(self) -> list[Server]:
+        """The engine servers that sample for training: the run's own, or those of rollout.urls."""
+        rollout = self.config.rollout
+        if rollout.urls is not None:
+            key = os.environ.get(KEY_ENV, "")
+            foreign = [ForeignProcess(f"engine-{number}", url) for number, url in enumerate(rollout.urls)]
+            return [self._engine_server(child, key) for child in foreign]
+        ports: Sequence[int | None] = rollout.ports or [None] * rollout.max_engines
+        placement = self.placement
+        return [
+            self._engine(f"engine-{number}", placement.engines[number], port, placement.engine_node(number))
+            for number, port in enumerate(ports)
+        ]
+
+    def eval_engine(self) -> Server:
+        """The engine server that evaluates."""
+        assert self.placement.evaluation is not None, "asked for where config.eval is given"
+        return self._engine(EVAL_ENGINE, [self.placement.evaluation], None, self.placement.beside_node)
+
+    def teacher(self, folder: Path) -> Server:
+        """The server that scores what was sampled, of the model in `folder`."""
+        config, device = self.config, self.placement.teacher
+        assert config.teacher is not None, "asked for where there is one"
+        assert device is not None, "placed where there is one"
+        spec = {
+            "name": TEACHER,
+            "slots": 1,
+            "score_slots": config.teacher.slots,
+            "max_length": config.rollout.max_length,
+            "model_path": str(folder),
+            "dtype": config.model.dtype,
+            "device": device.partition(":")[0],
+            "threads": engine_threads(config),
+            "deterministic": config.rollout.deterministic is not False and device == "cpu",
+        }
+        node, module = self.placement.beside_node, "asyncrl_servers.embedded"
+        child = self._process(TEACHER, module, json.dumps(spec), [device], None, node)
+        short_s = min(SHORT_S, config.teacher.timeout_s / 2)
+        caller, start_s = Caller(TEACHER, "", self.secret, short_s=short_s), self.start_s(folder)
+        return Server(child, caller, EngineHealth, start_s=start_s)
+
+    @staticmethod
+    def start_s(folder: Path) -> float:
+        """How long a process that loads this model may take to answer."""
+        return START_TIMEOUT_S + load_limit_s(folder)
+
+    @cached_property
+    def tokenizer(self) -> HFChatTokenizer:
+        """Of the model. Blocks at first."""
+        model = self.config.model
+        return HFChatTokenizer(
+            self.model_path,
+            chat_template=model.chat_template,
+            chat_template_kwargs=model.chat_template_kwargs,
+        )
+
+    def client(self, server: Server, meeting: Broadcasts | None = None) -> EngineClient:
+        """The client of an engine server, made before that is started. `meeting`: where it receives weights,
+        if the trainer sends them. Blocks at first.
+        """
+        server.engine = engine_kind(self.config).client(server, self, meeting)
+        return server.engine
+
+    def _engine(self, name: str, devices: Sequence[str], port: int | None, node: int) -> Server:
+        kind, placement, turns = engine_kind(self.config), self.placement, dict[str, Any]()
+        if name != EVAL_ENGINE:
+            share = placement.share_of(int(name.rpartition("-")[2]))
+            # vLLM counts what CUDA takes itself
+            share = share if self.config.rollout.facts.package else self._own_share(share)
+            turns = {
+                "takes_turns": placement.mode == "colocated",
+                "stays": placement.stays,
+                "share": share,
+            }
+        spec = json.dumps(kind.spec(self.model_path, name, devices[0], **turns))
+        module = f"asyncrl_servers.{self.config.rollout.engine}"
+        child = self._process(name, module, spec, devices, port, node, **kind.process(self.run_dir))
+        return self._engine_server(child, self.secret)
+
+    def _own_share(self, share: float | None) -> float | None:
+        """What a part of the trainer's device leaves for torch, which does not count CUDA's own memory."""
+        if share is None:
+            return None
+        total = find_cuda_devices()[int(self.placement.trainer[0].removeprefix("cuda:"))].total_bytes
+        return share if total is None else max(1e-3, share - OWN_BYTES / total)
+
+    def _engine_server(self, child: Process, key: str) -> Server:
+        """A call of it waits for a connection of this machine half as long, at most, as the limits around it
+        allow: at their end a rollout or the engine would be blamed.
+        """
+        config = self.config
+        eval_s = None if config.eval is None else config.eval.timeout_s
+        limits = (config.rollout.timeout_s, config.weight_sync.timeout_s, eval_s)
+        short_s = min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
+        caller, start_s = Caller(child.name, "", key, short_s=short_s), self.start_s(self.model_path)
+        return Server(child, caller, EngineHealth, start_s=start_s)
+
+    def _process(
+        self,
+        name: str,
+        module: str,
+        spec: str,
+        devices: Sequence[str],
+        port: int | None,
+        node: int,
+        **more: Any,
+    ) -> Process:
+        order = Order(name, module, spec, self.run_dir, self.secret, devices, port, **more)
+        return self.launcher.process(node, order)
+
+    async def hold(self, *, serves_only: bool = False) -> None:
+        """Have the launcher reserve what these servers take (`serves_only`: the engines), then see that each
+        node can read what its processes read. Raises ConfigError or RoomError.
+        """
+        placement, parts = self.placement, defaultdict[int, list[str]](list, {0: []})
+        if self.config.rollout.urls is None:
+            for number, devices in enumerate(placement.engines):
+                parts[self.placement.engine_node(number)] += devices
+        files = [(node, self.model_path / "config.json") for node, devices in parts.items() if devices]
+        if not serves_only:
+            for rank, device in enumerate(placement.trainer):
+                parts[node := self.placement.rank_node(rank)].append(device)
+                files += [(node, self.model_path / "config.json"), (node, self.run_dir / "run.id")]
+            beside = (placement.evaluation, placement.teacher)
+            parts[placement.beside_node] += [device for device in beside if device is not None]
+        await self.launcher.hold(parts)
+        for node, path in dict.fromkeys(files):
+            await self._refuse_unseen(node, path)
+
+    async def _refuse_unseen(self, node: int, path: Path) -> None:
+        path = await asyncio.to_thread(path.absolute)
+        token = await asyncio.to_thread(path.read_text, encoding="utf-8")
+        if not await self.launcher.sees(node, path, token):
+            name = self.placement.nodes[node].name if self.placement.nodes else "of the controller"
+            raise ConfigError(
+                f"the node {name} does not see {path}, or sees another file there",
+                rule="all nodes read the model at one path, those of the trainer the run directory, too",
+                way_out="put model and run directory on a file system that all nodes mount (--run-dir).",
+            )

@@ -1,0 +1,49 @@
+"""A child of tests of launchers: does what its spec says, and tells what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from asyncrl.messages.base import SECRET_ENV
+from asyncrl.serving import child_arguments, die_with_parent, fail, make_app, secret_of, serve
+
+
+async def probe(request: web.Request) -> web.Response:
+    environ = await asyncio.to_thread(Path("/proc/self/environ").read_text, errors="replace")
+    seen = {
+        "environ": dict(os.environ),
+        "in the open": f"{sys.argv} {environ} {dict(os.environ)}",
+        "other secret": secret_of("OTHER"),
+        "host": socket.gethostname(),
+        "parent": os.getppid(),
+    }
+    return web.json_response(seen)
+
+
+def main() -> None:
+    die_with_parent()
+    spec, fd = child_arguments()
+    told = json.loads(spec)
+    if told["do"] == "refuse":
+        fail("no such model", rule="a model must be there", way_out="give one.")
+    if told["do"] == "crash":
+        raise RuntimeError("something nobody thought of")
+    if told["do"] == "talk":
+        for number in range(told["lines"]):
+            print(f"line {number} {'.' * 90}")
+        raise SystemExit(3)
+    print("serving", flush=True)
+    app = make_app(secret_of(SECRET_ENV))
+    app.router.add_get("/probe", probe)
+    serve(app, fd)
+
+
+if __name__ == "__main__":
+    main()
