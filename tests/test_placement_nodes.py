@@ -5,6 +5,7 @@ what each node has to hold.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -26,8 +27,9 @@ RAY, ZERO = "launcher=ray", "buffer.max_staleness=0"
 
 
 def nodes(*num_cuda: int) -> tuple[Node, ...]:
-    """Of so many CUDA devices each."""
-    return tuple(Node(f"n{at}", f"10.0.0.{at}", machine(num)) for at, num in enumerate(num_cuda))
+    """Of so many CUDA devices each, somewhere else: this machine is not asked for vLLM."""
+    there = (replace(machine(num), is_here=False) for num in num_cuda)
+    return tuple(Node(f"n{at}", f"10.0.0.{at}", one) for at, one in enumerate(there))
 
 
 def on(num_cuda: tuple[int, ...], *overrides: str) -> Placement:
