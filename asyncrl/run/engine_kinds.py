@@ -146,6 +146,7 @@ class Vllm(Embedded):
         takes_turns: bool = False,
         stays: bool = False,
         share: float | None = None,
+        cores: int | None = None,
     ) -> Body:
         """With the user's own arguments of `vllm serve`. An eval engine is split over no devices."""
         args, lora = dict(self.rollout.vllm), self.config.trainer.lora
@@ -153,7 +154,7 @@ class Vllm(Embedded):
             args["gpu_memory_utilization"] = share
         if takes_turns and not stays and not {"enable-sleep-mode", "enable_sleep_mode"} & args.keys():
             args["enable_sleep_mode"] = True
-        return super().spec(model_path, name, device) | {
+        return super().spec(model_path, name, device, cores=cores) | {
             "tensor_parallel": 1 if name == EVAL_ENGINE else self.rollout.tensor_parallel,
             "transport": self.config.weight_sync.settled,
             "lora_rank": 1 if lora is None else lora.rank,
