@@ -8,6 +8,7 @@ AsyncrlError                what failed with its values, the rule, the way out
 │   ├── TrainerError        the trainer worker refused a batch
 │   │   └── TrainerLost     it died or does not answer: started again and brought up to date
 │   ├── PublishError        weights did not arrive as they were sent
+│   │   └── WeightsLost     the trainer's node is gone with them: a new trainer exports anew
 │   ├── ConnectionShortage  this machine has no descriptor or port left to call a server
 │   ├── JournalError        what happened cannot be written down, or the journal is damaged, foreign or in use
 │   └── TaskError           no further prompt can be made, or no rollout can be scored any more
@@ -119,6 +120,10 @@ class TrainerLost(TrainerError):  # noqa: N818  a state of the trainer; its supe
 
 class PublishError(RoomError):
     """Weights did not arrive at an engine server as the trainer sent them."""
+
+
+class WeightsLost(PublishError):  # noqa: N818  a state of the trainer's node; a new trainer exports anew
+    """The trainer's node was lost, with the file of the weights, before all nodes had it."""
 
 
 class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine

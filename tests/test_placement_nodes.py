@@ -5,6 +5,8 @@ what each node has to hold.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -21,13 +23,15 @@ from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.nodes import Node, described_nodes
 from asyncrl.placement.plan import make_plan
 from asyncrl.placement.plan_text import plan_text
+from asyncrl.run.engine_kinds import engine_kind
 
 RAY, ZERO = "launcher=ray", "buffer.max_staleness=0"
 
 
 def nodes(*num_cuda: int) -> tuple[Node, ...]:
-    """Of so many CUDA devices each."""
-    return tuple(Node(f"n{at}", f"10.0.0.{at}", machine(num)) for at, num in enumerate(num_cuda))
+    """Of so many CUDA devices each, somewhere else: this machine is not asked for vLLM."""
+    there = (replace(machine(num), is_here=False) for num in num_cuda)
+    return tuple(Node(f"n{at}", f"10.0.0.{at}", one) for at, one in enumerate(there))
 
 
 def on(num_cuda: tuple[int, ...], *overrides: str) -> Placement:
@@ -345,6 +349,25 @@ def test_the_plan_is_printed_node_by_node() -> None:
     assert found == {"controller": ("cpu", True), **trainer, "engine-0": ("cuda:0", False)}
     assert "not used: n2" in text
     assert "apart (trainer on n0/cuda:0-1, engines on n1/cuda:0)" in text
+
+
+def test_in_turns_on_cpus_of_several_nodes_chunks_are_files_which_relays_bring() -> None:
+    both = [RAY, *TURNS, *sizes(2, 2), "placement.trainer={nodes: 2}"]
+    config, _ = settle(load(*both), nodes(0, 0))
+    plan = make_plan(config, nodes(0, 0))
+    assert chunk_devices(config, plan.placement) == ()
+    kept = {one.name: (one.node, one.memory.total) for one in plan.processes if one.side == "staging"}
+    size = kept["staging"][1]
+    assert kept == {"staging": (0, size), "relay-0": (0, 0), "relay-1": (1, 2 * size)}
+    assert "weights go as files in shared memory" in plan_text(plan, config)
+
+
+def test_an_engine_has_a_quarter_of_the_cores_of_its_own_node() -> None:
+    for name in ("embedded", "vllm"):
+        kind = engine_kind(
+            load("rollout.threads=auto", f"rollout.engine={name}", "weight_sync.transport=shm")
+        )
+        assert kind.spec(Path("model"), "engine-0", "cpu", cores=20)["threads"] == 5
 
 
 # ---- nodes that are described

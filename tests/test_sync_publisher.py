@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl.engines.engine import EngineServer
-from asyncrl.errors import ConnectionShortage, EngineLost, PublishError
+from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, WeightsLost
 from asyncrl.messages.calls import CommitResponse, ExportResponse
 from asyncrl.messages.records import Batch
 from asyncrl.sync.publisher import Publisher
@@ -207,6 +207,31 @@ def test_each_engine_reads_what_lies_on_its_node_and_a_node_that_gets_nothing_lo
     names = ["engine-0", "engine-1", "engine-2"]
     assert asked == [*names, "engine-1"]
     assert live_ones == [names, names, names, ["engine-1"]]
+
+
+@pytest.mark.parametrize("num_losses", [1, 2])
+def test_weights_that_are_lost_with_the_trainers_node_are_exported_anew_once_for_each_start_of_it(
+    num_losses: int,
+) -> None:
+    gone = WeightsLost("engine-0", "no node has them")
+    losses = [gone] * num_losses
+
+    async def locate(engine: str, sent: Any, live: Sequence[str] = ()) -> Any:
+        if engine == "engine-0" and losses:
+            raise losses.pop()
+        return sent
+
+    async def story(house: House) -> None:
+        house.trainer.step()
+        await asyncio.sleep(2 * (EXPORT_S + PREPARE_S) + 5.0)
+        assert (house.lost, house.versions(), house.publisher.version) == ([], [1, 1], 1)
+
+    if num_losses == 1:
+        assert [version for version, _ in live(story, 0.5, 0.5, locate=locate).served] == [1]
+        return
+    with pytest.raises(ExceptionGroup) as caught:
+        live(story, 0.5, 0.5, locate=locate)
+    assert caught.value.exceptions == (gone,)
 
 
 def test_a_push_that_this_machine_has_no_connection_for_is_no_failure_of_the_engine() -> None:

@@ -22,7 +22,7 @@ from job_runs import wait_until
 from network_hosts import reason_for_none
 from relay_hosts import relay_network, told
 
-from asyncrl.errors import EngineLost, RoomError
+from asyncrl.errors import EngineLost, RoomError, WeightsLost
 from asyncrl.http import Caller
 from asyncrl.messages.base import SECRET_ENV, RelayHealth
 from asyncrl.messages.calls import ExportResponse
@@ -47,6 +47,8 @@ class Node:
     folder: Path
     dies_at: int | None = None
     hangs: bool = False
+    root: Path | None = None
+    """Where the trainer writes, or evaluation keeps a file, on this node."""
     url: str = ""
     pieces: Counter[str] = field(default_factory=Counter)
     on_piece: Callable[[], Awaitable[object]] | None = None
@@ -63,7 +65,7 @@ class Node:
         return sorted(self.folder.iterdir(), key=lambda path: int(path.stem.partition("-")[2]))
 
     @asynccontextmanager
-    async def serving(self, trainer: Path) -> AsyncIterator[None]:
+    async def serving(self) -> AsyncIterator[None]:
         @web.middleware
         async def watch(request: web.Request, handler: Handler) -> web.StreamResponse:
             if "Range" in request.headers and self.on_piece is not None:
@@ -85,7 +87,7 @@ class Node:
                     connection.transport.abort()
 
         self.folder.mkdir()
-        roots = [str(trainer)] if self.number == 0 else []
+        roots = [] if self.root is None else [str(self.root)]
         app = make_relay(RelaySpec(node=self.name, roots=roots), self.folder, SECRET)
         app.middlewares.insert(0, watch)
         runner = web.AppRunner(app, shutdown_timeout=0.01)
@@ -129,7 +131,11 @@ def manifest_of(path: Path, version: int) -> ExportResponse:
 
 
 def play(
-    story: Callable[[Cluster], Coroutine[Any, Any, None]], tmp_path: Path, num: int, **faults: dict[str, Any]
+    story: Callable[[Cluster], Coroutine[Any, Any, None]],
+    tmp_path: Path,
+    num: int,
+    trainer_node: int = 0,
+    **faults: dict[str, Any],
 ) -> None:
     """`faults`: fields of Node by its name, node_1 and so on."""
 
@@ -138,15 +144,18 @@ def play(
             trainer = tmp_path / "trainer"
             trainer.mkdir()
             nodes = [Node(k, tmp_path / f"shm-{k}", **faults.get(f"node_{k}", {})) for k in range(num)]
+            nodes[trainer_node].root = trainer
             relays = []
             for node in nodes:
-                await stack.enter_async_context(node.serving(trainer))
+                await stack.enter_async_context(node.serving())
                 caller = Caller(f"relay-{node.number}", node.url, SECRET)
                 stack.push_async_callback(caller.aclose)
                 relays.append(NodeRelay(node.name, caller))
             node_of = {f"engine-{k}{letter}": k for k in range(num) for letter in "ab"}
             await story(
-                Cluster(nodes, trainer, Spread(relays, node_of, trainer=0, timeout_s=60), list(node_of))
+                Cluster(
+                    nodes, trainer, Spread(relays, node_of, trainer=trainer_node, timeout_s=60), list(node_of)
+                )
             )
 
     asyncio.run(run())
@@ -236,6 +245,27 @@ def test_nodes_after_one_that_dies_in_the_middle_go_on_from_the_one_before_it(
     play(story, tmp_path, 4, node_1={"dies_at": 5, "hangs": hangs})
 
 
+def test_weights_that_are_lost_with_the_trainers_node_are_no_loss_of_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is announced already comes from a node that has it, once the trainer is elsewhere."""
+    monkeypatch.setattr(relay, "WAIT_S", 0.1)
+
+    async def story(cluster: Cluster) -> None:
+        announced = cluster.exported(1, 1000)
+        await cluster.push(announced, "engine-1a", "engine-2a")
+        first = cluster.nodes[0]
+        first.dies_at = first.num_served + 5
+        told = await cluster.push(cluster.exported(2), "engine-1a", "engine-2a", "engine-3a")
+        assert [type(answer) for answer in told.values()] == [WeightsLost] * 3
+        content_of_first = content(announced)
+        (cluster.trainer / "v1.safetensors").unlink()
+        told = await cluster.push(announced, "engine-3a")
+        assert content(told["engine-3a"]) == content_of_first
+
+    play(story, tmp_path, 4)
+
+
 def test_bytes_that_changed_on_a_node_are_found_by_the_next_one_and_both_are_named(tmp_path: Path) -> None:
     async def story(cluster: Cluster) -> None:
         sent = cluster.exported()
@@ -270,6 +300,33 @@ def test_an_engine_that_comes_later_gets_them_from_a_node_that_has_them(tmp_path
         assert [node.num_served for node in cluster.nodes] == [NUM_PIECES, NUM_PIECES, 0, 0]
 
     play(story, tmp_path, 4)
+
+
+def test_the_trainer_may_be_on_another_node_than_the_controller_which_reads_what_is_evaluated(
+    tmp_path: Path,
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+
+    async def story(cluster: Cluster) -> None:
+        sent = cluster.exported()
+        told = await cluster.push(sent, "engine-0a", "engine-1a", "engine-2a")
+        assert told["engine-1a"] == sent
+        assert {content(answer) for answer in told.values()} == {content(sent)}
+        assert cluster.nodes[1].num_served == NUM_PIECES
+        here = await cluster.spread.here(sent)
+        assert Path(here.path).parent == cluster.nodes[0].folder
+        os.link(here.path, kept / "eval-1.safetensors")
+        later = [cluster.exported(version, 1000) for version in (2, 3)]
+        for one in later:
+            await cluster.push(one)
+        assert not any(path.name.startswith(sent.digest) for path in cluster.nodes[2].files())
+        evaluated = sent.model_copy(update={"path": str(kept / "eval-1.safetensors")})
+        for engine in ("engine-0a", "engine-1a", "engine-2a"):
+            told = await cluster.push(evaluated, engine)
+            assert content(told[engine]) == content(sent), engine
+
+    play(story, tmp_path, 3, trainer_node=1, node_0={"root": kept})
 
 
 def test_a_relay_keeps_the_two_files_that_were_asked_for_last(tmp_path: Path) -> None:

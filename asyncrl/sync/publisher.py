@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import EngineLost, PublishError
+from asyncrl.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.messages.base import Interrupt, Moved
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
@@ -45,7 +45,8 @@ class Publisher:
         generation the trainer never waits for a push.
 
     The trainer keeps its newest two exports, and makes one only after the last one is announced (run does one
-    thing at a time): the announced one, which bring_up pushes, is always among them. If it keeps one
+    thing at a time): the announced one, which bring_up pushes, is always among them. One that is lost on its
+    way, with the trainer's node, is exported anew, once for each start of the trainer. If it keeps one
     (`is_one_kept`), it makes none while an engine is brought up with it. `is_rolling`: engines swap one after
     the other; on_served tells the oldest version. Without `on_lost` an engine that is lost ends the run. The
     file of an export is there until on_published returns. In turns there is none: `on_file` gets one of the
@@ -82,7 +83,7 @@ class Publisher:
         self._announced: ExportResponse | None = None
         self._pushed: tuple[ExportResponse, PushReport] | None = None
         self._is_first_push_due = self._is_pushing = False
-        self._exported_version = 0
+        self._exported_version, self._restarts_at_loss = 0, -1
         self._changed = asyncio.Event()
         self.version = self.num_published = self.num_skipped = 0
         """num_skipped: versions that were newer ones before their turn came."""
@@ -138,7 +139,10 @@ class Publisher:
             if self._announced is not None:
                 targets = [target for target in self._targets if target.name == name]
                 push = self._push(self._announced.version, targets, served=self.version, on_lost=lost.append)
-                await push.whole(self._announced)
+                try:
+                    await push.whole(self._announced)
+                except WeightsLost as gone:
+                    raise EngineLost(name, gone.fault, rule=gone.rule, way_out=gone.way_out) from gone
                 if lost:
                     raise lost[0]
             self._down.discard(name)
@@ -216,12 +220,23 @@ class Publisher:
             await turn.enter_async_context(self._turn)
         live, served = self._live, self.version
         push = self._push(manifest.version, live, served=served, on_lost=self._on_lost, is_down=self.is_down)
-        report = await push.whole(manifest)
-        self._announced = manifest
+        try:
+            report = await push.whole(manifest)
+        except WeightsLost:
+            if self._restarts_at_loss == self._trainer.num_restarts:
+                raise  # twice of the same trainer
+            self._restarts_at_loss, self._exported_version = self._trainer.num_restarts, self.version
+            self._set_pushing(False)
+            return
+        self._announced, self._restarts_at_loss = manifest, -1
         self._count(manifest.version, replace(report, export_s=export_s))
         self._on_served(manifest.version)
-        is_read_here = manifest.path and self._is_file_wanted(manifest.version)
-        self._on_published(await self._here(manifest) if is_read_here else manifest)
+        if manifest.path and self._is_file_wanted(manifest.version):
+            try:
+                manifest = await self._here(manifest)
+            except WeightsLost:  # a later version is evaluated
+                manifest = manifest.model_copy(update={"path": ""})
+        self._on_published(manifest)
         self._set_pushing(False)
 
     def _count(self, version: int, report: PushReport) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from asyncrl.engines.engine import EngineClient
-from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
+from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError, WeightsLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import CommitResponse, ExportChunkResponse, ExportResponse
 from asyncrl.waits import TimeLimit, waiting
@@ -205,10 +205,10 @@ class Push:
 
         outcomes = await asyncio.gather(*(one(target) for target in targets), return_exceptions=True)
         for target, outcome in zip(targets, outcomes, strict=True):
-            if isinstance(outcome, RoomError) and not isinstance(outcome, ConnectionShortage):
+            if isinstance(outcome, RoomError) and not isinstance(outcome, ConnectionShortage | WeightsLost):
                 what = f"{target.name} failed in {doing}: {outcome.fault}"
                 raise self._error(what, outcome.rule, outcome.way_out) from outcome
-            if isinstance(outcome, BaseException):  # a shortage is ours: nothing is known of the engine
+            if isinstance(outcome, BaseException):  # ours, or the trainer's: nothing is known of the engine
                 raise outcome
         return answers
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from asyncrl.errors import EngineLost, RoomError
+from asyncrl.errors import EngineLost, RoomError, WeightsLost
 from asyncrl.http import Caller, CallLost, CallRefused
-from asyncrl.messages.base import FetchRequest, FetchResponse, WeightSource
+from asyncrl.messages.base import FetchRequest, FetchResponse, RelayHealth, WeightSource
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
 from asyncrl.placement.nodes import Node, Order
 from asyncrl.waits import TimeLimit, waiting
@@ -20,6 +20,8 @@ from asyncrl.weights.relay import RelaySpec
 Sent = TypeVar("Sent", ExportResponse, ExportChunkResponse)
 ANSWER_S = 30.0
 """A relay answers every 2 seconds. One that takes so long is lost, and its engines with it."""
+PING_S = 5.0
+"""Limit for the question whether the trainer's relay lives."""
 _UNREACHED = 502
 
 
@@ -29,6 +31,11 @@ def relay_order(number: int, node: Node, secret: str, staging_dir: Path, run_dir
     """
     spec = RelaySpec(node=node.name, roots=[str(staging_dir)]).model_dump_json()
     return Order(f"relay-{number}", "asyncrl.weights.relay", spec, run_dir, secret)
+
+
+def relay_caller(number: int, secret: str) -> Caller:
+    """Of the relay of node `number`, whose address is known once it is started."""
+    return Caller(f"relay-{number}", "", secret, short_s=ANSWER_S / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +54,9 @@ class NodeRelay:
 class Spread:
     """Which node gets weights from which.
 
-    Life: made once, over relays that may be started again. Of a file of weights: locate() for each engine, by
-        all engines of a push at once -> each relay pulls once, however many engines of its node ask.
+    Life: made once, over relays that may be started again; nodes may be added. Of a file of weights: locate()
+        for each engine, by all engines of a push at once -> each relay pulls once, however many of its node
+        ask.
     Waits: locate asks the node's relay until it has all, and ends if that does not answer for ANSWER_S; how
         long it may take in all is its caller's limit (weight_sync.timeout_s).
     Invariant: a node pulls from nodes of live engines before it, nearest first, then from the trainer's: no
@@ -60,30 +68,31 @@ class Spread:
         self, relays: Sequence[NodeRelay], node_of: Mapping[str, int], *, trainer: int, timeout_s: float
     ) -> None:
         """`relays` of all nodes, in their order, the controller's first. `node_of`: the node of each engine.
-        `trainer`: the node of its first rank, which writes. `timeout_s` is for here().
+        `trainer`: the node of its first rank, which writes. All three may change while the run goes on.
+        `timeout_s` is for here().
         """
-        self._relays, self._node_of, self._trainer = tuple(relays), dict(node_of), trainer
+        self.relays, self.node_of, self.trainer = list(relays), dict(node_of), trainer
         self._timeout_s = timeout_s
-        self._having: tuple[str, set[int]] = ("", set())
-        """The newest digest, and the nodes that have it."""
+        self._having: dict[str, set[int]] = {}
+        """Of the newest two digests: the nodes that have the file."""
 
     async def locate(self, engine: str, sent: Sent, live: Collection[str] = ()) -> Sent:
         """The same weights as this engine reads them: on its own node. `live`: the engines that get them at
-        the same time. Raises EngineLost for a node that gives no answer or reaches no other, and RoomError
-        for one that cannot have them.
+        the same time. Raises EngineLost for a node that gives no answer or reaches no other, WeightsLost if
+        they are gone with the trainer's node, and RoomError for a node that cannot have them.
         """
-        return await self._on_node(self._node_of[engine], engine, sent, live)
+        return await self._on_node(self.node_of[engine], engine, sent, live)
 
     async def here(self, sent: ExportResponse) -> ExportResponse:
         """The same weights in a file of the controller's own node. Raises RoomError."""
-        relay, clock = self._relays[0].caller.name, f"weight_sync.timeout_s={self._timeout_s}"
+        relay, clock = self.relays[0].caller.name, f"weight_sync.timeout_s={self._timeout_s}"
         late = RoomError(relay, f"policy_version {sent.version} did not come within {clock}")
         with waiting(f"policy_version {sent.version} on the controller's node", on=relay):
             async with TimeLimit(self._timeout_s, or_raise=lambda: late):
                 return await self._on_node(0, relay, sent, ())
 
     async def _on_node(self, node: int, who: str, sent: Sent, live: Collection[str]) -> Sent:
-        if node == self._trainer or not sent.path:
+        if not sent.path or node == self.trainer == 0:
             return sent
         having = self._having_nowait(sent.digest)
         path = await self._fetched(node, who, sent, self._sources(node, live, having))
@@ -91,22 +100,21 @@ class Spread:
         return sent.model_copy(update={"path": path})
 
     def _having_nowait(self, digest: str) -> set[int]:
-        if self._having[0] != digest:
-            self._having = (digest, set())
-        return self._having[1]
+        nodes = self._having[digest] = self._having.pop(digest, set())  # the newest
+        for old in list(self._having)[:-2]:
+            del self._having[old]
+        return nodes
 
     def _sources(self, node: int, live: Collection[str], having: Collection[int]) -> list[WeightSource]:
         """The nodes of live engines that come before it in the chain, else those that have it already."""
-        getting = {self._node_of[name] for name in live} - {self._trainer}
+        getting = {self.node_of[name] for name in live} - {self.trainer}
         before = [other for other in getting if other < node] or [one for one in having if one != node]
-        chain = dict.fromkeys(
-            [*sorted(before, reverse=True), self._trainer, 0]
-        )  # 0: what evaluation has kept
+        chain = dict.fromkeys([*sorted(before, reverse=True), self.trainer, 0])  # 0: what evaluation has kept
         chain.pop(node, None)
-        return [self._relays[number].source for number in chain]
+        return [self.relays[number].source for number in chain]
 
     async def _fetched(self, node: int, who: str, sent: Sent, sources: Sequence[WeightSource]) -> str:
-        relay = self._relays[node]
+        relay = self.relays[node]
         request = FetchRequest(digest=sent.digest, path=sent.path, sources=list(sources))
         try:
             while True:
@@ -117,6 +125,14 @@ class Spread:
             what = f"its node {relay.node} gets no weights: {error}"
             raise EngineLost(who, what, way_out=f"see whether {relay.node} is up.") from error
         except CallRefused as refusal:
-            body = refusal.body
-            kind = EngineLost if refusal.status == _UNREACHED else RoomError
+            body, kind = refusal.body, RoomError
+            if refusal.status == _UNREACHED:
+                kind = EngineLost if await self._trainer_answers() else WeightsLost
             raise kind(who, body.error, rule=body.rule, way_out=body.way_out) from refusal
+
+    async def _trainer_answers(self) -> bool:
+        try:
+            await self.relays[self.trainer].caller.get("/health", RelayHealth, timeout_s=PING_S)
+        except (CallLost, CallRefused):
+            return False
+        return True
