@@ -24,7 +24,8 @@ from asyncrl.messages.calls import EngineHealth
 from asyncrl.placement import launchers
 from asyncrl.placement.devices import place
 from asyncrl.placement.fork_server import KEY_ENV
-from asyncrl.placement.machine import CudaDevice
+from asyncrl.placement.machine import CudaDevice, Machine
+from asyncrl.placement.nodes import Node, Order
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.run import build
 from asyncrl.run import start as startup
@@ -204,6 +205,59 @@ def test_what_loads_a_large_model_may_take_longer_to_start(tmp_path: Path) -> No
     launch = replace(maker(tmp_path), model_path=tmp_path)
     servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
     assert [server.start_s for server in servers] == [300.0 + 1000.0] * 2
+
+
+class OneNodeSees:
+    """A launcher of two nodes, of which the second has another file system."""
+
+    def __init__(self) -> None:
+        self.held = dict[int, list[str]]()
+
+    async def hold(self, parts: dict[int, list[str]]) -> None:
+        self.held = dict(parts)
+
+    async def sees(self, node: int, path: Path, token: str) -> bool:
+        return node == 0 and path.name == token
+
+    async def free_port(self, node: int) -> int:
+        return 4000 + node
+
+    def process(self, node: int, order: Order) -> Any:
+        return SimpleNamespace(name=order.name, node=node, order=order)
+
+
+TWO_NODES = (
+    "launcher=ray",
+    "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 2, gpus: 0}}",
+    "trainer.world_size=4",
+    "rollout.num_engines=2",
+    "weight_sync.transport=stream",
+)
+
+
+def test_what_each_process_takes_is_held_on_its_node_and_ranks_are_told_where_they_meet(
+    tmp_path: Path,
+) -> None:
+    machine = Machine((), 8, 2**34, has_bfloat16=False)
+    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
+    config, sees = load(*TWO_NODES), OneNodeSees()
+    launcher: Any = sees
+    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
+    for name in ("config.json", "run.id"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(ConfigError, match=f"the node n1 does not see {tmp_path}/config.json"):
+        asyncio.run(made.hold())
+    assert sees.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
+    store = asyncio.run(made.find_store())
+    assert store == "10.0.0.0:4000"
+    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", store)]
+    specs = [json.loads(rank.order.spec) for rank in ranks]
+    assert [rank.node for rank in ranks] == [0, 0, 1, 1]
+    assert [spec["local_rank"] for spec in specs] == [0, 1, 0, 1]
+    assert [spec["address"] for spec in specs] == ["10.0.0.0"] * 2 + ["10.0.0.1"] * 2
+    assert {spec["store"] for spec in specs} == {store}
+    engines: Any = [server.child for server in made.engines()]
+    assert [engine.node for engine in engines] == [0, 1]
 
 
 # ---- whether it is ready

@@ -16,11 +16,11 @@ from asyncrl.messages.records import Credit, GrammarSpan, Outcome, Rollout, Traj
 if TYPE_CHECKING:
     from asyncrl.agents.endpoint.chats import RecordedChat
 
-Path = list["Node"]
+Path = list["ChatNode"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Node:
+class ChatNode:
     """One completion. `ids` follow those of its parent: first the A ids that its prompt added, then the N
     sampled ones.
 
@@ -33,7 +33,7 @@ class Node:
 
     name: str
     order: tuple[int, int]
-    parent: Node | None
+    parent: ChatNode | None
     ids: npt.NDArray[np.int32]
     num_added: int
     logprobs: npt.NDArray[np.float32]
@@ -93,7 +93,7 @@ class Node:
         return np.concatenate([node.ids for node in self.path()])
 
 
-def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
+def make_rollout(nodes: Iterable[ChatNode], sample_index: int, outcome: Outcome, reward: float) -> Rollout:
     """The branches, in the order of their ids; each sampled token has its loss in the first branch that holds
     it. A completion that is not trained is context where a trained one goes on from it.
 
@@ -113,7 +113,7 @@ def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, rew
         raise RolloutFailure(
             what, way_out="let it call the model with its session's key, and read the answers."
         )
-    owners: dict[Node, int] = {}
+    owners: dict[ChatNode, int] = {}
     """The first branch that holds a node."""
     for branch, path in enumerate(paths):
         for node in path:
@@ -127,7 +127,7 @@ def make_rollout(nodes: Iterable[Node], sample_index: int, outcome: Outcome, rew
     return tuple(rollout)
 
 
-def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
+def _in_order(nodes: Sequence[ChatNode], outcome: Outcome) -> list[ChatNode]:
     """Sort key: the contents from the root on. Of two equal completions, the one that a later call continues
     comes second.
     """
@@ -140,18 +140,18 @@ def _in_order(nodes: Sequence[Node], outcome: Outcome) -> list[Node]:
     return sorted(nodes, key=lambda node: [own[each] for each in node.path()])
 
 
-def _paths(nodes: Sequence[Node]) -> list[Path]:
+def _paths(nodes: Sequence[ChatNode]) -> list[Path]:
     """The paths to the nodes that no other of them continues. Nodes that trained nothing are left out, so no
     path is a part of another.
     """
-    inner: set[Node] = set()
+    inner: set[ChatNode] = set()
     for node in nodes:
         inner.update(node.path()[:-1])
     return [node.path() for node in nodes if node not in inner]
 
 
 def _trajectory(
-    path: Path, own: set[Node], credited: Mapping[Node, tuple[float, int]], **fields: Any
+    path: Path, own: set[ChatNode], credited: Mapping[ChatNode, tuple[float, int]], **fields: Any
 ) -> Trajectory:
     token_ids = np.concatenate([node.ids for node in path])
     loss_mask = np.zeros(len(token_ids), dtype=np.bool_)
@@ -185,8 +185,8 @@ def _trajectory(
 
 
 def _credited(
-    nodes: Sequence[Node], paths: Sequence[Path], owners: Mapping[Node, int], outcome: Outcome
-) -> dict[Node, tuple[float, int]]:
+    nodes: Sequence[ChatNode], paths: Sequence[Path], owners: Mapping[ChatNode, int], outcome: Outcome
+) -> dict[ChatNode, tuple[float, int]]:
     """(reward, unit) of each node, if rewards were given by turn or by branch."""
     by_turn, by_branch = outcome.turn_rewards, outcome.branch_rewards
     which, rewards = ("turn_rewards", by_turn) if by_turn else ("branch_rewards", by_branch)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic_core import to_json
 
-from asyncrl.agents.endpoint.branches import Node, make_rollout
+from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
 from asyncrl.agents.endpoint.chats import THINKING, Chain, Message, Messages, RecordedChat, answer_forms
 from asyncrl.agents.endpoint.drafting import Chat, Draft, Drafting, How, Prefill, Recorded, no_prefill
 from asyncrl.errors import RolloutFailure
@@ -46,7 +46,7 @@ class Planned:
     how: How
     added: npt.NDArray[np.int32]
     num_reused: int
-    parent: Node | None
+    parent: ChatNode | None
     draft: Draft | None
     prompt_hash: blake2b
 
@@ -79,12 +79,12 @@ class Capture:
     ) -> None:
         """`thinking`: the texts around a thought in this model's answers."""
         self._renderer, self._counts, self._thinking = renderer, counts, thinking
-        self._nodes: dict[str, Node] = {}  # by name
+        self._nodes: dict[str, ChatNode] = {}  # by name
         self._recorded = Recorded()
         self._drafting = Drafting(renderer, self._recorded, thinking)
         self._num_calls = 0
         self._has_root = False
-        self._gone_on_from: set[Node] = set()
+        self._gone_on_from: set[ChatNode] = set()
         self.num_branch_tokens = 0
         """Tokens of all branches that a rollout would have now, were each completion trained: a prefix that
         branches share counts in each of them.
@@ -132,7 +132,7 @@ class Capture:
     def plan_ids(self, prompt_ids: Sequence[int]) -> Planned:
         """A prompt of ids: it goes on from the longest recorded prompt and completion that it begins with."""
         ids = np.asarray(prompt_ids, dtype=np.int32)
-        ends: dict[Node | None, int] = {None: 0}
+        ends: dict[ChatNode | None, int] = {None: 0}
         for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
             start = ends.get(node.parent)
             if start is not None and np.array_equal(ids[start : start + len(node.ids)], node.ids):
@@ -164,7 +164,7 @@ class Capture:
         if planned.parent is not None and planned.parent.name not in self._nodes:  # forgotten meanwhile
             planned = replace(planned, added=planned.prompt_ids, num_reused=0, parent=None)
         sampled, draft = np.array(completion.token_ids, dtype=np.int32), planned.draft
-        node = Node(
+        node = ChatNode(
             name=name,
             order=(planned.number, choice),
             parent=planned.parent,
@@ -195,15 +195,15 @@ class Capture:
             text = draft.asked.then(self._renderer.decode(token_ids, skip_special_tokens=False)).place
         return RecordedChat(len(draft.messages) + 1, draft.chain.key_with(message), text)
 
-    def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[Node, ...]:
+    def forget_oldest(self, num_completions: int, num_tokens: float) -> tuple[ChatNode, ...]:
         """Keep the conversations that were gone on with last, with at most so many completions and tokens in
         their branches. Returns the completions of the others.
         """
-        trees, root_of = dict[Node, list[Node]](), dict[Node, Node]()
+        trees, root_of = dict[ChatNode, list[ChatNode]](), dict[ChatNode, ChatNode]()
         for node in sorted(self._nodes.values(), key=lambda node: node.order):  # parents come first
             root_of[node] = node if node.parent is None else root_of[node.parent]
             trees.setdefault(root_of[node], []).append(node)
-        kept: list[Node] = []
+        kept: list[ChatNode] = []
         self._count_anew(kept)
         for tree in sorted(trees.values(), key=lambda tree: tree[-1].order, reverse=True):
             for node in tree:
@@ -218,7 +218,7 @@ class Capture:
         self._recorded.keep(found)
         return forgotten
 
-    def _count_anew(self, nodes: Sequence[Node]) -> None:
+    def _count_anew(self, nodes: Sequence[ChatNode]) -> None:
         self.num_branch_tokens, self._gone_on_from = 0, set()
         for node in nodes:
             self._count_branch(node)
@@ -237,7 +237,7 @@ class Capture:
         """
         return make_rollout(self._nodes.values(), sample_index, outcome, reward)
 
-    def _count_branch(self, node: Node) -> None:
+    def _count_branch(self, node: ChatNode) -> None:
         """A node with sampled tokens makes a branch longer, or is the end of one more."""
         if not node.num_sampled:
             return
@@ -250,7 +250,7 @@ class Capture:
             self.num_branch_tokens -= ancestor.num_path_ids
 
     def _planned(
-        self, how: How, added: npt.NDArray[np.int32], parent: Node | None, draft: Draft | None
+        self, how: How, added: npt.NDArray[np.int32], parent: ChatNode | None, draft: Draft | None
     ) -> Planned:
         if parent is None and not self._has_root:
             how, self._has_root = "new", True

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from asyncrl.agents.endpoint.branches import Node
+from asyncrl.agents.endpoint.branches import ChatNode
 from asyncrl.agents.endpoint.chats import (
     NUMBER,
     SENTINEL,
@@ -61,7 +61,7 @@ class Draft:
 
     text: str
     how: How
-    parent: Node | None
+    parent: ChatNode | None
     chain: Chain
     asked: PromptText | None
     messages: Messages
@@ -107,7 +107,7 @@ class Chat:
         self,
         text: str,
         how: How,
-        parent: Node | None,
+        parent: ChatNode | None,
         rendered: Rendered | None,
         *,
         prompt: str,
@@ -127,12 +127,12 @@ class Recorded:
     """
 
     def __init__(self) -> None:
-        self._by_chat: dict[bytes, Node] = {}
+        self._by_chat: dict[bytes, ChatNode] = {}
         self._settled: dict[bytes, bytes] = {}
-        self._by_text: dict[tuple[int, bytes], Node] = {}
+        self._by_text: dict[tuple[int, bytes], ChatNode] = {}
         self._lengths: list[int] = []  # of the texts, in order
 
-    def add(self, node: Node, chain: Chain, other_forms: Iterable[Message]) -> None:
+    def add(self, node: ChatNode, chain: Chain, other_forms: Iterable[Message]) -> None:
         """It answers the chat with this chain, and may come back in `other_forms`. The same chat or text
         twice: one of them, whichever came first; the one that was given as it comes back before all others.
         """
@@ -154,7 +154,7 @@ class Recorded:
             if same is None or _rank(node) < _rank(same):
                 self._by_text[place] = node
 
-    def keep(self, nodes: Collection[Node]) -> None:
+    def keep(self, nodes: Collection[ChatNode]) -> None:
         """Forget all others."""
         self._by_chat = {key: known for key, known in self._by_chat.items() if known in nodes}
         self._settled = {key: settled for key, settled in self._settled.items() if key in self._by_chat}
@@ -167,17 +167,17 @@ class Recorded:
         """
         return self._settled.get(key)
 
-    def answer(self, key: bytes) -> Node | None:
+    def answer(self, key: bytes) -> ChatNode | None:
         """The completion that a chat with this key ends with."""
         return self._by_chat.get(key)
 
-    def longest(self, rendered: Rendered, begin: str) -> Node | None:
+    def longest(self, rendered: Rendered, begin: str) -> ChatNode | None:
         """The one with the longest text that the chat's begins with, `begin` behind it, and that is not
         shorter than rendered.num_before.
         """
         text, start = rendered.text + begin, rendered.num_before
         hashed, at = rendered.before.copy(), start
-        found: Node | None = None
+        found: ChatNode | None = None
         lengths = tuple(self._lengths)
         most = bisect_right(lengths, start + len(text))
         for length in lengths[bisect_left(lengths, start) : most]:
@@ -187,7 +187,7 @@ class Recorded:
         return found
 
 
-def _rank(node: Node) -> tuple[Any, ...]:
+def _rank(node: ChatNode) -> tuple[Any, ...]:
     """Of equal completions the first is taken, whichever came first."""
     return node.order[1], node.content
 
@@ -233,10 +233,10 @@ class Drafting:
         text = whole.text + chat.begin(whole.text)
         return chat.draft(text, how, None, whole, prompt=whole.text, is_whole=True)
 
-    def _longest(self, chat: Chat, rendered: Rendered) -> Node | None:
+    def _longest(self, chat: Chat, rendered: Rendered) -> ChatNode | None:
         return self._recorded.longest(rendered, chat.begin(rendered.text))
 
-    def _known(self, chat: Chat) -> tuple[int, Node | None]:
+    def _known(self, chat: Chat) -> tuple[int, ChatNode | None]:
         """The last answer that was recorded, by the messages: its index and its completion, or -1."""
         for index, key in reversed(chat.chain.answers):
             node = self._recorded.answer(key)
@@ -244,7 +244,7 @@ class Drafting:
                 return index, node
         return -1, None
 
-    def _from_known(self, chat: Chat, at: int, node: Node, rendered: Rendered | None) -> Draft | None:
+    def _from_known(self, chat: Chat, at: int, node: ChatNode, rendered: Rendered | None) -> Draft | None:
         """What follows the recorded answer `messages[at]`. None: there is no place to cut."""
         if node.text is not None and rendered is not None:
             if rendered.num_before > node.text[0]:
@@ -261,7 +261,7 @@ class Drafting:
         return None
 
     def _from_text(
-        self, chat: Chat, node: Node, num_covered: int, rendered: Rendered, known_at: int
+        self, chat: Chat, node: ChatNode, num_covered: int, rendered: Rendered, known_at: int
     ) -> Draft | None:
         """What follows the text of this completion, if the chat's text begins with it."""
         assert node.text is not None, "it was found by its text"
@@ -295,7 +295,7 @@ class Drafting:
     def _render(self, messages: Messages, chat: Chat, after: Rendered | None = None) -> Rendered:
         return self._renderer.render_on(messages, tools=chat.tools, settings=chat.settings, after=after)
 
-    def _cuts(self, chat: Chat, at: int, node: Node) -> Iterator[str]:
+    def _cuts(self, chat: Chat, at: int, node: ChatNode) -> Iterator[str]:
         """What may follow the recorded answer messages[at], generation prompt included; the best first.
 
         An answer's calls stay, since a template may write their results by them. What then stands between the

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from asyncrl.agents.endpoint.answers import NO_RETRY, ApiError, invalid
-from asyncrl.agents.endpoint.branches import Node, make_rollout
+from asyncrl.agents.endpoint.branches import ChatNode, make_rollout
 from asyncrl.agents.endpoint.calls.gateway_call import GatewayCall, Room
 from asyncrl.agents.endpoint.capture import Capture
 from asyncrl.agents.endpoint.chats import Messages
@@ -111,7 +111,7 @@ class GatewaySession:
         """An answer was sampled from the run's own distribution."""
         self.overflow: str | None = None
         """The limit that a call has met, if no call that began later was answered."""
-        self._overflow_order, self._overflowed = 0, dict[Node | None, None]()
+        self._overflow_order, self._overflowed = 0, dict[ChatNode | None, None]()
         self.begun = asyncio.Semaphore(BEGUN_SHARE * self.room.most)
         """Held from before a call is read until it is answered; bounds the prompts in memory."""
         self.reading = asyncio.Semaphore(self.room.most)
@@ -257,7 +257,7 @@ class GatewaySession:
                 self.overflowed_nowait(why)
                 raise used_up(why)
 
-    def overflowed_nowait(self, why: str, cut: Node | None = None) -> None:
+    def overflowed_nowait(self, why: str, cut: ChatNode | None = None) -> None:
         """A limit has ended a conversation: that after `cut`, or any of them."""
         self.overflow, self._overflow_order = why, self.num_calls
         self._overflowed.pop(cut, None)

@@ -40,7 +40,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedStart:
     """An error of ours, as data: what failed, the rule, the way out."""
 
     what: str
@@ -99,7 +99,7 @@ class Host:
         names = map(str, ray.get_gpu_ids())
         self._cuda = {number: CudaDevice(name) for number, name in zip(self._numbers, names, strict=True)}
 
-    async def start(self, key: str, order: Order) -> Started | Refused:
+    async def start(self, key: str, order: Order) -> Started | RefusedStart:
         """Start a process, under a key that no other had. Its log and its spec lie in a folder of its own."""
         if fork_server.current is None and order.python is None and fork_server.preloads(order.module):
             fork_server.current = fork_server.ForkServer()
@@ -109,7 +109,7 @@ class Host:
             await child.start()
         except AsyncrlError as error:
             what = error.fault if isinstance(error, RoomError) else error.what
-            return Refused(what, error.rule, error.way_out, isinstance(error, ConfigError))
+            return RefusedStart(what, error.rule, error.way_out, isinstance(error, ConfigError))
         self._children[key] = child
         self._ends[key] = asyncio.ensure_future(child.wait())
         self._ends[key].add_done_callback(lambda _: self._changed.set())

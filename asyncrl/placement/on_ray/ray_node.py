@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl.errors import RoomError
 from asyncrl.placement.fork_server import ONE_THREAD
 from asyncrl.placement.nodes import Node, Order
-from asyncrl.placement.on_ray.ray_host import News, Refused, Started
+from asyncrl.placement.on_ray.ray_host import News, RefusedStart, Started
 from asyncrl.placement.processes import GROUP_TIMEOUT_S, KILL_TIMEOUT_S, death_of, read_log, tail_of
 from asyncrl.waits import TimeLimit, waiting
 
@@ -98,10 +98,10 @@ class RayNode:
             with contextlib.suppress(*_lost_errors()):
                 getattr(self._actor, method).remote(*arguments)
 
-    async def start(self, process: RayProcess, order: Order) -> Started | Refused:
+    async def start(self, process: RayProcess, order: Order) -> Started | RefusedStart:
         """Ask for a process; from then on its news come in."""
         await self.open()
-        answer: Started | Refused = await self.call("start", process.key, order, timeout_s=START_S)
+        answer: Started | RefusedStart = await self.call("start", process.key, order, timeout_s=START_S)
         if isinstance(answer, Started):
             self._processes[process.key] = process
         return answer
@@ -216,7 +216,7 @@ class RayProcess:
             answer = await self._on.start(self, order)
         except RoomError as error:
             raise RoomError(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, RefusedStart):
             raise answer.error(self.name)
         self.url, self._pid = answer.url, answer.pid
 

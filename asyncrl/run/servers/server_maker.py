@@ -26,7 +26,7 @@ from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.placement.nodes import LOOPBACK, Launcher, Order, Process
-from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, trainer_threads
+from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.placement.processes import ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.run.engine_kinds import engine_kind
@@ -84,7 +84,7 @@ class ServerMaker:
             device="cuda" if self.placement.is_on_cuda else "cpu",
             share=self._own_share(None if self.placement.share is None else 1 - self.placement.share),
             seed=config.seed,
-            threads=trainer_threads(config),
+            threads=threads_on(config, self.placement, self.placement.rank_node(rank))[1],
             rank=rank,
             local_rank=self._ranks_beside(rank).index(rank),
             address=self.placement.nodes[self.placement.rank_node(rank)].address if store else LOOPBACK,
@@ -137,7 +137,7 @@ class ServerMaker:
             "model_path": str(folder),
             "dtype": config.model.dtype,
             "device": device.partition(":")[0],
-            "threads": engine_threads(config),
+            "threads": engine_threads(config, self._cores(self.placement.beside_node)),
             "deterministic": config.rollout.deterministic is not False and device == "cpu",
         }
         node, module = self.placement.beside_node, "asyncrl_servers.embedded"
@@ -179,16 +179,22 @@ class ServerMaker:
                 "stays": placement.stays,
                 "share": share,
             }
-        spec = json.dumps(kind.spec(self.model_path, name, devices[0], **turns))
+        cores = self._cores(node)
+        spec = json.dumps(kind.spec(self.model_path, name, devices[0], cores=cores, **turns))
         module = f"asyncrl_servers.{self.config.rollout.engine}"
         child = self._process(name, module, spec, devices, port, node, **kind.process(self.run_dir))
         return self._engine_server(child, self.secret)
+
+    def _cores(self, node: int) -> int | None:
+        return self.placement.nodes[node].machine.cores if self.placement.nodes else None
 
     def _own_share(self, share: float | None) -> float | None:
         """What a part of the trainer's device leaves for torch, which does not count CUDA's own memory."""
         if share is None:
             return None
-        total = find_cuda_devices()[int(self.placement.trainer[0].removeprefix("cuda:"))].total_bytes
+        nodes, number = self.placement.nodes, int(self.placement.trainer[0].removeprefix("cuda:"))
+        cuda = nodes[self.placement.rank_node(0)].machine.cuda if nodes else find_cuda_devices()
+        total = cuda[number].total_bytes
         return share if total is None else max(1e-3, share - OWN_BYTES / total)
 
     def _engine_server(self, child: Process, key: str) -> Server:
