@@ -49,10 +49,10 @@ def measure(num_bytes: int, mbit: float, seconds: float) -> None:
     columns = f"{'seconds':>12}{'of least':>12}{'trainer sent':>16}"
     print(f"{'nodes':8}{columns}{columns}")
     with relay_network(max(NUMBERS) + 1) as relays:
-        for host in relays.hosts:
-            assert host.shape("tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "200ms"), (
-                "no tbf here"
-            )
+        shape = ("tbf", "rate", f"{mbit}mbit", "burst", "128kb", "latency", "200ms")
+        if not all(host.shape(*shape) for host in relays.hosts):
+            print("not measured: this kernel has no tbf, so that links have no bandwidth to compare with")
+            return
         path, digest, end = relays.write("v1", os.urandom(num_bytes)), 0, time.monotonic() + seconds
         plain = {}
         for num in NUMBERS:

@@ -225,8 +225,8 @@ def test_nodes_after_one_that_dies_in_the_middle_go_on_from_the_one_before_it(
     """They keep the pieces that they have; the push goes on without the dead one."""
     monkeypatch.setattr(relay, "WAIT_S", 0.1)
     if hangs:
-        monkeypatch.setattr(pull, "SILENT_S", 2.0)
-        monkeypatch.setattr("asyncrl.sync.spread.ANSWER_S", 4.0)
+        monkeypatch.setattr(pull, "SILENT_S", 4.0)
+        monkeypatch.setattr("asyncrl.sync.spread.ANSWER_S", 8.0)
 
     async def story(cluster: Cluster) -> None:
         sent = cluster.exported()
