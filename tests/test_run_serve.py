@@ -216,7 +216,7 @@ def test_a_recording_that_cannot_be_written_ends_the_command(tmp_path: Path) -> 
 
 def test_of_a_range_of_engines_those_are_served_that_a_run_would_begin_with(tmp_path: Path) -> None:
     scaled = ["rollout.num_engines={min: 1, max: 3, start: 2}", "rollout.ports=[8001, 8002, 8003]"]
-    with open_folder(tmp_path / "served", "x", load_config(QUICKSTART, scaled)) as (_, config):
+    with open_folder(tmp_path / "served", "x", load_config(QUICKSTART, scaled)) as (_, config, _):
         assert (config.rollout.num_engines, config.rollout.ports) == (2, [8001, 8002])
 
 
