@@ -279,7 +279,18 @@ async def a_node_is_lost(stage: Stage) -> None:
                 await process.renewed().start()
 
 
-def main(address: str, folder: str) -> None:
+async def wait_to_be_killed(launcher: Launcher, folder: Path) -> None:
+    """With one process, whose id and whose parent's are printed."""
+    await launcher.hold({0: ["cpu"]})
+    async with Stage(launcher, launcher.nodes[0], 0, folder).started("orphan") as process:
+        print(json.dumps([process.pid, (await probed(process))["parent"]]), flush=True)
+        await asyncio.Event().wait()
+
+
+def main(address: str, folder: str, *is_killed: str) -> None:
+    if is_killed:
+        with opened(f"ray:{address}") as launcher:
+            asyncio.run(wait_to_be_killed(launcher, Path(folder)))
     with opened(f"ray:{address}") as launcher:
         told = asyncio.run(play_all(launcher, Path(folder)))
     print(json.dumps({"nodes": [node.address for node in launcher.nodes], "told": told}))

@@ -12,7 +12,9 @@ from typing import Any
 
 import launcher_contract
 import network_hosts
+import psutil
 import pytest
+from job_runs import all_gone
 from launcher_contract import OTHER, SECRET, STORIES, Stage
 from ray_cluster import FRUGAL, ray_cluster
 
@@ -44,7 +46,13 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
             command = [sys.executable, launcher_contract.__file__, address, str(folder)]
             process = hosts[0].start(command, env=FRUGAL, stdout=subprocess.PIPE, text=True)
             output, _ = process.communicate(timeout=RUN_S)
+            command.append("killed")
+            with hosts[0].start(command, env=FRUGAL, stdout=subprocess.PIPE, text=True) as killed:
+                orphans = [psutil.Process(pid) for pid in json.loads(killed.stdout.readline())]
+                killed.kill()
+            are_gone = all_gone(orphans)
         played = json.loads(output.splitlines()[-1])
+        played["orphans are gone"] = are_gone
         assert played["nodes"] == [host.address for host in hosts]
         logs = [path for host in hosts for path in (host.folder / "tmp").rglob("*") if path.is_file()]
         texts = [path.read_bytes() for path in logs]
@@ -76,6 +84,11 @@ def test_ray_keeps_the_contract(story: str, number: int, played: dict[str, Any])
 )
 def test_on_ray_what_lacks_or_is_lost_is_named_and_nothing_hangs(fault: str, played: dict[str, Any]) -> None:
     assert not (why := played["told"][fault]), why
+
+
+@pytest.mark.slow
+def test_on_ray_nothing_outlives_a_controller_that_is_killed(played: dict[str, Any]) -> None:
+    assert played["orphans are gone"]
 
 
 @pytest.mark.slow
