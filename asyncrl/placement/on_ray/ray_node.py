@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import RoomError
+from asyncrl.errors import NodeLost, RoomError
 from asyncrl.placement.fork_server import ONE_THREAD
 from asyncrl.placement.nodes import Node, Order
 from asyncrl.placement.on_ray.ray_host import News, RefusedStart, Started
@@ -59,11 +59,12 @@ class RayNode:
         """Whether nothing can be asked of it."""
         return bool(self._lost)
 
-    def gone(self, name: str) -> RoomError:
+    def gone(self, name: str) -> NodeLost:
         """That this node is lost, as the end of a process on it."""
         where = f"the node {self.node.name} ({self.node.address})"
         rule = "all processes there end with it"
-        return RoomError(name, f"{where} is gone: {self._lost}", rule=rule, way_out="see `ray status`.")
+        way_out = "see `ray status`; a run that is started again is placed on the nodes that are there then."
+        return NodeLost(name, f"{where} is gone: {self._lost}", rule=rule, way_out=way_out)
 
     async def open(self) -> None:
         """Make the actor, if there is none that answers. Raises RoomError."""
@@ -215,7 +216,7 @@ class RayProcess:
         try:
             answer = await self._on.start(self, order)
         except RoomError as error:
-            raise RoomError(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
+            raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
         if isinstance(answer, RefusedStart):
             raise answer.error(self.name)
         self.url, self._pid = answer.url, answer.pid
