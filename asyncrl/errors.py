@@ -92,6 +92,10 @@ class RoomError(AsyncrlError):
         super().__init__(f"{room}: {what}", rule=rule, way_out=way_out)
 
 
+class NodeLost(RoomError):  # noqa: N818  a state of a machine: the run may go on without it
+    """The node on which a process was to be is gone: it died, or is cut off."""
+
+
 class EngineError(RoomError):
     """An engine server died, stopped answering, or answered something that cannot be."""
 

@@ -166,6 +166,36 @@ def test_starts_that_fail_use_the_restarts_up_however_long_each_of_them_takes() 
     assert said in str(fails(story, restart_window_s=100.0))
 
 
+def test_while_an_engine_works_a_node_that_is_gone_ends_no_run_and_is_looked_for() -> None:
+    async def story(house: House) -> None:
+        running = [house.ask(make_request(f"r{index}", max_tokens=3000, seed=index)) for index in range(4)]
+        await asyncio.sleep(1.0)
+        house.processes[1].is_node_gone = True
+        house.fakes[1].die()
+        await asyncio.sleep(600.0)
+        assert [len((await task).token_ids) for task in running] == [3000] * 4, "engine-0 went on with them"
+        starts = house.processes[1].started_at
+        waits = [later - before for before, later in zip(starts, starts[1:], strict=False)]
+        assert waits == pytest.approx([5.0] * len(waits))
+        assert len(waits) > 100
+        gone = "engine-1: the node far (10.0.0.2) is gone: no answer for 15 s"
+        assert house.told == [f"{gone}; the run goes on, and starts it again once the node is there"]
+        house.trainer.step()
+        house.processes[1].is_node_gone = False
+        await asyncio.sleep(5.0 + START_S + 1.0)
+        assert house.pool.down == ()
+        assert house.fakes[1].policy_version == 1, "it has what was published meanwhile"
+        house.processes[0].is_node_gone = house.processes[1].is_node_gone = True
+        house.fakes[1].die()
+        await asyncio.sleep(60.0)
+        house.fakes[0].die()
+        await asyncio.sleep(600.0)
+
+    error = str(fails(story, is_frozen=False))
+    assert "the node far (10.0.0.2) is gone: no answer for 15 s" in error, "no engine is left"
+    assert "supervision.max_restarts=3 is used up" in error
+
+
 def test_the_death_is_named_and_not_the_call_that_broke_because_of_it() -> None:
     async def story(house: House) -> None:
         house.processes[0].reap_s = 0.5

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import network_hosts
 import pytest
-from crash_fuzz import differences
-from job_runs import RUN, run, write_config
-from ray_cluster import FRUGAL, ray_cluster
+from crash_fuzz import differences, fuzz_config, promise_of
+from job_runs import (
+    RUN,
+    engine_events,
+    run,
+    wait_for_more_steps,
+    wait_for_steps,
+    wait_until,
+    write_config,
+)
+from ray_cluster import FRUGAL, ray_cluster, start_ray
+from resume_checker import read_evidence, violations
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 RUN_S = 600.0
@@ -45,6 +56,51 @@ def test_ranks_and_engines_of_two_hosts_do_what_those_of_one_do_bit_for_bit(tmp_
         (logs / f"{name}.log").stat().st_size for name in names if name.startswith(("engine", "trainer"))
     )
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["state"] == "done"
+
+
+def test_a_host_of_engines_is_cut_off_for_a_moment_dies_and_comes_back_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    if reason := network_hosts.reason_for_none():
+        pytest.skip(reason)
+    config = fuzz_config(
+        tmp_path,
+        task={"size": 500},
+        buffer={"max_staleness": 3, "look_ahead": 3},
+        rollout={"num_engines": 2, "max_tokens": 100},
+        trainer={"num_steps": 100_000, "num_groups": 2},
+    )
+    run_dir, options = tmp_path / "run", ["--num-cpus=3"]
+    with network_hosts.network(2) as hosts, ray_cluster(hosts, dict.fromkeys((0, 1), options)) as address:
+        placed = "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
+        process = hosts[0].start(
+            [*RUN, str(config), f"launcher=ray:{address}", placed, "--run-dir", str(run_dir)],
+            env=FRUGAL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        wait_for_steps(run_dir, 2, process)
+        hosts[1].link("down")
+        time.sleep(1.0)  # no wait for anything: it is how long the wire is unplugged
+        hosts[1].link("up")
+        wait_for_more_steps(run_dir, 2, process)
+        assert engine_events(run_dir) == [], "a second without a wire loses no one"
+        hosts[1].kill()
+        wait_until(lambda: ("engine lost", "engine-1") in engine_events(run_dir), process)
+        wait_for_more_steps(run_dir, 3, process)
+        start_ray(hosts[1], f"--address={address}", *options)
+        wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
+        wait_for_more_steps(run_dir, 2, process)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=RUN_S)
+        assert process.returncode == 130, output
+    later = "and starts it again once the node is there"
+    (told,) = [line for line in output.splitlines() if "engine-1: " in line and later in line]
+    assert f"the node {hosts[1].address} ({hosts[1].address})" in told
+    assert "(raylet)" not in output
+    assert violations(read_evidence(run_dir), promise_of(config)) == []
+    assert engine_events(run_dir)[-1] == ("engine up", "engine-1")
 
 
 def command_of(pid: int) -> str:

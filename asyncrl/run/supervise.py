@@ -24,6 +24,7 @@ from asyncrl.errors import (
     ConnectionShortage,
     EngineLost,
     JournalError,
+    NodeLost,
     PublishError,
     RoomError,
     TrainerError,
@@ -43,6 +44,8 @@ GRACE_S = 1.0
 cause to name.
 """
 MAX_BACKOFF_S = 30.0
+NODE_PERIOD_S = 5.0
+"""How often a node that is gone is looked for, where the run goes on without it."""
 NO_LOSS = (PublishError, ConnectionShortage, JournalError, TrainerError)
 """Errors during a restart that another new process would not fix; it would fix TrainerLost, also a
 TrainerError.
@@ -86,9 +89,9 @@ class Restarts:
         self._works_since_s = None
         self._counting.clear()
 
-    def again_nowait(self, lost: RoomError) -> int:
+    def again_nowait(self, lost: RoomError, *, is_spared: bool = False) -> int:
         """Count one more restart; returns how many count. Raises the RoomError that ends the run if that is
-        one too many.
+        one too many. `is_spared`: this one does not count.
         """
         if self._works_since_s is not None:
             self._worked_s += asyncio.get_running_loop().time() - self._works_since_s
@@ -98,6 +101,9 @@ class Restarts:
             self._counting.popleft()
         if not most:
             raise lost
+        if is_spared:
+            self.num += 1
+            return len(self._counting)
         if len(self._counting) >= most:
             within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
             rule = f"{lost.rule}; supervision.max_restarts={most} is used up{within}".lstrip("; ")
@@ -117,7 +123,7 @@ class Supervisor:
     Waits: run sleeps until a process is lost; then in backoff_s (doubled each time, 30 s at most), for free
         devices, for the start, and for bring_back, in which it still watches.
     Invariant: more than max_restarts (see Restarts) end the run with the reason of the last loss; 0 is: the
-        first loss does.
+        first does. Where the run goes on without a node that is gone, it tries again every NODE_PERIOD_S.
     """
 
     kind = ""
@@ -132,6 +138,7 @@ class Supervisor:
         """The old processes are being ended or new ones are starting, both with limits of their own. False
         while they wait for devices or weights, or train again: that progress is visible.
         """
+        self._is_gone_told = False
         self._report: RoomError | None = None
         self._reported = asyncio.Event()
 
@@ -157,28 +164,34 @@ class Supervisor:
 
     async def _replace(self, lost: RoomError) -> RoomError | None:
         """One restart: why it was lost again, or None once it is where it was."""
+        is_spared = isinstance(lost, NodeLost) and self._is_spared()
         try:
-            number = self._restarts.again_nowait(lost)
+            number = self._restarts.again_nowait(lost, is_spared=is_spared)
         except RoomError:
             if self.config.max_restarts:  # report this error, and not the plain death of the process
                 for process in self._processes:
                     await process.end()
             raise
-        logger.warning("%s is lost: %s", self.name, lost)
         self._down(lost)
         self.is_starting = True
         try:
             await self._end()
-            words = f"starting {self.whom} again, {number} of {self.config.max_restarts}"
-            self._warn(f"{in_short(lost)}; {words}")
             about = {"name": self.name, "restart": self.num_restarts}
-            self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
+            if not (is_spared and self._is_gone_told):  # once, and not every few seconds
+                logger.warning("%s is lost: %s", self.name, lost)
+                words = f"starting {self.whom} again, {number} of {self.config.max_restarts}"
+                later = f"the run goes on, and starts {self.whom} again once the node is there"
+                self._warn(f"{in_short(lost)}; {later if is_spared else words}")
+                self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
+            self._is_gone_told = is_spared
             since_s = asyncio.get_running_loop().time()
-            await asyncio.sleep(min(self.config.backoff_s * 2.0 ** (number - 1), MAX_BACKOFF_S))
+            backoff_s = self.config.backoff_s * 2.0 ** (number - 1)
+            await asyncio.sleep(NODE_PERIOD_S if is_spared else min(backoff_s, MAX_BACKOFF_S))
         finally:
             self.is_starting = False
         again = await self._start()
         if again is None:
+            self._is_gone_told = False
             down_s = asyncio.get_running_loop().time() - since_s
             self._on_event(f"{self.kind} up", {**about, "down_s": down_s, **self._told_up()})
         return again
@@ -229,6 +242,10 @@ class Supervisor:
 
     # What differs between engines, trainer and workers.
 
+    def _is_spared(self) -> bool:
+        """Whether the run can go on without it for now."""
+        return False
+
     def _down(self, lost: RoomError) -> None:
         """Nothing is asked of the processes any more. Idempotent."""
         self.is_up = False
@@ -274,6 +291,10 @@ class EngineSupervisor(Supervisor):
         """Pool or publisher got no answer. The server is down when this returns; run starts it again."""
         if not error.is_told:
             self._lost_by(error)
+
+    def _is_spared(self) -> bool:
+        """While another engine works."""
+        return {*self._pool.load} - {*self._pool.down, self.name} != set()
 
     def _down(self, lost: RoomError) -> None:
         self._leave_nowait()

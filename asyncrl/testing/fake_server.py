@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from asyncrl.errors import RoomError
+from asyncrl.errors import NodeLost, RoomError
 from asyncrl.http import Answer, Caller, CallLost, CallRefused
 from asyncrl.messages.base import ErrorBody
 from asyncrl.messages.calls import ExportResponse, TrainerHealth, TrainResponse, unpack_batch
@@ -105,12 +105,13 @@ class FakeProcess:
     """A Restartable over a fake server; a new process answers `start_s` seconds after it was started.
 
     Knobs: `fails_to_start` (number of next processes that end instead of starting), `reap_s` (seconds from
-        broken connections to the death that the kernel reports).
+        broken connections to the death that the kernel reports), `is_node_gone` (its end, and that of all
+        that would start, is the loss of its node).
     """
 
     def __init__(self, server: FakeServer, *, start_s: float = 5.0) -> None:
         self.server, self.name, self.start_s = server, server.name, start_s
-        self.fails_to_start, self.reap_s = 0, 0.0
+        self.fails_to_start, self.reap_s, self.is_node_gone = 0, 0.0, False
         self.started_at: list[float] = []
         """When a process was started again."""
         self.num_cancelled = 0
@@ -120,6 +121,7 @@ class FakeProcess:
         """Until it dies."""
         await self.server.has_ended.wait()
         await asyncio.sleep(self.reap_s)
+        self._refuse_gone()
         what = "process 17 was killed by SIGKILL; the end of its log:\n    last words"
         raise RoomError(self.name, what, way_out="read its log.")
 
@@ -138,6 +140,7 @@ class FakeProcess:
     async def come_up(self) -> None:
         """A new process, with the state of the start."""
         self.started_at.append(asyncio.get_running_loop().time())
+        self._refuse_gone()
         fails, self.fails_to_start = self.fails_to_start > 0, max(0, self.fails_to_start - 1)
         try:
             await asyncio.sleep(0.0 if fails and self.server.fails_at_once else self.start_s)
@@ -147,6 +150,10 @@ class FakeProcess:
         if fails:
             raise RoomError(self.name, "did not come up: no memory")
         self.server.restart()
+
+    def _refuse_gone(self) -> None:
+        if self.is_node_gone:
+            raise NodeLost(self.name, "the node far (10.0.0.2) is gone: no answer for 15 s")
 
 
 class FakeTrainerServer(FakeServer):

@@ -87,6 +87,8 @@ class RayLauncher:
                 log_to_driver=False,
                 configure_logging=False,
             )
+            # Ray prints what befalls a node, with pages of its log, though no logs are asked for; we tell it
+            ray._private.worker._worker_logs_enabled = False
         except (OSError, RuntimeError, ValueError) as error:
             where = f"at {address}" if address else "here, and RAY_ADDRESS names none"
             raise ConfigError(

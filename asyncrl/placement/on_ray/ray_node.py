@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import RoomError
+from asyncrl.errors import NodeLost, RoomError
 from asyncrl.placement.fork_server import ONE_THREAD
 from asyncrl.placement.nodes import Node, Order
 from asyncrl.placement.on_ray.ray_host import News, RefusedStart, Started
@@ -59,11 +59,16 @@ class RayNode:
         """Whether nothing can be asked of it."""
         return bool(self._lost)
 
-    def gone(self, name: str) -> RoomError:
+    def gone(self, name: str) -> NodeLost:
         """That this node is lost, as the end of a process on it."""
-        where = f"the node {self.node.name} ({self.node.address})"
+        return self._away(name, f"is gone: {self._lost}")
+
+    def _away(self, name: str, how: str) -> NodeLost:
         rule = "all processes there end with it"
-        return RoomError(name, f"{where} is gone: {self._lost}", rule=rule, way_out="see `ray status`.")
+        way_out = "see `ray status`; a run that is started again is placed on the nodes that are there then."
+        return NodeLost(
+            name, f"the node {self.node.name} ({self.node.address}) {how}", rule=rule, way_out=way_out
+        )
 
     async def open(self) -> None:
         """Make the actor, if there is none that answers. Raises RoomError."""
@@ -83,14 +88,17 @@ class RayNode:
             self._asking.add_done_callback(self._asked)
 
     async def call(self, method: str, *arguments: Any, timeout_s: float = LOST_S) -> Any:
-        """The answer of a method of Host. Raises RoomError where there is none, or the method raised."""
+        """The answer of a method of Host. Raises NodeLost where there is none, RoomError if the method
+        raised.
+        """
         if self._lost:
             raise self.gone(self.node.name)
         try:
             return await self._within(timeout_s, method, *arguments)
+        except _raised_errors() as error:
+            raise RoomError(self.node.name, f"its actor was asked for {method}: {_words(error)}") from error
         except _lost_errors() as error:
-            why = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else _words(error)
-            raise RoomError(self.node.name, f"its actor was asked for {method}: {why}") from error
+            raise self._away(self.node.name, f"does not answer: {_why_lost(error, timeout_s)}") from error
 
     def tell_nowait(self, method: str, *arguments: Any) -> None:
         """Call a method whose answer does not matter."""
@@ -162,7 +170,7 @@ class RayNode:
             self.tell_nowait("forget", process.key)
 
     def _lose(self, error: Exception) -> None:
-        self._lost = f"no answer for {LOST_S:g} s" if isinstance(error, TimeoutError) else _words(error)
+        self._lost = _why_lost(error, LOST_S)
         logger.warning("the node %s is lost: %s", self.node.name, error)
         for process in self._processes.values():
             process.lost()
@@ -215,7 +223,7 @@ class RayProcess:
         try:
             answer = await self._on.start(self, order)
         except RoomError as error:
-            raise RoomError(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
+            raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
         if isinstance(answer, RefusedStart):
             raise answer.error(self.name)
         self.url, self._pid = answer.url, answer.pid
@@ -298,6 +306,20 @@ def _broken_errors() -> tuple[type[Exception], ...]:
     from ray.exceptions import ActorUnavailableError
 
     return (ActorUnavailableError,)
+
+
+def _raised_errors() -> tuple[type[Exception], ...]:
+    """What is raised where the method itself has raised."""
+    from ray.exceptions import RayTaskError
+
+    return (RayTaskError,)
+
+
+def _why_lost(error: Exception, waited_s: float) -> str:
+    """Without what Ray and gRPC say of it at length."""
+    if isinstance(error, _broken_errors()):
+        return "Ray reaches its actor no more"
+    return f"no answer within {waited_s:g} s" if isinstance(error, TimeoutError) else _words(error)
 
 
 def _words(error: Exception) -> str:
