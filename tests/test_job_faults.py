@@ -122,7 +122,7 @@ def test_a_frozen_trainer_is_named_by_status_and_ends_the_run_with_stacks_in_the
     assert f"--run-dir {run_dir} --resume must" in stderr
     assert re.search(waits, stdout)
     log = (run_dir / "logs" / "controller.log").read_text()
-    assert re.search(r"> TrainerClient\.(train|export) \(", log)
+    assert re.search(r"> TrainerClient\.(train|begin_export|export) \(", log)
     assert "thread MainThread:" in log
     assert "most recent call first" in (run_dir / "logs" / "engine-0.log").read_text(), (
         "faulthandler's own words"

@@ -58,8 +58,9 @@ def test_ranks_and_engines_of_two_hosts_do_what_those_of_one_do_bit_for_bit(tmp_
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["state"] == "done"
 
 
-def test_a_host_of_engines_is_cut_off_for_a_moment_dies_and_comes_back_and_the_run_goes_on(
-    tmp_path: Path,
+@pytest.mark.parametrize("has_rank", [False, True], ids=["engines alone", "a rank of the trainer too"])
+def test_a_host_is_cut_off_for_a_moment_dies_and_comes_back_and_the_run_goes_on(
+    tmp_path: Path, has_rank: bool
 ) -> None:
     if reason := network_hosts.reason_for_none():
         pytest.skip(reason)
@@ -68,11 +69,11 @@ def test_a_host_of_engines_is_cut_off_for_a_moment_dies_and_comes_back_and_the_r
         task={"size": 500},
         buffer={"max_staleness": 3, "look_ahead": 3},
         rollout={"num_engines": 2, "max_tokens": 100},
-        trainer={"num_steps": 100_000, "num_groups": 2},
+        trainer={"num_steps": 100_000, "num_groups": 2, "world_size": 1 + has_rank},
     )
     run_dir, options = tmp_path / "run", ["--num-cpus=3"]
     with network_hosts.network(2) as hosts, ray_cluster(hosts, dict.fromkeys((0, 1), options)) as address:
-        placed = "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
+        placed = OVER_BOTH if has_rank else "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
         process = hosts[0].start(
             [*RUN, str(config), f"launcher=ray:{address}", placed, "--run-dir", str(run_dir)],
             env=FRUGAL,
@@ -88,15 +89,18 @@ def test_a_host_of_engines_is_cut_off_for_a_moment_dies_and_comes_back_and_the_r
         assert engine_events(run_dir) == [], "a second without a wire loses no one"
         hosts[1].kill()
         wait_until(lambda: ("engine lost", "engine-1") in engine_events(run_dir), process)
-        wait_for_more_steps(run_dir, 3, process)
+        if not has_rank:
+            wait_for_more_steps(run_dir, 3, process)
         start_ray(hosts[1], f"--address={address}", *options)
         wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
         wait_for_more_steps(run_dir, 2, process)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=RUN_S)
         assert process.returncode == 130, output
-    later = "and starts it again once the node is there"
+    later = "starting it again, once the node is there; the run goes on meanwhile"
     (told,) = [line for line in output.splitlines() if "engine-1: " in line and later in line]
+    if has_rank:
+        assert "once the node is there: the run waits for it, supervision.node_wait_s=600 at most" in output
     assert f"the node {hosts[1].address} ({hosts[1].address})" in told
     assert "(raylet)" not in output
     assert violations(read_evidence(run_dir), promise_of(config)) == []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from asyncrl.errors import (
 )
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.run.colocate import Turns
+from asyncrl.run.restarts import Restarts
 from asyncrl.run.start import Server, end_all, start_all
 from asyncrl.waits import waiting
 
@@ -62,58 +62,6 @@ class Supervision:
     on_event: Tell
 
 
-class Restarts:
-    """How often a part was started again, and whether it may be once more.
-
-    Life: works_nowait() when it works -> again_nowait() when it is lost, and for each start that fails.
-    Invariant: a restart counts until the part has worked for restart_window_s after it: one that dies once a
-        day never uses up max_restarts, one that does not come up, or dies after each long recovery, always
-        does.
-    """
-
-    def __init__(self, config: SupervisionConfig) -> None:
-        self._config = config
-        self.num = 0
-        """In all."""
-        self._worked_s = 0.0
-        self._works_since_s: float | None = None
-        self._counting: deque[float] = deque()
-        """What `_worked_s` was at those that count."""
-
-    def works_nowait(self) -> None:
-        """It is up, and does its work."""
-        self._works_since_s = asyncio.get_running_loop().time()
-
-    def rests_nowait(self) -> None:
-        """It is not wanted for now: when it is again, it begins anew."""
-        self._works_since_s = None
-        self._counting.clear()
-
-    def again_nowait(self, lost: RoomError, *, is_spared: bool = False) -> int:
-        """Count one more restart; returns how many count. Raises the RoomError that ends the run if that is
-        one too many. `is_spared`: this one does not count.
-        """
-        if self._works_since_s is not None:
-            self._worked_s += asyncio.get_running_loop().time() - self._works_since_s
-            self._works_since_s = None
-        window_s, most = self._config.restart_window_s, self._config.max_restarts
-        while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
-            self._counting.popleft()
-        if not most:
-            raise lost
-        if is_spared:
-            self.num += 1
-            return len(self._counting)
-        if len(self._counting) >= most:
-            within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
-            rule = f"{lost.rule}; supervision.max_restarts={most} is used up{within}".lstrip("; ")
-            way_out = lost.way_out or f"read the log of {lost.room}, then start the run again: it goes on."
-            raise RoomError(lost.room, lost.fault, rule=rule, way_out=way_out)
-        self.num += 1
-        self._counting.append(self._worked_s)
-        return len(self._counting)
-
-
 class Supervisor:
     """Watches over processes that live and die together, and starts all of them again when one is lost.
 
@@ -138,7 +86,6 @@ class Supervisor:
         """The old processes are being ended or new ones are starting, both with limits of their own. False
         while they wait for devices or weights, or train again: that progress is visible.
         """
-        self._is_gone_told = False
         self._report: RoomError | None = None
         self._reported = asyncio.Event()
 
@@ -164,34 +111,31 @@ class Supervisor:
 
     async def _replace(self, lost: RoomError) -> RoomError | None:
         """One restart: why it was lost again, or None once it is where it was."""
-        is_spared = isinstance(lost, NodeLost) and self._is_spared()
+        was_gone = self._restarts.is_node_gone
         try:
-            number = self._restarts.again_nowait(lost, is_spared=is_spared)
+            words = self._restarts.again_nowait(lost, goes_on=self._goes_on())
         except RoomError:
             if self.config.max_restarts:  # report this error, and not the plain death of the process
                 for process in self._processes:
                     await process.end()
             raise
+        is_gone = isinstance(lost, NodeLost)
         self._down(lost)
-        self.is_starting = True
+        self.is_starting = not is_gone
         try:
             await self._end()
             about = {"name": self.name, "restart": self.num_restarts}
-            if not (is_spared and self._is_gone_told):  # once, and not every few seconds
+            if not (is_gone and was_gone):  # once, and not every few seconds
                 logger.warning("%s is lost: %s", self.name, lost)
-                words = f"starting {self.whom} again, {number} of {self.config.max_restarts}"
-                later = f"the run goes on, and starts {self.whom} again once the node is there"
-                self._warn(f"{in_short(lost)}; {later if is_spared else words}")
+                self._warn(f"{in_short(lost)}; starting {self.whom} again, {words}")
                 self._on_event(f"{self.kind} lost", {**about, "why": str(lost)})
-            self._is_gone_told = is_spared
             since_s = asyncio.get_running_loop().time()
-            backoff_s = self.config.backoff_s * 2.0 ** (number - 1)
-            await asyncio.sleep(NODE_PERIOD_S if is_spared else min(backoff_s, MAX_BACKOFF_S))
+            backoff_s = self.config.backoff_s * 2.0 ** (self._restarts.num_counting - 1)
+            await asyncio.sleep(NODE_PERIOD_S if is_gone else min(backoff_s, MAX_BACKOFF_S))
         finally:
             self.is_starting = False
         again = await self._start()
         if again is None:
-            self._is_gone_told = False
             down_s = asyncio.get_running_loop().time() - since_s
             self._on_event(f"{self.kind} up", {**about, "down_s": down_s, **self._told_up()})
         return again
@@ -242,7 +186,7 @@ class Supervisor:
 
     # What differs between engines, trainer and workers.
 
-    def _is_spared(self) -> bool:
+    def _goes_on(self) -> bool:
         """Whether the run can go on without it for now."""
         return False
 
@@ -292,7 +236,7 @@ class EngineSupervisor(Supervisor):
         if not error.is_told:
             self._lost_by(error)
 
-    def _is_spared(self) -> bool:
+    def _goes_on(self) -> bool:
         """While another engine works."""
         return {*self._pool.load} - {*self._pool.down, self.name} != set()
 

@@ -18,7 +18,7 @@ class RelaySupervisor(Supervisor):
 
     kind = "relay"
 
-    def _is_spared(self) -> bool:
+    def _goes_on(self) -> bool:
         """Who needs it is on the same node, and says whether the run can go on."""
         return True
 

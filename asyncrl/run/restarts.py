@@ -1,0 +1,87 @@
+"""How often a part of a run was started again, and whether it may be once more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from asyncrl.config import SupervisionConfig
+from asyncrl.errors import NodeLost, RoomError
+
+
+class Restarts:
+    """Counts the restarts of one part.
+
+    Life: works_nowait() when it works -> again_nowait() when it is lost, and for each start that fails.
+    Invariant: a restart counts until the part has worked for restart_window_s after it: one that dies once a
+        day never uses up max_restarts, one that does not come up, or dies after each long recovery, always
+        does. One whose node is gone does not count while the run goes on without it, nor in the first
+        node_wait_s.
+    """
+
+    def __init__(self, config: SupervisionConfig) -> None:
+        self._config = config
+        self.num = 0
+        """In all."""
+        self._worked_s = 0.0
+        self._works_since_s: float | None = None
+        self._gone_since_s: float | None = None
+        """When its node was found to be gone."""
+        self._counting: deque[float] = deque()
+        """What `_worked_s` was at those that count."""
+
+    def works_nowait(self) -> None:
+        """It is up, and does its work."""
+        self._works_since_s, self._gone_since_s = asyncio.get_running_loop().time(), None
+
+    def rests_nowait(self) -> None:
+        """It is not wanted for now: when it is again, it begins anew."""
+        self._works_since_s = self._gone_since_s = None
+        self._counting.clear()
+
+    def again_nowait(self, lost: RoomError, *, goes_on: bool = False) -> str:
+        """One more restart; returns how many there may be, in words. Raises the RoomError that ends the run
+        if that is one too many. `goes_on`: the run can do without it for now.
+        """
+        now_s = asyncio.get_running_loop().time()
+        if self._works_since_s is not None:
+            self._worked_s += now_s - self._works_since_s
+            self._works_since_s = None
+        window_s, most = self._config.restart_window_s, self._config.max_restarts
+        while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
+            self._counting.popleft()
+        if not most:
+            raise lost
+        if words := self._waits(lost, now_s, goes_on=goes_on):
+            self.num += 1
+            return words
+        if len(self._counting) >= most:
+            within = "" if window_s is None else f" within supervision.restart_window_s={window_s:g}"
+            rule = f"{lost.rule}; supervision.max_restarts={most} is used up{within}".lstrip("; ")
+            way_out = lost.way_out or f"read the log of {lost.room}, then start the run again: it goes on."
+            raise RoomError(lost.room, lost.fault, rule=rule, way_out=way_out)
+        self.num += 1
+        self._counting.append(self._worked_s)
+        return f"{self.num_counting} of {most}"
+
+    @property
+    def num_counting(self) -> int:
+        """Those that count towards max_restarts."""
+        return len(self._counting)
+
+    @property
+    def is_node_gone(self) -> bool:
+        """Whether it has not worked since its node was found to be gone."""
+        return self._gone_since_s is not None
+
+    def _waits(self, lost: RoomError, now_s: float, *, goes_on: bool) -> str:
+        """That the loss does not count, in words."""
+        if not isinstance(lost, NodeLost):
+            return ""
+        self._gone_since_s = now_s if self._gone_since_s is None else self._gone_since_s
+        if goes_on:
+            return "once the node is there; the run goes on meanwhile"
+        most_s = self._config.node_wait_s
+        if now_s - self._gone_since_s >= most_s:
+            return ""
+        return f"once the node is there: the run waits for it, supervision.node_wait_s={most_s:g} at most"
