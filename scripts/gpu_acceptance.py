@@ -102,11 +102,17 @@ def packages(wheels: Path | None, folder: Path) -> Iterator[None]:
     for wheel in sorted(wheels.glob("*.whl")) if wheels is not None else ():
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
+    before = dict(os.environ)
     sys.path.insert(0, str(site))
-    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    inherited = filter(None, [before.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, (site, *IMPORTED)), *inherited])
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    yield
+    try:
+        yield
+    finally:
+        sys.path.remove(str(site))
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class Part:

@@ -188,8 +188,10 @@ def test_packages_are_named_and_wheels_are_unpacked_for_one_call(
     assert "pydantic" in BASE
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(os, "environ", {**os.environ})
+    before = os.environ.get("PYTHONPATH")
     with zipfile.ZipFile(tmp_path / "carried_package-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("carried_package/__init__.py", "")
     with gpu_acceptance.packages(tmp_path, tmp_path / "folder"):
         assert Row(1, "it", "", needs=("carried_package",)).missing() == []
         assert os.environ["PYTHONPATH"].startswith(str(tmp_path / "folder" / "site"))
+    assert os.environ.get("PYTHONPATH") == before, "what comes after it in this process is as it was"

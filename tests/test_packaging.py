@@ -66,7 +66,8 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: 
 def worker_venv(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv = tmp_path_factory.mktemp("worker") / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=240)
-    pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", f"{wheel}[worker]"]
+    # -E: no PYTHONPATH, which may lead to this checkout, and then pip has asyncrl already
+    pip = [str(venv / "bin/python"), "-E", "-m", "pip", "install", "--quiet", f"{wheel}[worker]"]
     subprocess.run(pip, check=True, timeout=840)
     return venv
 
