@@ -3,6 +3,7 @@
 AsyncrlError                what failed with its values, the rule, the way out
 ├── ConfigError             a setting is wrong; raised before anything starts (exit code 2)
 ├── RoomError               a part of the run is broken; ends the run, names the part (exit code 1)
+│   ├── NodeLost            a machine of the run is gone: waited for, or the run goes on without it
 │   ├── EngineError         an engine server died, answers nonsense or refuses
 │   │   └── EngineLost      it gives no answer at all: its supervisor starts it again
 │   ├── TrainerError        the trainer worker refused a batch

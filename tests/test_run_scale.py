@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_runs import write_config
-from test_run_supervise import MOVE, undisturbed
+from test_run_supervise import MOVE, Asked, all_continued, undisturbed
 from turn_cases import DECODE_S, START_S, EngineRooms, make_request, play, play_to_its_error
 
 from asyncrl.config import SupervisionConfig, load_config
@@ -22,7 +22,6 @@ from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, PublishError, RoomError
 from asyncrl.files import RunLock
-from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.observe.recorder import Recorder
 from asyncrl.run.colocate import SideBySide
 from asyncrl.run.life import Voice
@@ -295,7 +294,7 @@ def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_olde
     (folder / WANTED_FILE).unlink(missing_ok=True)
 
     async def story(house: House) -> None:
-        asked: list[tuple[SamplingRequest, int, asyncio.Task[Completion]]] = []
+        asked: Asked = []
         for number, (gap_s, what, where) in enumerate(moves):
             await asyncio.sleep(gap_s)
             fake = house.fakes[where]
@@ -308,13 +307,7 @@ def test_whatever_is_scaled_or_dies_no_token_is_lost_or_doubled_and_none_is_olde
             elif what == "ask":
                 request = make_request(f"r{number}", max_tokens=150 * (where + 1), seed=number)
                 asked.append((request, house.announced[-1], house.ask(request)))
-        for request, announced, task in asked:
-            completion, expected = await task, await undisturbed(request)
-            assert completion.token_ids == expected.token_ids
-            assert completion.behaviour_logprobs == expected.behaviour_logprobs
-            covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
-            assert covered == list(range(len(completion.token_ids)))
-            assert min(span.version for span in completion.version_spans) >= announced
+        await all_continued(asked)
         await asyncio.sleep(100.0 + 50.0 * len(moves))
         num = house.scale.wanted
         assert house.states == ["up"] * num + ["parked"] * (3 - num)

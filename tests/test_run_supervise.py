@@ -35,6 +35,21 @@ async def undisturbed(request: SamplingRequest) -> Completion:
     return completion
 
 
+Asked = list[tuple[SamplingRequest, int, asyncio.Task[Completion]]]
+"""Requests, the version that was announced when each was made, and what becomes of it."""
+
+
+async def all_continued(asked: Asked) -> None:
+    """Each got the tokens of a server that nothing befalls, in order, and none older than announced."""
+    for request, announced, task in asked:
+        completion, expected = await task, await undisturbed(request)
+        assert completion.token_ids == expected.token_ids
+        assert completion.behaviour_logprobs == expected.behaviour_logprobs
+        covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
+        assert covered == list(range(len(completion.token_ids)))
+        assert min(span.version for span in completion.version_spans) >= announced
+
+
 class House(EngineRooms):
     """Engines beside a trainer of their own devices."""
 
@@ -279,7 +294,7 @@ def test_whatever_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announ
     moves: list[tuple[float, str, int]], prepare_s: float, swap_s: float, num_engines: int
 ) -> None:
     async def story(house: House) -> None:
-        asked: list[tuple[SamplingRequest, int, asyncio.Task[Completion]]] = []
+        asked: Asked = []
         for number, (gap_s, what, where) in enumerate(moves):
             await asyncio.sleep(gap_s)
             fake = house.fakes[where % num_engines]
@@ -293,13 +308,7 @@ def test_whatever_dies_no_token_is_lost_or_doubled_and_none_is_older_than_announ
             else:
                 request = make_request(f"r{number}", max_tokens=150 * (where + 1), seed=number)
                 asked.append((request, house.announced[-1], house.ask(request)))
-        for request, announced, task in asked:
-            completion, expected = await task, await undisturbed(request)
-            assert completion.token_ids == expected.token_ids
-            assert completion.behaviour_logprobs == expected.behaviour_logprobs
-            covered = [index for span in completion.version_spans for index in range(span.start, span.end)]
-            assert covered == list(range(len(completion.token_ids)))
-            assert min(span.version for span in completion.version_spans) >= announced
+        await all_continued(asked)
         await asyncio.sleep(100.0 + 50.0 * len(moves))
         assert house.announced == sorted(set(house.announced))
         assert house.announced[-1] == house.trainer.policy_version

@@ -33,11 +33,6 @@ def relay_order(number: int, node: Node, secret: str, staging_dir: Path, run_dir
     return Order(f"relay-{number}", "asyncrl.weights.relay", spec, run_dir, secret)
 
 
-def relay_caller(number: int, secret: str) -> Caller:
-    """Of the relay of node `number`, whose address is known once it is started."""
-    return Caller(f"relay-{number}", "", secret, short_s=ANSWER_S / 2)
-
-
 @dataclass(frozen=True, slots=True)
 class NodeRelay:
     """The relay of the node that people call `node`; `caller` knows its address once it is started."""

@@ -54,11 +54,6 @@ class RayNode:
         self._turn = asyncio.Lock()
         self._processes = dict[str, RayProcess]()
 
-    @property
-    def is_lost(self) -> bool:
-        """Whether nothing can be asked of it."""
-        return bool(self._lost)
-
     def gone(self, name: str) -> NodeLost:
         """That this node is lost, as the end of a process on it."""
         return self._away(name, f"is gone: {self._lost}")
