@@ -98,8 +98,8 @@ def run(
 
     loaded = load_config(config, overrides or [])
     with serving():  # it imports what children need while this process imports the rest
-        from asyncrl.run.loop import run_job
-        from asyncrl.run.resume import as_resume_mode
+        from asyncrl.job.loop import run_job
+        from asyncrl.job.resume import as_resume_mode
 
         mode = as_resume_mode(resume)
         code = run_job(loaded, run_dir, name=config.stem, resume=mode, allow_change=allow_change or [])
@@ -127,9 +127,9 @@ def check(
     """Validate a config, load all that it names but weights, and print the plan, node by node: processes,
     devices, threads, memory. For this machine, or for one or several that are described.
     """
+    from asyncrl.job.check import check_lines
     from asyncrl.placement.launchers import opened
     from asyncrl.placement.nodes import described_nodes
-    from asyncrl.run.check import check_lines
 
     nodes = described_nodes(devices or [], cores or [], memory or [])
     settings = load_config(config, overrides or [])
@@ -182,7 +182,7 @@ def scale(
 
     It holds over a resume. Exit codes: 0 so many work, 1 not within --wait, 2 there can not be so many.
     """
-    from asyncrl.run.scale import scale_run
+    from asyncrl.job.scale import scale_run
 
     try:
         scale_run(run_dir, engines, wait, typer.echo)
@@ -290,7 +290,7 @@ def serve_gateway(
 
     loaded, name = load_config(config, overrides or []), config.stem
     with serving():
-        from asyncrl.run import serve
+        from asyncrl.job import serve
 
         code = serve.serve_gateway(loaded, run_dir, name=name, record=record, num_prompts=rollouts)
     _exit(code)
@@ -305,7 +305,7 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
     loaded = load_config(config, overrides or [])
     with serving():
-        from asyncrl.run import serve
+        from asyncrl.job import serve
 
         code = serve.serve_engine(loaded, run_dir, name=config.stem)
     _exit(code)

@@ -45,7 +45,7 @@ model:
 task: {{python: "tool_task:ToolTask", reward_pool: inline, reward_timeout_s: 120, size: 100000}}
 rollout: {{group_size: {GROUP_SIZE}, slots: 128, max_tokens: 48, max_prompt_tokens: 16, threads: 1}}
 trainer: {{num_groups: {NUM_GROUPS}, learning_rate: 1.0e-4, threads: 1}}
-observe: {{console: none, tensorboard: false}}
+observe: {{console: none, trackers: []}}
 """  # noqa: E501
 
 ROWS = [

@@ -46,14 +46,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import RunConfig, SupervisionConfig
 from asyncrl.engines.pool import EnginePool
+from asyncrl.job import start as startup
+from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
+from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.supervise import Supervision
+from asyncrl.job.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.placement.devices import place
 from asyncrl.placement.machine import find_cuda_devices
-from asyncrl.run import start as startup
-from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
-from asyncrl.run.servers.server_maker import ServerMaker
-from asyncrl.run.supervise import Supervision
-from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.staging import clear_stale_staging, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
 from asyncrl.sync.push import PushReport

@@ -50,6 +50,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.link import OnChunk, OnInterrupted
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Caller
+from asyncrl.job.life import rare_collections
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import (
     EngineHealth,
@@ -67,7 +68,6 @@ from asyncrl.rollouts.generators import EncodedPrompts, SingleTurn
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.life import rare_collections
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.letters import Letters
@@ -256,7 +256,7 @@ class Controller:
             on_served=self.buffer.set_served_nowait,
             on_published=self._published,
         )
-        self.recorder = Recorder(self.folder, tensorboard=False)
+        self.recorder = Recorder(self.folder)
         stack.callback(self.recorder.close)
 
     async def _start_engine(self, name: str, vocab_size: int, stack: contextlib.AsyncExitStack) -> None:
@@ -282,7 +282,7 @@ class Controller:
         self.num_updates += 1
 
     async def train(self) -> None:
-        """The train loop, as run/loop.py has it."""
+        """The train loop, as job/loop.py has it."""
         while True:
             batch = await self.buffer.wait_batch()
             await self.journal.batch_taken(batch)
@@ -292,7 +292,7 @@ class Controller:
             self.recorder.record_step({"step": batch.version, **await computed(batch_metrics, batch)})
 
     async def report_status(self) -> None:
-        """Once a second, as run/loop.py and run/report.py do."""
+        """Once a second, as job/loop.py and job/report.py do."""
 
         async def none() -> Any:
             return ()

@@ -60,7 +60,7 @@ def run_once(case: Case, mode: str, num_steps: int, run_dir: Path) -> dict[str, 
     """One run, and its row."""
     command = [sys.executable, "-m", "asyncrl.cli", "run", str(case.config), *case.overrides]
     command += [f"weight_sync.interrupt={mode}", f"trainer.num_steps={num_steps}", "checkpoint.every=none"]
-    command += ["observe.console=none", "observe.tensorboard=false", "--run-dir", str(run_dir)]
+    command += ["observe.console=none", "observe.trackers=[]", "--run-dir", str(run_dir)]
     processes: Processes = watched(command, run_dir)
     text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
     steps = [json.loads(line) for line in text.splitlines()]

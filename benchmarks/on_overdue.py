@@ -89,7 +89,7 @@ def play(task: str, on_overdue: str, seed: int, seconds: float, folder: Path) ->
     run_dir = folder / f"{task}-{on_overdue}-{seed}"
     command = [sys.executable, "-m", "asyncrl.cli", "run", str(folder / config), *SETTINGS, *settings]
     command += [f"buffer.on_overdue={on_overdue}", f"seed={seed}", "observe.console=none"]
-    command += ["observe.tensorboard=false", "--run-dir", str(run_dir)]
+    command += ["observe.trackers=[]", "--run-dir", str(run_dir)]
     env = os.environ | {"PYTHONPATH": f"{HERE}:{ROOT}"}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL)
     until_s = time.monotonic() + seconds + 120

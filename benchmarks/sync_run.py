@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config import RunConfig, load_config
+from asyncrl.job.engine_kinds import engine_kind
+from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, PrepareRequest, TrainResponse
 from asyncrl.messages.records import Batch, Completion, Prompt, VersionSpan
 from asyncrl.observe.metrics import batch_metrics
@@ -28,8 +30,6 @@ from asyncrl.placement.fit import settle
 from asyncrl.placement.machine import find_cuda_devices
 from asyncrl.rollouts.rollout import derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import build_task
 from asyncrl.testing.fakes import ask

@@ -46,7 +46,7 @@ def main() -> None:
         f"buffer.max_staleness={options.max_staleness}",
         "checkpoint.every=25",
         "observe.console=plain",
-        "observe.tensorboard=false",
+        "observe.trackers=[]",
     ]
     whole, killed = options.runs_dir / "whole", options.runs_dir / "killed"
     start(command, whole).wait()

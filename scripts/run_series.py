@@ -35,7 +35,7 @@ class PlannedRun:
     @property
     def settings(self) -> list[str]:
         """All that the config does not say."""
-        return [f"seed={self.seed}", *self.overrides, "observe.console=none", "observe.tensorboard=false"]
+        return [f"seed={self.seed}", *self.overrides, "observe.console=none", "observe.trackers=[]"]
 
 
 def state_of(folder: Path) -> str:

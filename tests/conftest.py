@@ -93,7 +93,7 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("on_policy"),
         eval=evaluation | {"num_prompts": 6, "samples": 2, "slots": 4, "temperature": 1.0},
         trainer={"num_steps": NUM_STEPS, "micro_batch_tokens": 32, "logprob_gap_limit": 1e-4},
-        observe={"tensorboard": True},
+        observe={"trackers": ["tensorboard"]},
     )
 
 

@@ -19,9 +19,9 @@ from asyncrl.placement.fork_server import KEY_ENV, PRELOADED, ForkServer, adopti
 MODULES = (
     *PRELOADED,
     "asyncrl.cli",
-    "asyncrl.run.loop",
-    "asyncrl.run.resume",
-    "asyncrl.run.serve",
+    "asyncrl.job.loop",
+    "asyncrl.job.resume",
+    "asyncrl.job.serve",
     __name__,
     "transformers.models.qwen3.modeling_qwen3",
 )

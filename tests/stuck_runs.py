@@ -17,11 +17,11 @@ from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Answer
+from asyncrl.job.report import reported
+from asyncrl.job.supervise import Supervision
+from asyncrl.job.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
-from asyncrl.run.report import reported
-from asyncrl.run.supervise import Supervision
-from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.testing.fake_engine import FakeEngineServer, FakeRun

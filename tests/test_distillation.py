@@ -24,9 +24,9 @@ from asyncrl.config import RunConfig, ScratchConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.errors import ConfigError, EngineLost, RequestRefused
 from asyncrl.http import Caller
+from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.messages.records import Rollout, Trajectory, VersionSpan
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.servers.teaching import look_at_teacher
 from asyncrl.serving import Refused
 from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
 

@@ -14,9 +14,9 @@ from placement_cases import EVAL, TAUGHT, TURNS, load, machine
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.messages.base import ErrorBody, find_fatal
 from asyncrl.placement.plan import EVAL_ENGINE, TEACHER, make_plan
-from asyncrl.run.engine_kinds import engine_kind
 from asyncrl.serving import Refused
 from asyncrl_servers.embedded import build_engine as build
 from asyncrl_servers.embedded.build_engine import build_engine, check_memory, check_same_model

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from asyncrl.cli import app
 from asyncrl.config import EvalConfig, load_config
 from asyncrl.errors import ConfigError
+from asyncrl.job.report import Reporter
 from asyncrl.observe.status import render_status
 from asyncrl.placement.plan import trainer_threads
 from asyncrl.rollouts.evaluation import EvalResult, Sample
-from asyncrl.run.report import Reporter
 from asyncrl.tasks.from_config import build_task, look_at_eval_task, read_eval_task
 
 LETTERS = {"python": "asyncrl.tasks.letters:Letters", "size": 20}
@@ -27,9 +27,12 @@ def eval_config(**values: Any) -> EvalConfig:
 
 
 def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: Any) -> None:
-    config = write_config(tmp_path, eval={"task": LETTERS}, observe={"console": "plain", "tensorboard": True})
+    config = write_config(
+        tmp_path, eval={"task": LETTERS}, observe={"console": "plain", "trackers": ["tensorboard"]}
+    )
     (tmp_path / "config.yaml").write_text(config.read_text())
     reporter = Reporter(load_config(config), tmp_path, "test")
+    reporter.start()
     samples = [Sample("0/0", 0.5, 4, False), Sample("0/1", 1.0, 6, True)]
     reporter.evaluated(EvalResult(20, samples, num_failed=1, seconds=3.0, num_skipped=2))
     reporter.evaluated(EvalResult(40, [], num_failed=3, last_failure="KeyError: 'x'"))

@@ -52,7 +52,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         rollout={"slots": 16, "threads": 1, "retries": 8},
         trainer={"num_steps": NUM_STEPS, "num_groups": 2, "threads": 1},
         journal={"keep": "all"},
-        observe={"console": "plain", "tensorboard": False, "heartbeat_s": 10},
+        observe={"console": "plain", "trackers": [], "heartbeat_s": 10},
     )
     process = start(config, run_dir)
     try:

@@ -20,17 +20,17 @@ from rollout_cases import virtual
 
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.errors import ConfigError, EngineError, RoomError
+from asyncrl.job import loop as job
+from asyncrl.job.check import RUN_COPY
+from asyncrl.job.colocate import SideBySide
+from asyncrl.job.life import close_within
+from asyncrl.job.loop import Job
+from asyncrl.job.report import Reporter
+from asyncrl.job.resume import ResumePoint
+from asyncrl.job.start import end_server
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch
-from asyncrl.run import loop as job
-from asyncrl.run.check import RUN_COPY
-from asyncrl.run.colocate import SideBySide
-from asyncrl.run.life import close_within
-from asyncrl.run.loop import Job
-from asyncrl.run.report import Reporter
-from asyncrl.run.resume import ResumePoint
-from asyncrl.run.start import end_server
 from asyncrl.testing.fakes import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.model_folder import MODEL_PIN

@@ -37,7 +37,7 @@ from resume_checker import effective, read_evidence, violations
 from asyncrl.checkpoints.folder import Checkpoints
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
-from asyncrl.run.scale import scale_run
+from asyncrl.job.scale import scale_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

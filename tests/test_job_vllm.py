@@ -42,7 +42,7 @@ def small(*overrides: str) -> list[str]:
     """The quickstart with small batches, on-policy."""
     sizes = "rollout.threads=1 rollout.slots=16 rollout.group_size=4 rollout.max_tokens=24 trainer.threads=1"
     steps = "trainer.num_groups=4 trainer.num_steps=6 buffer.max_staleness=0 supervision.backoff_s=0.1"
-    shown = "observe.console=plain observe.tensorboard=false"
+    shown = "observe.console=plain observe.trackers=[]"
     return [f"rollout.vllm_python={vllm_python()}", *f"{sizes} {steps} {shown}".split(), *overrides]
 
 

@@ -20,11 +20,11 @@ from stuck_runs import play
 
 from asyncrl.config import load_config
 from asyncrl.config.load import all_keys
+from asyncrl.job.report import Reporter, gauges
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
 from asyncrl.rollouts.evaluation import EvalResult
-from asyncrl.run.report import Reporter, gauges
 from asyncrl.trainer.step_report import append_line
 
 DOCS = Path(__file__).parents[1] / "docs"

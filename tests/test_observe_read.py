@@ -31,7 +31,7 @@ def make_run(run_dir: Path, *, num_steps: int = 3, state: str = "running", max_s
     trainer, buffer = {"num_steps": 9, "num_groups": NUM_GROUPS}, {"max_staleness": max_staleness}
     sections = {"model": {"path": "m"}, "task": {"python": "a:B"}, "buffer": buffer, "trainer": trainer}
     (run_dir / "config.yaml").write_text(run_config_yaml(RunConfig.model_validate(sections)))
-    recorder = Recorder(run_dir, tensorboard=False)
+    recorder = Recorder(run_dir)
     for version in range(num_steps):
         append_line(run_dir / "trained.jsonl", record_line(version))
         ages = {"sample/staleness_mean": 1.0, "sample/staleness_max": 2.0}

@@ -18,7 +18,7 @@ def lines(run_dir: Path) -> list[dict[str, object]]:
 
 
 def test_each_step_is_one_line_that_is_on_disk_at_once_without_what_is_no_number(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder = Recorder(tmp_path)
     recorder.record_step({"step": 1, "reward/mean": np.float32(0.5), "tokens/trained": np.int64(12)})
     assert lines(tmp_path) == [{"step": 1, "reward/mean": 0.5, "tokens/trained": 12}]
     recorder.record_step({"step": 2, "policy/loss": math.nan, "policy/ess": math.inf})
@@ -30,7 +30,7 @@ def test_each_step_is_one_line_that_is_on_disk_at_once_without_what_is_no_number
 def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rew')
-    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder = Recorder(tmp_path)
     assert path.read_text().endswith('"rew'), "the start may be refused: nothing is changed yet"
     recorder.record_step({"step": 2})
     recorder.close()
@@ -38,7 +38,7 @@ def test_a_half_line_of_a_killed_process_spoils_no_other_line(tmp_path: Path) ->
 
 
 def test_status_is_replaced_as_a_whole_and_says_which_process_wrote_it(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder = Recorder(tmp_path)
     recorder.write_status({"state": "starting", "step": 0, "oldest": math.nan})
     recorder.write_status({"state": "running", "step": 3, "rooms": {"ready": [2, math.inf]}})
     recorder.close()
@@ -54,12 +54,16 @@ import sys
 from pathlib import Path
 from asyncrl.observe.recorder import Recorder
 from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.trackers.tensorboard import TensorBoard
+from asyncrl.observe.trackers.tracker import TrackedRun
 from asyncrl.observe.verdict import write_reward_plot
 steps = [{"step": n, "time_s": float(n), "reward/mean": n / 4, "policy/ess": float("nan")} for n in (1, 2, 3)]
-recorder = Recorder(sys.argv[1])
+recorder = Recorder(sys.argv[1], [TensorBoard()])
+recorder.start(TrackedRun(Path(sys.argv[1]), "t", "1", {}))
 for step in steps:
     recorder.record_step(step)
 recorder.close()
+recorder.close_trackers("done")
 write_reward_plot(Path(sys.argv[1]), Steps(steps), title="t")
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
@@ -82,7 +86,7 @@ def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_what_is_no
     tmp_path: Path, left: str
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n' + left)
-    recorder = Recorder(tmp_path, tensorboard=False)
+    recorder = Recorder(tmp_path)
     assert recorder.keep_steps_below(2) == {"step": 1}
     recorder.record_step({"step": 2, "reward/mean": 1.0})
     assert lines(tmp_path) == [{"step": 0}, {"step": 1}, {"step": 2, "reward/mean": 1.0}]
@@ -94,7 +98,7 @@ def test_steps_that_are_about_to_be_taken_again_are_removed_and_so_is_what_is_no
 def test_steps_whose_lines_a_power_cut_took_are_marked_and_stay_marked(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n{"step": 2, "re')
     for _ in range(2):
-        recorder = Recorder(tmp_path, tensorboard=False)
+        recorder = Recorder(tmp_path)
         last = recorder.keep_steps_below(5)
         recorder.record_step({"step": 5})
         recorder.close()

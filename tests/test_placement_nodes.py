@@ -17,13 +17,13 @@ from placement_cases import EVAL, TAUGHT, TURNS, VLLM, load, machine
 from asyncrl.config import PlacementConfig, RunConfig
 from asyncrl.config.operation import NodesConfig
 from asyncrl.errors import ConfigError
+from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.placement.choice import NodeDevice
 from asyncrl.placement.devices import Placement, chunk_devices, place
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.nodes import Node, described_nodes
 from asyncrl.placement.plan import make_plan
 from asyncrl.placement.plan_text import plan_text
-from asyncrl.run.engine_kinds import engine_kind
 
 RAY, ZERO = "launcher=ray", "buffer.max_staleness=0"
 

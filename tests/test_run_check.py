@@ -18,10 +18,10 @@ from job_runs import write_config
 from asyncrl import cli
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError
+from asyncrl.job.check import look
+from asyncrl.job.loop import run_job
+from asyncrl.job.serve import serve_gateway
 from asyncrl.placement import fit, machine, plan
-from asyncrl.run.check import look
-from asyncrl.run.loop import run_job
-from asyncrl.run.serve import serve_gateway
 from asyncrl.trainer.model_folder import find_on_disk
 
 MODULE = """

@@ -15,9 +15,9 @@ import pytest
 
 from asyncrl.config import ObserveConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.run.life import Voice, logging_to, make_run_dir
-from asyncrl.run.loop import run_job
-from asyncrl.run.serve import serve_gateway
+from asyncrl.job.life import Voice, logging_to, make_run_dir
+from asyncrl.job.loop import run_job
+from asyncrl.job.serve import serve_gateway
 
 
 @pytest.mark.parametrize(

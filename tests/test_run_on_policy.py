@@ -17,10 +17,10 @@ from journal_cases import open_journal
 from rollout_cases import make_producers, single_turn
 from test_tasks_feed import Numbers
 
+from asyncrl.job.resume import ResumePoint, restore
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Prompt, UnfinishedGroup
-from asyncrl.run.resume import ResumePoint, restore
 from asyncrl.tasks import Feed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, MemoryJournal
 from asyncrl.testing.virtual_time import run_virtual

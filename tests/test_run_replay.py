@@ -22,13 +22,13 @@ from test_tasks_feed import Numbers
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError, TaskError
+from asyncrl.job.check import choose, open_replay
+from asyncrl.job.engine_kinds import sampled_by
 from asyncrl.messages.records import Group, Prompt, Rollout
 from asyncrl.placement.devices import Placement
 from asyncrl.rollouts.generators import Replay
 from asyncrl.rollouts.recording import Recording
 from asyncrl.rollouts.rollout import RolloutAttempt
-from asyncrl.run.check import choose, open_replay
-from asyncrl.run.engine_kinds import sampled_by
 from asyncrl.tasks import Feed
 from asyncrl.testing.virtual_time import run_virtual
 

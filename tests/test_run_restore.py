@@ -19,13 +19,13 @@ from test_trainer_supervision import batch_at, weights_of
 from asyncrl.checkpoints.folder import Checkpoints, Whole
 from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError
+from asyncrl.job.build import Parts
+from asyncrl.job.resume import ResumePoint, restore
+from asyncrl.job.supervise import Supervision
+from asyncrl.job.supervise_trainer import SupervisedTrainer, recover_trainer
 from asyncrl.journal.read import run_story
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
-from asyncrl.run.build import Parts
-from asyncrl.run.resume import ResumePoint, restore
-from asyncrl.run.supervise import Supervision
-from asyncrl.run.supervise_trainer import SupervisedTrainer, recover_trainer
 from asyncrl.tasks import Feed
 from asyncrl.testing.fake_server import FakeTrainerServer
 from asyncrl.trainer.trainer_client import TrainerClient

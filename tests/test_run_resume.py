@@ -23,10 +23,10 @@ from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.config.load import all_keys
 from asyncrl.errors import ConfigError
+from asyncrl.job import loop, resume
+from asyncrl.job.resume import ResumePoint, changed_keys, find_resume
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import GroupId, Prompt, Ticket
-from asyncrl.run import loop, resume
-from asyncrl.run.resume import ResumePoint, changed_keys, find_resume
 
 
 def make_config(folder: Path, **sections: Any) -> RunConfig:

@@ -22,12 +22,12 @@ from asyncrl.config.generation import EngineRange
 from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, PublishError, RoomError
 from asyncrl.files import RunLock
+from asyncrl.job.colocate import SideBySide
+from asyncrl.job.life import Voice
+from asyncrl.job.resume import changed_keys
+from asyncrl.job.scale import WANTED_FILE, EngineScale, read_wanted, scale_run, write_wanted
+from asyncrl.job.supervise import EngineSupervisor, Supervision
 from asyncrl.observe.recorder import Recorder
-from asyncrl.run.colocate import SideBySide
-from asyncrl.run.life import Voice
-from asyncrl.run.resume import changed_keys
-from asyncrl.run.scale import WANTED_FILE, EngineScale, read_wanted, scale_run, write_wanted
-from asyncrl.run.supervise import EngineSupervisor, Supervision
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer
 
@@ -358,7 +358,7 @@ class Ran:
         (self.folder / "logs").mkdir(parents=True)
         config = write_config(folder, rollout={"num_engines": num_engines or {"min": 1, "max": 4}})
         (self.folder / "config.yaml").write_text(config.read_text())
-        self.recorder = Recorder(self.folder, tensorboard=False)
+        self.recorder = Recorder(self.folder)
 
     def write(self, wanted: int | None, *engines: str, state: str = "running", **more: Any) -> None:
         named = {f"engine-{number}": words for number, words in enumerate(engines)}

@@ -20,14 +20,14 @@ from rollout_cases import virtual
 from asyncrl.agents.endpoint.work_routes import RolloutQueue
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, EngineError, RolloutFailure, RoomError
+from asyncrl.job import harnessing
+from asyncrl.job.harnessing import UserKey, try_rollouts
+from asyncrl.job.serve import open_folder
 from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import Rollout
 from asyncrl.rollouts.evaluation import Evaluator
 from asyncrl.rollouts.recording import RecordedRollout, RolloutRecorder, read_recording
 from asyncrl.rollouts.rollout import RolloutAttempt
-from asyncrl.run import harnessing
-from asyncrl.run.harnessing import UserKey, try_rollouts
-from asyncrl.run.serve import open_folder
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 

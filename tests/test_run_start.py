@@ -20,6 +20,14 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.engines.engine import EngineServer
 from asyncrl.errors import ConfigError, EngineError, EngineLost, RoomError
 from asyncrl.http import Caller
+from asyncrl.job import build
+from asyncrl.job import start as startup
+from asyncrl.job.build import Parts
+from asyncrl.job.colocate import SideBySide
+from asyncrl.job.engine_kinds import KINDS, engine_kind
+from asyncrl.job.servers import server_maker
+from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.start import Server
 from asyncrl.messages.calls import EngineHealth
 from asyncrl.placement import launchers
 from asyncrl.placement.devices import place
@@ -27,14 +35,6 @@ from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.machine import CudaDevice, Machine
 from asyncrl.placement.nodes import Node, Order
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
-from asyncrl.run import build
-from asyncrl.run import start as startup
-from asyncrl.run.build import Parts
-from asyncrl.run.colocate import SideBySide
-from asyncrl.run.engine_kinds import KINDS, engine_kind
-from asyncrl.run.servers import server_maker
-from asyncrl.run.servers.server_maker import ServerMaker
-from asyncrl.run.start import Server
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer

@@ -19,9 +19,9 @@ from asyncrl.config import SupervisionConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
+from asyncrl.job.colocate import SideBySide
+from asyncrl.job.supervise import until_lost
 from asyncrl.messages.records import Completion, SamplingRequest
-from asyncrl.run.colocate import SideBySide
-from asyncrl.run.supervise import until_lost
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_server import FakeProcess
 from asyncrl.testing.fakes import FakeTrainer

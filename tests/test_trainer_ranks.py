@@ -24,6 +24,8 @@ from transformers import AutoModelForCausalLM
 from asyncrl.config import ModelConfig, TrainerConfig, load_config
 from asyncrl.errors import ConfigError, RoomError
 from asyncrl.http import CallRefused
+from asyncrl.job import start as startup
+from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.calls import (
     BatchArrays,
@@ -36,8 +38,6 @@ from asyncrl.messages.calls import (
 )
 from asyncrl.placement.devices import place
 from asyncrl.placement.model_shape import model_shape
-from asyncrl.run import start as startup
-from asyncrl.run.servers.server_maker import ServerMaker
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import sharded_policy
 from asyncrl.trainer.model.policy import find_plan

@@ -1,4 +1,4 @@
-"""Trainer and engines that take turns, wired as run/build.py does it, over fake servers whose memory is
+"""Trainer and engines that take turns, wired as job/build.py does it, over fake servers whose memory is
 counted.
 """
 
@@ -17,12 +17,12 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import CallRefused
+from asyncrl.job.colocate import TakingTurns
+from asyncrl.job.supervise import EngineSupervisor, Supervision
+from asyncrl.job.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.base import ErrorBody, Moved
 from asyncrl.messages.calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan
-from asyncrl.run.colocate import TakingTurns
-from asyncrl.run.supervise import EngineSupervisor, Supervision
-from asyncrl.run.supervise_trainer import SupervisedTrainer
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_server import FakeProcess, FakeTrainerServer

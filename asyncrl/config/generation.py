@@ -18,7 +18,7 @@ EngineKind = Literal["embedded", "vllm", "simulated"]
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What settings and placement ask of an engine kind; how it behaves is in asyncrl/run/engine_kinds.py.
+    """What settings and placement ask of an engine kind; how it behaves is in asyncrl/job/engine_kinds.py.
 
     `settings`: keys of the section `rollout` that are for it alone.
     """

@@ -159,8 +159,15 @@ class ObserveConfig(FrozenConfig):
     """live: a table that updates; plain: one line a step; auto = live on a terminal, else plain. Lines for
     which a pipe has no room, because it is not read, are left out; the run goes on.
     """
-    tensorboard: bool = True
-    """Write TensorBoard events to RUN_DIR/tensorboard."""
+    trackers: list[str] = ["tensorboard"]
+    """Where the run is shown beside its own files: tensorboard (RUN_DIR/tensorboard) ([] = nowhere)."""
+    samples_per_step: int = Field(default=3, ge=0, le=100)
+    """Rollouts of a batch that are written as text into samples.jsonl: the best, the worst, the others by
+    chance (0 = none)."""
+    failed_samples_per_step: int = Field(default=3, ge=0, le=100)
+    """Failed rollouts that are written there, too, at most so many between two steps."""
+    console_samples_every: PositiveInt | None = None
+    """Steps between two samples on the console (none = none)."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Who may look into the run directory: the config, the logs and every conversation lie there."""
     heartbeat_s: float = Field(default=60.0, gt=0)

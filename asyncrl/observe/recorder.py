@@ -1,5 +1,5 @@
-"""The files in which a run reports: metrics.jsonl, eval.jsonl, status.json and TensorBoard's are written, and
-lines are read again. Imports no torch.
+"""The files in which a run reports: metrics.jsonl, eval.jsonl, samples.jsonl and status.json are written, and
+lines are read again; trackers are told the same. Imports no torch.
 
 Files that grow with every step are read line by line: no more is held of a step than some numbers. What
 cannot be read is left out and reported.
@@ -12,20 +12,25 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import from_json
 
 from asyncrl.files import LOST, cut_at, lines_from_end
 from asyncrl.observe.run_numbers import Steps
 
+if TYPE_CHECKING:
+    from asyncrl.observe.samples import ShownRollout
+    from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
+
 T = TypeVar("T")
 METRICS_FILE = "metrics.jsonl"
 STATUS_FILE = "status.json"
 EVAL_FILE = "eval.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 EVAL_PREFIX = "eval/"
 LOST_KEY = "lost"
 """Key of a metrics line that is of no step: [first, last] of steps whose lines are missing, with `why`."""
@@ -42,16 +47,20 @@ class Recorder:
 
     metrics.jsonl   one JSON object a step, flushed; NaN and infinity are left out, named under `not_finite`
     eval.jsonl      one JSON object an evaluation; made with the first one
+    samples.jsonl   one JSON object a rollout that is shown (observe/samples.py); made with the first one
     status.json     what the run does at this moment, replaced as a whole: a reader never sees half of it
-    tensorboard/    the same metrics as scalars over the step
     """
 
-    def __init__(self, run_dir: str | Path, *, tensorboard: bool = True) -> None:
-        self.run_dir, self._has_tensorboard = Path(run_dir), tensorboard
-        self._tensorboard: Any = None
+    def __init__(self, run_dir: str | Path, trackers: Sequence[Tracker] = ()) -> None:
+        self.run_dir, self.trackers = Path(run_dir), trackers
         (self.run_dir / METRICS_FILE).touch()  # not opened yet: a resume that is refused changes nothing
         self._files: dict[str, Any] = {}
         self._owner = {"pid": os.getpid(), "host": socket.gethostname(), "boot_id": boot_id()}
+
+    def start(self, run: TrackedRun) -> None:
+        """Tell the trackers whose run it is."""
+        for tracker in self.trackers:
+            tracker.start(run)
 
     def keep_steps_below(self, step: int) -> Mapping[str, Any]:
         """Cut off the lines of steps from `step` on, which are about to be taken again, and what is no line
@@ -83,16 +92,23 @@ class Recorder:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         left_out = [name for name in metrics if name not in finite]
         self._append(METRICS_FILE, {**finite, NOT_FINITE: left_out} if left_out else finite)
-        scalars = {name: value for name, value in finite.items() if not name.startswith(EVAL_PREFIX)}
-        self._add_scalars(scalars, metrics["step"])
+        scalars = {n: v for n, v in finite.items() if n != "step" and not n.startswith(EVAL_PREFIX)}
+        for tracker in self.trackers:
+            tracker.step(int(metrics["step"]), scalars)
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Append one evaluation; `policy_version` must be in it, and is the step of its eval/* scalars in
-        TensorBoard.
-        """
+        """Append one evaluation; `policy_version` must be in it."""
         self._append(EVAL_FILE, _finite(line))
         scalars = {name: value for name, value in line.items() if name.startswith(EVAL_PREFIX)}
-        self._add_scalars(scalars, line["policy_version"])
+        for tracker in self.trackers:
+            tracker.evaluation(line["policy_version"], scalars)
+
+    def record_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        """Append the rollouts that are shown of a batch."""
+        for sample in samples:
+            self._append(SAMPLES_FILE, sample)
+        for tracker in self.trackers:
+            tracker.samples(step, samples)
 
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted, and `why`
@@ -112,9 +128,11 @@ class Recorder:
         for file in self._files.values():
             file.close()
         self._files.clear()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-            self._tensorboard = None
+
+    def close_trackers(self, state: str) -> None:
+        """The run has ended: done, failed or interrupted."""
+        for tracker in self.trackers:
+            tracker.close(state)
 
     def _append(self, name: str, line: Mapping[str, Any]) -> None:
         """A half line of a process that was killed gets its line end first."""
@@ -126,21 +144,6 @@ class Recorder:
                 self._files[name].write("\n")
         self._files[name].write(json.dumps(line, default=methodcaller("item")) + "\n")  # numpy's numbers
         self._files[name].flush()
-
-    def _add_scalars(self, scalars: Mapping[str, float], step: float) -> None:
-        """TensorBoard events, without torch."""
-        if not self._has_tensorboard:
-            return
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        if self._tensorboard is None:
-            self._tensorboard = EventFileWriter(str(self.run_dir / "tensorboard"), flush_secs=5)
-        tags = (name for name in scalars if name != "step")
-        values = [Summary.Value(tag=name, simple_value=scalars[name]) for name in tags]
-        event = Event(wall_time=time.time(), step=int(step), summary=Summary(value=values))
-        self._tensorboard.add_event(event)
 
 
 def boot_id() -> str:

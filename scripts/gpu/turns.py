@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from asyncrl.run import start
+from asyncrl.job import start
 from asyncrl.staging import clear_stale_staging
 from gpu.models import make_folder
 from gpu.rows import Bench

@@ -27,19 +27,19 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
+from asyncrl.job.build import find_task
+from asyncrl.job.check import make_feed
+from asyncrl.job.engine_kinds import engine_kind, sampled_by
+from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
+from asyncrl.job.life import Life, Voice, logging_to, make_run_dir
+from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.start import Server, start_all
+from asyncrl.job.supervise import Supervision, heartbeat
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
 from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.rollouts.recording import RolloutRecorder
-from asyncrl.run.build import find_task
-from asyncrl.run.check import make_feed
-from asyncrl.run.engine_kinds import engine_kind, sampled_by
-from asyncrl.run.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
-from asyncrl.run.life import Life, Voice, logging_to, make_run_dir
-from asyncrl.run.servers.server_maker import ServerMaker
-from asyncrl.run.start import Server, start_all
-from asyncrl.run.supervise import Supervision, heartbeat
 from asyncrl.tasks.scorer import TaskScorer
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.user_code import end_what_is_left

@@ -29,14 +29,14 @@ from asyncrl.errors import (
     TrainerError,
     TrainerLost,
 )
+from asyncrl.job.colocate import Turns
+from asyncrl.job.restarts import Restarts
+from asyncrl.job.start import Server, end_all, start_all
 from asyncrl.messages.work import WorkerHealth
-from asyncrl.run.colocate import Turns
-from asyncrl.run.restarts import Restarts
-from asyncrl.run.start import Server, end_all, start_all
 from asyncrl.waits import waiting
 
 Tell = Callable[[str, Mapping[str, Any]], None]
-logger = logging.getLogger("asyncrl.run.supervise")
+logger = logging.getLogger("asyncrl.job.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0

@@ -24,6 +24,12 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.errors import EngineLost
 from asyncrl.files import RunLock, write_whole
 from asyncrl.http import OURS, out_of
+from asyncrl.job.build import Parts, open_parts
+from asyncrl.job.check import RUN_COPY
+from asyncrl.job.life import Life, logging_to, make_run_dir, rare_collections, run_again, run_id
+from asyncrl.job.report import Reporter, processes, reported
+from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
+from asyncrl.job.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.watchdog import ChildState, Watchdog
@@ -32,12 +38,6 @@ from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, 
 from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
-from asyncrl.run.build import Parts, open_parts
-from asyncrl.run.check import RUN_COPY
-from asyncrl.run.life import Life, logging_to, make_run_dir, rare_collections, run_again, run_id
-from asyncrl.run.report import Reporter, processes, reported
-from asyncrl.run.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
-from asyncrl.run.supervise import heartbeat
 from asyncrl.trainer.model_folder import MODEL_PIN
 from asyncrl.user_code import end_what_is_left
 from asyncrl.waits import computed

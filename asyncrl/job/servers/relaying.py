@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from asyncrl.http import Caller
+from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.start import Server
+from asyncrl.job.supervise import Supervision, Supervisor
 from asyncrl.messages.base import RelayHealth
 from asyncrl.placement.plan import EVAL_ENGINE
-from asyncrl.run.servers.server_maker import ServerMaker
-from asyncrl.run.start import Server
-from asyncrl.run.supervise import Supervision, Supervisor
 from asyncrl.sync.spread import NodeRelay, Spread, relay_order
 
 

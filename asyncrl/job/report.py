@@ -16,6 +16,9 @@ from typing import Any
 from asyncrl.checkpoints.folder import sync_records
 from asyncrl.config import RunConfig
 from asyncrl.files import LOST, write_whole
+from asyncrl.job.build import Parts
+from asyncrl.job.life import Voice, refused_by_system, run_again, run_id
+from asyncrl.job.start import Server
 from asyncrl.messages.calls import EngineHealth, TrainerHealth, TrainResponse
 from asyncrl.messages.records import Batch
 from asyncrl.messages.work import WorkerHealth
@@ -23,15 +26,14 @@ from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
+from asyncrl.observe.trackers.tracker import TrackedRun
+from asyncrl.observe.trackers.tracker_names import make_trackers
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported, Wait
 from asyncrl.rollouts.evaluation import EvalResult
-from asyncrl.run.build import Parts
-from asyncrl.run.life import Voice, refused_by_system, run_again
-from asyncrl.run.start import Server
 from asyncrl.trainer.step_report import GAP_WARNING
 
-logger = logging.getLogger("asyncrl.run.report")
+logger = logging.getLogger("asyncrl.job.report")
 
 MOST_WARNINGS = 100
 """Most warnings in status.json and the summary; logs/controller.log has all."""
@@ -93,7 +95,7 @@ class Reporter(Voice):
 
     def __init__(self, config: RunConfig, run_dir: Path, name: str, *, goes_on: bool = False) -> None:
         self.config, self.run_dir, self.name = config, run_dir, name
-        self._recorder = Recorder(run_dir, tensorboard=config.observe.tensorboard)
+        self._recorder = Recorder(run_dir, make_trackers(config.observe.trackers))
         self._console = Console(
             config.observe.console,
             run_name=name,
@@ -118,6 +120,8 @@ class Reporter(Voice):
 
     def start(self) -> None:
         """Begin to show."""
+        plain = json.loads(self.config.model_dump_json())
+        self._recorder.start(TrackedRun(self.run_dir, self.name, run_id(self.run_dir), plain))
         self._recorder.write_status({"state": "starting"})
         num_steps = self.config.trainer.num_steps
         self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
@@ -280,6 +284,7 @@ class Reporter(Voice):
             raise refused_by_system(error, self.run_dir) from error
         finally:
             self._recorder.close()
+            self._recorder.close_trackers(state)
 
     def _finish(self, state: str, why: str) -> None:
         self.close_console()

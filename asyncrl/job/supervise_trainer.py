@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.checkpoints.folder import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.errors import CheckpointError, RoomError, TrainerError, TrainerLost
+from asyncrl.job.start import Server
+from asyncrl.job.supervise import GRACE_S, Supervision, Supervisor
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.messages.records import Batch
-from asyncrl.run.start import Server
-from asyncrl.run.supervise import GRACE_S, Supervision, Supervisor
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
 if TYPE_CHECKING:
-    from asyncrl.run.build import Parts  # which makes both
-    from asyncrl.run.life import Life
+    from asyncrl.job.build import Parts  # which makes both
+    from asyncrl.job.life import Life
 
 T = TypeVar("T")
-logger = logging.getLogger("asyncrl.run.supervise_trainer")
+logger = logging.getLogger("asyncrl.job.supervise_trainer")
 
 
 class SupervisedTrainer(Supervisor):

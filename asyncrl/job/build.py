@@ -16,6 +16,18 @@ from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.errors import EngineLost, RoomError
+from asyncrl.job.check import Found, look, make_feed, open_replay, read_task
+from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
+from asyncrl.job.engine_kinds import sampled_by
+from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts
+from asyncrl.job.life import Life, run_id
+from asyncrl.job.scale import EngineScale
+from asyncrl.job.servers.relaying import Relaying, make_relaying
+from asyncrl.job.servers.server_maker import ServerMaker
+from asyncrl.job.servers.teaching import Teaching, make_teaching
+from asyncrl.job.start import Server, bring_up, end_all, end_server
+from asyncrl.job.supervise import Supervision, Supervisor
+from asyncrl.job.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
@@ -27,18 +39,6 @@ from asyncrl.rollouts.generators import HarnessGenerator, Replay, Taught
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recording import refuse_difference
 from asyncrl.rollouts.rollout import RolloutRunner, derive_seed
-from asyncrl.run.check import Found, look, make_feed, open_replay, read_task
-from asyncrl.run.colocate import SideBySide, TakingTurns, Turns
-from asyncrl.run.engine_kinds import sampled_by
-from asyncrl.run.harnessing import Harnessing, make_generator, num_rollouts
-from asyncrl.run.life import Life, run_id
-from asyncrl.run.scale import EngineScale
-from asyncrl.run.servers.relaying import Relaying, make_relaying
-from asyncrl.run.servers.server_maker import ServerMaker
-from asyncrl.run.servers.teaching import Teaching, make_teaching
-from asyncrl.run.start import Server, bring_up, end_all, end_server
-from asyncrl.run.supervise import Supervision, Supervisor
-from asyncrl.run.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, read_eval_task
@@ -47,9 +47,9 @@ from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
 
 if TYPE_CHECKING:
-    from asyncrl.run.resume import ResumePoint
+    from asyncrl.job.resume import ResumePoint
 
-logger = logging.getLogger("asyncrl.run.build")
+logger = logging.getLogger("asyncrl.job.build")
 
 KEPT_TURNS = 100
 """Events of each kind that the journal keeps of handovers."""

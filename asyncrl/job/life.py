@@ -27,14 +27,14 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
 from asyncrl.files import write_whole
 from asyncrl.http import OURS, out_of
+from asyncrl.job.start import Server, first_death
 from asyncrl.observe.console import outliving
 from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.nodes import Launcher
-from asyncrl.run.start import Server, first_death
 from asyncrl.staging import clear_own_staging
 from asyncrl.waits import uncut
 
-logger = logging.getLogger("asyncrl.run.life")
+logger = logging.getLogger("asyncrl.job.life")
 
 CLOSE_TIMEOUT_S = 15.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -25,19 +25,19 @@ from asyncrl.config import RunConfig, load_config
 from asyncrl.config.generation import ENGINES
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.files import settle_folder
+from asyncrl.job.life import run_again
+from asyncrl.job.supervise_trainer import load_batches
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
-from asyncrl.run.life import run_again
-from asyncrl.run.supervise_trainer import load_batches
 from asyncrl.trainer.model_folder import MODEL_PIN
 
 if TYPE_CHECKING:
-    from asyncrl.run.build import Parts
-    from asyncrl.run.report import Reporter
+    from asyncrl.job.build import Parts
+    from asyncrl.job.report import Reporter
 
-logger = logging.getLogger("asyncrl.run.resume")
+logger = logging.getLogger("asyncrl.job.resume")
 
 ResumeMode = Literal["auto", "never", "must"]
 

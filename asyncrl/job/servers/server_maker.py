@@ -20,6 +20,8 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.errors import ConfigError
 from asyncrl.http import SHORT_S, Caller
+from asyncrl.job.engine_kinds import engine_kind
+from asyncrl.job.start import START_TIMEOUT_S, Server
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.placement.devices import Placement, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
@@ -29,8 +31,6 @@ from asyncrl.placement.nodes import LOOPBACK, Launcher, Order, Process
 from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.placement.processes import ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.engine_kinds import engine_kind
-from asyncrl.run.start import START_TIMEOUT_S, Server
 from asyncrl.trainer.model_folder import load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 

@@ -32,8 +32,8 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.model_folder import TOKENIZER, WEIGHTS, hash_files, load_limit_s
 
 if TYPE_CHECKING:
-    from asyncrl.run.servers.server_maker import ServerMaker
-    from asyncrl.run.start import Server
+    from asyncrl.job.servers.server_maker import ServerMaker
+    from asyncrl.job.start import Server
 
 Body: TypeAlias = dict[str, Any]
 CANARY_LIMITS = {"float32": 1e-3, "bfloat16": 0.25, "float16": 0.25}

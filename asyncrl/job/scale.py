@@ -18,14 +18,14 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError
 from asyncrl.files import write_whole
+from asyncrl.job.colocate import Turns
+from asyncrl.job.life import Voice, run_again
+from asyncrl.job.start import Server, end_all
+from asyncrl.job.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
 from asyncrl.observe.status import judge_state, read_config, read_status
-from asyncrl.run.colocate import Turns
-from asyncrl.run.life import Voice, run_again
-from asyncrl.run.start import Server, end_all
-from asyncrl.run.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
 from asyncrl.waits import waiting
 
-logger = logging.getLogger("asyncrl.run.scale")
+logger = logging.getLogger("asyncrl.job.scale")
 
 WANTED_FILE = "wanted.json"
 LOOK_PERIOD_S = 1.0

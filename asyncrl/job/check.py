@@ -3,7 +3,7 @@ recording that the run begins with included.
 
 `asyncrl check` prints what is found, and a run looks first thing. Each check calls what the run itself calls.
 Torch, and code of the user's that the controller does not run (losses, advantages, agents), are left to a
-short-lived process: `python -m asyncrl.run.check`, which ends with a fatal line, or with exit code FINE.
+short-lived process: `python -m asyncrl.job.check`, which ends with a fatal line, or with exit code FINE.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
+from asyncrl.job.servers.teaching import look_at_teacher
+from asyncrl.job.start import START_TIMEOUT_S
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
@@ -46,8 +48,6 @@ from asyncrl.rollouts.recording import (
     refuse_difference,
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
-from asyncrl.run.servers.teaching import look_at_teacher
-from asyncrl.run.start import START_TIMEOUT_S
 from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
@@ -285,7 +285,7 @@ def _ask_child(config: RunConfig) -> None:
     loading = "loading loss, advantage, agent and layers of LoRA"
     with tempfile.TemporaryFile("w+b") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "asyncrl.run.check"],
+            [sys.executable, "-m", "asyncrl.job.check"],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

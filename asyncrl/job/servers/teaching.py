@@ -13,13 +13,13 @@ import xxhash
 from asyncrl.config import RunConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.errors import ConfigError, EngineLost, RoomError
+from asyncrl.job.start import Server
+from asyncrl.job.supervise import Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_vocabulary
-from asyncrl.run.start import Server
-from asyncrl.run.supervise import Supervision, Supervisor
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 
 if TYPE_CHECKING:
-    from asyncrl.run.servers.server_maker import ServerMaker
+    from asyncrl.job.servers.server_maker import ServerMaker
 
 KEY = "teacher.path"
 

@@ -29,6 +29,9 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import RolloutFailure, RoomError
 from asyncrl.files import write_whole
 from asyncrl.http import Caller
+from asyncrl.job.life import Life
+from asyncrl.job.start import Server, start_all
+from asyncrl.job.supervise import Supervision, WorkerSupervisor
 from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth
@@ -40,9 +43,6 @@ from asyncrl.rollouts.generators import EncodedPrompts, HarnessGenerator, Single
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.run.life import Life
-from asyncrl.run.start import Server, start_all
-from asyncrl.run.supervise import Supervision, WorkerSupervisor
 from asyncrl.tasks.scorer import TaskScorer
 
 NO_WORKER_S = 30.0
