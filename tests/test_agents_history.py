@@ -353,6 +353,25 @@ def test_a_call_that_goes_on_is_sent_with_the_ids_of_one_that_is_read_as_a_whole
             chat = chat[: -len(turn)] or chat
 
 
+def test_tools_that_a_template_does_not_write_change_nothing_in_how_a_call_goes_on(folder: Path) -> None:
+    name, chat, hows = "merges_white_space", [user("2+2?")], list[list[str]]()
+    sides = [
+        Side(renderer_for(name, folder), is_whole=False),
+        Side(whole_renderer_for(name, folder), is_whole=True),
+    ]
+    for number, tools in enumerate([None, None, None, [tool("add")], None]):
+        planned = [side.ask(as_body(chat, tools, "model first" if tools else "openai")) for side in sides]
+        hows.append([str(isinstance(one, str) or one.how) for one in planned])
+        turn = [called(1), result(1)] if number == 1 else [assistant(""), user("")]
+        end = sides[0].tokenizer.encode(f"{'<tool_call>' * (number == 1)}{end_of(name)}")
+        for side, one in zip(sides, planned, strict=True):
+            assert not isinstance(one, str)
+            side.capture.record(one, completion(end, -1.0 - number), turn[0], f"chatcmpl-{number}")
+        chat = [*chat, *turn]
+    expected = ["new", "extended", "realigned", "edited", "extended"]
+    assert [how for how, _ in hows] == [how for _, how in hows] == expected
+
+
 def test_an_agent_that_keeps_its_history_is_read_from_where_it_ended(folder: Path) -> None:
     for style in ("openai", "model first", "spaced", "odd"):
         side, chat = Side(renderer_for("qwen2_5", folder), is_whole=False), [user("Go on.")]

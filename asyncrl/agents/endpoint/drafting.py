@@ -202,13 +202,14 @@ class Drafting:
         """What the messages go on from, unless the text goes on from a later answer. Raises ValueError if the
         template refuses the chat, or leaves out what a message says.
 
-        If the known completion has no text, its ids never spell what the template writes: where the next chat
-        could not go on from this one's text either, that render is saved.
+        If the known completion is the chat's last answer and has no text, its ids never spell what the
+        template writes: where the next chat could not go on from this one's text either, that render is
+        saved. After an earlier one the text may go on from a later answer, to the same chat with other tools.
         """
         (known_at, known), rendered, by_text = self._known(chat), None, None
         before = chat.rendered_before
         can_go_on = chat.before is not None and (before is None or before.state is not None)
-        if known is None or known.text is not None or can_go_on:
+        if known is None or known.text is not None or can_go_on or known_at < chat.chain.answers[-1][0]:
             rendered = self._render_if_taken(chat, known is not None)
             by_text = None if rendered is None else self._longest(chat, rendered)
         if known is not None and (by_text is None or by_text.num_messages <= known_at + 1):
