@@ -58,9 +58,13 @@ def test_ranks_and_engines_of_two_hosts_do_what_those_of_one_do_bit_for_bit(tmp_
     assert json.loads((tmp_path / "two" / "summary.json").read_text())["state"] == "done"
 
 
-@pytest.mark.parametrize("has_rank", [False, True], ids=["engines alone", "a rank of the trainer too"])
-def test_a_host_is_cut_off_for_a_moment_dies_and_comes_back_and_the_run_goes_on(
-    tmp_path: Path, has_rank: bool
+@pytest.mark.parametrize(
+    ("has_rank", "comes"),
+    [(False, 1), (True, 2)],
+    ids=["engines alone, it comes back", "a rank of the trainer too, another host comes"],
+)
+def test_a_host_is_cut_off_for_a_moment_dies_and_is_replaced_and_the_run_goes_on(
+    tmp_path: Path, has_rank: bool, comes: int
 ) -> None:
     if reason := network_hosts.reason_for_none():
         pytest.skip(reason)
@@ -72,7 +76,10 @@ def test_a_host_is_cut_off_for_a_moment_dies_and_comes_back_and_the_run_goes_on(
         trainer={"num_steps": 100_000, "num_groups": 2, "world_size": 1 + has_rank},
     )
     run_dir, options = tmp_path / "run", ["--num-cpus=3"]
-    with network_hosts.network(2) as hosts, ray_cluster(hosts, dict.fromkeys((0, 1), options)) as address:
+    with (
+        network_hosts.network(3) as hosts,
+        ray_cluster(hosts[:2], dict.fromkeys((0, 1), options)) as address,
+    ):
         placed = OVER_BOTH if has_rank else "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
         process = hosts[0].start(
             [*RUN, str(config), f"launcher=ray:{address}", placed, "--run-dir", str(run_dir)],
@@ -91,9 +98,10 @@ def test_a_host_is_cut_off_for_a_moment_dies_and_comes_back_and_the_run_goes_on(
         wait_until(lambda: ("engine lost", "engine-1") in engine_events(run_dir), process)
         if not has_rank:
             wait_for_more_steps(run_dir, 3, process)
-        start_ray(hosts[1], f"--address={address}", *options)
+        start_ray(hosts[comes], f"--address={address}", *options)
         wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
         wait_for_more_steps(run_dir, 2, process)
+        assert any("asyncrl" in command_of(pid) for pid in hosts[comes].pids()), "it works there"
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=RUN_S)
         assert process.returncode == 130, output

@@ -31,6 +31,20 @@ class Node:
     id: str = ""
 
 
+def address_of(node: int) -> str:
+    """Stands for the address of that node in the spec of an Order. Its launcher writes the address when the
+    process is started, for another machine may have taken the node's place by then.
+    """
+    return f"<address of node {node}>"
+
+
+def with_addresses(spec: str, nodes: Sequence[Node]) -> str:
+    """The spec with the addresses that the nodes have."""
+    for number, node in enumerate(nodes):
+        spec = spec.replace(address_of(number), node.address)
+    return spec
+
+
 def described_nodes(
     devices: Sequence[str], cores: Sequence[int], memory: Sequence[str]
 ) -> tuple[Node, ...] | None:

@@ -77,8 +77,9 @@ class TrainerSpec(FrozenConfig):
     local_rank: int | None = Field(default=None, ge=0)
     """Its number among the ranks of its node, and of its CUDA device there (none = rank)."""
     address: str = "127.0.0.1"
-    """IPv4 address of its node, at which the other ranks reach it."""
-    store: str = Field(default="", pattern=r"^([0-9.]+:[0-9]+)?$")
+    """IPv4 address of its node, at which the other ranks reach it; until the process is started, what stands
+    for it (placement/nodes.py)."""
+    store: str = Field(default="", pattern=r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$")
     """Where the ranks find each other: ADDRESS:PORT of rank 0's node, '' = a file in the staging folder,
     which all of them see.
     """

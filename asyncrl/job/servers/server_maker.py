@@ -27,7 +27,7 @@ from asyncrl.placement.devices import Placement, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.machine import find_cuda_devices
-from asyncrl.placement.nodes import LOOPBACK, Launcher, Order, Process
+from asyncrl.placement.nodes import LOOPBACK, Launcher, Order, Process, address_of
 from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.placement.processes import ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -55,7 +55,7 @@ class ServerMaker:
         if num == 1 or not any(placement.rank_node(rank) for rank in range(num)):
             return ""
         first = placement.rank_node(0)
-        return f"{placement.nodes[first].address}:{await self.launcher.free_port(first)}"
+        return f"{address_of(first)}:{await self.launcher.free_port(first)}"
 
     def trainers(self, staging_dir: Path, store: str = "") -> list[Server]:
         """The ranks of the trainer, of which the first takes requests; they meet at `store`."""
@@ -87,7 +87,7 @@ class ServerMaker:
             threads=threads_on(config, self.placement, self.placement.rank_node(rank))[1],
             rank=rank,
             local_rank=self._ranks_beside(rank).index(rank),
-            address=self.placement.nodes[self.placement.rank_node(rank)].address if store else LOOPBACK,
+            address=address_of(self.placement.rank_node(rank)) if store else LOOPBACK,
             store=store,
             trainer=config.trainer,
             algorithm=config.algorithm,

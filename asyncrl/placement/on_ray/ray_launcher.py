@@ -13,14 +13,13 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, RoomError, install_extra
-from asyncrl.placement.machine import Machine
-from asyncrl.placement.nodes import Node, Order
+from asyncrl.placement.nodes import Node, Order, with_addresses
 from asyncrl.placement.on_ray.ray_host import Host, describe
 from asyncrl.placement.on_ray.ray_node import LOST_S, RayNode, RayProcess
 from asyncrl.waits import TimeLimit, waiting
@@ -32,6 +31,8 @@ DESCRIBE_S = 120.0
 HOLD_S = 600.0
 """For what others hold to become free, or for nodes that an autoscaler starts."""
 TRY_S = 1.0
+REPLACE_S = 10.0
+"""For the bundle of a node that takes the place of another."""
 ANSWER_S = 5.0
 """For the head to take a connection."""
 CLOSE_S = 10.0
@@ -58,8 +59,13 @@ class RayLauncher:
         self.address = address
         self.nodes: tuple[Node, ...] = ()
         self._resources = list[dict[str, float]]()
+        self._versions = dict[str, str]()
+        """Of what is the same on all nodes."""
         self._held = dict[int, RayNode]()
-        self._group: Any = None
+        self._places = dict[int, tuple[Any, int]]()
+        """Of each node: its placement group, and which of its bundles."""
+        self._has_asked = False
+        """The autoscaler, for a node."""
 
     def open(self) -> None:
         """Join the cluster, and ask each of its nodes what it is."""
@@ -68,11 +74,7 @@ class RayLauncher:
         found = [node for node in ray.nodes() if node["Alive"]]
         found.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
         self._resources = [node["Resources"] for node in found]
-        machines = _ask_each(ray, found)
-        self.nodes = tuple(
-            Node(node["NodeName"], node["NodeManagerAddress"], machine, node["NodeID"])
-            for node, machine in zip(found, machines, strict=True)
-        )
+        self.nodes = tuple(_ask_each(ray, found, self._versions))
 
     def _join(self, ray: Any) -> Any:
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -111,7 +113,7 @@ class RayLauncher:
             numbers = sorted({int(name[5:]) for name in parts[number] if name.startswith("cuda:")})
             make = partial(self._make_actor, number, bundle, numbers)
             kill = partial(ray.kill, no_restart=True)
-            self._held[number] = RayNode(self.nodes[number], make, kill)
+            self._held[number] = RayNode(self.nodes[number], make, kill, self._addressed)
         await asyncio.gather(*(held.open() for held in self._held.values()))
 
     def _refuse_too_little(self, number: int, bundle: Mapping[str, float]) -> None:
@@ -128,17 +130,18 @@ class RayLauncher:
         from ray.util import placement_group, remove_placement_group
 
         pinned = [
-            {name: value for name, value in bundle.items() if value} | {self._pin(number): PIN}
+            {name: value for name, value in bundle.items() if value} | {_pin(self._resources[number]): PIN}
             for number, bundle in wanted.items()
         ]
         words = ", ".join(f"{_in_words(bundle)} of {self.nodes[key].name}" for key, bundle in wanted.items())
-        group = self._group = await asyncio.to_thread(placement_group, pinned, strategy="PACK")
+        group = await asyncio.to_thread(placement_group, pinned, strategy="PACK")
+        self._places = {number: (group, index) for index, number in enumerate(wanted)}
         with waiting(f"{words}, until Ray has them free", on="Ray"):
             for _ in range(int(HOLD_S / TRY_S)):  # short, so that a command that ends leaves no thread in Ray
                 if await asyncio.to_thread(group.wait, TRY_S):
                     return
         free = await asyncio.to_thread(_free_words, self.nodes)
-        self._group = None
+        self._places = {}
         await asyncio.to_thread(remove_placement_group, group)
         raise RoomError(
             "launcher",
@@ -147,22 +150,56 @@ class RayLauncher:
             way_out="end what else runs there (`ray status` says how much is taken), or place less.",
         )
 
-    def _pin(self, number: int) -> str:
-        return next(name for name in self._resources[number] if name.startswith("node:") and "__" not in name)
+    def _addressed(self, spec: str) -> str:
+        return with_addresses(spec, self.nodes)
 
-    def _make_actor(self, number: int, bundle: Mapping[str, float], numbers: Sequence[int]) -> Any:
+    def _make_actor(
+        self, number: int, bundle: Mapping[str, float], numbers: Sequence[int]
+    ) -> tuple[Node, Any]:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        address = self.nodes[number].address
-        if not any(node["Alive"] and node["NodeManagerAddress"] == address for node in ray.nodes()):
-            raise ConnectionError(f"Ray has no node at {address} any more")
-        place = PlacementGroupSchedulingStrategy(
-            self._group, placement_group_bundle_index=[*self._held].index(number)
-        )
+        found = [node for node in ray.nodes() if node["Alive"]]
+        if not any(node["NodeManagerAddress"] == self.nodes[number].address for node in found):
+            self._replace(ray, number, bundle, found)
+        group, index = self._places[number]
+        place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         actor = ray.remote(Host).options(scheduling_strategy=place, **options)
-        return actor.remote(address, numbers)
+        return self.nodes[number], actor.remote(self.nodes[number].address, numbers)
+
+    def _replace(
+        self, ray: Any, number: int, bundle: Mapping[str, float], found: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Another node of the cluster takes the place of one that is gone: one that the run has nothing on,
+        has as much, and runs the same code. Raises ConnectionError if there is none; then the autoscaler is
+        asked for one, where there is an autoscaler.
+        """
+        from ray.autoscaler.sdk import request_resources
+        from ray.util import placement_group, remove_placement_group
+
+        gone, used = self.nodes[number], {held.node.address for held in self._held.values()}
+        for node in found:
+            has, is_used = node["Resources"], node["NodeManagerAddress"] in used
+            if is_used or any(has.get(name, 0.0) < value for name, value in bundle.items()):
+                continue
+            try:
+                (other,) = _ask_each(ray, [node], self._versions)
+            except ConfigError as error:
+                logger.warning("%s does not take the place of %s: %s", node["NodeName"], gone.name, error)
+                continue
+            group = placement_group([{**bundle, _pin(has): PIN}], strategy="PACK")
+            if not group.wait(REPLACE_S):
+                remove_placement_group(group)
+                continue
+            self._places[number], self._resources[number] = (group, 0), has
+            self.nodes = (*self.nodes[:number], other, *self.nodes[number + 1 :])
+            logger.warning("%s (%s) takes the place of %s", other.name, other.address, gone.name)
+            return
+        if not self._has_asked:
+            self._has_asked = True
+            request_resources(bundles=[dict(bundle)])
+        raise ConnectionError(f"Ray has no node at {gone.address} any more, and none to take its place")
 
     def process(self, node: int, order: Order) -> RayProcess:
         """One that the actor of that node starts."""
@@ -182,13 +219,10 @@ class RayLauncher:
         """End the actors, and give back what was reserved."""
         await asyncio.gather(*(held.aclose() for held in self._held.values()))
         self._held.clear()
-        group, self._group = self._group, None
-        if group is not None:
-            from ray.util import remove_placement_group
-
-            with contextlib.suppress(TimeoutError):
-                async with TimeLimit(LOST_S):
-                    await asyncio.to_thread(remove_placement_group, group)
+        groups, self._places = {group for group, _ in self._places.values()}, {}
+        with contextlib.suppress(TimeoutError):
+            async with TimeLimit(LOST_S):
+                await asyncio.to_thread(_give_back, groups, has_asked=self._has_asked)
 
     def close(self) -> None:
         """Leave the cluster. A head that is gone is not waited for."""
@@ -200,8 +234,10 @@ class RayLauncher:
             leaving.join(CLOSE_S)
 
 
-def _ask_each(ray: Any, found: Sequence[Mapping[str, Any]]) -> list[Machine]:
-    """What each node is. Raises ConfigError for one that does not answer, or has other versions than this."""
+def _ask_each(ray: Any, found: Sequence[Mapping[str, Any]], own: dict[str, str]) -> list[Node]:
+    """The nodes that Ray has found. Raises ConfigError for one that does not answer, or has other versions
+    than `own`; those of the first, where that is empty, are put into it.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     asked = []
@@ -210,7 +246,7 @@ def _ask_each(ray: Any, found: Sequence[Mapping[str, Any]]) -> list[Machine]:
         task = ray.remote(describe).options(num_cpus=0, scheduling_strategy=on)
         asked.append(task.remote(int(node["Resources"].get("GPU", 0))))
     ray.wait(asked, num_returns=len(asked), timeout=DESCRIBE_S)
-    machines, own = list[Machine](), dict[str, str]()
+    nodes = list[Node]()
     for node, ref in zip(found, asked, strict=True):
         name = node["NodeName"]
         try:
@@ -219,10 +255,25 @@ def _ask_each(ray: Any, found: Sequence[Mapping[str, Any]]) -> list[Machine]:
             why = str(error).strip().splitlines()[-1][:300] or f"no answer within {DESCRIBE_S:g} s"
             way_out = "install asyncrl there, in the Python that Ray runs under, or take the node out of Ray."
             raise ConfigError(f"the node {name} cannot run asyncrl: {why}", way_out=way_out) from error
-        own = own or versions
+        own |= versions if not own else {}
         refuse_other_versions(name, versions, own)
-        machines.append(machine)
-    return machines
+        nodes.append(Node(name, node["NodeManagerAddress"], machine, node["NodeID"]))
+    return nodes
+
+
+def _pin(resources: Mapping[str, float]) -> str:
+    return next(name for name in resources if name.startswith("node:") and "__" not in name)
+
+
+def _give_back(groups: Iterable[Any], *, has_asked: bool) -> None:
+    """What was reserved, and what the autoscaler was asked for."""
+    from ray.autoscaler.sdk import request_resources
+    from ray.util import remove_placement_group
+
+    for group in groups:
+        remove_placement_group(group)
+    if has_asked:
+        request_resources(bundles=[])
 
 
 def refuse_other_versions(name: str, versions: Mapping[str, str], own: Mapping[str, str]) -> None:

@@ -46,8 +46,17 @@ class RayNode:
     Waits: one task asks the actor for news of all its processes, over and over; each call has a limit.
     """
 
-    def __init__(self, node: Node, make_actor: Callable[[], Any], kill_actor: Callable[[Any], None]) -> None:
-        self.node, self._make, self._kill = node, make_actor, kill_actor
+    def __init__(
+        self,
+        node: Node,
+        make_actor: Callable[[], tuple[Node, Any]],
+        kill_actor: Callable[[Any], None],
+        addressed: Callable[[str], str],
+    ) -> None:
+        """`make_actor`: on this node, or on one that takes its place; `addressed`: a spec with the addresses
+        that nodes have now.
+        """
+        self.node, self._make, self._kill, self.addressed = node, make_actor, kill_actor, addressed
         self._actor: Any = None
         self._lost = "it was not opened"
         self._asking: asyncio.Future[None] | None = None
@@ -72,7 +81,7 @@ class RayNode:
                 return
             await self._end_actor()
             try:
-                self._actor = await asyncio.to_thread(self._make)
+                self.node, self._actor = await asyncio.to_thread(self._make)
                 with waiting("its actor", on=self.node.name):
                     await self._within(ACTOR_S, "ready")
             except _lost_errors() as error:
@@ -216,6 +225,8 @@ class RayProcess:
         threads = {name: os.environ.get(name, number) for name, number in ONE_THREAD.items()}
         order = replace(self._order, env={**threads, **self._order.env})
         try:
+            await self._on.open()  # which may move the node to another machine
+            order = replace(order, spec=self._on.addressed(order.spec))
             answer = await self._on.start(self, order)
         except RoomError as error:
             raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
