@@ -1,12 +1,14 @@
 """Time limits that forgive what the event loop itself missed, and waits that say what they are for."""
 
 import asyncio
+import contextlib
 import socket
 import sys
 import time
 from collections.abc import Callable
 
 import pytest
+import uvloop
 from rollout_cases import virtual
 
 from asyncrl.observe.watchdog import waits_now
@@ -217,3 +219,14 @@ async def test_tasks_in_the_same_place_are_one_line_of_the_stacks() -> None:
         event.set()
     names = ", ".join(f"rollout g0/r{index}" for index in range(4))
     assert line.startswith(f"task {names} and 5 more: Event.wait")
+
+
+def test_a_limit_ends_a_wait_on_the_loop_that_ray_runs_actors_in() -> None:
+    async def story() -> bool:
+        limit = TimeLimit(0.01)
+        with contextlib.suppress(TimeoutError):
+            async with limit:
+                await asyncio.Event().wait()
+        return limit.expired()
+
+    assert uvloop.run(asyncio.wait_for(story(), 60))
