@@ -69,7 +69,7 @@ class RayNode:
 
     def _away(self, name: str, how: str) -> NodeLost:
         rule = "all processes there end with it"
-        way_out = "see `ray status`; a run that is started again is placed on the nodes that are there then."
+        way_out = "see `ray status`; start Ray there again, or on another node that has as much."
         return NodeLost(
             name, f"the node {self.node.name} ({self.node.address}) {how}", rule=rule, way_out=way_out
         )
