@@ -1,5 +1,29 @@
 """asyncrl: fully asynchronous reinforcement learning of language models, with a hard staleness bound on every
-token.
+token. From Python: docs/python.md.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+__all__ = ["RunConfig", "RunRecord", "__version__", "load_config", "read_run", "run"]
+_FOUND_IN = {
+    "RunConfig": "asyncrl.config",
+    "RunRecord": "asyncrl.observe.run_record",
+    "load_config": "asyncrl.config",
+    "read_run": "asyncrl.observe.run_record",
+    "run": "asyncrl.api",
+}
+"""Imported when they are asked for: a server or a worker imports none of them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FOUND_IN:
+        raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_FOUND_IN[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FOUND_IN})

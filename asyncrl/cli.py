@@ -22,7 +22,7 @@ app = typer.Typer(
     name="asyncrl",
     help="Asynchronous RL of language models, with a hard staleness bound on every token.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -38,9 +38,22 @@ Text: TypeAlias = str | None
 Texts: TypeAlias = list[str] | None
 File: TypeAlias = Path | None
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
+
+
+def _complete_override(incomplete: str) -> list[str]:
+    """Keys of settings, for the shell."""
+    from asyncrl.config.load import all_keys
+
+    return [f"{key}=" for key in all_keys() if key.startswith(incomplete)]
+
+
 Overrides = Annotated[
     Texts,
-    Argument(metavar="[KEY=VALUE]...", help="Settings that replace the file's: buffer.max_staleness=4."),
+    Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings that replace the file's: buffer.max_staleness=4.",
+        autocompletion=_complete_override,
+    ),
 ]
 RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
@@ -140,11 +153,20 @@ def check(
 
 
 @app.command()
-def keys(section: Annotated[Text, Argument(help="Only this section, e.g. buffer.")] = None) -> None:
+def keys(
+    what: Annotated[
+        Text,
+        Argument(
+            metavar="[WHAT]",
+            help="Only this section (buffer), this key (buffer.max_staleness), or what has this word.",
+        ),
+    ] = None,
+    schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
+) -> None:
     """List every setting with its type, default and meaning."""
-    from asyncrl.config.load import describe_keys
+    from asyncrl.config.load import describe_keys, schema_text
 
-    typer.echo(describe_keys(section))
+    typer.echo(schema_text().rstrip() if schema else describe_keys(what))
 
 
 @app.command()

@@ -13,6 +13,7 @@ AsyncrlError                what failed with its values, the rule, the way out
 │   ├── ConnectionShortage  this machine has no descriptor or port left to call a server
 │   ├── JournalError        what happened cannot be written down, or the journal is damaged, foreign or in use
 │   └── TaskError           no further prompt can be made, or no rollout can be scored any more
+├── CallbackError           a function that was given to asyncrl.run raised
 ├── CheckpointError         a checkpoint cannot be written (the run goes on), or cannot be read
 │   └── CheckpointDamaged   what was read of it is wrong or missing: an older one is taken
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in rollouts/
@@ -64,6 +65,12 @@ class ConfigError(AsyncrlError):
     """A setting is wrong. Raised before any process is started."""
 
     exit_code = 2
+
+
+class CallbackError(AsyncrlError):
+    """A callback of asyncrl.run raised `error`. The run has ended, and can go on."""
+
+    error: Exception
 
 
 def without_train(module: str) -> ConfigError:

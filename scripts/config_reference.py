@@ -1,8 +1,8 @@
-"""Writes docs/configuration.md from the config models, so that the page cannot say anything else than they
-do.
+"""Writes docs/configuration.md and configs/asyncrl.schema.json from the config models, so that neither can say
+anything else than they do.
 
-python scripts/config_reference.py            write the page
-python scripts/config_reference.py --check    exit with 1 if the page is out of date
+python scripts/config_reference.py            write both
+python scripts/config_reference.py --check    exit with 1 if one is out of date
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from asyncrl.config.load import Key, sections
+from asyncrl.config.load import Key, schema_text, sections
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGE, SCHEMA = ROOT / "docs" / "configuration.md", ROOT / "configs" / "asyncrl.schema.json"
 
 HEAD = """\
 # Configuration
@@ -62,17 +63,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--check", action="store_true", help="only compare; exit with 1 if the page is out of date"
     )
     parser.add_argument(
-        "--page", type=Path, default=PAGE, help="file to write or compare (default: docs/configuration.md)"
+        "--page", type=Path, default=PAGE, help="file of the page (default: docs/configuration.md)"
+    )
+    parser.add_argument(
+        "--schema", type=Path, default=SCHEMA, help="file of the schema (default: in configs/)"
     )
     options = parser.parse_args(arguments)
-    if not options.check:
-        options.page.write_text(page(), encoding="utf-8")
-        return 0
-    if not options.page.exists() or options.page.read_text(encoding="utf-8") != page():
-        print(
-            f"{options.page} is out of date.\n  Way out: python scripts/config_reference.py", file=sys.stderr
-        )
-        return 1
+    for path, text in ((options.page, page()), (options.schema, schema_text())):
+        if not options.check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"{path} is out of date.\n  Way out: python scripts/config_reference.py", file=sys.stderr)
+            return 1
     return 0
 
 

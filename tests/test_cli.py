@@ -26,6 +26,12 @@ run --help -> 0: --resume
 work --help -> 0: ASYNCRL_WORKER_KEY
 keys buffer -> 0: buffer.max_staleness (integer, default 1)
 keys bufer -> 2: did you mean buffer?
+keys buffer.max_staleness -> 0: buffer.max_staleness (integer, default 1)
+keys straggler -> 0: buffer.on_overdue (wait | mask | drop
+keys trainer.lr -> 2: did you mean trainer.learning_rate?
+keys --schema -> 0: "max_staleness": {
+-h -> 0: simulate ... --install-completion
+run -h -> 0: --resume
 check configs/quickstart.yaml model.dtype=auto -> 0: dtype: auto is ... engine-0 ... mode: ... memory of cpu:
 run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_staleness? ... Way out:
 simulate configs/quickstart.yaml --devices 1 -> 2: --devices

@@ -52,12 +52,16 @@ def test_a_generated_page_is_up_to_date(script: ModuleType, capsys: pytest.Captu
 def test_a_page_that_differs_is_refused_with_the_command_that_writes_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "page.md"
+    files = page, schema = tmp_path / "page.md", tmp_path / "schema.json"
+    options = ["--page", str(page), "--schema", str(schema)]
     arguments = (["--check"], [], ["--check"])
-    assert [config_reference.main([*given, "--page", str(page)]) for given in arguments] == [1, 0, 0]
-    page.write_text(page.read_text().replace("staleness", "freshness"))
-    assert config_reference.main(["--check", "--page", str(page)]) == 1
-    assert "python scripts/config_reference.py" in capsys.readouterr().err
+    assert [config_reference.main([*given, *options]) for given in arguments] == [1, 0, 0]
+    for file in files:
+        right = file.read_text()
+        file.write_text(right.replace("staleness", "freshness"))
+        assert config_reference.main(["--check", *options]) == 1
+        assert "python scripts/config_reference.py" in capsys.readouterr().err
+        file.write_text(right)
 
 
 def test_every_key_has_a_row_with_a_meaning() -> None:

@@ -5,8 +5,9 @@ writes the settings as text, taken from the models: for `asyncrl keys` and docs/
 from __future__ import annotations
 
 import difflib
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -62,10 +63,7 @@ class _KeysOnce(yaml.SafeLoader):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and check a config. `overrides` are `section.key=value`, the value as YAML (`none` = null).
-
-    Raises ConfigError, which names every wrong key and value, where it stands, and the closest right key.
-    """
+    """Read and check the config in a YAML file. `overrides`: as config_from has them. Raises ConfigError."""
     try:
         values = _parse(Path(path).read_text(encoding="utf-8"), _KeysOnce, str(path))
     except (OSError, *_NO_YAML) as error:
@@ -73,6 +71,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"cannot read the config {path}: {error}",
             way_out="give the path of a YAML file, like configs/quickstart.yaml, and correct what it names.",
         ) from error
+    return config_from(values, overrides, str(path))
+
+
+def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the config") -> RunConfig:
+    """Check a config that is a mapping. `overrides` are `section.key=value`, the value as YAML (`none` =
+    null); `path` is how errors call it.
+
+    Raises ConfigError, which names every wrong key and value, where it stands, and the closest right key.
+    """
     for override in overrides:
         values = _with(values, override)
     try:
@@ -80,7 +87,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except ValidationError as error:
         lines = dict[str, str]()  # by key: of the alternatives of a union, each has its say
         for problem in error.errors():
-            key, separator, message = _explain(dict(problem), str(path)).partition(f" in {path}: ")
+            key, separator, message = _explain(dict(problem), path).partition(f" in {path}: ")
             lines[key] = f"{lines[key][:-1]}, or: {message}" if key in lines else key + separator + message
         way_out = "correct the file or the key=value after it; `asyncrl check CONFIG` starts no run."
         raise ConfigError("\n  ".join(lines.values()), way_out=way_out) from error
@@ -204,18 +211,35 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
             yield name, " ".join((model.__doc__ or "").split()), keys
 
 
-def describe_keys(section: str | None = None) -> str:
-    """All settings, or one section's, a line or two each. Raises ConfigError for a section that does not
-    exist.
+def schema_text() -> str:
+    """The JSON schema of a config file (draft 2020-12), for editors: names, types, defaults and meanings.
+    What only several settings together can break is not in it.
     """
-    found = [(name, about, keys) for name, about, keys in sections() if section in (None, name)]
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def describe_keys(wanted: str | None = None) -> str:
+    """All settings, those of a section, one by its full name, or those that have a word in their name or
+    meaning; a line or two each. Raises ConfigError if there are none.
+    """
+    word = (wanted or "").lower()
+
+    def is_exact(key: Key) -> bool:
+        return key.name == wanted or key.name.startswith(f"{wanted}.")
+
+    found = [(name, about, keys) for name, about, keys in sections() if wanted in (None, name)]
+    found = found or _chosen(is_exact)
+    found = found or _chosen(lambda key: word in f"{key.name} {key.meaning}".lower())
     if not found:
-        names = [name for name, _, _ in sections() if name]
-        closest = "".join(
-            f"; did you mean {name}?" for name in difflib.get_close_matches(str(section), names, n=1)
+        closest = _closest((str(wanted),)) or next(
+            iter(difflib.get_close_matches(word, [name for name, _, _ in sections()], n=1)), None
         )
-        way_out = f"give one of {', '.join(names)}, or none for all."
-        raise ConfigError(f"there is no section {section}{closest}", way_out=way_out)
+        raise ConfigError(
+            f"no setting, section or meaning has {wanted}"
+            + (f"; did you mean {closest}?" if closest else ""),
+            way_out="give a key like buffer.max_staleness, a section like buffer, a word, or none for all.",
+        )
     lines = []
     for name, about, keys in found:
         lines.append(f"{name or 'top level'}: {about}")
@@ -224,6 +248,12 @@ def describe_keys(section: str | None = None) -> str:
             lines += [f"  {key.name} ({key.type}{default})", f"      {key.meaning}"]
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def _chosen(is_wanted: Callable[[Key], bool]) -> list[tuple[str, str, list[Key]]]:
+    """The sections with those of their keys, where they have some."""
+    kept = [(name, about, [key for key in keys if is_wanted(key)]) for name, about, keys in sections()]
+    return [(name, about, keys) for name, about, keys in kept if keys]
 
 
 def _key(name: str, info: FieldInfo) -> Key:

@@ -115,9 +115,8 @@ class Parts:
         """The prompts and what scores them; returns those of the evaluation."""
         config, job = self._config, self._job
         found = await find_task(job)
-        task, held_out = found.task, found.eval_task
-        assert task is not None, "it was read"
-        if config.eval is not None and held_out is None:
+        assert (task := found.task) is not None, "it was read"
+        if (held_out := found.eval_task) is None and config.eval is not None:
             job.tell("reading the eval task")
             held_out = await asyncio.to_thread(read_eval_task, config.eval)
         self.replayed = await asyncio.to_thread(open_replay, config, job.run_dir)
@@ -339,6 +338,7 @@ class Parts:
     def _published(self, manifest: ExportResponse) -> None:
         """A version is announced."""
         self.journal.published_nowait(manifest.version, manifest.digest)
+        self._job.voice.published(manifest.version, manifest.digest)
         if manifest.path:  # in turns there is a file of evaluated versions alone
             self._whole_published(manifest)
 

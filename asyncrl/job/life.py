@@ -63,6 +63,9 @@ class Voice:
         logger.warning("%s", text)
         self.say_secret(f"WARNING: {text}")
 
+    def published(self, version: int, digest: str) -> None:
+        """Every engine serves new weights."""
+
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """How it ended: done, interrupted or failed. Without `can_go_on` the same command would fail
         again.

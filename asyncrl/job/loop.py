@@ -32,6 +32,7 @@ from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume
 from asyncrl.job.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
+from asyncrl.observe.trackers.tracker import Tracker
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
@@ -56,8 +57,10 @@ def run_job(
     name: str,
     resume: ResumeMode = "auto",
     allow_change: Sequence[str] = (),
+    trackers: Sequence[Tracker] = (),
 ) -> int:
     """Train as `config` says, from start to end or from where a killed run stood, and return the exit code.
+    `trackers` are told of it, beside those of the config.
 
     0 done; 130 or 143 interrupted by SIGINT or SIGTERM, and can be resumed. Raises AsyncrlError when a part
     of the run failed; by then everything is closed: no child process and no shared memory is left.
@@ -87,7 +90,7 @@ def run_job(
             if point is None:
                 write_whole(folder / "config.yaml", run_config_yaml(config))
             with logging_to(folder):
-                job = Job(config, folder, name, point, plan.placement, launcher)
+                job = Job(config, folder, name, point, plan.placement, launcher, trackers)
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
                     job.say(words)
                 return asyncio.run(end_what_is_left(job.run()))
@@ -113,8 +116,9 @@ class Job(Life):
         point: ResumePoint | None,
         placement: Placement,
         launcher: Launcher | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
-        self.reporter = Reporter(config, run_dir, name, goes_on=point is not None)
+        self.reporter = Reporter(config, run_dir, name, trackers, goes_on=point is not None)
         super().__init__(config, run_dir, self.reporter, launcher)
         self._point, self._placement = point, placement
 

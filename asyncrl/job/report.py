@@ -26,7 +26,7 @@ from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
-from asyncrl.observe.trackers.tracker import TrackedRun
+from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
 from asyncrl.observe.trackers.tracker_names import make_trackers
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported, Wait
@@ -93,9 +93,17 @@ class Reporter(Voice):
     A run that `goes_on` leaves what the killed one wrote as it is until resumes(): its start may be refused.
     """
 
-    def __init__(self, config: RunConfig, run_dir: Path, name: str, *, goes_on: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        name: str,
+        trackers: Sequence[Tracker] = (),
+        *,
+        goes_on: bool = False,
+    ) -> None:
         self.config, self.run_dir, self.name = config, run_dir, name
-        self._recorder = Recorder(run_dir, make_trackers(config.observe.trackers))
+        self._recorder = Recorder(run_dir, [*make_trackers(config.observe.trackers), *trackers])
         self._console = Console(
             config.observe.console,
             run_name=name,
@@ -141,6 +149,10 @@ class Reporter(Voice):
         if len(self._warnings) < MOST_WARNINGS:
             self._warnings.append(text)
         super().warn(text)
+
+    def published(self, version: int, digest: str) -> None:
+        """Every engine serves these weights."""
+        self._recorder.record_weights(version, digest)
 
     def warn_once(self, what: str, text: str) -> None:
         """The first time that it happens in this run."""

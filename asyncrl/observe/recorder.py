@@ -129,6 +129,11 @@ class Recorder:
             file.close()
         self._files.clear()
 
+    def record_weights(self, version: int, digest: str) -> None:
+        """Every engine serves the weights of `version`."""
+        for tracker in self.trackers:
+            tracker.weights(version, digest)
+
     def close_trackers(self, state: str) -> None:
         """The run has ended: done, failed or interrupted."""
         for tracker in self.trackers:

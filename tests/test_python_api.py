@@ -1,0 +1,143 @@
+"""A run from Python, as docs/python.md shows it, and its directory as tables."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from job_runs import environment, write_config
+
+import asyncrl
+from asyncrl.errors import ConfigError
+from asyncrl.observe.run_record import table_of
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+SCRIPT, READING = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+
+RAISES = """
+import json, sys
+import asyncrl
+from asyncrl.errors import CallbackError
+
+def on_weights(version, digest):
+    if version == 2:
+        raise KeyError("no room")
+
+if __name__ == "__main__":
+    config, run_dir = json.loads(sys.argv[1]), sys.argv[2]
+    try:
+        asyncrl.run(config, run_dir=run_dir, on_weights=on_weights)
+    except CallbackError as error:
+        assert isinstance(error.error, KeyError), error.error
+        print("ended:", error)
+    seen, quiet = [], ["observe.console=none"]
+    record = asyncrl.run(config, quiet, run_dir=run_dir, on_step=lambda step, _: seen.append(step))
+    print(json.dumps([record.state, seen, record.steps["step"]]))
+"""
+
+
+def ran(arguments: list[str], folder: Path) -> str:
+    """What a script printed."""
+    done = subprocess.run(
+        arguments, cwd=folder, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_what_the_page_shows_runs_and_reads(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    said = ran([sys.executable, "script.py"], tmp_path).splitlines()
+    assert [line.split()[0] for line in said if line[0].isdigit()][:5] == list("01234")
+    assert "engines serve 1" in said
+    assert said[-1].startswith("done runs/from-python/final")
+    reading = READING.replace("runs/from-python", str(tmp_path / "runs" / "from-python"))
+    page: dict[str, Any] = {"asyncrl": asyncrl}
+    exec(compile(reading, "docs/python.md", "exec"), page)
+    record = page["record"]
+    assert len(record.steps["reward/mean"]) == 5
+    assert len({len(column) for column in record.trained.values()}) == 1
+    assert max(record.trained["staleness"]) <= record.config.buffer.max_staleness
+    assert record.problems == []
+    assert repr(record).endswith("done, 5 steps>")
+
+
+@pytest.mark.slow
+def test_a_callback_that_raises_ends_the_run_which_goes_on_in_the_same_process(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(RAISES)
+    config = yaml.safe_load(write_config(tmp_path, trainer={"num_steps": 4}).read_text())
+    said = ran(
+        [sys.executable, "script.py", json.dumps(config), str(tmp_path / "run")], tmp_path
+    ).splitlines()
+    assert any("ended: on_weights of asyncrl.run raised KeyError: 'no room'" in line for line in said)
+    state, seen, steps = json.loads(said[-1])
+    assert (state, steps) == ("done", [0, 1, 2, 3])
+    assert seen == steps[-len(seen) :], "it went on where the first one stood"
+
+
+def test_a_run_is_refused_where_it_could_not_handle_signals() -> None:
+    async def inside() -> None:
+        asyncrl.run("configs/quickstart.yaml")
+
+    with pytest.raises(ConfigError, match="inside a running event loop"):
+        asyncio.run(inside())
+    errors: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            asyncrl.run("configs/quickstart.yaml")
+        except ConfigError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "not the main one" in str(errors[0])
+
+
+def test_a_table_has_columns_of_one_length_with_nan_where_a_line_has_no_number() -> None:
+    table = table_of([{"a": 1}, {"b": 2}, {"a": 3, "b": 4}])
+    assert str(table) == str({"a": [1, math.nan, 3], "b": [math.nan, 2, 4]})
+    assert table_of([]) == {}
+
+
+def test_a_folder_that_is_no_run_is_refused_as_the_commands_do(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no run directory"):
+        asyncrl.read_run(tmp_path)
+
+
+def test_the_package_knows_its_names_and_no_others() -> None:
+    assert {"run", "read_run", "load_config"} <= set(dir(asyncrl))
+    assert asyncrl.RunConfig.__name__ == "RunConfig"
+    with pytest.raises(AttributeError, match="no attribute 'runs'"):
+        asyncrl.runs  # type: ignore[attr-defined]  # noqa: B018
+
+
+CONFIGS = [*sorted((ROOT / "configs").glob("*.yaml")), *sorted((ROOT / "examples").rglob("*.yaml"))]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_an_editor_finds_the_schema_of_a_shipped_config_and_accepts_it(path: Path) -> None:
+    first, *_ = path.read_text(encoding="utf-8").splitlines()
+    named = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
+    if named is None:  # a file of another program: a cluster's, say
+        assert "launch" in path.parts
+        return
+    schema = json.loads((path.parent / named[1]).read_text(encoding="utf-8"))
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    jsonschema.validate(values, schema)
+    with pytest.raises(jsonschema.ValidationError, match="max_stalenes"):
+        jsonschema.validate({**values, "buffer": {"max_stalenes": 1}}, schema)
