@@ -15,6 +15,7 @@ AsyncrlError                what failed with its values, the rule, the way out
 │   └── TaskError           no further prompt can be made, or no rollout can be scored any more
 ├── CheckpointError         a checkpoint cannot be written (the run goes on), or cannot be read
 │   └── CheckpointDamaged   what was read of it is wrong or missing: an older one is taken
+├── HubError                the Hugging Face hub does not take an export, or cannot be reached
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in rollouts/
     ├── RolloutTimeout      it ran past rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled
@@ -81,6 +82,10 @@ class CheckpointError(AsyncrlError):
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoint: an older one is taken
     """What was read of a checkpoint is wrong, or a part of it is missing."""
+
+
+class HubError(AsyncrlError):
+    """The Hugging Face hub does not take an export, or cannot be reached."""
 
 
 class RoomError(AsyncrlError):

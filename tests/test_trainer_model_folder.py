@@ -103,7 +103,7 @@ def test_the_commit_of_the_hub_is_kept(tmp_path: Path, model: Path, monkeypatch:
     config = load_config(write_config(tmp_path, model={"path": "some/model", "scratch": None}))
     for _ in range(2):
         pin = ModelPin(tmp_path, "some/model")
-        pin.read(asyncio.run(make_model_folder(config, tmp_path, revision=pin.revision)))
+        pin.read(asyncio.run(make_model_folder(config, tmp_path, commit=pin.revision)))
         pin.write()
     assert asked == [None, "commit1"]
     assert ModelPin(tmp_path, "some/other").revision is None
