@@ -16,8 +16,8 @@ REPLACED = ["*.safetensors", "*.safetensors.index.json", "adapter_config.json"]
 class HubRepo:
     """A repository that is pushed to. Life: opened() before the long work, then push()."""
 
-    def __init__(self, name: str, api: Any, *, is_public: bool) -> None:
-        self.name, self._api, self._is_public = name, api, is_public
+    def __init__(self, name: str, api: Any) -> None:
+        self.name, self._api = name, api
 
     @classmethod
     def opened(cls, name: str, *, is_public: bool) -> HubRepo:
@@ -31,17 +31,17 @@ class HubRepo:
             validate_repo_id(name)
         except HFValidationError as error:
             raise ConfigError(f"--push {name}: {error}", way_out="name it like OWNER/NAME.") from error
-        if get_token() is None:
-            what = f"--push {name}: there is no token for the hub on this machine"
-            raise ConfigError(what, way_out="log in with `hf auth login`, or set HF_TOKEN.")
         api = HfApi()
         with _words(name):
+            if get_token() is None:
+                what = f"--push {name}: there is no token for the hub on this machine"
+                raise ConfigError(what, way_out="log in with `hf auth login`, or set HF_TOKEN.")
             repo_id = api.create_repo(name, private=not is_public, exist_ok=True).repo_id
             if not is_public and not api.repo_info(repo_id).private:
                 rule = "what is pushed to it can be read by everyone"
                 way_out = "add --public, or name another repository."
                 raise ConfigError(f"--push {name}: this repository is public", rule=rule, way_out=way_out)
-        return cls(repo_id, api, is_public=is_public)
+        return cls(repo_id, api)
 
     def push(self, folder: Path, version: int) -> str:
         """Upload the folder, and tag it step-VERSION; returns its address. Raises HubError."""

@@ -105,9 +105,9 @@ def find_source(
         if version == final:
             return WeightsSource(version, run_dir / "final", is_final=True)
         folder = run_dir / "checkpoints" / f"step_{version}"
-        num_bytes = sum(path.stat().st_size for path in folder.rglob("*"))
-        tell(f"comparing {folder.name} with its checksums, {num_bytes / 1e9:.2f} GB")
         with _removed(folder, config):
+            num_bytes = sum(path.stat().st_size for path in folder.rglob("*"))
+            tell(f"comparing {folder.name} with its checksums, {num_bytes / 1e9:.2f} GB")
             try:
                 read_whole(folder, version)
                 return WeightsSource(version, folder, is_final=False)
