@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from asyncrl.errors import AsyncrlError, ConfigError, HubError
 from asyncrl.job.exporting.hub_push import HubRepo
@@ -52,6 +52,8 @@ class Hub(ThreadingHTTPServer):
             self.private[name] = asked["visibility"] == "private"
             return 200, {"url": f"{self.url}/{name}", "name": name}
         if found := re.fullmatch(r"GET /api/models/([\w.-]+/[\w.-]+)(/revision/main)?", call):
+            if found[1] not in self.private:
+                return 404, {"error": "no such repository"}
             files = [{"rfilename": file} for file in self.files]
             told = {"id": found[1], "private": self.private[found[1]], "sha": f"{self.num_commits:040}"}
             return 200, told | {"siblings": files}
@@ -117,8 +119,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     thread = threading.Thread(target=hub.serve_forever, daemon=True)
     thread.start()
     for name, value in {"ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": True, "HF_HUB_OFFLINE": False}.items():
-        monkeypatch.setattr(huggingface_hub.constants, name, value)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     yield hub
     hub.shutdown()
@@ -172,7 +174,7 @@ def test_what_the_hub_does_not_take_is_said_in_our_words(
     assert f"hf upload me/model {out}" in refused(HubError, r"does not let this token write .*\(403\)")
     hub.refuses = "repos/create"
     assert "hf auth login" in refused(HubError, r"does not let this token write .*\(403\)", name="me/new")
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "check the network" in refused(HubError, "cannot be reached")
     monkeypatch.delenv("HF_TOKEN")
     assert "HF_TOKEN" in refused(ConfigError, "there is no token")
