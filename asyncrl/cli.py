@@ -191,8 +191,8 @@ def export(
     """
     from asyncrl.job.exporting.run_export import export_run
 
-    wanted = {"step": step, "adapter": adapter, "base": base, "dtype": dtype}
-    export_run(run_dir, out, **wanted, overwrite=overwrite, push=push, public=public, tell=typer.echo)
+    asked = {"adapter": adapter, "overwrite": overwrite, "public": public}
+    export_run(run_dir, out, step=step, base=base, dtype=dtype, push=push, tell=typer.echo, **asked)
 
 
 @app.command()

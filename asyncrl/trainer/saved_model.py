@@ -26,7 +26,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 def save_model(
-    state: Path, base: Path, path: Path, *, dtype: str, chat_template: str | None, tell: Callable[[str], None]
+    state: Path, base: Path, path: Path, tell: Callable[[str], None], *, dtype: str, chat_template: str | None
 ) -> None:
     """Write the weights of a saved state as a Hugging Face folder: what the trainer computed with, in
     `dtype`, adapters merged. `base` is the model that the run began with. In memory are the model in `dtype`,
@@ -62,11 +62,11 @@ def save_peft(
     state: Path,
     base: Path,
     path: Path,
+    name: str,
+    revision: str | None,
     *,
     dtype: str,
     chat_template: str | None,
-    name: str,
-    revision: str | None,
 ) -> None:
     """Write the adapters of a saved state as a peft folder on the model `name`, with the tokenizer of `base`.
     No other weights are read. Raises Refused, ConfigError, OSError, SafetensorError.

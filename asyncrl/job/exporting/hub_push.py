@@ -25,7 +25,8 @@ class HubRepo:
         none, without a token, and for a public repository without `is_public`; HubError.
         """
         from huggingface_hub import HfApi, get_token
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils._validators import validate_repo_id
 
         try:
             validate_repo_id(name)

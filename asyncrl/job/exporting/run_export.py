@@ -161,12 +161,12 @@ def _load(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) ->
         except ConfigError as error:
             way_out = "put its files back as they were; an export is of the model that was trained."
             raise ConfigError(error.what, rule=error.rule, way_out=way_out) from error
+        dtype, template, origin = weights.dtype, model.chat_template, weights.origin
         if weights.is_adapter:
-            name, revision = weights.origin.name, weights.origin.commit
-            named = {"name": name, "revision": revision}
-            save_peft(state, base, path, dtype=weights.dtype, chat_template=model.chat_template, **named)
+            named = (origin.name, origin.commit)
+            save_peft(state, base, path, *named, dtype=dtype, chat_template=template)
         else:
-            save_model(state, base, path, dtype=weights.dtype, chat_template=model.chat_template, tell=tell)
+            save_model(state, base, path, tell, dtype=dtype, chat_template=template)
 
 
 def _copy(source: WeightsSource, weights: WeightsOut, path: Path, tell: Tell) -> None:

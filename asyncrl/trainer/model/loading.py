@@ -242,7 +242,7 @@ def _stored_name(name: str) -> str:
     return name.removeprefix("model.").replace(".base_layer.", ".")
 
 
-def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
+def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
     """The tokenizer of a model, with the chat template of that file if there is one. Raises OSError or
     ValueError if it cannot be read.
     """
