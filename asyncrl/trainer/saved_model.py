@@ -19,7 +19,7 @@ from asyncrl.trainer.model.loading import load_tokenizer, loading
 from asyncrl.trainer.model.lora import ADAPTER, save_adapter
 from asyncrl.trainer.state import READ_BYTES, read_state, read_weights
 from asyncrl.weights.adapters import merge
-from asyncrl.weights.export import named_weights, save_folder
+from asyncrl.weights.export import in_export_dtype, named_weights, save_folder
 from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules
 
 Shapes = Mapping[str, Sequence[int]]
@@ -55,7 +55,7 @@ def save_model(
             _refuse_other_model(state, {name: (len(lora_B), lora_A.shape[1])}, there)
             parameters[name].data = merge(parameters[name].data, lora_A, lora_B, lora.alpha / lora.rank)
     tell("writing the model")
-    save_folder(model, named_weights(model), tokenizer, of_dtype, path)
+    save_folder(model, in_export_dtype(named_weights(model), of_dtype), tokenizer, of_dtype, path)
 
 
 def save_peft(

@@ -116,16 +116,10 @@ def find_source(
                     way_out = f"export another one, or copy the folder back; {_there(versions, final)}."
                     raise CheckpointDamaged(error.what, rule=error.rule, way_out=way_out) from error
                 tell(f"WARNING: passed over: {error.what}")
-    raise _nothing(run_dir, step, versions, final)
-
-
-def _nothing(run_dir: Path, step: str, versions: list[int], final: int | None) -> ConfigError:
+    rule = f"checkpoints are made each checkpoint.every steps and at a stop, final/, in {config.model.dtype} "
+    rule += "alone, at the end of a run; best is, of those that are there, by eval/reward_mean in eval.jsonl"
     what = f"{run_dir} has no weights of --step {step}: {_there(versions, final)}"
-    if step == "best":
-        rule = "best is the one with the largest eval/reward_mean in eval.jsonl of those that are kept"
-        return ConfigError(what, rule=rule, way_out="name a number, or last; checkpoint.keep_best keeps it.")
-    rule = "checkpoints are made each checkpoint.every steps and at a stop, final/ at the end of a run"
-    return ConfigError(what, rule=rule, way_out="give --step N of one that is there, best or last.")
+    raise ConfigError(what, rule=rule, way_out="give --step N of one that is there, or last.")
 
 
 def _there(versions: list[int], final: int | None) -> str:
