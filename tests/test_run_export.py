@@ -160,6 +160,9 @@ def test_adapters_are_exported_for_others_and_compute_what_the_merged_model_does
     cards = [(one / "README.md").read_text() for one in (from_checkpoint, from_final)]
     assert ["--base NAME" in card for card in cards] == [True, False]
     assert ["base_model: owner/name" in card for card in cards] == [False, True]
+    with pytest.raises(ConfigError, match="sit on a folder of this machine") as caught:
+        made.export(tmp_path / "pushed", adapter=True, push="me/model")
+    assert "--base" in caught.value.way_out
     with pytest.raises(ConfigError, match=r"trainer\.lora=none"):
         MadeRun(tmp_path / "copied", tiny_model_dir).export(tmp_path / "none", adapter=True)
 

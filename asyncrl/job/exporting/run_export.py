@@ -63,10 +63,13 @@ def export_run(
     config = read_config(run_dir)
     _refuse_wrong(config, adapter=adapter, dtype=dtype, push=push, public=public)
     out = _free(run_dir, out, overwrite=overwrite)
+    origin = origin_of(config, ModelPin(run_dir, config.model.source).revision, run_dir, base)
+    if push is not None and adapter and not origin.is_hub_id:
+        what = f"--push {push}: these adapters sit on a folder of this machine, {origin.name}"
+        raise ConfigError(what, rule="others must find the base model", way_out="add --base with its hub id.")
     repo = None if push is None else HubRepo.opened(push, is_public=public)
     trained_in = config.model.dtype
     source = find_source(run_dir, config, step, is_as_trained=dtype in (None, trained_in), tell=tell)
-    origin = origin_of(config, ModelPin(run_dir, config.model.source).revision, run_dir, base)
     weights = WeightsOut(run_dir, config, source.version, dtype or trained_in, origin, is_adapter=adapter)
     with _told(source, out), whole_folder(out) as unfinished:
         (_copy if source.is_final else _load)(source, weights, unfinished, tell)
