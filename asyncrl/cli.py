@@ -193,6 +193,31 @@ def inspect(
 
 
 @app.command()
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, Argument(metavar="OUT", help="Folder to make.")],
+    step: Annotated[
+        str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
+    ] = "last",
+    adapter: Annotated[bool, Option("--adapter", help="LoRA: the adapters alone, not merged.")] = False,
+    base: Annotated[Text, Option(metavar="NAME", help="Base model as others load it: a hub id.")] = None,
+    dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an export in OUT.")] = False,
+    push: Annotated[Text, Option(metavar="REPO", help="Upload it to OWNER/NAME of the hub, private.")] = None,
+    public: Annotated[bool, Option("--public", help="For everyone to see.")] = False,
+) -> None:
+    """Weights of a run as a Hugging Face folder with a model card, for transformers, vLLM and peft.
+
+    Of a run that is done, was stopped, killed or failed, or still goes on; nothing in RUN_DIR changes.
+    Without --step it is final/ of a run that is done, else the newest checkpoint. No GPU is needed.
+    """
+    from asyncrl.job.exporting.run_export import export_run
+
+    asked = {"adapter": adapter, "overwrite": overwrite, "public": public}
+    export_run(run_dir, out, step=step, base=base, dtype=dtype, push=push, tell=typer.echo, **asked)
+
+
+@app.command()
 def scale(
     run_dir: RunDir,
     engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],

@@ -16,6 +16,7 @@ AsyncrlError                what failed with its values, the rule, the way out
 ├── CallbackError           a function that was given to asyncrl.run raised
 ├── CheckpointError         a checkpoint cannot be written (the run goes on), or cannot be read
 │   └── CheckpointDamaged   what was read of it is wrong or missing: an older one is taken
+├── HubError                the Hugging Face hub does not take an export, or cannot be reached
 └── RolloutFailure          one bad rollout: data, not a crash; caught once, in rollouts/
     ├── RolloutTimeout      it ran past rollout.timeout_s
     ├── PromptUnusable      the prompt can never be sampled
@@ -88,6 +89,10 @@ class CheckpointError(AsyncrlError):
 
 class CheckpointDamaged(CheckpointError):  # noqa: N818  a state of the checkpoint: an older one is taken
     """What was read of a checkpoint is wrong, or a part of it is missing."""
+
+
+class HubError(AsyncrlError):
+    """The Hugging Face hub does not take an export, or cannot be reached."""
 
 
 class RoomError(AsyncrlError):

@@ -38,6 +38,7 @@ simulate configs/quickstart.yaml --devices 1 -> 2: --devices
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:
 scale docs engines=2 -> 2: is no run directory ... Way out:
+export docs out -> 2: is no run directory ... Way out:
 """
 
 

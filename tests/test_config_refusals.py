@@ -26,6 +26,7 @@ OWN task.args={a: 1} -> does not reach a verifiers
 task.python=a:B task.files=none -> a python task scores itself
 task.reward=none -> task.reward is missing
 model.path=none -> give one of model.path
+model.path=none model.scratch={characters: ab, architecture: {}} model.revision=v1 -> model.scratch has none
 generator.python=a:b generator.command=[c] -> give at most one of python, command, verifiers, remote
 generator.env={A: b} -> generator.env={'A': 'b'} is for command, and the generator is a single turn
 generator.python=a:b generator.stop=[x] -> is for a single turn, and the generator is python; remove it

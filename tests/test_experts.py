@@ -17,7 +17,7 @@ from rank_processes import running
 from safetensors.torch import load_file
 from test_engine_sleep import sleep, wake
 from test_weights_export import chunks_of
-from tiny_model import MOE, make_tiny_moe
+from tiny_model import STACKED, make_tiny_moe
 from torch import Tensor
 from trainer_cases import batch_of, changed, learned, make_batch, make_spec
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -50,21 +50,6 @@ from asyncrl.weights.transport import Exported, TrainerEnd, make_transport
 from asyncrl_servers.embedded.build_engine import build_engine
 from asyncrl_servers.embedded.decode_loop import Engine
 
-DEEPSEEK = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
-DEEPSEEK |= {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
-STACKED = {
-    "qwen3_moe": MOE,
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": DEEPSEEK | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
-}
-"""Models whose experts transformers stacks at load; Mixtral's it also renames."""
 NUM_ROUTED = 4
 """Experts that read a token of the tiny model: 2 in each of its 2 layers."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import textwrap
 from functools import partial
@@ -243,6 +244,22 @@ def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run(here: Path, 
     config = load_config(write_config(here, model={"scratch": None, "path": "who/half"}))
     assert find_on_disk(str(config.model.path)) is None
     assert "model: who/half is fetched from the hub" in look(config).lines[-1]
+
+
+def test_the_commit_of_a_revision_is_shown(
+    here: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached, commit = here / "cache" / "models--who--whole", "1" * 40
+    shutil.copytree(tiny_model_dir, cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "v1").write_text(commit)
+    download = partial(snapshot_download, cache_dir=here / "cache")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model = {"scratch": None, "path": "who/whole", "revision": "v1"}
+    lines = look(load_config(write_config(here, model=model))).lines
+    assert any(line.startswith(f"model: who/whole@v1 is commit {commit}") for line in lines), lines
+    lines = look(load_config(write_config(here, model=model | {"revision": "v2"}))).lines
+    assert lines[-1].startswith("model: who/whole@v2 is fetched from the hub")
 
 
 def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed_on(here: Path) -> None:

@@ -25,7 +25,7 @@ from asyncrl.messages.base import ErrorBody, find_fatal
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer import model_folder
 from asyncrl.trainer.model.scratch import main, make_character_tokenizer
-from asyncrl.trainer.model_folder import ModelPin, make_model_folder
+from asyncrl.trainer.model_folder import ModelPin, find_on_disk, make_model_folder
 
 
 @pytest.fixture
@@ -91,7 +91,10 @@ def test_only_touched_files_are_reread(tmp_path: Path, model: Path, monkeypatch:
         assert len(read) == 4, "its new time is noted"
 
 
-def test_the_commit_of_the_hub_is_kept(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("given", [None, "v1"])
+def test_the_commit_of_the_hub_is_kept(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
     asked: list[str | None] = []
 
     def snapshot_download(hub_id: str, *, revision: str | None = None, **_: Any) -> str:
@@ -100,13 +103,27 @@ def test_the_commit_of_the_hub_is_kept(tmp_path: Path, model: Path, monkeypatch:
         return str(shutil.copytree(model, folder, dirs_exist_ok=True))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    config = load_config(write_config(tmp_path, model={"path": "some/model", "scratch": None}))
+    config = load_config(
+        write_config(tmp_path, model={"path": "some/model", "scratch": None, "revision": given})
+    )
     for _ in range(2):
-        pin = ModelPin(tmp_path, "some/model")
-        pin.read(asyncio.run(make_model_folder(config, tmp_path, revision=pin.revision)))
+        pin = ModelPin(tmp_path, config.model.source)
+        pin.read(asyncio.run(make_model_folder(config, tmp_path, commit=pin.revision)))
         pin.write()
-    assert asked == [None, "commit1"]
-    assert ModelPin(tmp_path, "some/other").revision is None
+    assert asked == [given, given or "commit1"]
+    assert pin.revision == asked[1]
+    for other in ("some/other", "some/model@v2"):  # it is fetched, and its files are compared
+        assert ModelPin(tmp_path, other).revision is None
+
+
+def test_a_revision_of_a_folder_is_refused(tmp_path: Path) -> None:
+    folder = str(make_tiny_model(tmp_path / "tiny"))
+    config = load_config(write_config(tmp_path, model={"path": folder, "scratch": None, "revision": "main"}))
+    with pytest.raises(ConfigError, match=rf"model\.revision=main, and model\.path={folder} is a folder"):
+        asyncio.run(make_model_folder(config, tmp_path))
+    with pytest.raises(ConfigError, match=r"teacher\.revision=v1") as caught:
+        find_on_disk(folder, "teacher.path", "v1")
+    assert "give the hub id as teacher.path" in caught.value.way_out
 
 
 # ---- a model made from nothing: same spec, same bytes; a tokenizer that gives back what it got

@@ -38,6 +38,22 @@ def make_tiny_model(folder: Path, *, seed: int = 0, **architecture: object) -> P
 
 MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+DEEPSEEK: dict[str, Any] = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+DEEPSEEK |= {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}
+STACKED = {
+    "qwen3_moe": MOE,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": DEEPSEEK | {"moe_intermediate_size": 16, "first_k_dense_replace": 1},
+}
+"""Models whose experts transformers stacks at load; Mixtral's it also renames."""
+
 
 def make_tiny_moe(folder: Path, model_type: str = "qwen3_moe", seed: int = 0, **architecture: Any) -> Path:
     """The tiny model with experts, which transformers stacks at load; `architecture` instead of MOE."""

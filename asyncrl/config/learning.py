@@ -118,6 +118,9 @@ class TeacherConfig(FrozenConfig):
 
     path: str
     """Hugging Face folder or hub id of a causal language model with the vocabulary of `model`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id (none = its main branch). A run that goes on asks for it again: give
+    a commit to be sure of the same teacher."""
     slots: int = Field(default=16, ge=1)
     """Sequences that it reads at once; more wait."""
     timeout_s: float = Field(default=120.0, gt=0)

@@ -25,6 +25,9 @@ class ModelConfig(FrozenConfig):
 
     path: str | None = None
     """Hugging Face folder or hub id of a causal language model with a chat template."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id (none = its main branch). A run that goes on takes the commit with
+    which it began."""
     scratch: ScratchConfig | None = None
     """Instead of `path`: architecture and alphabet of a model with random weights."""
     dtype: DType = "auto"
@@ -39,7 +42,14 @@ class ModelConfig(FrozenConfig):
     def _one_source(self) -> Self:
         if (self.path is None) == (self.scratch is None):
             raise ValueError("give one of model.path (a folder or hub id) and model.scratch (random weights)")
+        if self.revision is not None and self.path is None:
+            raise ValueError(f"model.revision={self.revision} is of a hub id, and model.scratch has none")
         return self
+
+    @property
+    def source(self) -> str | None:
+        """What is loaded: model.path, with the revision where one is given; None of a model from scratch."""
+        return self.path if self.revision is None else f"{self.path}@{self.revision}"
 
 
 class TaskConfig(FrozenConfig):

@@ -130,8 +130,8 @@ class Parts:
         """`may_change`: the model need not be the one that the run began with."""
         config, replayed, job = self._config, self.replayed, self._job
         job.tell("making the model" if config.model.scratch else "finding the model")
-        self.pin = ModelPin(job.run_dir, config.model.path, is_free=may_change)
-        model_path = await make_model_folder(config, job.run_dir, revision=self.pin.revision)
+        self.pin = ModelPin(job.run_dir, config.model.source, is_free=may_change)
+        model_path = await make_model_folder(config, job.run_dir, commit=self.pin.revision)
         if replayed is not None:
             sampled = await asyncio.to_thread(sampled_by, config, model_path, self._placement)
             refuse_difference(replayed.path, replayed.sampled_by, sampled)

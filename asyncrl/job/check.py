@@ -53,7 +53,7 @@ from asyncrl.tasks.feed import Feed
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
-from asyncrl.trainer.model_folder import check_model_type, find_on_disk
+from asyncrl.trainer.model_folder import check_model_type, find_on_disk, hub_source
 from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
@@ -197,8 +197,10 @@ def look(config: RunConfig) -> Found:
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         where = "is fetched from the hub when the run starts; not looked at: that needs the network"
-        lines.append(f"model: {config.model.path} {where}")
+        lines.append(f"model: {config.model.source} {where}")
     else:
+        if (hub := hub_source(Path(tokenizer.model_path))) is not None:
+            lines.append(f"model: {config.model.source} is commit {hub[1]} of {hub[0]}, as far as fetched")
         if config.generator.is_harness or config.evaluates_agent:
             with _refusing(config, "the simplest chat"):  # what a harness asks is not known before it asks
                 tokenizer.render([{"role": "user", "content": "Hello"}])
@@ -221,7 +223,7 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
     if template is not None:
         read_template(Path(template))
     if model.scratch is None:
-        folder = find_on_disk(str(model.path))
+        folder = find_on_disk(str(model.path), revision=model.revision)
         if folder is None:
             return None
         return HFChatTokenizer(folder, chat_template=template, chat_template_kwargs=settings)
@@ -322,11 +324,14 @@ def check_in_child(config: RunConfig) -> None:
     if kind is not None and kind.checked_in == "child":
         build_harness(config.generator, is_worker=False)
     model, lora = config.model, config.trainer.lora
-    if lora is not None and (model.scratch is not None or find_on_disk(str(model.path)) is not None):
-        _check_targets(model, lora)
+    if lora is None:
+        return
+    folder = None if model.path is None else find_on_disk(model.path, revision=model.revision)
+    if model.scratch is not None or folder is not None:
+        _check_targets(model, folder, lora)
 
 
-def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
+def _check_targets(model: ModelConfig, folder: Path | None, lora: LoraConfig) -> None:
     """The layers of a model that has names and shapes, and no weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -335,7 +340,7 @@ def _check_targets(model: ModelConfig, lora: LoraConfig) -> None:
 
     try:
         if model.scratch is None:
-            architecture = AutoConfig.from_pretrained(find_on_disk(str(model.path)))
+            architecture = AutoConfig.from_pretrained(folder)
         else:
             tokenizer = make_character_tokenizer(model.scratch.characters)
             architecture = scratch_config(model.scratch.architecture, tokenizer)

@@ -58,8 +58,9 @@ FREE_KEYS = {
     "max_connections lease_timeout_s",
 }
 """Keys that may change between two starts: limits, places, memory. With a constant schedule num_steps only
-says when to stop. So may model.path while it is known what lay there (ModelPin), which then has to be the
-same."""
+says when to stop."""
+MODEL_KEYS = ("model.path", "model.revision")
+"""They may change while it is known what lay there (ModelPin), which then has to be the same."""
 TRANSPORT = "weight_sync.transport"
 """What auto is may change with the machine. Engines get the same bits by each, but for lora, with which vLLM
 computes by adapters that are not merged."""
@@ -140,7 +141,8 @@ def find_resume(
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     told = (*(found.why for found in damaged), *accepted)
-    return ResumePoint(checkpoint, told, tuple(damaged), _is_named("model.path", allow_change))
+    may_change_model = any(_is_named(key, allow_change) for key in MODEL_KEYS)
+    return ResumePoint(checkpoint, told, tuple(damaged), may_change_model)
 
 
 def _refused(run_dir: Path, what: str, way_out: str = "choose another, or move that away.") -> ConfigError:
@@ -200,7 +202,7 @@ def _refuse_changes(before: RunConfig, now: RunConfig, allowed: Collection[str],
 
 
 def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
-    if key == "model.path":
+    if key in MODEL_KEYS:
         return (run_dir / MODEL_PIN).exists()
     if key == "trainer.num_steps":  # with a schedule that falls to 0 it is part of every learning rate
         return config.trainer.schedule == "constant"

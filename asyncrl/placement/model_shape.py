@@ -96,7 +96,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
     if model.scratch is not None:
         architecture = {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
         return _shape(architecture, {}, is_converted=any("experts" in key for key in architecture))
-    folder = _folder(model.path or "")
+    folder = _folder(model.path or "", model.revision)
     try:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         stored, index = dict[str, int](), folder / "model.safetensors.index.json"
@@ -113,14 +113,14 @@ def model_shape(model: ModelConfig) -> ModelShape:
     return _shape(architecture, stored, is_converted=is_converted or "quantization_config" in architecture)
 
 
-def _folder(path: str) -> Path:
+def _folder(path: str, revision: str | None) -> Path:
     """Of a model, given or in the hub's cache."""
     cached = None
     if not Path(path).is_dir():
         from huggingface_hub import try_to_load_from_cache
 
         with contextlib.suppress(ValueError):  # it is no hub id either
-            cached = try_to_load_from_cache(path, "config.json")
+            cached = try_to_load_from_cache(path, "config.json", revision=revision)
     return Path(cached).parent if isinstance(cached, str) else Path(path)
 
 

@@ -171,7 +171,7 @@ class Learner:
     @cached_property
     def _token_grammars(self) -> TokenGrammars:
         vocab_size = self.policy.model.get_input_embeddings().num_embeddings
-        return TokenGrammars(load_tokenizer(self.spec), vocab_size)
+        return TokenGrammars(load_tokenizer(self.spec.model_path, self.spec.chat_template), vocab_size)
 
     def _grammars(self) -> TokenGrammars:
         """Of the model's tokenizer, made when a batch first has one. Raises GrammarError."""

@@ -39,11 +39,11 @@ PINNED = (*WEIGHTS, "*.index.json", "config.json", "generation_config.json", *TO
 """Patterns of the files with weights, architecture and tokenizer."""
 
 
-async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str | None = None) -> Path:
-    """The folder of the config's model. `revision`: the hub's commit, none for the newest."""
+async def make_model_folder(config: RunConfig, run_dir: Path, *, commit: str | None = None) -> Path:
+    """The folder of the config's model. `commit`: that of the hub with which the run began."""
     if config.model.scratch is None:
-        path = str(config.model.path)
-        return await asyncio.to_thread(find_model, path, revision)
+        path, revision = str(config.model.path), config.model.revision
+        return await asyncio.to_thread(find_model, path, revision, commit=commit)
     folder, spec = run_dir / "model", run_dir / "specs" / "scratch.json"
     if folder.exists() and spec.exists():  # a run that goes on: it was made by this spec, as a whole
         return folder
@@ -70,22 +70,26 @@ async def make_model_folder(config: RunConfig, run_dir: Path, *, revision: str |
     return folder
 
 
-def find_model(path: str, revision: str | None = None, key: str = MODEL_KEY) -> Path:
-    """The folder of a model that `key` names, fetched if need be. Blocks. Raises ConfigError."""
-    return _find_given(path, key) or _download(path, revision, key)
+def find_model(
+    path: str, revision: str | None = None, key: str = MODEL_KEY, *, commit: str | None = None
+) -> Path:
+    """The folder of a model that `key` names, fetched if need be; `commit`: what `revision` was before.
+    Blocks. Raises ConfigError.
+    """
+    return _find_given(path, key, revision) or _download(path, commit or revision, key)
 
 
-def find_on_disk(path: str, key: str = MODEL_KEY) -> Path | None:
+def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -> Path | None:
     """The folder of a model, given or in the hub's cache; None if it is a hub id that has to be fetched.
 
     Raises ConfigError if it is neither, or lacks what is needed to read the model.
     """
-    if (given := _find_given(path, key)) is not None:
+    if (given := _find_given(path, key, revision)) is not None:
         return given
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(path, local_files_only=True))
+        folder = Path(snapshot_download(path, revision=revision, local_files_only=True))
         _refuse_incomplete(folder, path)
     except (OSError, ValueError, ConfigError):  # not there, or not all of it
         return None
@@ -110,10 +114,24 @@ def check_model_type(model_type: Any, source: str) -> None:
             raise ConfigError(what, way_out="name one that it knows, like qwen3.")
 
 
-def _find_given(name: str, key: str) -> Path | None:
+def hub_source(folder: Path) -> tuple[str, str] | None:
+    """(hub id, commit) of a model's folder in the hub's cache, models--OWNER--NAME/snapshots/COMMIT; None for
+    any other folder.
+    """
+    snapshots, (kind, *parts) = folder.parent, folder.parent.parent.name.split("--")
+    is_cached = snapshots.name == "snapshots" and kind == "models" and parts
+    return ("/".join(parts), folder.name) if is_cached else None
+
+
+def _find_given(name: str, key: str, revision: str | None) -> Path | None:
     """The folder that `key` names; None if that is a hub id."""
     path = Path(name).expanduser()
     if path.is_dir():
+        if revision is not None:
+            revised = key.replace("path", "revision")
+            what = f"{revised}={revision}, and {key}={name} is a folder"
+            rule = "a revision is a branch, tag or commit of a hub id; a folder is taken as it is"
+            raise ConfigError(what, rule=rule, way_out=f"remove {revised}, or give the hub id as {key}.")
         _refuse_incomplete(path, f"{key}={name}")
         return path.resolve()
     owner, is_id = name.partition("/")[0], re.fullmatch(r"[\w.-]+/[\w.-]+", name)
@@ -145,7 +163,8 @@ def _download(hub_id: str, revision: str | None, key: str) -> Path:
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are all OSErrors or ValueErrors
-        what = f"{key}={hub_id} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
+        at = f" at {revision}" if revision else ""
+        what = f"{key}={hub_id}{at} cannot be fetched from the hub: {type(error).__name__}: {error!s:.300}"
         way_out = "check the spelling and the network, or give the path of a local folder."
         raise ConfigError(what, way_out=way_out) from error
 
@@ -159,7 +178,7 @@ class PinnedFile(BaseModel, frozen=True, extra="forbid"):
 
 
 class PinnedModel(BaseModel, frozen=True, extra="forbid"):
-    """Files by name. `given`: model.path; `revision`: of a hub id, the commit that it was fetched at."""
+    """Files by name. `given`: ModelConfig.source; `revision`: of a hub id, the commit that was fetched."""
 
     given: str | None
     revision: str | None
@@ -174,8 +193,8 @@ class ModelPin:
     """
 
     def __init__(self, run_dir: Path, given: str | None, *, is_free: bool = False) -> None:
-        """`given`: model.path, None for a model that is made from scratch. `is_free`: any model will do, and
-        becomes the run's.
+        """`given`: ModelConfig.source, None for a model that is made from scratch. `is_free`: any model will
+        do, and becomes the run's.
 
         Raises ConfigError if what was written cannot be read.
         """
@@ -192,8 +211,8 @@ class ModelPin:
 
     @property
     def revision(self) -> str | None:
-        """The commit of the hub that the run began with; None for a new run, another model.path, or a
-        folder.
+        """The commit of the hub that the run began with; None for a new run, another model.path or
+        model.revision, or a folder.
         """
         pinned = self._pinned
         return pinned.revision if pinned is not None and pinned.given == self._given else None

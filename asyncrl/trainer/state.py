@@ -18,9 +18,10 @@ tensors are read with weights_only.
 
 from __future__ import annotations
 
+import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -42,10 +43,11 @@ from asyncrl.trainer.model.parts import MasterWeights
 from asyncrl.trainer.offload import HostMemory, local_of
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerSpec
-from asyncrl.weights.export import LazyWeights, after_what_was_begun, entries_of
+from asyncrl.weights.export import LazyWeights, after_what_was_begun, cut, entries_of
 from asyncrl.weights.ipc import lay_out, views
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+READ_BYTES = 2**30
 INDEX, STATE = ".metadata", "state.json"
 INDEX_CLASSES = {
     "pathlib": ("PosixPath",),
@@ -235,12 +237,7 @@ class TrainerState:
         return {name: list(master.shape) for name, master in self._masters.named.items()}
 
     def _fitting_manifest(self, path: Path) -> SavedState:
-        try:
-            manifest = SavedState.model_validate_json((path / STATE).read_bytes())
-        except (OSError, ValidationError) as error:
-            what = f"{path / STATE} cannot be read by rank {self._ranks.rank}: {error}"
-            way_out = "give the folder of a whole checkpoint, which all nodes of the trainer see."
-            raise Refused(422, what, way_out=way_out) from error
+        manifest = read_state(path, f" by rank {self._ranks.rank}")
         here, there = self._shapes(), manifest.shapes
         differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if manifest.lora != self._lora:
@@ -252,6 +249,30 @@ class TrainerState:
             return manifest
         way_out = f"start with the configuration of the run that wrote it (model {manifest.model_path})."
         raise Refused(422, f"{path} {what}", rule="a run trains the same weights", way_out=way_out)
+
+
+def read_state(path: Path, who: str = "") -> SavedState:
+    """What a saved folder says of itself. Raises Refused."""
+    try:
+        return SavedState.model_validate_json((path / STATE).read_bytes())
+    except (OSError, ValidationError) as error:
+        what = f"{path / STATE} cannot be read{who}: {error}"
+        way_out = "give the folder of a whole checkpoint, which all nodes of the trainer see."
+        raise Refused(422, what, way_out=way_out) from error
+
+
+def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Tensor]]:
+    """Master weights of a saved folder, whole, float32, by parameter name: however many ranks wrote them, in
+    this process alone, and READ_BYTES at once. The optimizer's state is not read. Raises Refused.
+    """
+    sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+    for names in cut(sizes, READ_BYTES):
+        some = {f"weights.{name}": torch.empty([*shapes[name]]) for name in names}
+        planner = _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with _errors(path), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # DCP's, that it runs without a process group
+            dcp_load(some, storage_reader=_Reader(path), planner=planner, no_dist=True)
+        yield from ((name, some.pop(f"weights.{name}")) for name in names)
 
 
 class _HostPlanner(DefaultSavePlanner):

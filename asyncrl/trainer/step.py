@@ -36,6 +36,7 @@ from asyncrl.trainer.learner import Learner
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import reshard
+from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
 from asyncrl.trainer.state import Progress, TrainerState
@@ -140,9 +141,14 @@ class TrainStep(Learner):
             return
         gathered = in_export_dtype(weights, self.dtype)  # first of all: the other ranks gather too
         if adapters is None:
-            save_folder(self.policy.model, gathered, load_tokenizer(self.spec), self.dtype, path)
+            tokenizer = load_tokenizer(self.spec.model_path, self.spec.chat_template)
+            save_folder(self.policy.model, gathered, tokenizer, self.dtype, path)
         else:
-            adapters.save(path, gathered, self.spec.model_path)
+            from asyncrl.trainer.model.lora import save_adapter
+
+            assert self.spec.trainer.lora is not None, "there are adapters"
+            base, commit = hub_source(Path(self.spec.model_path)) or (self.spec.model_path, None)
+            save_adapter(path, gathered, self.spec.trainer.lora, base, commit)
 
     def begin_save_state(self, path: Path) -> Future[None]:
         """Have all that is needed to go on copied, wherever it lies, and written to the new folder `path`

@@ -255,11 +255,11 @@ def manifest_of(
 def save_folder(
     model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
 ) -> None:
-    """Write a Hugging Face folder of `model` with these weights as `dtype`, complete or not at all; replaces
-    one. Raises OSError.
+    """Write a Hugging Face folder of `model` with these weights, in_export_dtype, complete or not at all;
+    replaces one. Raises OSError.
     """
     with whole_folder(path) as unfinished:
-        model.save_pretrained(unfinished, state_dict=in_export_dtype(weights, dtype))
+        model.save_pretrained(unfinished, state_dict=weights)
         config_file = unfinished / "config.json"
         config = json.loads(config_file.read_text(encoding="utf-8"))
         # save_pretrained notes the dtype of the master weights, not of the state_dict that it was given.

@@ -73,7 +73,7 @@ async def make_teaching(maker: ServerMaker, supervision: Supervision) -> Teachin
     """Fetches the model if it is on the hub. Raises ConfigError if it is not there, or of other tokens."""
     settings = maker.config.teacher
     assert settings is not None, "asked for where the config has the section"
-    folder = await asyncio.to_thread(find_model, settings.path, None, KEY)
+    folder = await asyncio.to_thread(find_model, settings.path, settings.revision, KEY)
     await asyncio.to_thread(refuse_other_tokens, settings.path, folder, maker.tokenizer)
     return Teaching(maker, folder, supervision)
 
@@ -82,8 +82,8 @@ def look_at_teacher(config: RunConfig, tokenizer: HFChatTokenizer | None) -> lis
     """What it is, in words, before anything starts. Raises as make_teaching does."""
     if config.teacher is None:
         return []
-    path = config.teacher.path
-    folder = find_on_disk(path, KEY)
+    path, revision = config.teacher.path, config.teacher.revision
+    folder = find_on_disk(path, KEY, revision)
     if folder is None or tokenizer is None:
         return [f"teacher: {path} is compared with the model when the run starts"]
     refuse_other_tokens(path, folder, tokenizer)

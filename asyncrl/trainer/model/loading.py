@@ -35,14 +35,14 @@ STATE_BYTES = 12
 
 
 @contextmanager
-def loading(spec: TrainerSpec) -> Iterator[None]:
+def loading(folder: str | Path) -> Iterator[None]:
     """What cannot be loaded is a ConfigError."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"cannot load the model {spec.model_path}: {reason}",
+            f"cannot load the model {folder}: {reason}",
             rule="model.path is a Hugging Face folder or hub id of a causal language model",
             way_out="correct model.path; a hub id needs the network or a filled cache.",
         ) from error
@@ -53,7 +53,7 @@ def load_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype, *, i
     the dtype of the forward pass. One to be sharded stays in host memory until its shards go to the device.
     """
     is_adapted = spec.trainer.lora is not None
-    with loading(spec):
+    with loading(spec.model_path):
         model, info = AutoModelForCausalLM.from_pretrained(
             spec.model_path,
             dtype=dtype if is_adapted else torch.float32,
@@ -92,7 +92,7 @@ def _refuse_others(folder: str | Path, missing: Iterable[str], unexpected: Itera
 def meta_model(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Any:
     """As load_model makes it, with parameters on `meta`; buffers are those of the model, in host memory."""
     is_adapted = spec.trainer.lora is not None
-    with loading(spec), torch.random.fork_rng([]), _parameters_on_meta():
+    with loading(spec.model_path), torch.random.fork_rng([]), _parameters_on_meta():
         config = AutoConfig.from_pretrained(spec.model_path)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype if is_adapted else torch.float32)
         if model.can_generate() and Path(spec.model_path, "generation_config.json").is_file():
@@ -191,7 +191,7 @@ def _files_of(folder: Path) -> list[Path]:
 def stored_weights(model: Any, spec: TrainerSpec) -> StoredWeights | None:
     """None where transformers has to convert what is stored. Raises ConfigError."""
     folder, name = Path(spec.model_path), type(model).__name__
-    with loading(spec):
+    with loading(spec.model_path):
         if not _files_of(folder):
             why = "it has no safetensors files"
         elif getattr(model.config, "quantization_config", None):
@@ -242,13 +242,13 @@ def _stored_name(name: str) -> str:
     return name.removeprefix("model.").replace(".base_layer.", ".")
 
 
-def load_tokenizer(spec: TrainerSpec) -> Any:
-    """The model's tokenizer, with spec.chat_template if there is one. Raises OSError or ValueError if it
-    cannot be read.
+def load_tokenizer(folder: str | Path, chat_template: str | Path | None) -> Any:
+    """The tokenizer of a model, with the chat template of that file if there is one. Raises OSError or
+    ValueError if it cannot be read.
     """
-    tokenizer = AutoTokenizer.from_pretrained(spec.model_path)
-    if spec.chat_template is not None:
-        tokenizer.chat_template = Path(spec.chat_template).read_text(encoding="utf-8")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 

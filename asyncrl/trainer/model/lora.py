@@ -7,7 +7,7 @@ knows this weight by its own name. A starts random and B at zero, so that a new 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.files import open_as, whole_folder
 from asyncrl.weights.adapters import linear_parameters, merge
 from asyncrl.weights.export import in_export_dtype, named_weights, whole_here
-from asyncrl.weights.tensor_files import SCALE
+from asyncrl.weights.tensor_files import SCALE, adapted_modules
 
 
 def find_targets(model: Any, config: LoraConfig) -> list[str]:
@@ -140,16 +140,11 @@ class Adapters:
         names = find_targets(model, config)
         self._model, self._dtype, self.scale = model, dtype, config.alpha / config.rank
         """`scale`: what B A is multiplied with."""
-        self._peft_config = peft.LoraConfig(
-            r=config.rank,
-            lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided
-            target_modules=names,
-            task_type="CAUSAL_LM",
-        )
+        described = peft_config(config, names)
         # As in https://huggingface.co/docs/peft/developer_guides/custom_models
-        self._peft_config._register_custom_module({nn.Linear: MergedLinear})
+        described._register_custom_module({nn.Linear: MergedLinear})
         with _not_on_meta([model.get_submodule(name) for name in names]):
-            peft.inject_adapter_in_model(self._peft_config, model, ADAPTER)
+            peft.inject_adapter_in_model(described, model, ADAPTER)
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         for parameter in model.parameters():  # whatever the dtype that the model was loaded in
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
@@ -211,20 +206,32 @@ class Adapters:
         lora_A, lora_B = (whole_here(weight.detach()).to(self._dtype) for weight in pair)
         return merge(base, lora_A, lora_B, self.scale)
 
-    def save(self, path: Path, tensors: dict[str, Tensor], model_path: str) -> None:
-        """Write tensors(), gathered, as a folder that peft.PeftModel.from_pretrained opens on the base,
-        complete or not at all; replaces one. Raises OSError, SafetensorError.
-        """
-        named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
-        with whole_folder(path) as unfinished:
-            unfinished.mkdir()
-            self._peft_config.base_model_name_or_path = model_path
-            self._peft_config.inference_mode = True
-            self._peft_config.target_modules = sorted(self.layers)
-            self._peft_config.save_pretrained(str(unfinished))
-            save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
-            open_as(unfinished, unfinished / "adapter_config.json")
-
     def _set_scale(self, scale: float) -> None:
         for layer in self.layers.values():
             layer.scaling[ADAPTER] = scale
+
+
+def save_adapter(
+    path: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: str, revision: str | None = None
+) -> None:
+    """Write Adapters.tensors(), gathered, as a folder that peft.PeftModel.from_pretrained opens on the model
+    `base`, complete or not at all; replaces one. Raises OSError, SafetensorError.
+    """
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    described = peft_config(config, adapted_modules(tensors))
+    described.base_model_name_or_path, described.revision, described.inference_mode = base, revision, True
+    with whole_folder(path) as unfinished:
+        unfinished.mkdir()
+        described.save_pretrained(str(unfinished))
+        save_file(named, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+        open_as(unfinished, unfinished / "adapter_config.json")
+
+
+def peft_config(config: LoraConfig, layers: list[str]) -> peft.LoraConfig:
+    """Adapters of these layers in peft's words."""
+    return peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # annotated as int, and only ever divided
+        target_modules=layers,
+        task_type="CAUSAL_LM",
+    )

@@ -229,7 +229,7 @@ class TrainedModel:
             model = meta_model(spec, device, dtype)
             if (stored := stored_weights(model, spec)) is None:
                 model = load_model(spec, device, dtype, is_sharded=True)
-        with loading(spec):
+        with loading(spec.model_path):
             plan = find_plan(probe_model(model.config, device, dtype))
         if spec.trainer.lora is not None:
             from asyncrl.trainer.model.lora import Adapters

@@ -1,0 +1,95 @@
+"""The model of a checkpoint without the processes that wrote it: its weights in the model that the run began
+with, on the CPU of this process, as folders like those that a run saves at its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from asyncrl.config import LoraConfig
+from asyncrl.serving import Refused
+from asyncrl.trainer.model.loading import load_tokenizer, loading
+from asyncrl.trainer.model.lora import ADAPTER, save_adapter
+from asyncrl.trainer.state import READ_BYTES, read_state, read_weights
+from asyncrl.weights.adapters import merge
+from asyncrl.weights.export import in_export_dtype, named_weights, save_folder
+from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+def save_model(
+    state: Path, base: Path, path: Path, tell: Callable[[str], None], *, dtype: str, chat_template: str | None
+) -> None:
+    """Write the weights of a saved state as a Hugging Face folder: what the trainer computed with, in
+    `dtype`, adapters merged. `base` is the model that the run began with. In memory are the model in `dtype`,
+    and 1 GiB of the state. Raises Refused, ConfigError, OSError, SafetensorError.
+    """
+    disable_progress_bar()
+    saved, of_dtype = read_state(state), getattr(torch, dtype)
+    tell(f"loading the model that the run began with, in {dtype}")
+    with loading(base):
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=of_dtype)
+        tokenizer = load_tokenizer(base, chat_template)
+    parameters = dict(model.named_parameters())
+    if saved.lora is None:
+        _refuse_other_model(state, saved.shapes, {name: one.shape for name, one in parameters.items()})
+        num_read, num_all = 0, sum(4 * math.prod(shape) for shape in saved.shapes.values())
+        for name, tensor in read_weights(state, saved.shapes):
+            parameters[name].data = tensor.to(of_dtype)
+            before, num_read = num_read, num_read + tensor.nbytes
+            if before // READ_BYTES < num_read // READ_BYTES or num_read == num_all:
+                tell(f"read {num_read / 1e9:.2f} of {num_all / 1e9:.2f} GB of weights")
+    else:
+        adapters, lora = _adapters(state, saved.shapes, of_dtype), LoraConfig(**saved.lora)
+        for module in adapted_modules(adapters):
+            name, (lora_A, lora_B) = f"{module}.weight", (adapters[module + one] for one in SUFFIXES)
+            there = {name: parameters[name].shape} if name in parameters else {}
+            _refuse_other_model(state, {name: (len(lora_B), lora_A.shape[1])}, there)
+            parameters[name].data = merge(parameters[name].data, lora_A, lora_B, lora.alpha / lora.rank)
+    tell("writing the model")
+    save_folder(model, in_export_dtype(named_weights(model), of_dtype), tokenizer, of_dtype, path)
+
+
+def save_peft(
+    state: Path,
+    base: Path,
+    path: Path,
+    name: str,
+    revision: str | None,
+    *,
+    dtype: str,
+    chat_template: str | None,
+) -> None:
+    """Write the adapters of a saved state as a peft folder on the model `name`, with the tokenizer of `base`.
+    No other weights are read. Raises Refused, ConfigError, OSError, SafetensorError.
+    """
+    saved = read_state(state)
+    assert saved.lora is not None, "it is asked for where the run trains adapters"
+    adapters = _adapters(state, saved.shapes, getattr(torch, dtype))
+    save_adapter(path, adapters, LoraConfig(**saved.lora), name, revision)
+    with loading(base):
+        tokenizer = load_tokenizer(base, chat_template)
+    tokenizer.save_pretrained(path)
+
+
+def _adapters(state: Path, shapes: Shapes, dtype: torch.dtype) -> dict[str, Tensor]:
+    """As Adapters.tensors() names them."""
+    named = read_weights(state, shapes)
+    return {name.replace(f".{ADAPTER}.weight", ".weight"): tensor.to(dtype) for name, tensor in named}
+
+
+def _refuse_other_model(state: Path, saved: Shapes, there: Shapes) -> None:
+    """Raises Refused unless the model has these weights."""
+    for name in sorted({*saved, *there}):
+        if tuple(saved.get(name, ())) != tuple(there.get(name, ())) or name not in saved or name not in there:
+            shapes = f"{saved.get(name)} in {state} and {there.get(name)} in the model that it began with"
+            way_out = "put the model that the run began with back to where it was."
+            raise Refused(422, f"the weight {name} is {shapes}", way_out=way_out)

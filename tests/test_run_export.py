@@ -1,0 +1,424 @@
+"""`asyncrl export`: what it writes is what was trained, others load it, and the run stays as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import yaml
+from job_runs import ended, read_lines, run, start, wait_until, write_config
+from safetensors.torch import load_file
+from test_trainer_state import train
+from tiny_model import STACKED, make_tiny_moe
+from trainer_cases import MakeStep
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl.checkpoints.folder import write_manifest
+from asyncrl.config import load_config, run_config_yaml
+from asyncrl.errors import AsyncrlError, CheckpointDamaged, CheckpointError, ConfigError
+from asyncrl.job.exporting import run_export
+from asyncrl.job.exporting.model_card import escaped, origin_of
+from asyncrl.job.exporting.run_export import MARK, export_run, find_source
+from asyncrl.trainer.model_folder import ModelPin, hub_source
+from asyncrl.trainer.step import TrainStep
+
+LORA = {"rank": 4, "alpha": 8.0}
+SECRET = "/home/somebody/s3cret"
+
+
+def no_words(_: str) -> None:
+    pass
+
+
+class MadeRun:
+    """A run directory with checkpoints of a trainer in this process."""
+
+    def __init__(self, folder: Path, model_dir: Path, **sections: Any) -> None:
+        self.path = folder / "run"
+        self.path.mkdir(parents=True)
+        sections["model"] = {"path": str(model_dir), "scratch": None, **sections.get("model", {})}
+        self.config = load_config(write_config(folder, **sections))
+        (self.path / "config.yaml").write_text(run_config_yaml(self.config))
+        pin = ModelPin(self.path, self.config.model.source)
+        pin.read(model_dir)
+        pin.write()
+
+    def checkpoint(self, step: TrainStep) -> Path:
+        """What the trainer has now, as whole as finish() makes it."""
+        folder = self.path / "checkpoints" / f"step_{step.policy_version}"
+        folder.mkdir(parents=True)
+        step.begin_save_state(folder / "trainer").result()
+        (folder / "controller.json").write_text("{}")
+        write_manifest(folder, step.policy_version)
+        return folder
+
+    def end(self, step: TrainStep) -> None:
+        """As a run that is done leaves it."""
+        step.save(self.path / "final")
+        if step.spec.trainer.lora is not None:
+            step.save(self.path / "adapter", merged=False)
+        summary = {"state": "done", "num_steps": step.policy_version}
+        (self.path / "summary.json").write_text(json.dumps(summary))
+
+    def export(self, out: Path, **wanted: Any) -> Path:
+        before = contents(self.path)
+        export_run(self.path, out, **{"tell": no_words, **wanted})
+        assert contents(self.path) == before, "a run that is read stays as it was"
+        return out
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    stats = {path: path.stat() for path in folder.rglob("*")}
+    return {str(path): (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(6, 20)[None]
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(ids).logits
+    return found
+
+
+def loaded(folder: Path, **more: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **more)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora", "experts"),
+    [("float32", None, ""), ("bfloat16", None, ""), ("float32", LORA, ""), ("bfloat16", LORA, "")]
+    + [("float32", None, "qwen3_moe"), ("bfloat16", None, "deepseek_v3")],
+)
+def test_a_checkpoint_is_exported_as_what_the_trainer_saves(
+    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, dtype: str, lora: Any, experts: str
+) -> None:
+    model = make_tiny_moe(tmp_path / "moe", experts, **STACKED[experts]) if experts else tiny_model_dir
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    step = make_step(model, dtype=dtype, trainer={"lora": lora}, chat_template=str(template))
+    made = MadeRun(
+        tmp_path, model, model={"dtype": dtype, "chat_template": str(template)}, trainer={"lora": lora}
+    )
+    train(step, 0, 2)
+    made.checkpoint(step)
+    out = made.export(tmp_path / "out")
+    made.end(step)
+    final = made.path / "final"
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, final))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    biases = [name for name in ours if name.endswith(".e_score_correction_bias")]  # of a router: no parameter
+    kept = {name: getattr(torch, "float32" if name in biases else dtype) for name in ours}
+    assert {name: one.dtype for name, one in ours.items()} == kept
+    assert {name: one.dtype for name, one in theirs.items()} == kept
+    assert torch.equal(logits(loaded(out)), logits(loaded(final)))
+    for name in ("config.json", "generation_config.json", "chat_template.jinja", "tokenizer.json"):
+        assert (out / name).read_text() == (final / name).read_text(), name
+    assert AutoTokenizer.from_pretrained(out).chat_template == template.read_text()
+    assert (out / "chat_template.jinja").read_text() == template.read_text()
+    again = made.export(tmp_path / "copied")  # the run is done: final/ is what it takes
+    assert (again / "model.safetensors").read_bytes() == (final / "model.safetensors").read_bytes()
+    if dtype == "bfloat16" and lora is None and not experts:  # the masters, which final/ has rounded
+        more = load_file(made.export(tmp_path / "wide", dtype="float32") / "model.safetensors")
+        for name, master in step._masters.named.items():
+            assert torch.equal(more[name], master), name
+
+
+# peft 0.21 asks transformers 5.23 by an old name
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_adapters_are_exported_for_others_and_compute_what_the_merged_model_does(
+    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    step, made = make_step(trainer={"lora": LORA}), MadeRun(tmp_path, tiny_model_dir, trainer={"lora": LORA})
+    train(step, 0, 3)
+    made.checkpoint(step)
+    merged = logits(loaded(made.export(tmp_path / "merged")))
+    from_checkpoint = made.export(tmp_path / "adapter", adapter=True)
+    with_peft = peft.PeftModel.from_pretrained(loaded(tiny_model_dir), str(from_checkpoint))
+    assert (logits(with_peft) - merged).abs().max() <= 1e-6 * merged.abs().max()
+    assert (merged - logits(loaded(tiny_model_dir))).abs().max() > 1e-3
+    assert torch.equal(
+        logits(peft.AutoPeftModelForCausalLM.from_pretrained(from_checkpoint)), logits(with_peft)
+    )
+    of_peft, ours = (one.state_dict() for one in (with_peft.merge_and_unload(), loaded(tmp_path / "merged")))
+    assert max(float((of_peft[name] - ours[name]).abs().max()) for name in ours) <= 1e-6
+    made.end(step)
+    from_final = made.export(tmp_path / "named", adapter=True, base="owner/name")
+    ours, theirs = (load_file(one / "adapter_model.safetensors") for one in (from_checkpoint, from_final))
+    assert all(torch.equal(ours[name], theirs[name]) for name in {*ours, *theirs})
+    names = [
+        json.loads((one / "adapter_config.json").read_text())["base_model_name_or_path"]
+        for one in (from_checkpoint, from_final)
+    ]
+    assert names == [str(tiny_model_dir), "owner/name"]
+    assert AutoTokenizer.from_pretrained(from_final).chat_template
+    cards = [(one / "README.md").read_text() for one in (from_checkpoint, from_final)]
+    assert ["--base NAME" in card for card in cards] == [True, False]
+    assert ["base_model: owner/name" in card for card in cards] == [False, True]
+    with pytest.raises(ConfigError, match="sit on a folder of this machine") as caught:
+        made.export(tmp_path / "pushed", adapter=True, push="me/model")
+    assert "--base" in caught.value.way_out
+    with pytest.raises(ConfigError, match=r"trainer\.lora=none"):
+        MadeRun(tmp_path / "copied", tiny_model_dir).export(tmp_path / "none", adapter=True)
+
+
+@pytest.fixture
+def made(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> MadeRun:
+    """Checkpoints of steps 1 to 3, evaluated, of which the second is the best."""
+    step, made = make_step(), MadeRun(tmp_path, tiny_model_dir, checkpoint={"every": 1})
+    for version in range(3):
+        train(step, version, version + 1)
+        made.checkpoint(step)
+    rewards = {0: 0.9, 1: 0.2, 2: 0.5, 3: 0.3}
+    common = {"time_s": 2.0, "eval/seconds": 1.0, "eval/length_mean": 3.0, "eval/truncated_fraction": 0.0}
+    lines = [
+        {"policy_version": one, "eval/version": one, "eval/reward_mean": reward, **common}
+        for one, reward in rewards.items()
+    ]
+    (made.path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    steps = [
+        {"step": one, "time_s": one + 1.0, "reward/mean": 0.1 * one, "sample/staleness_mean": 0.5}
+        | {"sample/staleness_max": one, "tokens/trained": 100}
+        for one in range(4)
+    ]
+    (made.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
+    return made
+
+
+def damage(folder: Path) -> None:
+    path = folder / "trainer" / "__0_0.distcp"
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+
+
+def test_the_step_that_is_asked_for_is_taken_and_a_damaged_checkpoint_never(made: MadeRun) -> None:
+    def found(step: str) -> int:
+        return find_source(made.path, made.config, step, tell=words.append).version
+
+    words = list[str]()
+    assert [found(step) for step in ("last", "best", "1")] == [3, 2, 1]
+    for step in ("4", "-1", "newest"):
+        with pytest.raises(ConfigError, match=f"--step {step}: checkpoints of steps 1, 2, 3"):
+            found(step)
+    shutil.rmtree(made.path / "checkpoints" / "step_2")
+    assert found("best") == 3, "of those that are there"
+    damage(made.path / "checkpoints" / "step_3")
+    with pytest.raises(CheckpointDamaged, match=r"step_3 is damaged: trainer/__0_0.distcp has"):
+        found("3")
+    assert found("last") == 1
+    assert "WARNING: passed over" in words[-2]
+    (made.path / "eval.jsonl").unlink()
+    with pytest.raises(ConfigError, match="no weights of --step best"):
+        found("best")
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        find_source(made.path.parent, made.config, "last", tell=words.append)
+
+
+def test_final_is_taken_while_it_is_the_newest(made: MadeRun, make_step: MakeStep) -> None:
+    step = make_step()
+    train(step, 0, 3)
+    made.end(step)
+    assert find_source(made.path, made.config, "last").is_final
+    assert find_source(made.path, made.config, "3").is_final
+    assert not find_source(made.path, made.config, "3", is_as_trained=False, tell=no_words).is_final
+    train(step, 3, 4)
+    made.checkpoint(step)  # it goes on
+    source = find_source(made.path, made.config, "last", tell=no_words)
+    assert (source.version, source.is_final) == (4, False)
+
+
+@pytest.mark.parametrize("when", ["compared", "loaded"])
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_told(
+    made: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    folder, read_whole = made.path / "checkpoints" / "step_3", run_export.read_whole
+
+    def read_and_remove(*arguments: Any) -> Any:
+        read = read_whole(*arguments) if when == "loaded" else None
+        (folder / "manifest.json").unlink()
+        shutil.rmtree(folder / "trainer")
+        return read or read_whole(*arguments)
+
+    monkeypatch.setattr(run_export, "read_whole", read_and_remove)
+    with pytest.raises(CheckpointError, match=r"step_3 was removed while it was read; .*keep_last"):
+        export_run(made.path, tmp_path / "out", step="3", tell=no_words)
+    assert not list(tmp_path.glob("*out*")), "nothing half is left"
+
+
+def test_a_base_model_that_has_changed_is_refused(made: MadeRun, tmp_path: Path) -> None:
+    moved = shutil.copytree(made.config.model.path or "", tmp_path / "moved")
+    state = made.path / "checkpoints" / "step_3" / "trainer" / "state.json"
+    state.write_text(state.read_text().replace(str(made.config.model.path), str(moved)))
+    (state.parent.parent / "manifest.json").unlink()
+    write_manifest(state.parent.parent, 3)
+    (moved / "config.json").write_text((moved / "config.json").read_text() + " ")
+    with pytest.raises(ConfigError, match=r"not the one that this run began with: config\.json") as caught:
+        made.export(tmp_path / "out")
+    assert "--allow-change" not in str(caught.value)
+
+
+def test_out_is_new_or_an_export_that_may_be_replaced(made: MadeRun, tmp_path: Path) -> None:
+    for out in (made.path, made.path / "inside"):
+        with pytest.raises(ConfigError, match="changes nothing in a run directory"):
+            export_run(made.path, out, tell=no_words)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="is no export"):
+        made.export(tmp_path / "other", overwrite=True)
+    (tmp_path / "out").mkdir()
+    out = made.export(tmp_path / "out", step="1")
+    with pytest.raises(ConfigError, match="is an export already") as caught:
+        made.export(out)
+    assert "--overwrite" in caught.value.way_out
+    made.export(out, overwrite=True)
+    assert json.loads((out / MARK).read_text())["policy_version"] == 3
+    (out / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"files that no export wrote: notes\.txt"):
+        made.export(out, overwrite=True)
+    assert (out / "notes.txt").exists()
+
+
+@pytest.mark.parametrize(("mask", "modes"), [(0o022, (0o755, 0o644)), (0o077, (0o700, 0o600))])
+def test_files_have_the_permissions_of_the_umask(
+    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, mask: int, modes: tuple[int, int]
+) -> None:
+    step, made = make_step(trainer={"lora": LORA}), MadeRun(tmp_path, tiny_model_dir, trainer={"lora": LORA})
+    before = os.umask(mask)
+    try:
+        made.checkpoint(step)
+        outs = [made.export(tmp_path / "merged"), made.export(tmp_path / "adapters", adapter=True)]
+        made.end(step)
+        for folder in (made.path / "final", made.path / "adapter"):
+            for path in folder.iterdir():
+                assert path.stat().st_mode & 0o777 == modes[1], path
+                path.chmod(0o600)
+        outs.append(made.export(tmp_path / "copied"))
+    finally:
+        os.umask(before)
+    for out in outs:
+        assert out.stat().st_mode & 0o777 == modes[0]
+        assert {path.stat().st_mode & 0o777 for path in out.iterdir()} == {modes[1]}
+
+
+def test_a_card_says_what_it_is_in_valid_markdown_without_paths_and_secrets(
+    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path, made: MadeRun
+) -> None:
+    values = yaml.safe_load((made.path / "config.yaml").read_text())
+    values["task"] |= {"python": None, "dataset": "openai/gsm8k", "reward": "mine:<img src=x onerror=y>|`"}
+    values["task"] |= {"args": {"api_key": SECRET}}
+    values["algorithm"] |= {"clip_low": 0.11}
+    (made.path / "config.yaml").write_text(yaml.safe_dump(values))
+    out = made.export(tmp_path / "out", step="2")
+    card = (out / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert (front["library_name"], front["datasets"]) == ("transformers", ["openai/gsm8k"])
+    assert "asyncrl" in front["tags"]
+    assert "base_model" not in front, "it was a folder of this machine"
+    assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
+    for words in (
+        "policy_version 2",
+        "200 tokens trained",
+        "0.50 on average, 1 at most",
+        "0.500 at policy_v",
+    ):
+        assert words in card
+    assert "| `algorithm.clip_low` | 0.11 |" in card
+    assert "mine:&lt;img src=x onerror=y&gt;\\|\\`" in card
+    written = [path.read_text() for path in out.iterdir() if path.suffix in (".md", ".json")]
+    for hidden in (SECRET, str(tmp_path), str(tiny_model_dir.parent), os.environ.get("HOME", "/root")):
+        assert not any(hidden in text for text in written)
+    assert escaped("a\n# [x](y) <b> \x1b[0m") == "a \\# \\[x\\](y) &lt;b&gt; \\[0m"
+
+
+@pytest.mark.parametrize(
+    ("path", "commit", "base", "name", "is_hub_id"),
+    [
+        ("owner/name", "c0ffee", None, "owner/name", True),
+        ("/cache/models--owner--name/snapshots/c0ffee", None, None, "owner/name", True),
+        ("/data/my-model", None, None, "/data/my-model", False),
+        ("/data/my-model", None, "owner/name", "owner/name", True),
+        ("owner/name", "c0ffee", "/elsewhere/base", "/elsewhere/base", False),
+    ],
+)
+def test_the_base_of_adapters_is_named_so_that_others_find_it(
+    tmp_path: Path, path: str, commit: str | None, base: str | None, name: str, is_hub_id: bool
+) -> None:
+    config = load_config(write_config(tmp_path, model={"path": path, "scratch": None}))
+    origin = origin_of(config, commit, tmp_path, base)
+    assert (origin.name, origin.is_hub_id) == (name, is_hub_id)
+    assert "/" not in origin.shown.replace("owner/name", ""), "no path is shown"
+    assert origin.commit == ("c0ffee" if base is None and is_hub_id else None)
+
+
+def test_a_run_names_the_hub_id_of_a_model_in_the_hubs_cache_in_its_adapters(
+    make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    cached = shutil.copytree(tiny_model_dir, tmp_path / "models--owner--tiny" / "snapshots" / "c0ffee")
+    assert hub_source(tiny_model_dir) is None
+    make_step(cached, trainer={"lora": LORA}).save(tmp_path / "adapter", merged=False)
+    described = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert described["base_model_name_or_path"] == "owner/tiny"
+    assert described["revision"] == "c0ffee"
+
+
+def test_what_cannot_be_asked_for_is_refused_at_once(made: MadeRun, tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"dtype": "int8"}, "it is one of float32"),
+        ({"public": True}, "--push OWNER/NAME"),
+        ({"push": "a b"}, "OWNER/NAME"),
+    ]
+    for wanted, words in wrong:
+        with pytest.raises(AsyncrlError) as caught:
+            made.export(tmp_path / "out", **wanted)
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="no run directory"):
+        export_run(tmp_path / "out", tmp_path / "more", tell=no_words)
+    assert not (tmp_path / "out").exists()
+
+
+PATIENCE_S = 240
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_of_two_ranks_is_exported_while_it_runs_when_it_was_killed_and_when_it_is_done(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    evaluation = {
+        "task": {"python": "asyncrl.tasks.letters:Letters", "size": 8},
+        "every": 2,
+        "num_prompts": 2,
+    }
+    config = write_config(
+        tmp_path,
+        trainer={"world_size": 2, "num_steps": 100_000, "num_groups": 2},
+        checkpoint={"every": 2, "keep_last": 10_000, "keep_best": True},
+        eval=evaluation,
+    )
+    process = start(config, run_dir)
+    wait_until(lambda: len(read_lines(run_dir / "eval.jsonl")) >= 3, process, PATIENCE_S)
+    wait_until(lambda: list(run_dir.glob("checkpoints/step_*")), process, PATIENCE_S)
+    export_run(run_dir, tmp_path / "live", tell=no_words)
+    assert process.poll() is None
+    process.kill()
+    ended(process)
+    export_run(run_dir, tmp_path / "killed", tell=no_words)
+    export_run(run_dir, tmp_path / "best", step="best", tell=no_words)
+    num_steps = max(line["step"] for line in read_lines(run_dir / "metrics.jsonl")) + 2
+    done = run(config, run_dir, f"trainer.num_steps={num_steps}")
+    assert done.returncode == 0, done.stderr
+    export_run(run_dir, tmp_path / "copied", tell=no_words)
+    step = json.loads((tmp_path / "copied" / MARK).read_text())["policy_version"]
+    (run_dir / "summary.json").unlink()  # the same weights from the checkpoint
+    export_run(run_dir, tmp_path / "loaded", step=str(step), tell=no_words)
+    *others, copied, from_ranks = (
+        logits(loaded(tmp_path / name)) for name in ("live", "killed", "best", "copied", "loaded")
+    )
+    assert step == num_steps
+    assert torch.equal(copied, from_ranks)
+    assert not any(torch.equal(copied, one) for one in others)
