@@ -10,6 +10,7 @@
 # make gpu           on a machine with a CUDA device: what it computes against a CPU, and how fast; results in benchmarks/results
 # make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
 # make docs          write docs/configuration.md anew from the settings
+# make site          install, then build the site of docs/ into build/site; a warning ends it
 .PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz docs
 
 BIN := .venv/bin
@@ -70,3 +71,6 @@ fuzz: setup
 docs: setup
 	$(BIN)/python scripts/config_reference.py
 	$(BIN)/python scripts/metrics_reference.py
+
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -17,7 +17,14 @@ FOLDER = "repository"
 """Folder of the site for what lies outside docs/."""
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
 COPIED = {".png", ".svg", ".csv", ".ipynb"}
-LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml", ".toml": "toml", ".jsonl": "json"}
+LANGUAGES = {
+    ".py": "python",
+    ".sh": "bash",
+    ".sbatch": "bash",
+    ".yaml": "yaml",
+    ".toml": "toml",
+    ".jsonl": "json",
+}
 
 
 def on_files(files: Files, config: Any) -> Files:
