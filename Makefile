@@ -10,7 +10,8 @@
 # make gpu           on a machine with a CUDA device: what it computes against a CPU, and how fast; results in benchmarks/results
 # make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
 # make docs          write docs/configuration.md anew from the settings
-.PHONY: setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz docs
+# make site          install, then build the site of docs/ into build/site; a warning ends it
+.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz docs
 
 BIN := .venv/bin
 # A file's tests share what they start; conftest.py has the order of the files.
@@ -70,3 +71,6 @@ fuzz: setup
 docs: setup
 	$(BIN)/python scripts/config_reference.py
 	$(BIN)/python scripts/metrics_reference.py
+
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

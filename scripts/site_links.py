@@ -1,0 +1,96 @@
+"""A hook of mkdocs: links that leave docs/ work on the site, too. What they point at (a config, an example, a
+result) becomes a page with the text of the file, or a copy if it is no text; a folder becomes a list of its
+files. On GitHub the same links work as they stand.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parent.parent
+FOLDER = "repository"
+"""Folder of the site for what lies outside docs/."""
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
+COPIED = {".png", ".svg", ".csv", ".ipynb"}
+LANGUAGES = {
+    ".py": "python",
+    ".sh": "bash",
+    ".sbatch": "bash",
+    ".yaml": "yaml",
+    ".toml": "toml",
+    ".jsonl": "json",
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add what the pages link to, and what is linked there."""
+    pages = [(f"docs/{file.src_uri}", file.content_string) for file in files.documentation_pages()]
+    while pages:
+        path, text = pages.pop()
+        for link in LINK.findall(text):
+            target = resolved(path, link)
+            uri = uri_of(target)
+            if not (ROOT / target).exists() or files.get_file_from_path(uri):
+                continue  # mkdocs warns of a dead one
+            if not uri.endswith(".md"):
+                files.append(File.generated(config, uri, abs_src_path=str(ROOT / target)))
+                continue
+            made = page_of(target)
+            files.append(File.generated(config, uri, content=made, inclusion=InclusionLevel.NOT_IN_NAV))
+            if has_links(uri):
+                pages.append((path_of(uri), made))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point each link to where its target lies on the site."""
+    uri = page.file.src_uri
+
+    def on_the_site(match: re.Match[str]) -> str:
+        target = resolved(path_of(uri), match[1])
+        there = (ROOT / target).exists()
+        return posixpath.relpath(uri_of(target), posixpath.dirname(uri) or ".") if there else match[1]
+
+    return LINK.sub(on_the_site, markdown) if has_links(uri) else markdown
+
+
+def resolved(path: str, link: str) -> str:
+    """Path in the repository of what a page links to."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+
+
+def uri_of(path: str) -> str:
+    """Where a file or folder of the repository stands on the site: the source of its page, or its copy."""
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if (ROOT / path).is_dir():
+        return f"{FOLDER}/{path}/index.md"
+    return f"{FOLDER}/{path}" if Path(path).suffix in (".md", *COPIED) else f"{FOLDER}/{path}.md"
+
+
+def path_of(uri: str) -> str:
+    """What a page with links was made of, in the repository; of a folder, index.md in it."""
+    return uri.removeprefix(f"{FOLDER}/") if uri.startswith(f"{FOLDER}/") else f"docs/{uri}"
+
+
+def has_links(uri: str) -> bool:
+    """Not if it is the text of a program or a config."""
+    return not uri.startswith(f"{FOLDER}/") or (ROOT / path_of(uri)).exists() or uri.endswith("/index.md")
+
+
+def page_of(path: str) -> str:
+    """The page of a file or folder, in Markdown."""
+    file = ROOT / path
+    if file.is_dir():
+        inside = sorted(each.name for each in file.iterdir() if each.name[0] not in "._")
+        return f"# {path}\n\n" + "".join(f"- [{name}]({name})\n" for name in inside)
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        return text
+    fence, language = "~" * 8, LANGUAGES.get(file.suffix, "text")
+    return f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n{fence} {language}\n{text}\n{fence}\n"

@@ -1,0 +1,111 @@
+"""The tutorial as it stands, from its first command to its last, and the notebook: with a few steps each."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from forked_processes import popen
+from job_runs import environment
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+NOTEBOOK = nbformat.read(ROOT / "examples/quickstart.ipynb", as_version=4)
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, flags=re.DOTALL | re.MULTILINE)
+NUM_STEPS = 3
+
+
+def block(language: str, index: int) -> str:
+    return [text for kind, text in BLOCKS if kind == language][index]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_every_command_of_the_tutorial_runs_on_the_files_that_it_shows(tmp_path: Path) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "my_task.py").write_text(block("python", 0))
+    (tmp_path / "my_task.yaml").write_text(block("yaml", 0))
+    (tmp_path / "my_agent.py").write_text(block("python", 1))
+    (tmp_path / "my_agent.yaml").write_text(block("yaml", 0) + block("yaml", 1))
+    commands = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines()]
+    said = dict[str, str]()
+    for command in commands:
+        is_killed = commands.count(command) > 1 and command not in said  # section 5: the same command goes on
+        num_done = num_steps(tmp_path / "runs/agent") if command in said else 0
+        said[command] = run(command, tmp_path, num_done + NUM_STEPS, is_killed=is_killed)
+    assert len(commands) == 11
+    assert "bound kept" in said["asyncrl inspect runs/first --step 1"]
+    assert "buffer.max_staleness" in said["asyncrl keys buffer"]
+    assert "mean reward" in said["asyncrl serve gateway my_agent.yaml --rollouts 2"]
+    assert [num_steps(tmp_path / f"runs/{name}") for name in ("first", "on-policy", "task")] == 3 * [
+        NUM_STEPS
+    ]
+    assert num_steps(tmp_path / "runs/agent") > NUM_STEPS
+    assert "task/turns" in (tmp_path / "runs/agent/metrics.jsonl").read_text()
+    program = [sys.executable, "-W", "ignore", "-c", block("python", 2)]
+    done = subprocess.run(
+        program, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch("[a-g0-9]{0,4}\n", done.stdout)
+
+
+def num_steps(run_dir: Path) -> int:
+    return len((run_dir / "metrics.jsonl").read_text().splitlines())
+
+
+def run(command: str, folder: Path, num_steps: int, *, is_killed: bool) -> str:
+    """What it says on both streams. A run ends after so many steps, one that is to be killed never."""
+    words = shlex.split(command)
+    words += [f"trainer.num_steps={1_000_000 if is_killed else num_steps}"] if words[1] == "run" else []
+    full, pipe = [sys.executable, "-m", "asyncrl.cli", *words[1:]], subprocess.PIPE
+    with popen(full, environment(), cwd=folder, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            lines = list[str]()
+            for line in process.stdout:
+                lines.append(line)
+                if is_killed and line.startswith("step "):
+                    process.kill()
+            code = process.wait(timeout=180)
+        finally:
+            process.kill()
+    assert code == (-9 if is_killed else 0), (command, lines)
+    return "".join(lines)
+
+
+def test_the_line_that_the_tutorial_shows_is_as_the_console_writes_them() -> None:
+    shape = r"step +\d+/\d+  reward [\d.]+  staleness [\d.]+ \(max \d of \d\)  [\d.]+ s/step  train \d+% "
+    shape += r"wait \d+%\n"
+    assert re.fullmatch(shape, block("text", 0))
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    nbformat.validate(NOTEBOOK)
+    cells = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
+    assert cells
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    """In a kernel, as Jupyter would; nothing is written into the checkout."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    notebook = nbformat.from_dict(json.loads(json.dumps(NOTEBOOK)))
+    setting = next(cell for cell in notebook.cells if "STEPS = " in cell.source)
+    setting.source = re.sub(r"STEPS = \d+", f"STEPS = {NUM_STEPS}", setting.source)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    said = "".join(output.get("text", "") for output in outputs)
+    assert f"step {NUM_STEPS}/{NUM_STEPS}" in said
+    assert "the oldest token was" in said
+    assert "b 7 ->" in said
