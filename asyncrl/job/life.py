@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import RunConfig
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
@@ -33,6 +33,11 @@ from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.nodes import Launcher
 from asyncrl.staging import clear_own_staging
 from asyncrl.waits import uncut
+
+if TYPE_CHECKING:
+    from asyncrl.messages.records import GroupId, Prompt
+    from asyncrl.rollouts.rollout import FailedRollout
+    from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 logger = logging.getLogger("asyncrl.job.life")
 
@@ -62,6 +67,11 @@ class Voice:
         """A warning: something failed, and the command goes on."""
         logger.warning("%s", text)
         self.say_secret(f"WARNING: {text}")
+
+    def rollout_failed(
+        self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
+    ) -> None:
+        """A rollout has failed for good."""
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """How it ended: done, interrupted or failed. Without `can_go_on` the same command would fail
