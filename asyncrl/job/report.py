@@ -217,6 +217,10 @@ class Reporter(Voice):
         """The first ones after each step are written as samples."""
         self._samples.failed(group_id, prompt, failed, tokenizer)
 
+    def flush(self) -> None:
+        """Samples are made beside the steps; all else is written at once."""
+        self._samples.flush()
+
     def _show_samples(self) -> None:
         for made in self._samples.taken():
             if made.problem:

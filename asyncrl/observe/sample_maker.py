@@ -262,7 +262,8 @@ class SampleMaker:
     """Writes samples.jsonl, and hands out what was written.
 
     Life: goes_on_at() in a resumed run -> step() and failed() in any order, taken() now and then -> close(),
-        then taken() once more. All of it on one thread; text is made and written on another one, in order.
+        then taken() once more. All of it on one thread, but for flush(); text is made and written on another
+        one, in order.
     """
 
     def __init__(self, run_dir: Path, *, seed: int, per_step: int, failed_per_step: int) -> None:
@@ -323,6 +324,10 @@ class SampleMaker:
                 log.error("no samples of step %d", step, exc_info=error)
                 found.append(Made(step, [], f"no samples of step {step} in {self._file.path.name}: {error}"))
         return [made for made in found if made.samples or made.problem]
+
+    def flush(self) -> None:
+        """Return when all is written that was told so far; any thread may call it, until close()."""
+        self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
         """Return when all is written; idempotent."""
