@@ -372,6 +372,7 @@ def test_samples_are_listed_as_text_the_newest_or_those_that_are_asked_for(tmp_p
     assert listed(step=1) == listed(group=1) == both
     found = json.loads(render_samples(tmp_path, ["damaged"], as_json=True, step=1, kinds=["best"]))
     assert ([sample["kind"] for sample in found["samples"]], found["problems"]) == (["best"], ["damaged"])
+    assert render_samples(tmp_path, [], as_json=False, kinds=["failed"]).endswith("no failed sample so far")
     with pytest.raises(ConfigError, match="has no failed sample of step 3"):
         render_samples(tmp_path, [], as_json=False, step=3, kinds=["failed"])
 

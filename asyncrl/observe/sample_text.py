@@ -144,15 +144,15 @@ def render_samples(
     found = read_samples(run_dir, problems, step, group=group, kinds=kinds, newest=newest)
     if as_json:
         return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": problems}, indent=2)
-    if not found:
+    what = " or ".join(kinds) + " sample" if kinds else "sample"
+    if not found and newest is None:
         named = [f"step {step}"] * (step is not None) + [f"group {group}"] * (group is not None)
-        what = " ".join([*kinds, "sample of", " and ".join(named) or "any step"])
         raise ConfigError(
-            f"{run_dir} has no {what}",
+            f"{run_dir} has no {what} of {' and '.join(named)}",
             rule="observe.samples_per_step rollouts of a step are written, of a very long run of fewer steps",
             way_out=f"take another; `asyncrl inspect {run_dir} --samples` shows the newest.",
         )
-    texts = [sample_text(sample) for sample in found]
+    texts = [sample_text(sample) for sample in found] or [f"{run_dir} has no {what} so far"]
     if newest == len(found):
         texts.insert(0, f"the newest {newest}; --step N and --group N show others:")
     stretches = (one for sample in found for branch in sample["branches"] for one in branch["stretches"])
