@@ -225,6 +225,7 @@ class Reporter(Voice):
         for made in self._samples.taken():
             if made.problem:
                 self.warn_once("samples", made.problem)
+                continue
             self._recorder.record_samples(made.step, made.samples)
             self._console.show_samples(made.step, made.samples)
 

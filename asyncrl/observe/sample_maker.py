@@ -205,7 +205,7 @@ def _stretches(
     for span in branch.version_spans:
         versions[span.start : span.end] = span.version
     found = list[ShownTokens]()
-    for (first, end), after in zip(parts, [*(first for first, _ in parts[1:]), len(mask)], strict=True):
+    for (first, end), after in zip(parts, [*(first for first, _ in parts[1:]), len(mask)], strict=False):
         one = _tokens(branch, first, end, versions, chosen, decoder)
         if after > end:
             one["cut"] = after - end
@@ -245,8 +245,8 @@ def pieces_of(prefixes: Sequence[str]) -> list[str]:
     """
     text, ends = prefixes[-1] if prefixes else "", [0]
     for prefix in prefixes:
-        known = len(prefix) if text.startswith(prefix) else len(os.path.commonprefix([prefix, text]))
-        ends.append(max(ends[-1], known))
+        end = ends[-1]
+        ends.append(end + len(os.path.commonprefix([prefix[end:], text[end : len(prefix)]])))
     return [text[start:end] for start, end in itertools.pairwise(ends)]
 
 
@@ -301,11 +301,15 @@ class SampleMaker:
             return
         try:
             rollout = failed.seen.rollout()
-        except RolloutFailure:  # it has sampled nothing
+        except Exception as error:  # for people alone: it ends no run
             rollout = ()
-        error = f"{failed.how}: {failed.failure}"
+            if not isinstance(error, RolloutFailure):  # it has sampled nothing
+                log.warning(
+                    "what g%d/r%d has sampled is not shown", group_id, failed.sample_index, exc_info=True
+                )
+        why = f"{failed.how}: {failed.failure}"
         index, step = failed.sample_index, self._next_step
-        chosen = Chosen("failed", group_id, index, prompt, rollout, step, error=error)
+        chosen = Chosen("failed", group_id, index, prompt, rollout, step, error=why)
 
         def make() -> list[ShownRollout]:
             is_known = (group_id, index) in self._known_failed

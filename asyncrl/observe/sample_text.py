@@ -143,7 +143,7 @@ def render_samples(
     newest = None if (step, group) != (None, None) else NEWEST_JSON if as_json else NEWEST
     found = read_samples(run_dir, problems, step, group=group, kinds=kinds, newest=newest)
     if as_json:
-        return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": problems}, indent=2)
+        return json.dumps({"run_dir": str(run_dir), "samples": found, "problems": problems})
     what = " or ".join(kinds) + " sample" if kinds else "sample"
     if not found and newest is None:
         named = [f"step {step}"] * (step is not None) + [f"group {group}"] * (group is not None)
