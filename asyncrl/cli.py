@@ -183,13 +183,22 @@ def inspect(
     as_json: Json = False,
     step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
     group: Annotated[int | None, Option(help="This group's whole story, with its conversation.")] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Rollouts as text: the newest, or of --step.")
+    ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Samples with the best reward of their batch.")
+    ] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
 ) -> None:
     """What was trained on, from the trainer's own record, and what became of everything else, from the
     journal.
     """
     from asyncrl.observe.inspect import render_inspect
 
-    typer.echo(render_inspect(run_dir, as_json=as_json, step=step, group=group))
+    kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
+    typer.echo(render_inspect(run_dir, as_json=as_json, step=step, group=group, samples=samples, kinds=kinds))
 
 
 @app.command()

@@ -213,11 +213,21 @@ def never_killed(config: Path, run_dir: Path) -> Path:
     return run_dir
 
 
+def samples_in(run_dir: Path) -> list[dict[str, Any]]:
+    """The samples of its batches as text, in the order of the file, without what may differ after a kill."""
+    lines = [line for line in read_lines(run_dir / "samples.jsonl") if line["kind"] != "failed"]
+    return [{name: value for name, value in line.items() if name != "num_interruptions"} for line in lines]
+
+
 def differences(one: Path, other: Path, *, of_metrics: bool = True) -> list[str]:
-    """Where two runs differ in what they computed: each step's tokens, rewards and loss, its metrics, the
-    final weights.
+    """Where two runs differ in what they computed: each step's tokens, rewards and loss, its metrics and
+    samples, the final weights.
     """
     found = []
+    samples = [samples_in(folder) for folder in (one, other)]
+    if of_metrics and samples[0] != samples[1]:
+        steps = [sorted(sample["step"] for sample in of_run) for of_run in samples]
+        found.append(f"samples: of steps {steps[0]} and {steps[1]}")
     trained = [effective(read_lines(folder / "trained.jsonl")).lines for folder in (one, other)]
     lines = [read_lines(folder / "metrics.jsonl") for folder in (one, other)]
     metrics = [{line["step"]: line for line in of_run} for of_run in lines]

@@ -22,6 +22,7 @@ from job_runs import environment, read_lines, run, write_config
 from journal_cases import admit, make_batch, make_trajectory, tell_a_run
 
 from asyncrl.config import RunConfig, run_config_yaml
+from asyncrl.errors import ConfigError
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Batch, GroupId, VersionSpan
 from asyncrl.observe.inspect import pieces, render_inspect
@@ -157,6 +158,16 @@ def test_tokens_that_were_deleted_leave_the_groups_numbers_and_a_damaged_journal
     asyncio.run(compacted())
     story = as_json(tmp_path, group=0)["story"]
     assert (story["has_tokens"], story["rollouts"], story["num_sampled"]) == (False, [], 20)
+    assert "samples.jsonl has none of it" in as_text(tmp_path, group=0)
+    sample = {"step": 0, "kind": "best", "group_id": 0, "sample_index": 1, "prompt_id": "0/0", "messages": []}
+    sample |= {"reward": 0.5, "metrics": {}, "num_sampled": 0, "spans": [], "staleness": 0, "branches": []}
+    sample |= {"logprob_gap": None, "is_truncated": False, "num_interruptions": 0, "error": None}
+    append_line(tmp_path / "samples.jsonl", sample)
+    assert "--samples --group 0` shows 1 rollout of it" in as_text(tmp_path, group=0)
+    assert "best sample of batch 0: reward 0.500" in as_text(tmp_path, group=0, samples=True)
+    assert [found["sample_index"] for found in as_json(tmp_path, kinds=["best"])["samples"]] == [1]
+    with pytest.raises(ConfigError, match=r"has no worst sample of step 0(.|\n)*--samples` shows the newest"):
+        render_inspect(tmp_path, step=0, kinds=["worst"])
     (tmp_path / "journal.sqlite").write_bytes(b"no journal at all" * 100)
     (tmp_path / "journal.sqlite-wal").unlink(missing_ok=True)
     plain = as_json(tmp_path)

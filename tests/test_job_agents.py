@@ -110,6 +110,10 @@ def test_loss_is_on_what_the_model_sampled_and_never_on_what_the_tool_said(agent
                     num_with_tool += "<|tool|>" in context
     assert not trained, "what was trained on is what was journaled"
     assert num_with_tool > 0, "no rollout came to a tool's answer"
+    samples = read_lines(agents / "samples.jsonl")
+    stretches = [one for sample in samples for one in sample["branches"][0]["stretches"][1:]]
+    assert any("<|tool|>" in one["text"] for one in stretches if not one["is_sampled"])
+    assert all("tool_calls" in one["metrics"] for one in samples)
 
 
 def inspected(run_dir: Path) -> dict[str, Any]:
@@ -143,6 +147,10 @@ def test_an_agent_that_misbehaves_in_every_way_costs_its_rollouts_and_not_the_ru
     assert (len(metrics), last["harness/restarts"]) == (4, 0)
     assert last["rollout/abandoned"] == 1, "a call of the judge, for which the end does not wait either"
     assert "rewards_for_test:JudgeThatNeverGivesUp did not end within" in ended.stdout + ended.stderr
+    failed = [one for one in read_lines(run_dir / "samples.jsonl") if one["kind"] == "failed"]
+    assert 0 < len(failed) <= 3 * 5
+    assert all(one["error"] and one["messages"] and one["reward"] is None for one in failed)
+    assert "failed rollout of batch " in ended.stdout
     assert inspected(run_dir)["bound_kept"] is True
 
 

@@ -89,7 +89,10 @@ def test_plain_prints_a_line_a_step_and_what_is_said_and_none_prints_nothing(kin
     assert out.getvalue().splitlines() == ([] if kind == "none" else ["saved to [runs/x]", LINE, "a table"])
 
 
-def test_auto_is_plain_without_a_terminal_and_live_on_one_which_leaves_the_last_picture() -> None:
+def test_auto_is_plain_without_a_terminal_and_live_on_one_which_leaves_the_last_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
     assert console_to(io.StringIO(), "auto").kind == "plain"
     out = Terminal()
     console = console_to(out, "auto")

@@ -147,9 +147,14 @@ def test_a_total_goes_on_from_where_it_was_and_over_a_source_that_begins_anew() 
     assert summed == [10.0, 11.0, 13.0], "engine-0 was started again"
 
 
-def report(reporter: Reporter, step: int, *, rooms: Any = None, **more: Any) -> None:
-    answer = TrainResponse(policy_version=step + 1, **{"metrics": {}, **more})
-    reporter.step(rooms, make_batch(step, 2 * step, 2 * step + 1), answer, {}, step_s=1.0)
+class Rooms(dict[str, float]):
+    tokenizer = None
+
+
+def report(reporter: Reporter, step: int, *, rooms: Any = (), **more: Any) -> None:
+    answer: Any = TrainResponse(policy_version=step + 1, **{"metrics": {}, **more})
+    parts: Any = Rooms(rooms)
+    reporter.step(parts, make_batch(step, 2 * step, 2 * step + 1), answer, {}, step_s=1.0)
 
 
 class CountingReporter(Reporter):
@@ -159,12 +164,12 @@ class CountingReporter(Reporter):
         self, rooms: Any, batch: Any, answer: TrainResponse, _: Any, step_s: float
     ) -> dict[str, float]:
         found = {"step": batch.version, "time_s": step_s, "reward/mean": 0.5, **answer.metrics}
-        return found | self._totals.add(rooms or {})
+        return found | self._totals.add(rooms)
 
 
 @contextmanager
 def reporting_to(folder: Path) -> Iterator[Reporter]:
-    config = load_config(write_config(folder, observe={"console": "plain"}))
+    config = load_config(write_config(folder, observe={"console": "plain", "samples_per_step": 0}))
     reporter = CountingReporter(config, folder, "test")
     yield reporter
     reporter._recorder.close()

@@ -15,7 +15,7 @@ from rollout_cases import FakeSink, make_producers, one_token, single_turn, virt
 
 from asyncrl.errors import EngineError, RequestRefused, TaskError
 from asyncrl.messages.records import GroupId, Prompt, Rollout, SamplingRequest
-from asyncrl.rollouts.rollout import RolloutAttempt
+from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt
 from asyncrl.testing.fakes import FakeEngine, FakeScorer, FakeSource, MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked
 
@@ -211,13 +211,19 @@ async def test_a_prompt_that_always_fails_is_given_up_and_its_tries_are_no_row_o
 
 @virtual
 async def test_a_prompt_that_can_never_be_sampled_is_given_up_at_once_and_no_try_is_made() -> None:
-    async with House(num_tickets=0, retries=2) as house:
+    told = list[tuple[GroupId, str, int]]()
+
+    def note(group_id: GroupId, prompt: Prompt, failed: FailedRollout) -> None:
+        told.append((group_id, prompt.prompt_id, failed.num_attempts))
+
+    async with House(num_tickets=0, retries=2, on_failed=note) as house:
         long = "a prompt of more tokens than sixteen"
         house.source.front.append(Prompt("long", ({"role": "user", "content": long},)))
         house.sink.allow(2)
         await asyncio.sleep(5.0)
         tries = [event[2:4] for event in house.journal.named("rollout_failed")]
         assert tries == [(0, 0), (1, 0)], "no attempt was made"
+        assert told == [(0, "long", 0)] * 2
         why = (
             "r1 cannot be sampled: prompt long has 36 tokens; a prompt has 1 to rollout.max_prompt_tokens=16"
         )

@@ -143,6 +143,7 @@ def test_a_failure_of_the_worker_ends_the_session_and_each_attempt_has_its_own()
     host, queue = FakeHost(), FakeQueue(RolloutFailure("worker w is gone"))
     failed = run(host, queue, retries=1)
     assert (failed.num_attempts, str(failed.failure)) == (2, "worker w is gone.")
+    assert failed.seen.rollout()[0].sample_index == 2, "what its calls have sampled can be shown"
     assert [session.reason for session in host.sessions] == ["the rollout failed: worker w is gone"] * 2
     assert [(work.key, work.attempt) for work in queue.works] == [("key-0", 0), ("key-1", 1)]
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from rollout_cases import single_turn, virtual
 
 from asyncrl.errors import EngineError, RequestRefused, RewardFailure, RolloutFailure, RolloutTimeout
-from asyncrl.messages.records import GroupId, Prompt, Rollout, VersionSpan
+from asyncrl.messages.records import (
+    Completion,
+    GroupId,
+    PartialCompletion,
+    Prompt,
+    Rollout,
+    SamplingRequest,
+    VersionSpan,
+)
 from asyncrl.rollouts.rollout import FailedRollout, RolloutAttempt, RolloutRunner, Slots, derive_seed
 from asyncrl.testing.fakes import FakeEngine, FakeScorer
 from asyncrl.testing.virtual_time import all_blocked, stand_still
@@ -103,6 +112,35 @@ async def test_whatever_goes_wrong_in_a_rollout_is_data_after_the_last_retry(err
     assert isinstance(outcome, FailedRollout)
     assert (outcome.sample_index, outcome.num_attempts, runner.num_retried) == (1, 3, 2)
     assert str(error) in str(outcome.failure)
+
+
+class CutShort(FakeEngine):
+    """Says after an interruption what it has, and never ends."""
+
+    async def generate(self, request: SamplingRequest, **options: Any) -> Completion:
+        options["on_segment"](PartialCompletion((98, 99), (-1.0, -1.0), (VersionSpan(0, 2, 5),), 1))
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize(
+    ("engine", "reward", "sampled"),
+    [
+        (FakeEngine(tokens=lambda _: 3), "no number", "zzz"),
+        (CutShort(), "not asked for", "bc"),
+        (FakeEngine(latency_s=lambda _: 1000.0), "not asked for", None),
+    ],
+    ids=["it cannot be scored", "too late, after an interruption", "too late"],
+)
+@virtual
+async def test_a_failed_rollout_tells_what_is_known_of_its_tokens(
+    engine: FakeEngine, reward: str, sampled: str | None
+) -> None:
+    generator = single_turn(engine, FakeScorer(lambda *_: reward))
+    failed = await run(RolloutRunner(generator, timeout_s=10.0, retries=1))
+    assert isinstance(failed, FailedRollout)
+    texts = ["".join(map(chr, branch.token_ids)) for branch in failed.seen.rollout()]
+    assert texts == ([] if sampled is None else [f"hello{sampled}"])
 
 
 @virtual

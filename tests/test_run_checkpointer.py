@@ -69,7 +69,8 @@ class House:
             feed={"cursor": 10 * self.trainer.version}, out={}, next_group_id=0
         )
         config_of_run = SimpleNamespace(journal=SimpleNamespace(keep="checkpoint"))
-        job: Any = SimpleNamespace(spawn=spawn, warn=self.told.append, config=config_of_run)
+        voice = SimpleNamespace(flush=lambda: None)
+        job: Any = SimpleNamespace(spawn=spawn, warn=self.told.append, config=config_of_run, voice=voice)
         self.checkpointer = Checkpointer(self, job)  # type: ignore[arg-type]
 
     async def step(self, *, is_written: bool = True) -> None:

@@ -322,11 +322,20 @@ def test_a_step_reports_the_gap_of_each_engine_with_fresh_tokens(make_step: Make
     assert metrics["policy/logprob_gap_mean/engine-1"] == pytest.approx(0.02, abs=1e-5)
     share = float((arrays.engines[arrays.loss_mask] == 1).mean())
     assert metrics["policy/logprob_gap_mean"] == pytest.approx(0.02 * share, abs=1e-5)
+    engine_of = {
+        (entry.group_id, entry.sample_index): int(arrays.engines[entry.end - 1])
+        for entry in header.trajectories
+    }
+    of_rollouts = {(group, sample): gap for group, sample, gap in step.rollout_gaps}
+    expected = {name: 0.02 if engine == 1 else 0.0 for name, engine in engine_of.items()}
+    assert of_rollouts == pytest.approx(expected, abs=2e-5)
     versions = np.where(arrays.engines == 1, 0, np.where(arrays.loss_mask, 1, -1)).astype(np.int32)
     header = header.model_copy(update={"version": 1, "min_version": 0})
     again = step.train(header, changed(arrays, versions=versions))
     assert "policy/logprob_gap_mean/engine-0" in again
     assert "policy/logprob_gap_mean/engine-1" not in again, "none of its tokens is fresh"
+    fresh = {(group, sample) for group, sample, _ in step.rollout_gaps}
+    assert fresh == {name for name, engine in engine_of.items() if engine != 1}
 
 
 def test_past_the_limit_the_engine_that_is_off_is_named_and_nothing_is_trained(make_step: MakeStep) -> None:

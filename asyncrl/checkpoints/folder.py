@@ -25,7 +25,7 @@ from asyncrl.files import replace_folder, settle_folder, sha256_of, sync, sync_t
 
 CONTROLLER, TRAINER, MANIFEST = "controller.json", "trainer", "manifest.json"
 FORMAT = 1
-RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl")
+RECORDS = ("trained.jsonl", "metrics.jsonl", "eval.jsonl", "samples.jsonl")
 """Files of the run directory that say what was done before the checkpoint: nothing after a resume writes that
 again.
 """

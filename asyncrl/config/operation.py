@@ -163,11 +163,11 @@ class ObserveConfig(FrozenConfig):
     """Where the run is shown beside its own files: tensorboard (RUN_DIR/tensorboard) ([] = nowhere)."""
     samples_per_step: int = Field(default=3, ge=0, le=100)
     """Rollouts of a batch that are written as text into samples.jsonl: the best, the worst, the others by
-    chance (0 = none)."""
+    chance (0 = none). Of a file that grows past 64 MB older steps are thinned out."""
     failed_samples_per_step: int = Field(default=3, ge=0, le=100)
-    """Failed rollouts that are written there, too, at most so many between two steps."""
-    console_samples_every: PositiveInt | None = None
-    """Steps between two samples on the console (none = none)."""
+    """Failed rollouts that are written there, too, at most so many between two steps (0 = none)."""
+    console_samples_every: Literal["auto"] | PositiveInt | None = "auto"
+    """Steps between two samples on the console (auto = after steps 1 and 10, then every 100; none = none)."""
     readable_by: Literal["owner", "group", "all"] = "owner"
     """Who may look into the run directory: the config, the logs and every conversation lie there."""
     heartbeat_s: float = Field(default=60.0, gt=0)

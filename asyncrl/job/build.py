@@ -181,8 +181,7 @@ class Parts:
             names = ", ".join(server.name for server in (*self._ranks, *engines, *beside))
             job.tell(f"loading the model in {names}")
             moves, is_shared = self._placement.moves, self._placement.share is not None
-            servers = (self._ranks, engines, beside)
-            await bring_up(*servers, is_shared=moves or is_shared, stays=not moves)
+            await bring_up(self._ranks, engines, beside, is_shared=moves or is_shared, stays=not moves)
             await hashing
         finally:
             await end_all([hashing])
@@ -219,6 +218,7 @@ class Parts:
             max_failed_groups=rollout.max_failed_groups,
             max_hand_backs=rollout.max_hand_backs,
             journal=self.journal,
+            on_failed=partial(job.voice.rollout_failed, self.tokenizer),
         )
 
     def make_evaluation(self, held_out: EvalTask, on_result: Callable[[EvalResult], None]) -> None:

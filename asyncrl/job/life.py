@@ -21,10 +21,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import RunConfig
-from asyncrl.errors import AsyncrlError, ConfigError, RoomError, first_cause
+from asyncrl.errors import AsyncrlError, CallbackError, ConfigError, RoomError, first_cause
 from asyncrl.files import write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.job.start import Server, first_death
@@ -33,6 +33,11 @@ from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.nodes import Launcher
 from asyncrl.staging import clear_own_staging
 from asyncrl.waits import uncut
+
+if TYPE_CHECKING:
+    from asyncrl.messages.records import GroupId, Prompt
+    from asyncrl.rollouts.rollout import FailedRollout
+    from asyncrl.rollouts.tokenizer import HFChatTokenizer
 
 logger = logging.getLogger("asyncrl.job.life")
 
@@ -65,6 +70,14 @@ class Voice:
 
     def published(self, version: int, digest: str) -> None:
         """Every engine serves new weights."""
+
+    def rollout_failed(
+        self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
+    ) -> None:
+        """A rollout has failed for good."""
+
+    def flush(self) -> None:
+        """Return when all that was told is in the files; any thread may call it."""
 
     def finish(self, state: str, why: str = "", *, can_go_on: bool = True) -> None:
         """How it ended: done, interrupted or failed. Without `can_go_on` the same command would fail
@@ -197,7 +210,7 @@ class Life(ABC):
             what = f"internal error {type(error).__name__}: {error}"
             error = RoomError("controller", what, way_out=f"report it, with the traceback in {log_path}.")
         logger.error("ended by %s", error, exc_info=error)
-        with contextlib.suppress(RoomError):  # the first error is the one to tell
+        with contextlib.suppress(RoomError, CallbackError):  # the first error is the one to tell
             self.voice.finish("failed", str(error), can_go_on=not isinstance(error, ConfigError))
         return error
 

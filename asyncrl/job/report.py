@@ -20,17 +20,20 @@ from asyncrl.job.build import Parts
 from asyncrl.job.life import Voice, refused_by_system, run_again, run_id
 from asyncrl.job.start import Server
 from asyncrl.messages.calls import EngineHealth, TrainerHealth, TrainResponse
-from asyncrl.messages.records import Batch
+from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, gauge_of
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
+from asyncrl.observe.sample_maker import SampleMaker
 from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
 from asyncrl.observe.trackers.tracker_names import make_trackers
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported, Wait
 from asyncrl.rollouts.evaluation import EvalResult
+from asyncrl.rollouts.rollout import FailedRollout
+from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.trainer.step_report import GAP_WARNING
 
 logger = logging.getLogger("asyncrl.job.report")
@@ -109,7 +112,10 @@ class Reporter(Voice):
             run_name=name,
             num_steps=config.trainer.num_steps,
             max_staleness=config.buffer.max_staleness,
+            samples_every=config.observe.console_samples_every,
         )
+        per_step, failed = config.observe.samples_per_step, config.observe.failed_samples_per_step
+        self._samples = SampleMaker(run_dir, seed=config.seed, per_step=per_step, failed_per_step=failed)
         self._last: Mapping[str, Any] = {}
         """Metrics of the last step; those of all steps are in metrics.jsonl alone."""
         self._opened_s = self._trained_since_s = time.monotonic()
@@ -172,6 +178,8 @@ class Reporter(Voice):
             else:
                 self._before[int(line["step"])] = totals_in(line)
         self._last = self._recorder.keep_steps_below(version)
+        # without a journal all of it is made anew
+        self._samples.goes_on_at(version, keeps_failed=any(counted.values()))
         if (first := int(self._last.get("step", -1)) + 1) < version:
             self.warn(f"steps {first}..{version - 1} are missing in metrics.jsonl ({LOST})")
         self._console.goes_on(steps)
@@ -212,6 +220,26 @@ class Reporter(Voice):
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
+        self._samples.step(batch, report.rollout_gaps, parts.tokenizer)
+        self._show_samples()
+
+    def rollout_failed(
+        self, tokenizer: HFChatTokenizer, group_id: GroupId, prompt: Prompt, failed: FailedRollout
+    ) -> None:
+        """The first ones after each step are written as samples."""
+        self._samples.failed(group_id, prompt, failed, tokenizer)
+
+    def flush(self) -> None:
+        """Samples are made beside the steps; all else is written at once."""
+        self._samples.flush()
+
+    def _show_samples(self) -> None:
+        for made in self._samples.taken():
+            if made.problem:
+                self.warn_once("samples", made.problem)
+                continue
+            self._recorder.record_samples(made.step, made.samples)
+            self._console.show_samples(made.step, made.samples)
 
     def evaluated(self, result: EvalResult) -> None:
         """An evaluation is done: a line of eval.jsonl, TensorBoard and the console, and part of the next
@@ -254,6 +282,7 @@ class Reporter(Voice):
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
+        self._show_samples()
         producers, down, now = parts.producers, parts.engines.down, self._counted(gauges(parts))
         missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
         if missing is not None:
@@ -289,6 +318,8 @@ class Reporter(Voice):
         Raises RoomError if that cannot be written.
         """
         try:
+            self._samples.close()
+            self._show_samples()
             self._finish(state, why)
             if state != "done" and can_go_on:
                 self._console.say(f"go on with: {run_again(self.run_dir)}")

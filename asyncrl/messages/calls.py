@@ -267,12 +267,14 @@ class TrainerHealth(Message):
 class TrainResponse(Message):
     """One optimizer step was taken: the new version and its metrics by full name (`policy/loss`, ...).
 
-    `not_finite`: metrics that a skipped step has left without a number.
+    `not_finite`: metrics that a skipped step has left without a number. `rollout_gaps`: (group_id,
+    sample_index, mean of |engine - trainer| in nats over its fresh tokens) of each rollout that has some.
     """
 
     policy_version: int
     metrics: dict[str, float]
     not_finite: list[str] = []
+    rollout_gaps: list[tuple[int, int, float]] = []
 
 
 class ExportResponse(WeightsBody):

@@ -14,7 +14,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console as RichConsole
@@ -26,9 +26,13 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, boxed, duration, skipped_text, sparkline
+from asyncrl.observe.sample_text import sample_text
+from asyncrl.observe.samples import ShownRollout
 
 Kind = Literal["auto", "live", "plain", "none"]
 _RECENT = slice(-20, None)
+MAX_SAMPLE_CHARS = 300
+"""Of each stretch of a sample."""
 
 
 class Console:
@@ -46,12 +50,15 @@ class Console:
         run_name: str,
         num_steps: int,
         max_staleness: int,
+        samples_every: Literal["auto"] | int | None = None,
         file: TextIO | None = None,
     ) -> None:
         # rich itself ends the process on a closed pipe
         self._rich = RichConsole(file=outliving(file), highlight=False, quiet=kind == "none")
-        self.kind: Kind = ("live" if self._rich.is_terminal else "plain") if kind == "auto" else kind
+        # not asked of rich, which takes a pipe for a terminal where FORCE_COLOR is set: CI, notebooks
+        self.kind: Kind = ("live" if self._rich.file.isatty() else "plain") if kind == "auto" else kind
         self._run_name, self._num_steps, self._max_staleness = run_name, num_steps, max_staleness
+        self._samples_every, self._has_failed = samples_every, False
         self._steps, self._activity, self._started_s = Steps(), "starting", time.monotonic()
         self._live: Live | None = None
 
@@ -71,6 +78,25 @@ class Console:
         self._steps.add(metrics)
         if self.kind == "plain":
             self.say(plain_line(metrics, num_steps=self._num_steps, max_staleness=self._max_staleness))
+
+    def show_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
+        """One of a step's, now and then: by chance, so that it is neither the best nor the worst if there are
+        others; and the first failed one of the run.
+        """
+        for sample in samples[-1:]:
+            is_first_failed = sample["kind"] == "failed" and not self._has_failed
+            self._has_failed |= is_first_failed
+            is_due = is_first_failed or (sample["kind"] != "failed" and self._is_sample_due(step + 1))
+            if self._samples_every is not None and is_due:
+                text = sample_text(sample, most=MAX_SAMPLE_CHARS)
+                encoding = self._rich.encoding  # of a terminal that may not know the model's characters
+                text = text.encode(encoding, "backslashreplace").decode(encoding)
+                self._rich.print(Text(text, style="dim" if self.kind == "live" else ""), soft_wrap=True)
+
+    def _is_sample_due(self, num_steps: int) -> bool:
+        if self._samples_every == "auto":
+            return num_steps in (1, 10) or num_steps % 100 == 0
+        return self._samples_every is not None and num_steps % self._samples_every == 0
 
     def show_activity(self, text: str) -> None:
         """What the run does right now ("waiting for stragglers"); shown by the live panel alone."""

@@ -19,8 +19,10 @@ from asyncrl.errors import ConfigError, JournalError
 from asyncrl.journal.read import batch_story, group_story, reading, run_story
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
 from asyncrl.messages.records import Rollout, VersionSpan
-from asyncrl.observe.recorder import METRICS_FILE, metrics_of
-from asyncrl.observe.run_numbers import grid, masked_tokens, plain
+from asyncrl.observe.recorder import METRICS_FILE, SAMPLES_FILE, metrics_of
+from asyncrl.observe.run_numbers import grid, masked_tokens, plain, several
+from asyncrl.observe.sample_text import harmless, render_samples
+from asyncrl.observe.samples import read_samples
 from asyncrl.observe.status import RunFiles, read_run, to_text
 from asyncrl.observe.trained import TRAINED_FILE, Line, TrainedRecord, batch_summary, trajectory_summaries
 from asyncrl.observe.verdict import summary_panel
@@ -31,14 +33,24 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def render_inspect(
-    run_dir: str | Path, *, as_json: bool = False, step: int | None = None, group: int | None = None
+    run_dir: str | Path,
+    *,
+    as_json: bool = False,
+    step: int | None = None,
+    group: int | None = None,
+    samples: bool = False,
+    kinds: Sequence[str] = (),
 ) -> str:
     """A run's batches, waste, restarts and resumes; `step` narrows it to one batch, `group` tells one group's
-    whole story.
+    whole story. `samples`, or some `kinds` of them: rollouts as text instead, from samples.jsonl.
 
-    Raises ConfigError if `run_dir` is no run directory, or has no such step or group.
+    Raises ConfigError if `run_dir` is no run directory, or has no such step, group or sample.
     """
     files = read_run(run_dir)
+    if samples or kinds:
+        return render_samples(
+            files.run_dir, files.problems, as_json=as_json, step=step, group=group, kinds=kinds
+        )
     summary = summarise(files, step, group)
     return json.dumps(summary, indent=2) if as_json else to_text(*_tables(files, summary))
 
@@ -113,6 +125,8 @@ def _story(connection: sqlite3.Connection, group_id: int, files: RunFiles) -> di
     """The group with its rollouts by sample_index, and what was sampled in them."""
     if (story := group_story(connection, group_id)) is None:
         return None
+    if not story["has_tokens"]:
+        story["samples"] = len(read_samples(files.run_dir, [], group=group_id))
     decode, source = find_decoder(files)
     rollouts = dict[int, dict[str, Any]]()
     if story["state"] == "running" and story["has_tokens"]:  # those too that have no token yet
@@ -298,8 +312,14 @@ def _trajectory(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _story_text(story: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield _grid(story, "messages", "rollouts")
+    if (num := story.get("samples")) is not None:
+        command = f"`asyncrl inspect RUN_DIR --samples --group {story['group_id']}`"
+        where = (
+            f"{command} shows {several(num, 'rollout')} of it" if num else f"{SAMPLES_FILE} has none of it"
+        )
+        yield Text(f"its tokens are not in the journal any more (journal.keep=checkpoint); {where}")
     for message in story["messages"]:
-        yield Text.assemble((f"{message['role']}: ", "cyan"), message["content"])
+        yield Text.assemble((f"{message['role']}: ", "cyan"), harmless(message["content"]))
     for rollout in story["rollouts"]:
         yield Text.assemble((f"sample {rollout['sample_index']}: ", "green"), _rollout_text(rollout))
         for branch in rollout.get("branches", (rollout,)):
@@ -330,7 +350,7 @@ def _sampled(branch: Mapping[str, Any]) -> Iterator[Text]:
     for piece in branch.get("pieces", ()):
         shown = piece["text"] if "text" in piece else " ".join(map(str, piece["token_ids"]))
         place = f"  [v{piece['version']}, {piece['start']}..{piece['end'] - 1}] "
-        yield Text.assemble((place, "magenta"), shown)
+        yield Text.assemble((place, "magenta"), harmless(shown))
     for credit in branch.get("credits", ()):
         place = f"  [{credit['start']}..{credit['end'] - 1}] "
         yield Text.assemble((place, "magenta"), f"reward {plain(credit['reward'])}, unit {credit['unit']}")

@@ -1,5 +1,5 @@
-"""The files in which a run reports: metrics.jsonl, eval.jsonl, samples.jsonl and status.json are written, and
-lines are read again; trackers are told the same. Imports no torch.
+"""The files in which a run reports: metrics.jsonl, eval.jsonl and status.json are written, and lines are read
+again; trackers are told the same. Imports no torch.
 
 Files that grow with every step are read line by line: no more is held of a step than some numbers. What
 cannot be read is left out and reported.
@@ -47,7 +47,6 @@ class Recorder:
 
     metrics.jsonl   one JSON object a step, flushed; NaN and infinity are left out, named under `not_finite`
     eval.jsonl      one JSON object an evaluation; made with the first one
-    samples.jsonl   one JSON object a rollout that is shown (observe/samples.py); made with the first one
     status.json     what the run does at this moment, replaced as a whole: a reader never sees half of it
     """
 
@@ -104,9 +103,9 @@ class Recorder:
             tracker.evaluation(line["policy_version"], scalars)
 
     def record_samples(self, step: int, samples: Sequence[ShownRollout]) -> None:
-        """Append the rollouts that are shown of a batch."""
-        for sample in samples:
-            self._append(SAMPLES_FILE, sample)
+        """Tell the trackers which rollouts are shown of a batch, which are in samples.jsonl by now
+        (observe/sample_maker.py).
+        """
         for tracker in self.trackers:
             tracker.samples(step, samples)
 

@@ -18,6 +18,7 @@ from asyncrl.messages.records import (
     Completion,
     GroupId,
     Outcome,
+    PartialCompletion,
     Prompt,
     Rollout,
     SamplingRequest,
@@ -73,7 +74,7 @@ class SingleTurn:
         """One trajectory, the only branch. Raises RolloutFailure if the prompt is too long, refused, or
         cannot be scored.
         """
-        prompt = attempt.prompt
+        prompt, index = attempt.prompt, attempt.sample_index
         prompt_ids = self.prompts.ids_of(prompt)
         if not 0 < len(prompt_ids) <= self.max_prompt_tokens:
             raise PromptUnusable(
@@ -81,6 +82,11 @@ class SingleTurn:
                 rule=f"a prompt has 1 to rollout.max_prompt_tokens={self.max_prompt_tokens}, never cut",
                 way_out="raise rollout.max_prompt_tokens, or leave long prompts out of the task.",
             )
+
+        def keep(partial: PartialCompletion) -> None:
+            attempt.keep_segment(0, partial)
+            attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, partial, 0.0),)
+
         completion = await self.engine.generate(
             SamplingRequest(
                 # a retry may be sent before the server has seen that the first try is gone
@@ -89,19 +95,23 @@ class SingleTurn:
                 max_tokens=self.max_tokens,
                 temperature=self.temperature,
                 stop=self.stop,
-                seed=derive_seed(self.run_seed, prompt.seed_id, attempt.sample_index, 0, attempt.attempt),
+                seed=derive_seed(self.run_seed, prompt.seed_id, index, 0, attempt.attempt),
                 route_key=f"g{attempt.group_id}",
             ),
             partial=attempt.partial,
-            on_segment=functools.partial(attempt.keep_segment, 0),
+            on_segment=keep,
         )
         attempt.stopped_sampling()
+        attempt.seen.rollout = lambda: (make_trajectory(index, prompt_ids, completion, 0.0),)
         reward = await self.scorer.score(prompt, self.prompts.tokenizer.decode(completion.token_ids))
-        return (make_trajectory(attempt.sample_index, prompt_ids, completion, reward),)
+        return (make_trajectory(index, prompt_ids, completion, reward),)
 
 
 def make_trajectory(
-    sample_index: int, prompt_ids: tuple[int, ...], completion: Completion, reward: float
+    sample_index: int,
+    prompt_ids: tuple[int, ...],
+    completion: Completion | PartialCompletion,
+    reward: float,
 ) -> Trajectory:
     """The token record of a prompt and its one completion, P + N tokens; spans move from completion to
     trajectory.
@@ -111,8 +121,10 @@ def make_trajectory(
     logprobs[num_prompt:] = completion.behaviour_logprobs
     loss_mask = np.zeros(num_prompt + num_sampled, np.bool_)
     loss_mask[num_prompt:] = True
-    routing = None
-    if completion.routing:
+    routing, is_truncated = None, False
+    if isinstance(completion, Completion):
+        is_truncated = completion.finish_reason == "length"
+    if isinstance(completion, Completion) and completion.routing:
         known = np.frombuffer(completion.routing, np.uint8).reshape(len(loss_mask) - 1, -1)
         routing = np.pad(known, ((0, 1), (0, 0)), constant_values=NO_EXPERT)
     return Trajectory(
@@ -125,7 +137,7 @@ def make_trajectory(
             for span in completion.version_spans
         ),
         reward=reward,
-        is_truncated=completion.finish_reason == "length",
+        is_truncated=is_truncated,
         num_interruptions=completion.num_interruptions,
         routing=routing,
     )
@@ -158,6 +170,7 @@ class HarnessGenerator:
         session = self._host.open_nowait(
             name, prompt_id=prompt.seed_id, sample_index=index, attempt=number, route_key=name
         )
+        attempt.seen.rollout = functools.partial(session.rollout, index, Outcome(), 0.0)
         ends = "the rollout ran past rollout.timeout_s, or is not needed any more"
         try:
             attempt.clock.hold()

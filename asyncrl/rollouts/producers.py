@@ -16,7 +16,7 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.errors import EngineError, RolloutFailure, TaskError, WouldWait
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup
-from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Slots
+from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Seen, Slots
 from asyncrl.tasks.feed import Feed
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ NUM_OLDEST = 8
 UnusedState = Literal["failed", "handed_back"]
 Spawn = Callable[..., asyncio.Task[None]]
 """Starts a coroutine as a task with a `name` in the run's one TaskGroup."""
+OnFailed = Callable[[GroupId, Prompt, FailedRollout], None]
 
 
 class RunningGroup:
@@ -59,9 +60,10 @@ class RunningGroup:
     def add(self, outcome: Rollout | FailedRollout) -> None:
         """One rollout has ended."""
         if isinstance(outcome, FailedRollout):
-            # Its words alone, as after a resume: its traceback holds the attempt, and so this group.
+            # Its words alone, as after a resume: its traceback holds the attempt, and so this group; what was
+            # seen of it may be all of its conversation.
             words = RolloutFailure(str(outcome.failure))
-            self._failures[outcome.sample_index] = replace(outcome, failure=words)
+            self._failures[outcome.sample_index] = replace(outcome, failure=words, seen=Seen())
         else:
             self._rollouts[outcome[0].sample_index] = outcome
 
@@ -125,7 +127,10 @@ class Producers:
         max_failed_groups: int,
         max_hand_backs: int,
         journal: Journal,
+        on_failed: OnFailed = lambda *_: None,
     ) -> None:
+        """`on_failed` is called with each rollout that has failed for good."""
+        self._on_failed = on_failed
         self._sink, self._source, self._runner = sink, source, runner
         self._spawn, self._journal = spawn, journal
         self.group_size = group_size
@@ -280,6 +285,7 @@ class Producers:
             self._counts["failed"] += 1
             self.last_failure = str(outcome.failure)
             self._journal.rollout_failed_nowait(group_id, index, outcome.num_attempts, self.last_failure)
+            self._on_failed(group_id, group.prompt, outcome)
         else:
             self._check_versions(group.ticket, outcome)
             self._counts["finished"] += 1

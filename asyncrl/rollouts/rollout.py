@@ -148,6 +148,14 @@ class RolloutClock:
             self.left_s = 0.0 if limit.expired() else limit.left_s
 
 
+@dataclass(slots=True)
+class Seen:
+    """What is known of what an attempt has sampled, should it fail; for people alone."""
+
+    rollout: Callable[[], Rollout] = tuple
+    """Its branches so far, without a reward. May raise RolloutFailure where there is nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutAttempt:
     """One try at one prompt. `rollout_id` (`g17/r3`) is the same for all attempts; `attempt` counts them from
@@ -165,6 +173,7 @@ class RolloutAttempt:
     partial: PartialCompletion | None = None
     journal: Journal | None = None
     clock: RolloutClock = field(default_factory=lambda: RolloutClock(None))
+    seen: Seen = field(default_factory=Seen)
 
     def keep_segment(self, turn: int, partial: PartialCompletion) -> None:
         """Have the journal keep all that was sampled of this turn so far."""
@@ -185,12 +194,13 @@ class Generator(Protocol):
 @dataclass(frozen=True, slots=True)
 class FailedRollout:
     """A rollout that failed at each of its `num_attempts`; `failure` is the last one. 0: its prompt can never
-    be sampled.
+    be sampled. `seen`: of the last attempt.
     """
 
     sample_index: int
     num_attempts: int
     failure: RolloutFailure
+    seen: Seen = field(default_factory=Seen)
 
     @property
     def how(self) -> str:
@@ -261,9 +271,9 @@ class RolloutRunner:
                     "%s attempt %d of %d failed: %s", rollout_id, number + 1, self.retries + 1, outcome
                 )
                 if isinstance(outcome, PromptUnusable):
-                    return FailedRollout(sample_index, 0, outcome)
+                    return FailedRollout(sample_index, 0, outcome, attempt.seen)
                 if number >= self.retries or clock.left_s == 0.0:  # above it, if a killed run had more
-                    return FailedRollout(sample_index, number + 1, outcome)
+                    return FailedRollout(sample_index, number + 1, outcome, attempt.seen)
                 number, partial = number + 1, None
                 self.num_retried += 1
                 again()

@@ -43,6 +43,7 @@ from asyncrl.trainer.step_report import (
     append_line,
     gap_fault,
     gap_metrics,
+    gaps_of_rollouts,
     measure_gaps,
     note_restored,
     policy_metrics,
@@ -106,6 +107,8 @@ class Learner:
         torch.manual_seed(spec.seed)
         self.spec, self.ranks, self.policy_version, self.num_optimizer_steps = spec, ranks, 0, 0
         self.num_skipped_in_a_row = 0
+        self.rollout_gaps: list[tuple[int, int, float]] = []
+        """gaps_of_rollouts() of the batch that was trained last."""
         self._schedule_ahead = 0
         """Steps that the present settings would have taken so far, above those that were: 0 unless a resume
         changed them.
@@ -307,10 +310,12 @@ class Learner:
         """Metrics of |current - behaviour| on fresh tokens, where both come from the same weights. Refuses
         past the limit.
         """
+        self.rollout_gaps = []
         if not self.spec.measures_gap:
             return {}
         arrays, limit = batch.arrays, self.spec.trainer.logprob_gap_limit
         is_fresh = chosen & (arrays.versions == batch.header.version)
+        self.rollout_gaps = gaps_of_rollouts(batch.header, arrays, is_fresh, sums.logprobs_N)
         gaps = measure_gaps(
             sums.logprobs_N[is_fresh], arrays.behaviour_logprobs[is_fresh], arrays.engines[is_fresh]
         )

@@ -178,7 +178,12 @@ class TrainerService:
             metrics = self.together("train", body)
             finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
             lost = [name for name in metrics if name not in finite]
-            return TrainResponse(policy_version=self.step.policy_version, metrics=finite, not_finite=lost)
+            return TrainResponse(
+                policy_version=self.step.policy_version,
+                metrics=finite,
+                not_finite=lost,
+                rollout_gaps=self.step.rollout_gaps,
+            )
 
         return await self.run(work)
 

@@ -204,6 +204,25 @@ def measure_gaps(current_M: Float32M, behaviour_M: Float32M, engine_M: npt.NDArr
     return [Gap(engine, len(part), float(part.mean()), float(part.max())) for engine, part in parts]
 
 
+def gaps_of_rollouts(
+    header: BatchHeader, arrays: BatchArrays, is_fresh_N: BoolN, current_N: Float32M
+) -> list[tuple[int, int, float]]:
+    """(group_id, sample_index, mean of |current - behaviour| in nats) of each rollout with fresh tokens, over
+    all its branches; one that is not finite is left out.
+    """
+    sums = dict[tuple[int, int], tuple[float, int]]()
+    for entry in header.trajectories:
+        part = slice(entry.start, entry.end)
+        fresh = is_fresh_N[part]
+        if num := int(np.count_nonzero(fresh)):
+            gap_M = np.abs(current_N[part][fresh].astype(np.float64) - arrays.behaviour_logprobs[part][fresh])
+            key = (entry.group_id, entry.sample_index)
+            before, num_before = sums.get(key, (0.0, 0))
+            sums[key] = before + float(gap_M.sum()), num_before + num
+    means = ((*key, gap / num) for key, (gap, num) in sums.items())
+    return [found for found in means if math.isfinite(found[-1])]
+
+
 def gap_metrics(gaps: Sequence[Gap]) -> dict[str, float]:
     """policy/logprob_gap_max and _mean, and both /engine-K."""
     metrics: dict[str, float] = {}
