@@ -41,7 +41,12 @@ class TensorBoard:
         """Not shown."""
 
     def picture(self, name: str, path: Path) -> None:
-        """Not shown."""
+        """An image."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._add(
+            Summary.Value(tag=name, image=Summary.Image(encoded_image_string=path.read_bytes())), step=0
+        )
 
     def close(self, state: str = "") -> None:
         """Flush; idempotent."""
@@ -50,11 +55,17 @@ class TensorBoard:
             self._writer = None
 
     def _add_scalars(self, scalars: Mapping[str, float], step: float) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._add(
+            *(Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()), step=step
+        )
+
+    def _add(self, *values: Any, step: float) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._writer is None:
             self._writer = EventFileWriter(str(self._folder), flush_secs=5)
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
