@@ -246,7 +246,7 @@ class ObserveConfig(FrozenConfig):
             raise ValueError(f"trackers has {twice[0]} twice; name it once")
         if unused := [name for name in self.tracker_args.own if name not in self.trackers]:
             raise ValueError(
-                f"tracker_args.own has {unused[0]}, and trackers has not; add it there, or remove it"
+                f"observe.tracker_args.own has {unused[0]}, and observe.trackers has not; add or remove it"
             )
         return self
 

@@ -60,6 +60,7 @@ def make_trackers(observe: ObserveConfig, run_dir: Path, warn: Callable[[str], N
     """One of each. `warn` is told what goes wrong with one, which never ends the run."""
     found = []
     for name in observe.trackers:
+        make: Callable[[TrackerArgs], Tracker]
         if ":" in name:
             make, later = partial(_make_own, name), HAS_ALL
         else:
