@@ -105,8 +105,8 @@ def test_one_that_raises_is_turned_off_by_name_and_the_others_go_on(tmp_path: Pa
     assert [call[1] for call in calls(logs[0]) if call[0] == "step"] == [0]
     assert calls(logs[1])[-1] == ["close", "done"]
     assert said[0] == (
-        "tracker mine:Raising: turned off, the run goes on without it: step() raised SystemExit: no quota is left. "
-        "metrics.jsonl has all"
+        "tracker mine:Raising: turned off, the run goes on without it: step() raised SystemExit: no quota is "
+        "left. metrics.jsonl has all"
     )
     assert "mine:Unable: turned off, the run goes on without it: start() raised FileNotFoundError" in said[1]
     assert sorted(left) == ["mine:Raising", "mine:Unable"]

@@ -1,4 +1,4 @@
-"""Runs as a process of its own: tells the real client of a tracker of a few steps, or reads back what it wrote.
+"""Runs as a process of its own: tells the real client of a tracker of a few steps, or reads what it wrote.
 
     python tracker_clients.py tell NAME RUN_DIR FIRST_STEP [KEY=VALUE...]
     python tracker_clients.py read NAME RUN_DIR
@@ -56,7 +56,7 @@ def read_wandb(run_dir: Path) -> dict[str, Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     found: dict[str, Any] = {"steps": [], "evaluations": [], "samples": [], "pictures": 0, "ids": []}
-    for path in sorted(run_dir.glob("wandb/*/*.wandb"), key=lambda path: path.stat().st_mtime):
+    for path in sorted(run_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         for data in _leveldb_records(path.read_bytes()):
             record = Record()
             record.ParseFromString(data)
@@ -73,7 +73,7 @@ def read_wandb(run_dir: Path) -> dict[str, Any]:
                 found["evaluations"].append([line["policy_version"], line["eval/reward_mean"]])
             found["pictures"] += any(key.startswith("reward/path") for key in line)
     for path in sorted(
-        run_dir.glob("wandb/*/files/media/table/*.json"), key=lambda path: path.stat().st_mtime
+        run_dir.glob("wandb/offline-run-*/files/media/table/*.json"), key=lambda path: path.stat().st_mtime
     ):
         found["samples"].append(json.loads(path.read_text()))
     return found

@@ -13,6 +13,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,10 @@ def openmetrics(numbers: Mapping[str, Any], *, state: str, info: Mapping[str, st
     """The text of all numbers that are declared and finite, with the state of the run and what names it."""
     families: dict[str, tuple[Gauge, list[str]]] = {}
     for name, value in numbers.items():
-        found = family_of(name) if isinstance(value, int | float) and math.isfinite(value) else None
+        found = family_of(name) if isinstance(value, Real) and math.isfinite(value) else None
         if found is not None:
             family, labels, gauge = found
-            sample = f"{family}{'_total' * (gauge.kind == 'total')}{_labels(labels)} {value}"
+            sample = f"{family}{'_total' * (gauge.kind == 'total')}{_labels(labels)} {+value}"
             families.setdefault(family, (gauge, []))[1].append(sample)
     lines = [
         "# TYPE asyncrl_run info",
