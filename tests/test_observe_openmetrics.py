@@ -18,7 +18,15 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from asyncrl.config import ObserveConfig
 from asyncrl.errors import ConfigError
 from asyncrl.observe.metrics import GAUGES
-from asyncrl.observe.openmetrics import CONTENT_TYPE, KEY_ENV, KEY_FILE, StatusServer, family_of, openmetrics
+from asyncrl.observe.openmetrics import (
+    CONTENT_TYPE,
+    KEY_ENV,
+    KEY_FILE,
+    MAX_CONNECTIONS,
+    StatusServer,
+    family_of,
+    openmetrics,
+)
 
 DASHBOARD = Path(__file__).parents[1] / "examples" / "grafana" / "asyncrl.json"
 OPEN = [name.replace("*", "mean" if name == "policy/logprob_gap_*" else "other") for name in GAUGES]
@@ -112,6 +120,21 @@ def test_both_paths_are_for_bearers_of_the_key_and_can_only_be_read(tmp_path: Pa
     before = (tmp_path / KEY_FILE).read_text()
     served(tmp_path, story)
     assert (tmp_path / KEY_FILE).read_text() == before, "a resumed run has the key that Prometheus knows"
+
+
+def test_clients_that_say_nothing_take_no_place_from_those_that_ask(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"state": "running"}')
+
+    async def story(url: str) -> None:
+        where = url.removeprefix("http://").split(":")
+        silent = [await asyncio.open_connection(*where) for _ in range(2 * MAX_CONNECTIONS)]
+        key = (tmp_path / KEY_FILE).read_text()
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as session:
+            assert (await session.get(f"{url}/status")).status == 200
+        for _, writer in silent:
+            writer.close()
+
+    served(tmp_path, story)
 
 
 def test_a_key_of_the_users_own_stands_in_no_file_of_the_run(

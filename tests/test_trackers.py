@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 from trackers_for_test import Elsewhere, Hanging, Noting, Raising
 
@@ -246,6 +249,32 @@ def test_a_tracker_of_the_users_gets_its_arguments(tmp_path: Path) -> None:
     tracker.start(TrackedRun(tmp_path, "a run", "0123", {}))
     ended(tracker)
     assert calls(tmp_path / "log") == [["start", "a run", ""], ["close", "done"]]
+
+
+def test_the_settings_and_the_tracker_of_the_page_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "monitoring.md").read_text()
+    blocks = re.findall(r"```(yaml|python)\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_tracker.py").write_text("".join(text for kind, text in blocks if kind == "python"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    settings = [yaml.safe_load(text) for kind, text in blocks if kind == "yaml"]
+    shown = [ObserveConfig.model_validate(one["observe"]) for one in settings if "observe" in one]
+    assert [observe.trackers for observe in shown] == [
+        ["tensorboard", "wandb"],
+        ["tensorboard", "my_tracker:Printer"],
+    ]
+    for observe in shown:
+        check_trackers(observe)
+    said: list[str] = []
+    (own,) = make_trackers(
+        shown[1].model_copy(update={"trackers": ["my_tracker:Printer"]}), tmp_path, said.append
+    )
+    own.start(TrackedRun(tmp_path, "a run", "0123", {"seed": 1}))
+    own.step(0, {"reward/mean": 0.5})
+    ended(own)
+    assert said == []
 
 
 @pytest.mark.parametrize("name", TRACKERS)

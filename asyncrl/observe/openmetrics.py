@@ -6,6 +6,7 @@ RUN_DIR/status.key: what a run says of itself is as private as its directory.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 from aiohttp import web
 
 from asyncrl import __version__
+from asyncrl.agents.endpoint.calls.connections import Connection
 from asyncrl.config import ObserveConfig
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
@@ -30,6 +33,8 @@ from asyncrl.serving import make_app
 KEY_FILE = "status.key"
 KEY_ENV = "ASYNCRL_STATUS_KEY"
 """A key of the user's own, the same for all runs, say; it then stands in no file of the run."""
+MAX_CONNECTIONS, IDLE_S = 16, 75.0
+"""One more takes the place of the one that is idle longest; an idle one is closed after so many seconds."""
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 STATES = ("starting", "running", "done", "failed", "interrupted")
 SUFFIXES: Mapping[str, tuple[str, str]] = {
@@ -115,6 +120,7 @@ class StatusServer:
         self._host, self._port = observe.status_host, observe.status_port or 0
         self._info = {"run_dir": run_dir.resolve().name, "version": __version__}
         self._socket: socket.socket | None = None
+        self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
 
     def bind(self) -> str:
@@ -137,16 +143,23 @@ class StatusServer:
         app = make_app(self._key())
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/status", self._status)
-        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0, access_log=None)
+        self._runner, loop = (
+            web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0),
+            asyncio.get_running_loop(),
+        )
         await self._runner.setup()
-        await web.SockSite(self._runner, self._socket).start()
+        assert self._runner.server is not None
+        settings = {"loop": loop, "access_log": None, "keepalive_timeout": IDLE_S, "lingering_time": 1.0}
+        make = partial(Connection, self._runner.server, MAX_CONNECTIONS, **settings)
+        self._listener = await loop.create_server(make, sock=self._socket)
 
     async def aclose(self) -> None:
         """Close every connection; idempotent."""
+        for listening in (self._listener, self._socket):
+            if listening is not None:
+                listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
-        if self._socket is not None:
-            self._socket.close()
 
     def _key(self) -> str:
         """The user's, else that in the file: it stays over resumes, for Prometheus has it in its config."""
