@@ -50,9 +50,14 @@ def test_what_a_client_was_told_before_and_after_a_resume_is_one_run_with_each_s
         assert "tracker" not in said
         assert said.endswith("ended\n")
     found: dict[str, Any] = json.loads(client("read", name, tmp_path).splitlines()[-1])
-    assert {tuple(run) for run in found["ids"]} == {
-        ("a run-01234567", "lm") if name == "trackio" else (RUN_ID, "lm", "a run")
-    }
+    assert (
+        found["ids"]
+        == {
+            "wandb": [[RUN_ID, "lm", "a run"], [RUN_ID, "lm", "moved"]],  # two files of one run
+            "mlflow": [[RUN_ID, "lm", "a run"]],
+            "trackio": [["a run-01234567", "lm"]],
+        }[name]
+    )
     assert found["config"] == CONFIG
     assert found["steps"] == [[step, step / 2, 1.0] for step in range(2 + NUM_STEPS)]
     assert found["evaluations"] == [[2, 0.25], [4, 2.25]]

@@ -38,7 +38,8 @@ def tell(name: str, run_dir: Path, first: int, *settings: str) -> None:
     limit_s = args.pop("limit_s", 120.0)
     observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {name: args}})
     (tracker,) = make_trackers(observe, run_dir, print)
-    tracker.start(TrackedRun(run_dir, "a run", RUN_ID, CONFIG))
+    name = "a run" if first == 0 else "moved"
+    tracker.start(TrackedRun(run_dir, name, RUN_ID, CONFIG))
     for step in range(first, first + NUM_STEPS):
         tracker.step(step, {"reward/mean": step / 2, ODD: 1.0, "policy_version": step + 1})
     tracker.samples(first + 1, [SAMPLE])

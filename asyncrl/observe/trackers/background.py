@@ -104,7 +104,7 @@ class Background:
             self._warn(f"{what}, and from here on the oldest is left out for each new one")
 
     def _work(self, run: TrackedRun) -> None:
-        doing = "made"
+        doing = "making it"
         try:
             tracker, kept = self._make(), _read(self._path)
             doing = "start()"

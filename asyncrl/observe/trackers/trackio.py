@@ -25,11 +25,12 @@ class Trackio:
         """Goes on in the run of that name."""
         import trackio
 
-        project, name = self._args.project, f"{run.name}-{run.run_id[:8]}"
-        space = self._args.space_id
-        config = dict(run.config)
+        project, space, config = self._args.project, self._args.space_id, dict(run.config)
+        place, name = f"{space or ''}/{project}/", f"{run.name}-{run.run_id[:8]}"
+        if run.kept_id.startswith(place):  # the run directory may have been moved since
+            name = run.kept_id.removeprefix(place)
         self._run = trackio.init(project, name, space_id=space, config=config, resume="allow", embed=False)
-        return f"{space or ''}/{project}/{name}"
+        return place + name
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line."""

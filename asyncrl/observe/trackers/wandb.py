@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,9 @@ def _why_offline(base_url: str) -> str:
     except urllib.error.HTTPError:  # an answer
         pass
     except OSError as error:
-        return f"{base_url} cannot be reached ({error})"
+        if not isinstance(
+            getattr(error, "reason", None), ssl.SSLError
+        ):  # the client may know the certificate
+            return f"{base_url} cannot be reached ({error})"
     is_known = wandb.login(prompt=False, verify=False)
     return "" if is_known else f"there is no key for {base_url} (`wandb login`, or WANDB_API_KEY)"
