@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 import yaml
+from job_runs import write_config
 from pydantic import ValidationError
 from trackers_for_test import Elsewhere, Hanging, Noting, Raising
 
-from asyncrl.config import ObserveConfig
+from asyncrl.config import ObserveConfig, load_config
 from asyncrl.config.operation import TRACKERS
 from asyncrl.errors import ConfigError
 from asyncrl.job.life import Life
+from asyncrl.job.loop import run_job
 from asyncrl.observe.trackers import background
 from asyncrl.observe.trackers.background import MAX_WAITING, Background, wait_closed
 from asyncrl.observe.trackers.tracker import SAMPLE_COLUMNS, TrackedRun, sample_rows
@@ -132,7 +134,7 @@ def test_while_one_hangs_every_call_returns_and_the_oldest_that_wait_are_left_ou
     told: list[str] = []
     run_virtual(wait_closed([tracker], 30.0, told.append, said.append))  # 30 virtual seconds
     assert told == ["waiting for slow, 30 s at most (Ctrl-C: no longer)"]
-    assert "tracker slow: not done within 30 s (observe.tracker_close_s), and left to itself" in said[1]
+    assert "tracker slow: not done in time (observe.tracker_close_s=30), and left to itself" in said[1]
     assert f"tracker slow: {tracker.num_dropped} calls were left out" in said[2]
     assert left == ["slow"]
     (thread,) = (one for one in threading.enumerate() if one.name == "tracker slow")
@@ -238,6 +240,13 @@ def test_a_tracker_of_the_users_is_loaded_and_looked_at_before_a_run(
     observe = ObserveConfig.model_validate({"trackers": [name], "tracker_args": {"own": {name: args}}})
     with pytest.raises(ConfigError, match=says.replace("?", r"\?")):
         check_trackers(observe)
+
+
+def test_a_run_whose_tracker_cannot_be_had_starts_and_writes_nothing(tmp_path: Path) -> None:
+    config = load_config(write_config(tmp_path, observe={"trackers": ["trackers_for_test:Lacking"]}))
+    with pytest.raises(ConfigError, match="has no start"):
+        run_job(config, tmp_path / "run", name="test")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_tracker_of_the_users_gets_its_arguments(tmp_path: Path) -> None:

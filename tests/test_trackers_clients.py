@@ -77,7 +77,7 @@ KEY = "0123456789" * 4
     ("name", "setting", "environ", "says"),
     [
         ("wandb", "mode=online", {"WANDB_BASE_URL": NOWHERE, "WANDB_API_KEY": KEY}, "cannot be reached"),
-        ("mlflow", f"uri={NOWHERE}", {}, "not done within 5 s (observe.tracker_close_s)"),
+        ("mlflow", f"uri={NOWHERE}", {}, "not done in time (observe.tracker_close_s=5)"),
         ("trackio", "project=lm", {"TRACKIO_SERVER_URL": f"{NOWHERE}/?write_token=abc"}, ""),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_run_goes_its_way_whatever_its_trackers_do_and_says_how_it_stands_at_i
     assert f"{url}/metrics and /status; the key: {run_dir / 'status.key'}" in run.stdout
     assert "tracker trackers_for_test:Raising: turned off, the run goes on without it" in run.stdout
     assert "waiting for trackers_for_test:Hanging, 2 s at most" in run.stdout
-    assert "tracker trackers_for_test:Hanging: not done within 2 s" in run.stdout
+    assert "tracker trackers_for_test:Hanging: not done in time (observe.tracker_close_s=2)" in run.stdout
     told = read_lines(tmp_path / "Noting")
     assert [call[:2] for call in told if call[0] == "step"] == [["step", step] for step in range(8)]  # type: ignore[index]
     assert told[-2:] == [["picture", "reward", "reward.png"], ["close", "done"]]

@@ -164,7 +164,7 @@ async def wait_closed(
             if not future.done():
                 future.cancel()
                 LEFT.append(tracker.name)
-                what = f"not done within {limit_s:g} s (observe.tracker_close_s), and left to itself"
+                what = f"not done in time (observe.tracker_close_s={limit_s:g}), and left to itself"
                 warn(f"tracker {tracker.name}: {what}: the rest may not be shown there. {tracker.later}")
             if tracker.num_dropped:
                 what = f"{tracker.num_dropped} calls were left out, as it was slow"
