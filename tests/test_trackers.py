@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -141,6 +143,36 @@ def test_while_one_hangs_every_call_returns_and_the_oldest_that_wait_are_left_ou
     let_go.set()
     thread.join()
     assert calls(log)[-1] == ["close", "done"], "what came late is no error in the thread"
+
+
+LEAVES = """
+import asyncio, sys
+from pathlib import Path
+from trackers_for_test import Hanging
+from asyncrl.cli import _exit
+from asyncrl.observe.trackers.background import Background, wait_closed
+from asyncrl.observe.trackers.tracker import TrackedRun
+log = Path(sys.argv[1]) / "log"
+tracker = Background("slow", lambda: Hanging(log), print)
+tracker.start(TrackedRun(log.parent, "a run", "0123", {}))
+tracker.step(0, {})
+while not log.exists() or "hangs" not in log.read_text():
+    pass
+tracker.close("done")
+asyncio.run(wait_closed([tracker], 0.0, print, print))
+_exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_process_ends_with_its_code_although_the_client_of_a_late_tracker_waits_at_its_end(
+    code: int, tmp_path: Path
+) -> None:
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-c", LEAVES, str(tmp_path), str(code)]
+    process = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": here})
+    assert process.returncode == code, process.stderr
+    assert "tracker slow: not done in time" in process.stdout
 
 
 def test_a_tracker_that_was_never_started_is_not_waited_for() -> None:

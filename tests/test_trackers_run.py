@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import urllib.request
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def test_a_run_goes_its_way_whatever_its_trackers_do_and_says_how_it_stands_at_i
     trackers = ["tensorboard", *own]
     config = write_config(
         tmp_path,
-        trainer={"num_steps": 8},
+        trainer={"num_steps": 100_000},
         observe={
             "console": "plain",
             "trackers": trackers,
@@ -45,14 +46,16 @@ def test_a_run_goes_its_way_whatever_its_trackers_do_and_says_how_it_stands_at_i
     assert families["asyncrl_tokens_generated"].samples[0].value > 0
     assert families["asyncrl_engine_decode_seconds"].type == "counter"
     assert {"asyncrl_reward_mean", "asyncrl_buffer_running", "asyncrl_perf_step_seconds"} <= families.keys()
+    process.send_signal(signal.SIGINT)
     run = ended(process)
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 130, run.stderr
     assert f"{url}/metrics and /status; the key: {run_dir / 'status.key'}" in run.stdout
     assert "tracker trackers_for_test:Raising: turned off, the run goes on without it" in run.stdout
     assert "waiting for trackers_for_test:Hanging, 2 s at most" in run.stdout
     assert "tracker trackers_for_test:Hanging: not done in time (observe.tracker_close_s=2)" in run.stdout
     told = read_lines(tmp_path / "Noting")
-    assert [call[:2] for call in told if call[0] == "step"] == [["step", step] for step in range(8)]  # type: ignore[index]
-    assert told[-2:] == [["picture", "reward", "reward.png"], ["close", "done"]]
+    num_steps = len(read_lines(run_dir / "metrics.jsonl"))
+    assert [call[1] for call in told if call[0] == "step"] == [*range(num_steps)]  # type: ignore[index]
+    assert told[-2:] == [["picture", "reward", "reward.png"], ["close", "interrupted"]]
     status = json.loads((run_dir / "status.json").read_text())
-    assert (status["state"], "status_url" in status) == ("done", False)
+    assert (status["state"], "status_url" in status) == ("interrupted", False)
