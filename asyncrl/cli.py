@@ -369,11 +369,23 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
 
 def _exit(exit_code: int) -> None:
     if exit_code > 128:  # interrupted: a thread that a library left in a download must not hold the end up
-        for file in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):  # the reader has gone
-                file.flush()
-        os._exit(exit_code)
+        _exit_at_once(exit_code)
+    _leave_trackers(exit_code)
     raise typer.Exit(exit_code)
+
+
+def _leave_trackers(exit_code: int) -> None:
+    """End at once if a tracker was left behind: at Python's end its client would wait for its server."""
+    trackers = sys.modules.get("asyncrl.observe.trackers.background")
+    if trackers is not None and trackers.LEFT:
+        _exit_at_once(exit_code)
+
+
+def _exit_at_once(exit_code: int) -> None:
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the reader has gone
+            file.flush()
+    os._exit(exit_code)
 
 
 def main() -> None:
@@ -387,6 +399,7 @@ def main() -> None:
             raise without_train(module) from None
     except AsyncrlError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        _leave_trackers(error.exit_code)
         raise SystemExit(error.exit_code) from None
 
 

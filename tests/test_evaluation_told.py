@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ def eval_config(**values: Any) -> EvalConfig:
 
 def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: Any) -> None:
     config = write_config(
-        tmp_path, eval={"task": LETTERS}, observe={"console": "plain", "trackers": ["tensorboard"]}
+        tmp_path,
+        eval={"task": LETTERS},
+        observe={"console": "plain", "trackers": ["tensorboard"], "tracker_close_s": 600},
     )
     (tmp_path / "config.yaml").write_text(config.read_text())
     reporter = Reporter(load_config(config), tmp_path, "test")
@@ -37,6 +40,7 @@ def test_an_evaluation_is_written_shown_and_warned_of(tmp_path: Path, capsys: An
     reporter.evaluated(EvalResult(20, samples, num_failed=1, seconds=3.0, num_skipped=2))
     reporter.evaluated(EvalResult(40, [], num_failed=3, last_failure="KeyError: 'x'"))
     reporter.finish("done")
+    asyncio.run(reporter.aclose())
     first, second = read_lines(tmp_path / "eval.jsonl")
     assert (first["policy_version"], first["eval/reward_mean"], first["eval/skipped"]) == (20, 0.75, 2)
     assert (second["last_failure"], "eval/reward_mean" in second) == ("KeyError: 'x'", False)

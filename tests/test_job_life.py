@@ -35,7 +35,7 @@ from asyncrl.testing.fakes import MemoryJournal
 from asyncrl.testing.virtual_time import all_blocked, run_virtual
 from asyncrl.trainer.model_folder import MODEL_PIN
 
-REPORTED = ("start", "close_console", "training_starts", "status", "step", "evaluated")
+REPORTED = ("start", "status_server", "close_console", "training_starts", "status", "step", "evaluated")
 
 
 def make_config(tmp_path: Path, **sections: Any) -> RunConfig:

@@ -63,8 +63,8 @@ recorder.start(TrackedRun(Path(sys.argv[1]), "t", "1", {}))
 for step in steps:
     recorder.record_step(step)
 recorder.close()
+recorder.record_picture("reward", write_reward_plot(Path(sys.argv[1]), Steps(steps), title="t"))
 recorder.close_trackers("done")
-write_reward_plot(Path(sys.argv[1]), Steps(steps), title="t")
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
@@ -75,6 +75,7 @@ assert "torch" not in sys.modules and "tensorflow" not in sys.modules
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["time_s", "reward/mean"]
+    assert events.Images("reward")[0].encoded_image_string == (tmp_path / "reward.png").read_bytes()
     scalars = [(event.step, event.value) for event in events.Scalars("reward/mean")]
     assert scalars == [(1, 0.25), (2, 0.5), (3, 0.75)]
 

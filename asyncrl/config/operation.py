@@ -152,6 +152,57 @@ class SupervisionConfig(FrozenConfig):
     """Then: go on waiting, restart the engines, or end the run (which can be resumed)."""
 
 
+class WandbArgs(FrozenConfig):
+    """Weights & Biases."""
+
+    project: str = "asyncrl"
+    """Its project there."""
+    entity: str | None = None
+    """User or team whose project it is (none = those of the key)."""
+    group: str | None = None
+    """Group of runs there (none = none)."""
+    tags: list[str] = []
+    """Tags of the run."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """offline: all stays in RUN_DIR/wandb, until `wandb sync` sends it. auto = what WANDB_MODE says, else
+    online. Without a key, or while the server cannot be reached, it is offline."""
+
+
+class MlflowArgs(FrozenConfig):
+    """MLflow."""
+
+    uri: str | None = None
+    """Tracking server or database (none = MLFLOW_TRACKING_URI, else mlflow.db in the working directory)."""
+    experiment: str = "asyncrl"
+    """Experiment there; made if there is none."""
+
+
+class TrackioArgs(FrozenConfig):
+    """Trackio."""
+
+    project: str = "asyncrl"
+    """Project, on this machine or there."""
+    space_id: str | None = None
+    """Space of Hugging Face, like user/name (none = this machine, or what TRACKIO_SPACE_ID and
+    TRACKIO_SERVER_URL say)."""
+
+
+class TrackerArgs(FrozenConfig):
+    """Settings of trackers, by tracker."""
+
+    wandb: WandbArgs = WandbArgs()
+    """Of wandb."""
+    mlflow: MlflowArgs = MlflowArgs()
+    """Of mlflow."""
+    trackio: TrackioArgs = TrackioArgs()
+    """Of trackio."""
+    own: dict[str, dict[str, Any]] = {}
+    """Keyword arguments of your own, by `module:Class`."""
+
+
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+
+
 class ObserveConfig(FrozenConfig):
     """What is shown and written."""
 
@@ -160,7 +211,17 @@ class ObserveConfig(FrozenConfig):
     which a pipe has no room, because it is not read, are left out; the run goes on.
     """
     trackers: list[str] = ["tensorboard"]
-    """Where the run is shown beside its own files: tensorboard (RUN_DIR/tensorboard) ([] = nowhere)."""
+    """Where the run is shown beside its own files: tensorboard (RUN_DIR/tensorboard), wandb, mlflow, trackio,
+    each with the extra of its name, or your own as `module:Class` (docs/monitoring.md) ([] = nowhere)."""
+    tracker_args: TrackerArgs = TrackerArgs()
+    """Settings of trackers."""
+    tracker_close_s: float = Field(default=30.0, ge=0)
+    """Seconds that the end of a run waits for trackers to send what they have."""
+    status_port: Annotated[int, Field(ge=0, le=65535)] | None = None
+    """Port of /metrics, for Prometheus, and /status (none = off; 0 = any free one, which is printed and in
+    status.json). RUN_DIR/status.key has the bearer token for both."""
+    status_host: str = "127.0.0.1"
+    """Address that it listens on (0.0.0.0 = all of this machine, without TLS)."""
     samples_per_step: int = Field(default=3, ge=0, le=100)
     """Rollouts of a batch that are written as text into samples.jsonl: the best, the worst, the others by
     chance (0 = none). Of a file that grows past 64 MB older steps are thinned out."""
@@ -174,6 +235,20 @@ class ObserveConfig(FrozenConfig):
     """Seconds without an answer after which an engine, trainer or worker process counts as lost: it is
     started again, up to supervision.max_restarts times (the eval engine is not: the run goes on without
     evaluation)."""
+
+    @model_validator(mode="after")
+    def _trackers_are_known(self) -> Self:
+        for name in self.trackers:
+            if name not in TRACKERS and ":" not in name:
+                known = f"{', '.join(TRACKERS)}, and your own as module:Class"
+                raise ValueError(f"trackers has {name!r}; there are {known} ([] for none)")
+        if twice := [name for name in dict.fromkeys(self.trackers) if self.trackers.count(name) > 1]:
+            raise ValueError(f"trackers has {twice[0]} twice; name it once")
+        if unused := [name for name in self.tracker_args.own if name not in self.trackers]:
+            raise ValueError(
+                f"observe.tracker_args.own has {unused[0]}, and observe.trackers has not; add or remove it"
+            )
+        return self
 
     @property
     def dir_mode(self) -> int:

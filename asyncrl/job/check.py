@@ -34,6 +34,7 @@ from asyncrl.job.servers.teaching import look_at_teacher
 from asyncrl.job.start import START_TIMEOUT_S
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
+from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.nodes import Node
@@ -83,6 +84,7 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     """What `asyncrl check` prints, of this machine or these nodes. Raises ConfigError with the first that
     cannot be.
     """
+    check_trackers(config.observe)
     config, settled = settle(config, where)
     found = look(config)
     yield from found.lines

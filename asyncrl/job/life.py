@@ -84,6 +84,9 @@ class Voice:
         again.
         """
 
+    async def aclose(self) -> None:
+        """After finish(): what is still told elsewhere has a limited time. A signal ends the wait."""
+
 
 class Life(ABC):
     """Everything between the first process that a command starts and the last one ended. Owns the one
@@ -148,6 +151,9 @@ class Life(ABC):
         except Exception as error:  # the outermost frame: foreign exceptions become an error of ours
             raise self._fail(error) from error
         finally:
+            self.can_stop = False  # a signal cuts this wait, and nothing else
+            with contextlib.suppress(asyncio.CancelledError):
+                await self.voice.aclose()
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
 

@@ -33,6 +33,7 @@ from asyncrl.job.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers.tracker import Tracker
+from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
@@ -69,6 +70,7 @@ def run_job(
         hide_memory()  # keys, answers and rewards of all rollouts
     resolve(config.algorithm)  # a loss that is not known is refused before anything is made
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
+    check_trackers(config.observe)
     with opened(config.launcher) as launcher:
         config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
         plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
@@ -125,6 +127,9 @@ class Job(Life):
     async def live(self) -> int:
         """The run, from its parts to its end."""
         self.reporter.start()
+        if (server := self.reporter.status_server()) is not None:
+            self.closes("status server", server.aclose)
+            await server.start()
         self.stack.callback(self.reporter.close_console)
         for text in () if self._point is None else self._point.told:
             self.warn(text)

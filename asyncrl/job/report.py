@@ -24,9 +24,11 @@ from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, gauge_of
+from asyncrl.observe.openmetrics import StatusServer
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.sample_maker import SampleMaker
+from asyncrl.observe.trackers.background import wait_closed
 from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
 from asyncrl.observe.trackers.tracker_names import make_trackers
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
@@ -106,7 +108,8 @@ class Reporter(Voice):
         goes_on: bool = False,
     ) -> None:
         self.config, self.run_dir, self.name = config, run_dir, name
-        self._recorder = Recorder(run_dir, [*make_trackers(config.observe.trackers), *trackers])
+        self._trackers = make_trackers(config.observe, run_dir, self.warn)
+        self._recorder = Recorder(run_dir, [*self._trackers, *trackers])
         self._console = Console(
             config.observe.console,
             run_name=name,
@@ -119,7 +122,9 @@ class Reporter(Voice):
         self._last: Mapping[str, Any] = {}
         """Metrics of the last step; those of all steps are in metrics.jsonl alone."""
         self._opened_s = self._trained_since_s = time.monotonic()
-        self._activity = ""
+        self._now: Mapping[str, Any] = {}
+        """Numbers of the last status."""
+        self._activity = self._status_url = ""
         self._evaluations: list[Mapping[str, Any]] = []
         self._new_evaluation: dict[str, float] = {}
         self._totals = Totals()
@@ -135,11 +140,27 @@ class Reporter(Voice):
     def start(self) -> None:
         """Begin to show."""
         plain = json.loads(self.config.model_dump_json())
-        self._recorder.start(TrackedRun(self.run_dir, self.name, run_id(self.run_dir), plain))
+        shown_as = self.run_dir.resolve().name
+        self._recorder.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
         self._recorder.write_status({"state": "starting"})
         num_steps = self.config.trainer.num_steps
         self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
         self._console.start()
+
+    def status_server(self) -> StatusServer | None:
+        """That of observe.status_port, with its port taken. Raises ConfigError if it cannot be had."""
+        observe = self.config.observe
+        if observe.status_port is None:
+            return None
+        server = StatusServer(self.run_dir, observe, self._numbers)
+        self._status_url = server.bind()
+        self._console.say(f"{self._status_url}/metrics and /status; the key: {server.key_path}")
+        return server
+
+    def _numbers(self) -> dict[str, Any]:
+        """Of the last step and the last evaluation; what is counted all the time, as it was a moment ago."""
+        evaluation = self._evaluations[-1] if self._evaluations else {}
+        return {**self._last, **evaluation, **self._now}
 
     def tell(self, text: str) -> None:
         """What the run does right now, in words: on the console and in status.json."""
@@ -283,7 +304,8 @@ class Reporter(Voice):
         now.
         """
         self._show_samples()
-        producers, down, now = parts.producers, parts.engines.down, self._counted(gauges(parts))
+        producers, down = parts.producers, parts.engines.down
+        now = self._now = self._counted(gauges(parts))
         missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
         if missing is not None:
             self.warn_once("workers", missing)
@@ -293,6 +315,7 @@ class Reporter(Voice):
             {
                 "state": "running",
                 "activity": self._activity,
+                "status_url": self._status_url or None,
                 "step": parts.trainer.policy_version,
                 "num_steps": self.config.trainer.num_steps,
                 "buffer": {name: now[f"buffer/{name}"] for name in buffer},
@@ -329,6 +352,11 @@ class Reporter(Voice):
             self._recorder.close()
             self._recorder.close_trackers(state)
 
+    async def aclose(self) -> None:
+        """Give the trackers observe.tracker_close_s to send what they have."""
+        limit_s = self.config.observe.tracker_close_s
+        await wait_closed(self._trackers, limit_s, self._console.say, self.warn)
+
     def _finish(self, state: str, why: str) -> None:
         self.close_console()
         status = {"state": state, "num_steps": self.config.trainer.num_steps, "why": why}
@@ -343,6 +371,7 @@ class Reporter(Voice):
             verdict = judge(steps, self.config)
             summary |= asdict(verdict)
             plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
+            self._recorder.record_picture("reward", plot)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
             for line in self._evaluations[-1:]:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")

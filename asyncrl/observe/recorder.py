@@ -109,6 +109,11 @@ class Recorder:
         for tracker in self.trackers:
             tracker.samples(step, samples)
 
+    def record_picture(self, name: str, path: Path) -> None:
+        """A PNG of the run is written."""
+        for tracker in self.trackers:
+            tracker.picture(name, path)
+
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json. `status["state"]` is starting, running, done, failed or interrupted, and `why`
         says why; the rest is free.

@@ -54,7 +54,11 @@ class TensorBoard:
         """Not shown."""
 
     def picture(self, name: str, path: Path) -> None:
-        """Not shown."""
+        """An image."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        image = Summary.Image(encoded_image_string=path.read_bytes())
+        self._add([Summary.Value(tag=name, image=image)], step=0)
 
     def close(self, state: str = "") -> None:
         """Flush; idempotent."""
@@ -83,5 +87,6 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         if self._writer is None:
+            assert self._folder is not None, "it was started"
             self._writer = EventFileWriter(str(self._folder), flush_secs=5)
         self._writer.add_event(Event(wall_time=time.time(), step=int(step), summary=Summary(value=values)))
