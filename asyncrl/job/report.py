@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,13 +25,16 @@ from asyncrl.messages.records import Batch
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, gauge_of
+from asyncrl.observe.page.trace import write_trace
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
+from asyncrl.observe.timeline import TimelineWriter
 from asyncrl.observe.trackers.tracker import TrackedRun
 from asyncrl.observe.trackers.tracker_names import make_trackers
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
 from asyncrl.observe.watchdog import Reported, Wait
 from asyncrl.rollouts.evaluation import EvalResult
+from asyncrl.spans import listen_to_spans, note_span
 from asyncrl.trainer.step_report import GAP_WARNING
 
 logger = logging.getLogger("asyncrl.job.report")
@@ -96,6 +100,7 @@ class Reporter(Voice):
     def __init__(self, config: RunConfig, run_dir: Path, name: str, *, goes_on: bool = False) -> None:
         self.config, self.run_dir, self.name = config, run_dir, name
         self._recorder = Recorder(run_dir, make_trackers(config.observe.trackers))
+        self._timeline = TimelineWriter(run_dir)
         self._console = Console(
             config.observe.console,
             run_name=name,
@@ -123,6 +128,9 @@ class Reporter(Voice):
         plain = json.loads(self.config.model_dump_json())
         self._recorder.start(TrackedRun(self.run_dir, self.name, run_id(self.run_dir), plain))
         self._recorder.write_status({"state": "starting"})
+        listen_to_spans(self._timeline.note)
+        if not self._is_to_resume:
+            self._timeline.open()
         num_steps = self.config.trainer.num_steps
         self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
         self._console.start()
@@ -153,6 +161,7 @@ class Reporter(Voice):
         reported again. `counted`: what the journal says that was counted by now.
         """
         self._is_to_resume = False
+        self._timeline.open()
         steps = Steps()
         for line in metrics_of(self.run_dir / METRICS_FILE, [], "step"):
             if line["step"] < version:
@@ -175,6 +184,8 @@ class Reporter(Voice):
     def training_starts(self) -> None:
         """All processes answer: time_s counts from here, set-up is said beside it."""
         self._count_on()
+        first = int(self._last.get("step", -1)) + 1
+        note_span("restarts", "start", self._opened_s, time.monotonic(), first)
         for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
@@ -199,7 +210,12 @@ class Reporter(Voice):
         self._new_evaluation, self._last = {}, metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
+        self._note_slots(parts)
         self._warn_of(metrics, batch)
+
+    def _note_slots(self, parts: Parts) -> None:
+        now_s = time.monotonic()
+        self._timeline.slots(parts.engines.busy_s(now_s), now_s)
 
     def evaluated(self, result: EvalResult) -> None:
         """An evaluation is done: a line of eval.jsonl, TensorBoard and the console, and part of the next
@@ -207,7 +223,9 @@ class Reporter(Voice):
         """
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
-        time_s = time.monotonic() - self._trained_since_s
+        now_s = time.monotonic()
+        note_span("evaluations", "evaluation", now_s - result.seconds, now_s, result.version)
+        time_s = now_s - self._trained_since_s
         line: dict[str, Any] = {"policy_version": result.version, "time_s": time_s, **metrics}
         line |= {"last_failure": result.last_failure} if result.last_failure else {}
         self._evaluations.append(line)
@@ -242,6 +260,7 @@ class Reporter(Voice):
         """Replace status.json, for `asyncrl status` from another terminal. `waits`: who waits for whom right
         now.
         """
+        self._note_slots(parts)
         producers, down, now = parts.producers, parts.engines.down, self._counted(gauges(parts))
         missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
         if missing is not None:
@@ -292,6 +311,7 @@ class Reporter(Voice):
         if self._is_to_resume:  # what the killed run wrote stays
             self._recorder.write_status(status)
             return
+        self._timeline.close()
         self._recorder.write_status(status | {"step": int(self._last.get("step", -1)) + 1})
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self._warnings}
         if self._evaluations:
@@ -304,9 +324,11 @@ class Reporter(Voice):
             for line in self._evaluations[-1:]:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             self._console.say(f"reward plot: {plot}")
+            self._console.say(f"all of it as a page: {shlex.join(['asyncrl', 'report', str(self.run_dir)])}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
                 self._console.say(f"weights: {final}")
         sync_records(self.run_dir)
+        write_trace(self.run_dir, steps)
         write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def close_console(self) -> None:

@@ -18,8 +18,8 @@ from rich.text import Text
 COLUMNS = tuple(
     "step time_s reward/mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
     "perf/wait_generation_s perf/wait_stragglers_s perf/wait_publishing_s perf/handover_s "
-    "sample/staleness_mean rollout/inflight rollout/dropped rollout/filtered rollout/filtered_tokens "
-    "rollout/given_up trainer/skipped_steps engine/up "
+    "sample/staleness_mean sample/staleness_max rollout/inflight rollout/dropped rollout/filtered "
+    "rollout/filtered_tokens rollout/given_up trainer/skipped_steps engine/up "
     "perf/forward_s perf/backward_s perf/optimizer_s perf/pack_s perf/logprobs_s perf/blocked_s "
     "perf/device_tokens_per_s perf/mfu perf/device_memory_bytes perf/host_memory_bytes".split()
 )
