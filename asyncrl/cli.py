@@ -171,6 +171,22 @@ def inspect(
 
 
 @app.command()
+def report(
+    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    out: Annotated[
+        File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
+    ] = None,
+) -> None:
+    """Write what a run did as one page for a browser, live or afterwards: verdict, curves, time line, samples.
+    Several runs are compared. Writes the page, and trace.json for https://ui.perfetto.dev into each RUN_DIR.
+    """
+    from asyncrl.observe.page.render import write_report
+
+    for line in write_report(run_dirs, out):
+        typer.echo(line)
+
+
+@app.command()
 def scale(
     run_dir: RunDir,
     engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],

@@ -227,12 +227,11 @@ def describe_keys(section: str | None = None) -> str:
 
 
 def _key(name: str, info: FieldInfo) -> Key:
-    default = "must be given" if info.is_required() else value_text(info.get_default())
+    default = "must be given" if info.is_required() else _value_text(info.get_default())
     return Key(name, _type_text(info.annotation), default, " ".join((info.description or "").split()))
 
 
-def value_text(value: Any) -> str:
-    """A default or a value as `asyncrl keys` writes it; '' for a section."""
+def _value_text(value: Any) -> str:
     if isinstance(value, BaseModel):
         return ""
     if value is None or isinstance(value, bool):
