@@ -177,8 +177,9 @@ def report(
         File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
     ] = None,
 ) -> None:
-    """Write what a run did as one page for a browser, live or afterwards: verdict, curves, time line, samples.
-    Several runs are compared. Writes the page, and trace.json for https://ui.perfetto.dev into each RUN_DIR.
+    """Write one page for a browser of what a run did: verdict, curves, time line, samples. Live or after.
+
+    Several runs are compared. Into each RUN_DIR goes trace.json, for https://ui.perfetto.dev.
     """
     from asyncrl.observe.page.render import write_report
 

@@ -35,9 +35,7 @@ def listen_to_spans(listener: Callable[[Span], None]) -> None:
     _listener.set(listener)
 
 
-def note_span(
-    lane: str, kind: str, start_s: float, end_s: float, number: int = -1, text: str = ""
-) -> None:
+def note_span(lane: str, kind: str, start_s: float, end_s: float, number: int = -1, text: str = "") -> None:
     """What has just ended."""
     if (listener := _listener.get()) is not None:
         listener(Span(lane, kind, start_s, end_s, number, text))

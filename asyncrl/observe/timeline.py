@@ -64,7 +64,8 @@ class TimelineWriter:
     def note(self, span: Span) -> None:
         """One more span; written with the next slots()."""
         seconds = round(span.end_s - span.start_s, 6)
-        self._add(span.lane, span.kind, span.start_s, seconds, span.number, span.text)
+        text = span.text.encode(errors="replace").decode()  # no lone surrogates, which JSON has no place for
+        self._add(span.lane, span.kind, span.start_s, seconds, span.number, text)
 
     def slots(self, busy_s: Mapping[str, float], now_s: float) -> None:
         """`busy_s`: seconds so far that each engine had requests, summed over them."""

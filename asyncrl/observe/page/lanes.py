@@ -41,9 +41,7 @@ _BUSY = {"trainer", "weight sync", "handovers"}
 """Lanes that get spans with every step; so do those of engines."""
 
 
-def timeline_view(
-    rows: Sequence[Row], events: Iterable[tuple[float, str]], problems: list[str]
-) -> Timeline:
+def timeline_view(rows: Sequence[Row], events: Iterable[tuple[float, str]], problems: list[str]) -> Timeline:
     """`rows` of timeline.jsonl; `events`: (seconds since the epoch, text) of the journal."""
     spans, slots = spans_of(rows, problems), [row for row in rows if row[1] == "slots"]
     told = [("restarts", "event", at_s, 0.0, -1, text) for at_s, text in events]

@@ -79,7 +79,7 @@ def view_run(run_dir: str | Path) -> RunView:
         "problems": problems,
     }
     for name in ("why", "verdict", "failures", "warnings", "problems", "timeline"):
-        view[name] = without_secrets(view[name])  # type: ignore[literal-required]
+        view[name] = without_secrets(view[name])
     return view
 
 
@@ -158,10 +158,9 @@ def step_times_of(curves: dict[str, Curve]) -> dict[str, list[float | None]]:
         return {}
     whole = curves["perf/step_s"]["mean"]
     parts = {words: curves[metric]["mean"] for words, _, metric in SHARES.values() if metric in curves}
-    left = [
-        None if step_s is None else max(0.0, step_s - math.fsum(part[index] or 0.0 for part in parts.values()))
-        for index, step_s in enumerate(whole)
-    ]
+    named = [math.fsum(part[index] or 0.0 for part in parts.values()) for index in range(len(whole))]
+    both = zip(whole, named, strict=True)
+    left = [None if step_s is None else max(0.0, step_s - named_s) for step_s, named_s in both]
     rounded = [None if value is None else float(f"{value:.6g}") for value in left]
     used = {words: part for words, part in parts.items() if any(part) or words != "taking turns"}
     return {**used, "other": rounded}
@@ -170,6 +169,4 @@ def step_times_of(curves: dict[str, Curve]) -> dict[str, list[float | None]]:
 def gauges_of(curves: dict[str, Curve]) -> dict[str, dict[str, str]]:
     """Unit and meaning of each metric that is declared."""
     found = {name: gauge_of(name) for name in curves}
-    return {
-        name: {"unit": gauge.unit, "meaning": gauge.meaning} for name, gauge in found.items() if gauge
-    }
+    return {name: {"unit": gauge.unit, "meaning": gauge.meaning} for name, gauge in found.items() if gauge}
