@@ -31,6 +31,7 @@ run configs/quickstart.yaml buffer.max_stalenes=4 -> 2: did you mean buffer.max_
 simulate configs/quickstart.yaml --devices 1 -> 2: --devices
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:
+report docs -> 2: is no run directory ... Way out:
 scale docs engines=2 -> 2: is no run directory ... Way out:
 """
 

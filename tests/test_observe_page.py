@@ -28,6 +28,7 @@ from asyncrl.observe.page.run_view import view_run
 from asyncrl.observe.page.shape import Page, RunView, Timeline
 from asyncrl.observe.page.trace import trace_of
 from asyncrl.observe.recorder import Recorder, read_steps
+from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.timeline import TIMELINE_FILE, Row, TimelineWriter, read_timeline
 from asyncrl.spans import Span
 
@@ -281,12 +282,14 @@ def test_a_trace_is_of_the_format_with_an_arrow_from_each_step_to_the_sync_of_it
 
 
 def test_curves_of_any_length_are_of_bounded_length_with_true_means_and_extremes() -> None:
-    curves, num = Curves(), 10_000
+    curves, num = Curves(steps_read := Steps()), 10_000
     for step in range(num):
         late = {"eval/reward_mean": 1.0} if step >= 5000 else {}
         curves.add(
             {"step": step, "time_s": 2.0 * step, "a": float(step % 7), "not_finite": ["b"], **late}, []
         )
+    curves.close()
+    assert list(steps_read.column("step")) == [*range(num)]
     steps, times_s = curves.x()
     shown = curves.curves()
     assert MAX_BUCKETS / 2 <= len(steps) <= MAX_BUCKETS
@@ -304,12 +307,13 @@ def test_curves_of_any_length_are_of_bounded_length_with_true_means_and_extremes
 
 
 def test_short_runs_have_a_point_a_step_and_no_band() -> None:
-    curves, problems = Curves(), list[str]()
-    for step in (0, 1, 1, 2):
-        curves.add({"step": step, "a": float(step)}, problems)
+    curves, problems = Curves(steps := Steps()), list[str]()
+    for number, step in enumerate((0, 1, 2, 1, 2)):
+        curves.add({"step": step, "a": float(number)}, problems)
+    curves.close()
     assert curves.x() == ([0.0, 1.0, 2.0], [0.0, 0.0, 0.0])
-    assert curves.curves() == {"a": {"mean": [0.0, 1.0, 2.0]}}
-    assert len(problems) == 1
+    assert curves.curves() == {"a": {"mean": [0.0, 3.0, 4.0]}}, "what is taken again counts"
+    assert (len(steps), steps.last["a"], problems) == (3, 4.0, [])
 
 
 # ---- the page

@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from statistics import fmean
 from typing import Any
 
@@ -45,7 +45,11 @@ class Steps:
         while self._rows and self._rows[-len(COLUMNS)] >= line.get("step", math.inf):
             del self._rows[-len(COLUMNS) :]
         self.last = line
-        self._rows.extend([line.get(name, math.nan) for name in COLUMNS])
+        self._rows.extend(list(map(line.get, COLUMNS, repeat(math.nan))))
+
+    def add_rows(self, rows: bytes) -> None:
+        """Further steps, COLUMNS of doubles each; `last` is the caller's to set."""
+        self._rows.frombytes(rows)
 
     def column(self, name: str) -> array[float]:
         """One number a step, NaN where its line has none."""

@@ -23,7 +23,7 @@ from asyncrl.observe.recorder import is_number, lines_of, tell
 from asyncrl.spans import Span
 
 TIMELINE_FILE = "timeline.jsonl"
-MAX_BYTES = 4 * 2**20
+MAX_BYTES = 2 * 2**20
 """Of the file. A step takes some 300 to 500 bytes, a second of a slow step 30 and 20 an engine."""
 SLOTS_PERIOD_S = 0.1
 """Least seconds between two lines of slots."""
@@ -143,7 +143,7 @@ def thinned_rows(rows: list[Row], *, num_newest: float) -> list[Row]:
 
 def merged_slots(rows: list[Row], num: int) -> list[Row]:
     """At most `num` rows of slots, each the mean over the time of neighbours."""
-    size = -(-len(rows) // num)
+    size = max(1, -(-len(rows) // num))
     return [_merged(rows[first : first + size]) for first in range(0, len(rows), size)]
 
 

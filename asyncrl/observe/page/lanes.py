@@ -48,7 +48,7 @@ def timeline_view(rows: Sequence[Row], events: Iterable[tuple[float, str]], prob
     kept, is_cut = _bounded([*spans, *told])
     is_thinned = is_cut or any(row[1] == "thinned" for row in rows)
     start_s = min((row[2] for row in (*kept, *slots)), default=0.0)
-    by_engine = _slots_by_engine(merged_slots(slots, MAX_SLOTS) if slots else [], start_s)
+    by_engine = _slots_by_engine(merged_slots(slots, MAX_SLOTS), start_s)
     lanes = lane_names({row[0] for row in kept} | by_engine.keys())
     numbers = {name: number for number, name in enumerate(lanes)}
     kinds = {name: number for number, name in enumerate(KINDS)}

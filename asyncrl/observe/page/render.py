@@ -12,10 +12,9 @@ from pathlib import Path
 from asyncrl import __version__
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
-from asyncrl.observe.page.run_view import view_run
+from asyncrl.observe.page.run_view import gather, view_run
 from asyncrl.observe.page.shape import Difference, Page, RunView
 from asyncrl.observe.page.trace import TRACE_FILE, write_trace
-from asyncrl.observe.recorder import read_steps
 
 REPORT_FILE = "report.html"
 _PLACES = re.compile(r"/\*(STYLE|SCRIPT|DATA)\*/")
@@ -23,7 +22,11 @@ _PLACES = re.compile(r"/\*(STYLE|SCRIPT|DATA)\*/")
 
 def make_page(run_dirs: Sequence[str | Path], *, is_live: bool = False) -> Page:
     """What the page shows. Raises ConfigError for what is no run directory."""
-    runs = [view_run(run_dir) for run_dir in run_dirs]
+    return page_of([view_run(run_dir) for run_dir in run_dirs], is_live=is_live)
+
+
+def page_of(runs: Sequence[RunView], *, is_live: bool = False) -> Page:
+    """The page of runs that are read already."""
     for number, run in enumerate(runs):  # runs of one name, in folders of their own
         if any(run["name"] == other["name"] for other in runs[:number]):
             run["name"] = run["run_dir"]
@@ -31,7 +34,7 @@ def make_page(run_dirs: Sequence[str | Path], *, is_live: bool = False) -> Page:
         "asyncrl": __version__,
         "made_s": time.time(),
         "is_live": is_live,
-        "runs": runs,
+        "runs": [*runs],
         "differences": list(differences_of(runs)) if len(runs) > 1 else [],
     }
 
@@ -69,7 +72,8 @@ def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
     """Write the page, and trace.json into each run directory; yields what was written, in words. Raises
     ConfigError for what is no run directory, and where nothing can be written.
     """
-    page = make_page(run_dirs)
+    gathered = [gather(run_dir) for run_dir in run_dirs]
+    page = page_of([view for view, _ in gathered])
     path = out or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE))
     try:
         write_whole(path, render(page))
@@ -78,9 +82,9 @@ def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
             f"the page cannot be written to {path}: {error.strerror}", way_out="give another file with --out."
         ) from error
     yield f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser"
-    for run_dir in run_dirs:
+    for run_dir, (_, steps) in zip(run_dirs, gathered, strict=True):
         try:
-            yield f"{write_trace(run_dir, read_steps(run_dir, []))}: for https://ui.perfetto.dev"
+            yield f"{write_trace(run_dir, steps)}: for https://ui.perfetto.dev"
         except OSError as error:
             yield f"no {TRACE_FILE} in {run_dir}: {error.strerror}"
     for run in page["runs"]:

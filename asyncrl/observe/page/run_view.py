@@ -10,7 +10,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import JournalError
 from asyncrl.journal.read import reading
 from asyncrl.observe.metrics import gauge_of
-from asyncrl.observe.page.curves import Curves
+from asyncrl.observe.page.curves import read_curves
 from asyncrl.observe.page.lanes import Events, shown_events, timeline_view
 from asyncrl.observe.page.run_facts import (
     commands_for,
@@ -24,7 +24,7 @@ from asyncrl.observe.page.run_facts import (
     without_secrets,
 )
 from asyncrl.observe.page.shape import Curve, Failure, RunView, Share, Tile
-from asyncrl.observe.recorder import METRICS_FILE, metrics_of, read_evaluations
+from asyncrl.observe.recorder import read_evaluations
 from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, duration, masked_tokens
 from asyncrl.observe.status import judge_state, read_config, read_status
 from asyncrl.observe.timeline import TIMELINE_FILE, read_timeline
@@ -35,16 +35,18 @@ MAX_EVALUATIONS = 1000
 
 
 def view_run(run_dir: str | Path) -> RunView:
-    """Raises ConfigError if `run_dir` is no run directory, or its config cannot be read. What else cannot be
-    read is left out, and `problems` says so.
+    """What the page shows of it. Raises as gather() does."""
+    return gather(run_dir)[0]
+
+
+def gather(run_dir: str | Path) -> tuple[RunView, Steps]:
+    """The view, and the numbers of all steps that it is made of. What cannot be read is left out, and
+    `problems` says so. Raises ConfigError if `run_dir` is no run directory, or its config cannot be read.
     """
     folder, problems = Path(run_dir), list[str]()
     config, status = read_config(folder), read_status(folder, problems)
     state, why = judge_state(status, folder)
-    steps, curves = Steps(), Curves()
-    for line in metrics_of(folder / METRICS_FILE, problems, "step"):
-        steps.add(line)
-        curves.add(line, problems)
+    steps, curves = read_curves(folder, problems)
     events, failures = _from_journal(folder, problems)
     verdict = judge(steps, config) if steps else None
     evaluations = read_evaluations(folder, problems)
@@ -80,7 +82,7 @@ def view_run(run_dir: str | Path) -> RunView:
     }
     for name in ("why", "verdict", "failures", "warnings", "problems", "timeline"):
         view[name] = without_secrets(view[name])
-    return view
+    return view, steps
 
 
 def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[Failure]]:
