@@ -24,7 +24,7 @@ from asyncrl.spans import Span
 
 TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 2 * 2**20
-"""Of the file. A step takes some 300 to 500 bytes, a second of a slow step 30 and 20 an engine."""
+"""Of the file. A step takes some 300 to 600 bytes, a second of a slow step 50 and 20 an engine."""
 SLOTS_PERIOD_S = 0.1
 """Least seconds between two lines of slots."""
 LARGEST_STEP_S = 1.0
