@@ -235,8 +235,10 @@ class Job(Life):
             counted = self.reporter.counted_before_publish(parts, batch)
             with span("trainer", "to engines", batch.version):
                 await parts.turns.to_engines(report.policy_version)
-            step_s, found = clock() - started_s, counted | await computed(batch_metrics, batch)
-            self.reporter.step(parts, batch, report, found, step_s=step_s)
+            step_s = clock() - started_s
+            with span("trainer", "record", batch.version):
+                found = counted | await computed(batch_metrics, batch)
+                self.reporter.step(parts, batch, report, found, step_s=step_s)
             with span("trainer", "copy", batch.version):
                 await parts.checkpointer.after_step(report.policy_version)
 

@@ -38,7 +38,7 @@ class TimelineWriter:
     """The file of one run. Life: made -> open() once the run may write -> note(), slots() -> close(). What is
     noted before open() is written then.
 
-    Bound: a file of MAX_BYTES is written anew, a quarter shorter (thinned). Kill: what was written up to the
+    Bound: a file of MAX_BYTES is written anew, a quarter shorter. Kill: what was written up to the
     last slots() is there; the next life writes on.
     A disk that refuses ends the time line, with a warning in the log, and not the run.
     """
@@ -122,23 +122,23 @@ class TimelineWriter:
 
 
 def _thin_file(path: Path) -> None:
-    rows = thinned_rows(read_timeline(path, []), num_newest=0.5)
+    """The newer half of its bytes stays as it is, of the older one half."""
+    content = path.read_bytes()
+    cut = content.index(b"\n", len(content) // 2) + 1
+    parsed = filter(None, map(_parse, content[:cut].splitlines()))
+    old = _thinned([_as_row(row) for row in parsed if _is_row(row)])
+    lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in old)
     unfinished = path.with_name(f".{path.name}.new")
-    unfinished.write_text("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows))
+    unfinished.write_bytes(lines.encode() + content[cut:])
     unfinished.replace(path)
 
 
-def thinned_rows(rows: list[Row], *, num_newest: float) -> list[Row]:
-    """The newest part of the rows as it is; of those before, half: two neighbours of slots as one, and the
-    longer spans; behind a row that says so.
-    """
-    split = len(rows) - int(num_newest * len(rows))
-    old, slots = [row for row in rows[:split] if row[0]], [row for row in rows[:split] if row[1] == "slots"]
-    longest = sorted(range(len(old)), key=lambda index: -old[index][3])[: len(old) // 2]
-    kept = [*(old[index] for index in longest), *merged_slots(slots, max(1, len(slots) // 2))]
-    since_s = max((row[2] for row in rows[:split]), default=0.0)
-    told = [("", "thinned", since_s, 0.0, -1, "")]
-    return [*told, *sorted(kept, key=lambda row: row[2]), *rows[split:]]
+def _thinned(rows: list[Row]) -> list[Row]:
+    """Half of them: two neighbours of slots as one, and the longer spans; behind a row that says so."""
+    spans, slots = [row for row in rows if row[0]], [row for row in rows if row[1] == "slots"]
+    longest = sorted(spans, key=lambda row: -row[3])[: len(spans) // 2]
+    kept = sorted([*longest, *merged_slots(slots, max(1, len(slots) // 2))], key=lambda row: row[2])
+    return [("", "thinned", max((row[2] for row in rows), default=0.0), 0.0, -1, ""), *kept]
 
 
 def merged_slots(rows: list[Row], num: int) -> list[Row]:
@@ -164,7 +164,7 @@ def read_timeline(path: Path, problems: list[str]) -> list[Row]:
     found = list[Row]()
     for number, (_, row) in enumerate(lines_of(path, problems, _parse), start=1):
         if _is_row(row):
-            found.append((row[0], row[1], row[2], row[3], row[4], row[5]))
+            found.append(_as_row(row))
         else:
             tell(problems, f"{path.name} object {number} is no span and is left out")
     return found
@@ -176,6 +176,10 @@ def _parse(line: bytes) -> list[Any] | None:
     except ValueError:
         return None
     return value if isinstance(value, list) else None
+
+
+def _as_row(row: list[Any]) -> Row:
+    return row[0], row[1], row[2], row[3], row[4], row[5]
 
 
 def _is_row(row: list[Any]) -> bool:

@@ -20,6 +20,7 @@ KINDS = {
     "to engines": "until the copy of the new weights is begun; in turns: until the engines serve them",
     "journal": "the batch becomes durable in the journal",
     "copy": "the trainer is held until a checkpoint's copy of the weights is begun",
+    "record": "metrics of the step are computed and written; after the step, not part of its seconds",
     "train again": "after a resume: journaled batches are trained again",
     "save": "the last weights are written",
     "export": "new weights are written to where engines take them from",

@@ -47,6 +47,8 @@ def gather(run_dir: str | Path) -> tuple[RunView, Steps]:
     config, status = read_config(folder), read_status(folder, problems)
     state, why = judge_state(status, folder)
     steps, curves = read_curves(folder, problems)
+    if state in ("done", "failed", "interrupted"):  # a page is read at any time later
+        why = str(status.get("why") or f"{len(steps)} of {config.trainer.num_steps} steps are done")
     events, failures = _from_journal(folder, problems)
     verdict = judge(steps, config) if steps else None
     evaluations = read_evaluations(folder, problems)
