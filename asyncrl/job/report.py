@@ -210,7 +210,6 @@ class Reporter(Voice):
         self._new_evaluation, self._last = {}, metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
-        self._note_slots(parts)
         self._warn_of(metrics, batch)
 
     def _note_slots(self, parts: Parts) -> None:
@@ -342,6 +341,7 @@ class Reporter(Voice):
     def _metrics(
         self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float], step_s: float
     ) -> dict[str, float]:
+        self._note_slots(parts)
         metrics: dict[str, float] = {
             "step": batch.version,
             "policy_version": report.policy_version,
