@@ -114,6 +114,7 @@ def test_a_second_life_of_a_run_goes_on_behind_the_first_and_the_time_between_is
     with (tmp_path / TIMELINE_FILE).open("a") as file:
         file.write('["trainer","tra')  # killed
     second = TimelineWriter(tmp_path)
+    second.note(Span("trainer", "train again", 100.2, 100.9, 2))
     note_start(second, 100.0, 101.0)
     assert (tmp_path / TIMELINE_FILE).read_text().startswith(before), (
         "a resume that is refused changes nothing"

@@ -186,7 +186,8 @@ class Push:
         self.live = tuple(target for target in self.live if target.name in reports)
         pause_s = max((report.pause_s for report in reports.values()), default=0.0)
         num_interrupted = sum(report.num_interrupted for report in reports.values())
-        told = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
+        paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
+        told = paused if pause_s else ""  # in turns nothing is decoded meanwhile
         note_span("weight sync", "commit", start, clock(), self.version, told)
         return PushReport(export_s, prepare_s, clock() - start, pause_s, num_interrupted)
 

@@ -75,18 +75,20 @@ def timeline_view(rows: Sequence[Row], events: Iterable[tuple[float, str]], prob
 
 def spans_of(rows: Sequence[Row], problems: list[str]) -> list[Row]:
     """The spans of known kinds; where the run was started again, also the time in which nothing ran."""
-    found, end_s = list[Row](), float("nan")
+    found = list[Row]()
     for row in rows:
         if not row[0]:
             continue
         if row[1] not in KINDS:
             tell(problems, f"timeline.jsonl has a span of an unknown kind, {row[1][:40]!r}")
             continue
-        if row[1] == "start" and row[2] > end_s:
-            found.append(("restarts", "gone", end_s, row[2] - end_s, -1, ""))
         found.append(row)
-        end_s = row[2] + row[3] if end_s != end_s else max(end_s, row[2] + row[3])
-    return found
+    gone = list[Row]()
+    for start_s in (row[2] for row in found if row[1] == "start"):
+        end_s = max((row[2] + row[3] for row in found if row[2] < start_s), default=start_s)
+        if end_s < start_s:
+            gone.append(("restarts", "gone", end_s, start_s - end_s, -1, ""))
+    return [*found, *gone]
 
 
 def span_text(row: Row) -> str:
