@@ -116,7 +116,7 @@ def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]])
     num, step_s = len(steps), steps.mean("perf/step_s")
     pace = "" if step_s is None else f", {step_s:.3g} s each"
     tiles: list[Tile] = [
-        {"label": "steps", "value": str(num), "note": f"of {config.trainer.num_steps}{pace}"}
+        {"label": "steps", "value": f"{num:,}", "note": f"of {config.trainer.num_steps}{pace}"}
     ]
     if rewards := steps.values("reward/mean"):
         note = f"{rewards[0]:.3f} at first, {max(rewards):.3f} at best"
