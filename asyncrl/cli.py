@@ -227,6 +227,23 @@ def export(
 
 
 @app.command()
+def report(
+    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    out: Annotated[
+        File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
+    ] = None,
+) -> None:
+    """Write one page for a browser of what a run did: verdict, curves, time line, samples. Live or after.
+
+    Several runs are compared. Into each RUN_DIR goes trace.json, for https://ui.perfetto.dev.
+    """
+    from asyncrl.observe.page.render import write_report
+
+    for line in write_report(run_dirs, out):
+        typer.echo(line)
+
+
+@app.command()
 def scale(
     run_dir: RunDir,
     engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],

@@ -52,8 +52,8 @@ NO_SETTINGS = frozenset(
 """Dotted names in prose that are of the kernel, of Python or of other frameworks."""
 START = r"(?:[A-Z][A-Z0-9_]*=\S* +)*(?:cd \S+ && )?(?:\.venv/bin/)?(?:asyncrl|python|bash|make) "
 FILE = re.compile(
-    r"\.(config|csv|git|gguf|id|jinja|json|jsonl|lock|log|md|new|parquet|part|pid|png|py|safetensors|sh|so|sqlite"
-    r"|tmp|toml|txt|yaml)$"
+    r"\.(config|csv|git|gguf|html|id|jinja|json|jsonl|lock|log|md|new|parquet|part|pid|png|py|safetensors|sh|so"
+    r"|sqlite|tmp|toml|txt|yaml)$"
 )
 
 

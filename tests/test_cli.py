@@ -38,6 +38,7 @@ check configs/quickstart.yaml observe.trackers=[no_such:Mine] -> 2: there is no 
 simulate configs/quickstart.yaml --devices 1 -> 2: --devices
 status docs -> 2: Way out:
 inspect docs -> 2: Way out:
+report docs -> 2: is no run directory ... Way out:
 scale docs engines=2 -> 2: is no run directory ... Way out:
 export docs out -> 2: is no run directory ... Way out:
 """

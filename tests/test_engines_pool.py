@@ -200,6 +200,27 @@ async def test_a_request_that_is_cancelled_or_whose_client_raises_frees_its_slot
 
 
 @virtual
+async def test_the_busy_seconds_of_a_server_are_those_of_its_requests_ended_or_not() -> None:
+    pool, _ = make_pool(2)
+    clock = asyncio.get_running_loop().time
+    async with asyncio.TaskGroup() as tasks:
+        began_s = clock()
+        for name, num in (("short", 10), ("long", 40), ("longer", 80)):
+            tasks.create_task(pool.generate(make_request(name, num)))
+            await all_blocked()
+        await asyncio.sleep(20 * DECODE_S)
+        now_s = clock()
+        busy_s = pool.busy_s(now_s)
+        in_hand_s = 2 * (now_s - began_s)
+        assert in_hand_s < sum(busy_s.values()) < in_hand_s + 15 * DECODE_S, "two go on, one has ended"
+    ended = pool.busy_s(clock())
+    assert sum(ended.values()) == pytest.approx(130 * DECODE_S, rel=0.2)
+    assert pool.busy_s(clock() + 100.0) == ended
+    for server in pool.servers:
+        server.cut_nowait()
+
+
+@virtual
 async def test_a_server_that_aborts_for_ever_is_an_error_but_publishes_may_interrupt_for_ever() -> None:
     pool, (fake,) = make_pool(1, slots=1)
     async with asyncio.TaskGroup() as tasks:

@@ -173,6 +173,7 @@ def reporting_to(folder: Path) -> Iterator[Reporter]:
     reporter = CountingReporter(config, folder, "test")
     yield reporter
     reporter._recorder.close()
+    reporter._timeline.close()
 
 
 def test_a_resumed_run_counts_on_from_its_lines_and_from_its_journal_where_a_line_is_missing(

@@ -10,6 +10,7 @@ from asyncrl.buffer.staleness import StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
 from asyncrl.errors import TaskError, WouldWait
 from asyncrl.messages.records import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
+from asyncrl.spans import note_span
 from asyncrl.waits import waiting
 
 
@@ -20,14 +21,19 @@ class WaitMeter:
         cause; None is no wait.
     """
 
-    def __init__(self, now_s: float, cause: WaitCause | None) -> None:
-        self._since_s, self._cause = now_s, cause
+    def __init__(self, now_s: float, cause: WaitCause | None, batch: int = -1) -> None:
+        self._batch = batch
+        self._since_s, self._cause, self._began_s = now_s, cause, now_s
         self._seconds: dict[WaitCause, float] = {"generation": 0.0, "stragglers": 0.0, "publishing": 0.0}
 
     def change(self, now_s: float, cause: WaitCause | None) -> None:
         """From `now_s` on the wait is for `cause`."""
         if self._cause is not None:
             self._seconds[self._cause] += now_s - self._since_s
+            if cause != self._cause and now_s > self._began_s:
+                note_span("trainer", f"wait for {self._cause}", self._began_s, now_s, self._batch)
+        if cause != self._cause:
+            self._began_s = now_s
         self._since_s, self._cause = now_s, cause
 
     def report(self) -> WaitReport:
@@ -174,7 +180,7 @@ class Buffer:
         for. One task waits, and for no more than all batches of the run.
         """
         clock = asyncio.get_running_loop().time
-        self._meter = meter = WaitMeter(clock(), self.rule.waits_for)
+        self._meter = meter = WaitMeter(clock(), self.rule.waits_for, self.rule.next_batch)
         self._note_load()
         try:
             with waiting(self._what_forms, on="the rollout that completes a group", who="train loop"):

@@ -56,6 +56,7 @@ class EnginePool:
         """Requests of which each server samples a segment, in the order in which they came to it: those
         beyond its slots queue.
         """
+        self._busy_s = [0.0] * len(servers)
         self._changed = asyncio.Event()
         self._interrupted = self._tokens = 0
 
@@ -63,6 +64,11 @@ class EnginePool:
     def load(self) -> dict[str, int]:
         """Logical requests in flight, by server."""
         return {server.name: count for server, count in zip(self.servers, self._router.load, strict=True)}
+
+    def busy_s(self, now_s: float) -> dict[str, float]:
+        """Seconds so far that each server had requests, summed over them, those in hand up to `now_s`."""
+        sums = zip(self.servers, self._busy_s, self._sent, strict=True)
+        return {server.name: busy_s + len(sent) * now_s for server, busy_s, sent in sums}
 
     @property
     def down(self) -> tuple[str, ...]:
@@ -184,13 +190,16 @@ class EnginePool:
             if on_tokens is not None and token_ids:
                 on_tokens(token_ids)
 
+        clock = asyncio.get_running_loop().time
         self._sent[index][request.request_id] = None
+        self._busy_s[index] -= clock()
         try:
             with waiting("completions", on=server.name, who="rollouts"):
                 listen = None if on_tokens is None else on_chunk
                 rest = await server.generate_segment(request, on_chunk=listen, on_interrupted=on_interrupted)
         finally:
             del self._sent[index][request.request_id]
+            self._busy_s[index] += clock()
         join.add(rest, index)
         tell(rest.token_ids)
 

@@ -40,6 +40,7 @@ from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, 
 from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
+from asyncrl.spans import span
 from asyncrl.trainer.model_folder import MODEL_PIN
 from asyncrl.user_code import end_what_is_left
 from asyncrl.waits import computed
@@ -233,15 +234,22 @@ class Job(Life):
             batch = await self._next_batch(parts)
             if batch is None:
                 return
-            await parts.journal.batch_taken(batch)  # durable before it is acted on
-            await parts.turns.to_trainer()
-            report = await parts.trainer.train(batch)
+            with span("trainer", "journal", batch.version):
+                await parts.journal.batch_taken(batch)  # durable before it is acted on
+            with span("trainer", "to trainer", batch.version):
+                await parts.turns.to_trainer()
+            with span("trainer", "train", batch.version):
+                report = await parts.trainer.train(batch)
             parts.journal.trained_nowait(batch.version, report.metrics)
             counted = self.reporter.counted_before_publish(parts, batch)
-            await parts.turns.to_engines(report.policy_version)
-            step_s, found = clock() - started_s, counted | await computed(batch_metrics, batch)
-            self.reporter.step(parts, batch, report, found, step_s=step_s)
-            await parts.checkpointer.after_step(report.policy_version)
+            with span("trainer", "to engines", batch.version):
+                await parts.turns.to_engines(report.policy_version)
+            step_s = clock() - started_s
+            with span("trainer", "record", batch.version):
+                found = counted | await computed(batch_metrics, batch)
+                self.reporter.step(parts, batch, report, found, step_s=step_s)
+            with span("trainer", "copy", batch.version):
+                await parts.checkpointer.after_step(report.policy_version)
 
     async def _next_batch(self, parts: Parts) -> Batch | None:
         """The next batch, or None once the run is to stop."""
@@ -269,9 +277,10 @@ class Job(Life):
         self.end_tasks(all_but=GUARDS if parts.evaluation is None else GUARDS + EVALUATING)
         await parts.turns.to_trainer()
         self.tell("saving the weights")
-        await parts.trainer.save(self.run_dir / "final")
-        if self.config.trainer.lora is not None:
-            await parts.trainer.save(self.run_dir / "adapter", merged=False)
+        with span("trainer", "save"):
+            await parts.trainer.save(self.run_dir / "final")
+            if self.config.trainer.lora is not None:
+                await parts.trainer.save(self.run_dir / "adapter", merged=False)
         await parts.checkpointer.make_last(parts.trainer.policy_version)
         if parts.evaluation is not None:
             self.tell("evaluating the last weights")

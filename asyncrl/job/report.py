@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,9 +26,11 @@ from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
 from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, gauge_of
 from asyncrl.observe.openmetrics import StatusServer
+from asyncrl.observe.page.trace import write_trace
 from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
 from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.sample_maker import SampleMaker
+from asyncrl.observe.timeline import TimelineWriter
 from asyncrl.observe.trackers.background import wait_closed
 from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
 from asyncrl.observe.trackers.tracker_names import make_trackers
@@ -36,6 +39,7 @@ from asyncrl.observe.watchdog import Reported, Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
+from asyncrl.spans import listen_to_spans, note_span
 from asyncrl.trainer.step_report import GAP_WARNING
 
 logger = logging.getLogger("asyncrl.job.report")
@@ -110,6 +114,7 @@ class Reporter(Voice):
         self.config, self.run_dir, self.name = config, run_dir, name
         self._trackers = make_trackers(config.observe, run_dir, self.warn)
         self._recorder = Recorder(run_dir, [*self._trackers, *trackers])
+        self._timeline = TimelineWriter(run_dir)
         self._console = Console(
             config.observe.console,
             run_name=name,
@@ -143,6 +148,9 @@ class Reporter(Voice):
         shown_as = self.run_dir.resolve().name
         self._recorder.start(TrackedRun(self.run_dir, shown_as, run_id(self.run_dir), plain))
         self._recorder.write_status({"state": "starting"})
+        listen_to_spans(self._timeline.note)
+        if not self._is_to_resume:
+            self._timeline.open()
         num_steps = self.config.trainer.num_steps
         self._console.say(f"{self.name}: {num_steps} steps, everything goes to {self.run_dir}")
         self._console.start()
@@ -192,6 +200,7 @@ class Reporter(Voice):
         reported again. `counted`: what the journal says that was counted by now.
         """
         self._is_to_resume = False
+        self._timeline.open()
         steps = Steps()
         for line in metrics_of(self.run_dir / METRICS_FILE, [], "step"):
             if line["step"] < version:
@@ -216,6 +225,8 @@ class Reporter(Voice):
     def training_starts(self) -> None:
         """All processes answer: time_s counts from here, set-up is said beside it."""
         self._count_on()
+        first = int(self._last.get("step", -1)) + 1
+        note_span("restarts", "start", self._opened_s, time.monotonic(), first)
         for totals in (*self._before.values(), self._journaled):
             self._totals.starts_from(totals)
         self._console.say(f"ready after {duration(time.monotonic() - self._opened_s)}; training")
@@ -262,13 +273,19 @@ class Reporter(Voice):
             self._recorder.record_samples(made.step, made.samples)
             self._console.show_samples(made.step, made.samples)
 
+    def _note_slots(self, parts: Parts) -> None:
+        now_s = time.monotonic()
+        self._timeline.slots(parts.engines.busy_s(now_s), now_s)
+
     def evaluated(self, result: EvalResult) -> None:
         """An evaluation is done: a line of eval.jsonl, TensorBoard and the console, and part of the next
         step's metrics.
         """
         metrics = result.metrics()
         metrics |= self._totals.add({name: metrics[name] for name in EVAL_TOTALS})
-        time_s = time.monotonic() - self._trained_since_s
+        now_s = time.monotonic()
+        note_span("evaluations", "evaluation", now_s - result.seconds, now_s, result.version)
+        time_s = now_s - self._trained_since_s
         line: dict[str, Any] = {"policy_version": result.version, "time_s": time_s, **metrics}
         line |= {"last_failure": result.last_failure} if result.last_failure else {}
         self._evaluations.append(line)
@@ -304,6 +321,7 @@ class Reporter(Voice):
         now.
         """
         self._show_samples()
+        self._note_slots(parts)
         producers, down = parts.producers, parts.engines.down
         now = self._now = self._counted(gauges(parts))
         missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
@@ -363,6 +381,7 @@ class Reporter(Voice):
         if self._is_to_resume:  # what the killed run wrote stays
             self._recorder.write_status(status)
             return
+        self._timeline.close()
         self._recorder.write_status(status | {"step": int(self._last.get("step", -1)) + 1})
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self._warnings}
         if self._evaluations:
@@ -376,9 +395,11 @@ class Reporter(Voice):
             for line in self._evaluations[-1:]:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             self._console.say(f"reward plot: {plot}")
+            self._console.say(f"all of it as a page: {shlex.join(['asyncrl', 'report', str(self.run_dir)])}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
                 self._console.say(f"weights: {final}")
         sync_records(self.run_dir)
+        write_trace(self.run_dir, steps)
         write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
     def close_console(self) -> None:
@@ -392,6 +413,7 @@ class Reporter(Voice):
     def _metrics(
         self, parts: Parts, batch: Batch, report: TrainResponse, found: Mapping[str, float], step_s: float
     ) -> dict[str, float]:
+        self._note_slots(parts)
         metrics: dict[str, float] = {
             "step": batch.version,
             "policy_version": report.policy_version,

@@ -31,6 +31,7 @@ from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
+from asyncrl.spans import span
 from asyncrl.trainer.model_folder import MODEL_PIN
 
 if TYPE_CHECKING:
@@ -264,7 +265,8 @@ async def restore(
 
     folder = None if point.checkpoint is None else point.checkpoint.trainer_dir
     missed = functools.partial(load_batches, state, point.version, state.next_version)
-    await parts.trainer.recover(folder, missed, trained_again)
+    with span("trainer", "train again", point.version):
+        await parts.trainer.recover(folder, missed, trained_again)
     restored()
     if is_journal_new:
         journal.began_at_nowait(point.version, *before)

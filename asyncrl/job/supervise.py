@@ -33,6 +33,7 @@ from asyncrl.job.colocate import Turns
 from asyncrl.job.restarts import Restarts
 from asyncrl.job.start import Server, end_all, start_all
 from asyncrl.messages.work import WorkerHealth
+from asyncrl.spans import note_span
 from asyncrl.waits import waiting
 
 Tell = Callable[[str, Mapping[str, Any]], None]
@@ -136,7 +137,9 @@ class Supervisor:
             self.is_starting = False
         again = await self._start()
         if again is None:
-            down_s = asyncio.get_running_loop().time() - since_s
+            now_s = asyncio.get_running_loop().time()
+            down_s = now_s - since_s
+            note_span("restarts", "down", since_s, now_s, text=f"{self.name}: {in_short(lost)}")
             self._on_event(f"{self.kind} up", {**about, "down_s": down_s, **self._told_up()})
         return again
 

@@ -19,6 +19,7 @@ from asyncrl.journal.read import ResumeState
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse, TrainResponse
 from asyncrl.messages.records import Batch
+from asyncrl.spans import note_span
 from asyncrl.trainer.trainer_client import TrainerClient
 from asyncrl.waits import waiting
 
@@ -306,6 +307,7 @@ class Checkpointer:
             return None
 
     async def _finish(self, pending: Pending, version: int, controller: ControllerState) -> None:
+        began_s = asyncio.get_running_loop().time()
         try:
             await self._trainer.wait_save_state()
             # Only now: had the trainer died meanwhile, it would have to go back first.
@@ -317,6 +319,7 @@ class Checkpointer:
                         lambda: finish(pending, version, controller.model_dump())
                     )
                 self.num_made += 1
+                note_span("checkpoints", "checkpoint", began_s, asyncio.get_running_loop().time(), version)
                 self._parts.journal.checkpointed_nowait(version, folder, self._checkpoints.versions())
                 if self._job.config.journal.keep == "checkpoint":
                     await self._parts.journal.compact(self._checkpoints.oldest_version())

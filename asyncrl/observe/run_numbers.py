@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, repeat
 from statistics import fmean
 from typing import Any
 
@@ -18,8 +18,8 @@ from rich.text import Text
 COLUMNS = tuple(
     "step time_s reward/mean tokens/sampled tokens/trained perf/step_s perf/train_s perf/weight_sync_s "
     "perf/wait_generation_s perf/wait_stragglers_s perf/wait_publishing_s perf/handover_s "
-    "sample/staleness_mean rollout/inflight rollout/dropped rollout/filtered rollout/filtered_tokens "
-    "rollout/given_up trainer/skipped_steps engine/up "
+    "sample/staleness_mean sample/staleness_max rollout/inflight rollout/dropped rollout/filtered "
+    "rollout/filtered_tokens rollout/given_up trainer/skipped_steps engine/up "
     "perf/forward_s perf/backward_s perf/optimizer_s perf/pack_s perf/logprobs_s perf/blocked_s "
     "perf/device_tokens_per_s perf/mfu perf/device_memory_bytes perf/host_memory_bytes".split()
 )
@@ -45,7 +45,11 @@ class Steps:
         while self._rows and self._rows[-len(COLUMNS)] >= line.get("step", math.inf):
             del self._rows[-len(COLUMNS) :]
         self.last = line
-        self._rows.extend([line.get(name, math.nan) for name in COLUMNS])
+        self._rows.extend(list(map(line.get, COLUMNS, repeat(math.nan))))
+
+    def add_rows(self, rows: bytes) -> None:
+        """Further steps, COLUMNS of doubles each; `last` is the caller's to set."""
+        self._rows.frombytes(rows)
 
     def column(self, name: str) -> array[float]:
         """One number a step, NaN where its line has none."""

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeAlias
 
 from asyncrl.errors import AsyncrlError, RoomError
 from asyncrl.messages.base import Moved
+from asyncrl.spans import note_span
 from asyncrl.waits import TimeLimit, uncut, waiting
 
 Side = Literal["engines", "trainer"]
@@ -160,6 +161,7 @@ class Lease:
                 raise await self._undo(phases[:number], _shown(error), error)
             total_bytes += num_bytes
             detail = {"phase": self.phase, "seconds": clock() - phase_began_s, "num_bytes": num_bytes}
+            note_span("handovers", f"to {to}", phase_began_s, clock(), text=self.phase)
             self.phase = ""
             self._on_event("handover phase", detail)
         self.state, self.owner = RESTING[to], to

@@ -16,6 +16,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import EngineLost, PublishError, WeightsLost
 from asyncrl.messages.base import Interrupt, Moved
 from asyncrl.messages.calls import ExportResponse
+from asyncrl.spans import note_span
 from asyncrl.sync.push import Locate, OnLost, Push, PushReport, WeightTrainer, in_place
 from asyncrl.waits import TimeLimit, waiting
 
@@ -214,6 +215,7 @@ class Publisher:
         self._set_pushing(True)
         manifest = await self._limited(newest, self._trainer.export)
         export_s = clock() - start
+        note_span("weight sync", "export", start, clock(), manifest.version)
         self.num_skipped += manifest.version - before - 1
         self._exported_version = manifest.version  # above what was begun if the trainer was started again
         if not self._is_one_kept:

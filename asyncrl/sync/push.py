@@ -13,6 +13,7 @@ from asyncrl.engines.engine import EngineClient
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError, WeightsLost
 from asyncrl.messages.base import Interrupt
 from asyncrl.messages.calls import CommitResponse, ExportChunkResponse, ExportResponse
+from asyncrl.spans import SHORTEST_S, note_span
 from asyncrl.waits import TimeLimit, waiting
 
 Result = TypeVar("Result")
@@ -123,6 +124,7 @@ class Push:
 
         digests = await self._on(self.live, "prepare", prepare)
         self._check_digests("loaded", digests, manifest.digest)
+        note_span("weight sync", "prepare", start, clock(), self.version)
         return await self._commit(manifest.digest, 0.0, clock() - start)
 
     async def chunks(self, trainer: WeightTrainer) -> tuple[PushReport, ExportResponse]:
@@ -130,7 +132,7 @@ class Push:
         trainer's client raises.
         """
         clock = asyncio.get_running_loop().time
-        export_s = load_s = 0.0
+        began, export_s, load_s = clock(), 0.0, 0.0
         sent: list[ExportChunkResponse] = []
         while not sent or not sent[-1].is_last:
             start = clock()
@@ -144,6 +146,7 @@ class Push:
             await self._load(chunk)
             export_s, load_s = export_s + exported - start, load_s + clock() - exported
         digest = sent[-1].whole_digest
+        note_span("weight sync", "chunks", began, clock(), self.version)
         report = await self._commit(digest, export_s, load_s)
         num_tensors, num_bytes = sum(one.num_tensors for one in sent), sum(one.num_bytes for one in sent)
         return report, ExportResponse(
@@ -169,6 +172,8 @@ class Push:
             self._serving[target.name] = f"{before} or {self.version}, it gave no answer"
             report = await target.commit(self.version, digest, self._interrupt)
             self._serving[target.name] = str(report.version)
+            if report.pause_s >= SHORTEST_S:
+                note_span(target.name, "pause", clock() - report.pause_s, clock(), self.version)
             return report
 
         reports: dict[str, CommitResponse] = {}
@@ -181,6 +186,9 @@ class Push:
         self.live = tuple(target for target in self.live if target.name in reports)
         pause_s = max((report.pause_s for report in reports.values()), default=0.0)
         num_interrupted = sum(report.num_interrupted for report in reports.values())
+        paused = f"paused {1000 * pause_s:.1f} ms at most, {num_interrupted} requests interrupted"
+        told = paused if pause_s else ""  # in turns nothing is decoded meanwhile
+        note_span("weight sync", "commit", start, clock(), self.version, told)
         return PushReport(export_s, prepare_s, clock() - start, pause_s, num_interrupted)
 
     async def _on(

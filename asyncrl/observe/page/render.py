@@ -1,0 +1,91 @@
+"""`asyncrl report`: the page of one run, or of several, as one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from asyncrl import __version__
+from asyncrl.errors import ConfigError
+from asyncrl.files import write_whole
+from asyncrl.observe.page.run_view import gather, view_run
+from asyncrl.observe.page.shape import Difference, Page, RunView
+from asyncrl.observe.page.trace import TRACE_FILE, write_trace
+
+REPORT_FILE = "report.html"
+_PLACES = re.compile(r"/\*(STYLE|SCRIPT|DATA)\*/")
+
+
+def make_page(run_dirs: Sequence[str | Path], *, is_live: bool = False) -> Page:
+    """What the page shows. Raises ConfigError for what is no run directory."""
+    return page_of([view_run(run_dir) for run_dir in run_dirs], is_live=is_live)
+
+
+def page_of(runs: Sequence[RunView], *, is_live: bool = False) -> Page:
+    """The page of runs that are read already."""
+    for number, run in enumerate(runs):  # runs of one name, in folders of their own
+        if any(run["name"] == other["name"] for other in runs[:number]):
+            run["name"] = run["run_dir"]
+    return {
+        "asyncrl": __version__,
+        "made_s": time.time(),
+        "is_live": is_live,
+        "runs": [*runs],
+        "differences": list(differences_of(runs)) if len(runs) > 1 else [],
+    }
+
+
+def differences_of(runs: Sequence[RunView]) -> Iterator[Difference]:
+    """Settings that are not the same in all runs, then results."""
+    settings = [{setting["key"]: setting["value"] for setting in run["settings"]} for run in runs]
+    tiles = [{tile["label"]: tile["value"] for tile in run["tiles"]} for run in runs]
+    shares = [{s["name"]: f"{s['fraction']:.0%} of the time" for s in run["shares"]} for run in runs]
+    states = [{"state": run["state"]} for run in runs]
+    for of_runs in (settings, states, tiles, shares):
+        for key in dict.fromkeys(key for of_run in of_runs for key in of_run):
+            values = [of_run.get(key, "-") for of_run in of_runs]
+            if len(set(values)) > 1:
+                yield {"key": key, "values": values}
+
+
+def render(page: Page) -> str:
+    """The page with its style, its script and its data in it. The data is JSON in ASCII without `<`: no text
+    of a model can end the element that it stands in.
+    """
+    static = files("asyncrl.observe.page") / "static"
+    texts = {entry.name: entry for entry in static.iterdir()} if static.is_dir() else {}
+    names = sorted(texts, key=lambda name: (not name.startswith("uPlot"), name))
+    joined = {
+        kind: "\n".join(texts[name].read_text(encoding="utf-8") for name in names if name.endswith(ending))
+        for kind, ending in (("STYLE", ".css"), ("SCRIPT", ".js"))
+    }
+    joined["DATA"] = json.dumps(page, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    template = (files("asyncrl.observe.page") / "page.html").read_text(encoding="utf-8")
+    return _PLACES.sub(lambda place: joined[place[1]], template)
+
+
+def write_report(run_dirs: Sequence[Path], out: Path | None) -> Iterator[str]:
+    """Write the page, and trace.json into each run directory; yields what was written, in words. Raises
+    ConfigError for what is no run directory, and where nothing can be written.
+    """
+    gathered = [gather(run_dir) for run_dir in run_dirs]
+    page = page_of([view for view, _ in gathered])
+    path = out or (run_dirs[0] / REPORT_FILE if len(run_dirs) == 1 else Path(REPORT_FILE))
+    try:
+        write_whole(path, render(page))
+    except OSError as error:
+        raise ConfigError(
+            f"the page cannot be written to {path}: {error.strerror}", way_out="give another file with --out."
+        ) from error
+    yield f"{path} ({path.stat().st_size / 1e6:.1f} MB): open it in a browser"
+    for run_dir, (_, steps) in zip(run_dirs, gathered, strict=True):
+        try:
+            yield f"{write_trace(run_dir, steps)}: for https://ui.perfetto.dev"
+        except OSError as error:
+            yield f"no {TRACE_FILE} in {run_dir}: {error.strerror}"
+    for run in page["runs"]:
+        yield from (f"{run['name']}: {problem}" for problem in run["problems"])

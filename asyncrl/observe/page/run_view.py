@@ -1,0 +1,176 @@
+"""One run as the page shows it: its directory is read, live or ended, and nothing is changed in it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import RunConfig
+from asyncrl.errors import JournalError
+from asyncrl.journal.read import reading
+from asyncrl.observe.metrics import gauge_of
+from asyncrl.observe.page.curves import read_curves
+from asyncrl.observe.page.lanes import Events, shown_events, timeline_view
+from asyncrl.observe.page.run_facts import (
+    commands_for,
+    events_of,
+    failures_of_run,
+    name_of,
+    read_summary,
+    settings_of,
+    some_samples,
+    warnings_of,
+    without_secrets,
+)
+from asyncrl.observe.page.shape import Curve, Failure, RunView, Share, Tile
+from asyncrl.observe.recorder import read_evaluations
+from asyncrl.observe.run_numbers import SHARES, Steps, TimeShares, duration, masked_tokens
+from asyncrl.observe.status import judge_state, read_config, read_status
+from asyncrl.observe.timeline import TIMELINE_FILE, read_timeline
+from asyncrl.observe.verdict import Verdict, judge
+
+JOURNAL_FILE = "journal.sqlite"
+MAX_EVALUATIONS = 1000
+
+
+def view_run(run_dir: str | Path) -> RunView:
+    """What the page shows of it. Raises as gather() does."""
+    return gather(run_dir)[0]
+
+
+def gather(run_dir: str | Path) -> tuple[RunView, Steps]:
+    """The view, and the numbers of all steps that it is made of. What cannot be read is left out, and
+    `problems` says so. Raises ConfigError if `run_dir` is no run directory, or its config cannot be read.
+    """
+    folder, problems = Path(run_dir), list[str]()
+    config, status = read_config(folder), read_status(folder, problems)
+    state, why = judge_state(status, folder)
+    steps, curves = read_curves(folder, problems)
+    if state in ("done", "failed", "interrupted"):  # a page is read at any time later
+        why = str(status.get("why") or f"{len(steps)} of {config.trainer.num_steps} steps are done")
+    events, failures = _from_journal(folder, problems)
+    verdict = judge(steps, config) if steps else None
+    evaluations = read_evaluations(folder, problems)
+    rows = read_timeline(folder / TIMELINE_FILE, problems)
+    if steps and not rows:
+        problems.append(f"there is no {TIMELINE_FILE}: what ran when is not known")
+    timeline = timeline_view(rows, shown_events(events), problems)
+    shown, (step, time_s) = curves.curves(), curves.x()
+    view: RunView = {
+        "name": name_of(folder),
+        "run_dir": str(folder),
+        "state": state,
+        "why": why,
+        "started_s": timeline["start_s"],
+        "num_steps": config.trainer.num_steps,
+        "max_staleness": config.buffer.max_staleness,
+        "verdict": verdict_of(state, why, verdict),
+        "tiles": tiles_of(steps, config, evaluations),
+        "step": step,
+        "time_s": time_s,
+        "curves": shown,
+        "step_times": step_times_of(shown),
+        "evaluations": evaluations[:: 1 + len(evaluations) // MAX_EVALUATIONS],
+        "gauges": gauges_of(shown),
+        "shares": shares_of(steps, verdict),
+        "timeline": timeline,
+        "samples": some_samples(folder, problems),
+        "failures": failures,
+        "warnings": warnings_of(status, read_summary(folder), events),
+        "settings": settings_of(config),
+        "commands": commands_for(folder, state, config),
+        "problems": problems,
+    }
+    for name in ("why", "verdict", "failures", "warnings", "problems", "timeline"):
+        view[name] = without_secrets(view[name])
+    return view, steps
+
+
+def _from_journal(folder: Path, problems: list[str]) -> tuple[Events, list[Failure]]:
+    if not (folder / JOURNAL_FILE).is_file():
+        problems.append(f"there is no {JOURNAL_FILE}: failures and restarts are not known")
+        return [], []
+    try:
+        with reading(folder / JOURNAL_FILE) as connection:
+            return events_of(connection), failures_of_run(connection)
+    except JournalError as error:
+        problems.append(str(error))
+        return [], []
+
+
+def verdict_of(state: str, why: str, verdict: Verdict | None) -> list[str]:
+    """Sentences: how it ended, if not well; what held it back; which knob to turn."""
+    ended = [f"The run {state}: {why}"] if state in ("failed", "crashed") else []
+    ended = [f"The run was interrupted: {why}"] if state == "interrupted" else ended
+    if verdict is None:
+        return [*ended, "No step is taken yet: there is nothing to judge."]
+    learnt = []
+    if verdict.reward_first is not None and verdict.reward_last is not None:
+        learnt = [f"The reward went from {verdict.reward_first:.3f} to {verdict.reward_last:.3f}."]
+    return [*ended, *verdict.sentences[:2], *learnt, *verdict.sentences[2:]]
+
+
+def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]]) -> list[Tile]:
+    """The numbers that one looks for first."""
+    num, step_s = len(steps), steps.mean("perf/step_s")
+    pace = "" if step_s is None else f", {step_s:.3g} s each"
+    tiles: list[Tile] = [
+        {"label": "steps", "value": f"{num:,}", "note": f"of {config.trainer.num_steps}{pace}"}
+    ]
+    if rewards := steps.values("reward/mean"):
+        note = f"{rewards[0]:.3f} at first, {max(rewards):.3f} at best"
+        tiles.insert(0, {"label": "reward", "value": f"{rewards[-1]:.3f}", "note": note})
+    if means := [line["eval/reward_mean"] for line in evaluations if "eval/reward_mean" in line]:
+        note = f"{max(means):.3f} at best, of {len(means)}"
+        tiles.insert(1, {"label": "last evaluation", "value": f"{means[-1]:.3f}", "note": note})
+    if num:
+        wall_s, train_s = float(steps.last.get("time_s", 0.0)), steps.total("perf/train_s")
+        share = f"{train_s / wall_s:.0%} of it training" if wall_s > 0 else ""
+        tiles.append({"label": "time", "value": duration(wall_s), "note": share})
+        if (tokens := steps.total("tokens/trained")) and wall_s > 0:
+            note = f"{tokens:,.0f} in all, {masked_tokens(steps):,} masked"
+            tiles.append(
+                {"label": "trained tokens", "value": f"{tokens / wall_s:,.0f} a second", "note": note}
+            )
+    if (age := steps.mean("sample/staleness_mean")) is not None:
+        largest, bound = steps.most("sample/staleness_max"), config.buffer.max_staleness
+        note = f"at most {largest or 0:.0f} of {bound} allowed"
+        tiles.append({"label": "staleness", "value": f"{age:.2f} versions", "note": note})
+    if (failed := steps.last.get("rollout/failed")) is not None:
+        note = f"{steps.last.get('rollout/retried', 0):.0f} attempts again"
+        tiles.append({"label": "failed rollouts", "value": f"{failed:.0f}", "note": note})
+    return tiles
+
+
+def shares_of(steps: Steps, verdict: Verdict | None) -> list[Share]:
+    """Of the wall time of all steps."""
+    shares = TimeShares() if verdict is None else verdict.shares
+    parts = {name: steps.total(metric) for name, (*_, metric) in SHARES.items() if metric}
+    whole_s = max(steps.total("perf/step_s"), sum(parts.values()))
+    fractions = {words: float(getattr(shares, name)) for name, (words, *_) in SHARES.items()}
+    return [
+        {"name": words, "seconds": round(share * whole_s, 3), "fraction": round(share, 4)}
+        for words, share in fractions.items()
+        if share or words != "taking turns"
+    ]
+
+
+def step_times_of(curves: dict[str, Curve]) -> dict[str, list[float | None]]:
+    """The means of perf/step_s by what they went on; `other` is what no metric names."""
+    if "perf/step_s" not in curves:
+        return {}
+    whole = curves["perf/step_s"]["mean"]
+    parts = {words: curves[metric]["mean"] for words, _, metric in SHARES.values() if metric in curves}
+    named = [math.fsum(part[index] or 0.0 for part in parts.values()) for index in range(len(whole))]
+    both = zip(whole, named, strict=True)
+    left = [None if step_s is None else max(0.0, step_s - named_s) for step_s, named_s in both]
+    rounded = [None if value is None else float(f"{value:.6g}") for value in left]
+    used = {words: part for words, part in parts.items() if any(part) or words != "taking turns"}
+    return {**used, "other": rounded}
+
+
+def gauges_of(curves: dict[str, Curve]) -> dict[str, dict[str, str]]:
+    """Unit and meaning of each metric that is declared."""
+    found = {name: gauge_of(name) for name in curves}
+    return {name: {"unit": gauge.unit, "meaning": gauge.meaning} for name, gauge in found.items() if gauge}
