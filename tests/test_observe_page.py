@@ -29,6 +29,7 @@ from asyncrl.observe.page.shape import Page, RunView, Timeline
 from asyncrl.observe.page.trace import trace_of
 from asyncrl.observe.recorder import Recorder, read_steps
 from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.samples import SampleFile
 from asyncrl.observe.timeline import TIMELINE_FILE, Row, TimelineWriter, read_timeline
 from asyncrl.spans import Span
 
@@ -55,7 +56,7 @@ def make_run(run_dir: Path, num_steps: int = 4, *, state: str = "done", **sectio
         recorder.record_step({"step": step, "time_s": step + 1.0, **numbers, **times})
         note_step(spans, step, 1.0 + step)
     if num_steps:
-        recorder.record_samples(0, [make_sample(step=0), make_sample(step=0, text=HOSTILE)])
+        SampleFile(run_dir).append([make_sample(step=0), make_sample(step=0, text=HOSTILE)])
     recorder.write_status({"state": state, "why": "the disk is full" if state == "failed" else ""})
     recorder.close()
     spans.close()
@@ -478,10 +479,7 @@ def test_causes_differ_by_words_and_not_by_numbers_and_names() -> None:
 
 def test_of_many_samples_the_newest_and_some_of_all_the_run_are_shown(tmp_path: Path) -> None:
     make_run(tmp_path, 0)
-    recorder = Recorder(tmp_path)
-    for step in range(5000):
-        recorder.record_samples(step, [make_sample(step=step)])
-    recorder.close()
+    SampleFile(tmp_path).append([make_sample(step=step) for step in range(5000)])
     steps = [sample["step"] for sample in view_run(tmp_path)["samples"]]
     assert steps == sorted(set(steps))
     assert len(steps) <= 120
