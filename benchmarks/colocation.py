@@ -49,8 +49,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.job import start as startup
 from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.job.servers.server_maker import ServerMaker
-from asyncrl.job.supervise import Supervision
-from asyncrl.job.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervision.supervise import Supervision
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.records import Batch, Completion, Group, GroupId, Prompt, SamplingRequest, Trajectory
 from asyncrl.placement.devices import place
 from asyncrl.placement.machine import find_cuda_devices

@@ -18,8 +18,8 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Answer
 from asyncrl.job.report import reported
-from asyncrl.job.supervise import Supervision
-from asyncrl.job.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervision.supervise import Supervision
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.records import Batch, Prompt
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.sync.publisher import Publisher

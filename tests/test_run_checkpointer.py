@@ -20,7 +20,7 @@ from test_run_restore import Life, lives, save_checkpoint
 from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.config import CheckpointConfig
 from asyncrl.errors import CheckpointError, TrainerLost
-from asyncrl.job.supervise_trainer import Checkpointer, recover_trainer
+from asyncrl.job.supervision.supervise_trainer import Checkpointer, recover_trainer
 from asyncrl.messages.records import Batch
 from asyncrl.testing.fakes import MemoryJournal
 

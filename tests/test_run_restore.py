@@ -21,8 +21,8 @@ from asyncrl.config import CheckpointConfig, SupervisionConfig
 from asyncrl.errors import CheckpointError, JournalError, TaskError, TrainerError
 from asyncrl.job.build import Parts
 from asyncrl.job.resume import ResumePoint, restore
-from asyncrl.job.supervise import Supervision
-from asyncrl.job.supervise_trainer import SupervisedTrainer, recover_trainer
+from asyncrl.job.supervision.supervise import Supervision
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer, recover_trainer
 from asyncrl.journal.read import run_story
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup

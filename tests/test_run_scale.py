@@ -26,7 +26,7 @@ from asyncrl.job.colocate import SideBySide
 from asyncrl.job.life import Voice
 from asyncrl.job.resume import changed_keys
 from asyncrl.job.scale import WANTED_FILE, EngineScale, read_wanted, scale_run, write_wanted
-from asyncrl.job.supervise import EngineSupervisor, Supervision
+from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
 from asyncrl.observe.recorder import Recorder
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fakes import FakeTrainer

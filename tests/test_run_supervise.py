@@ -20,7 +20,7 @@ from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage, EngineLost, PublishError, RoomError
 from asyncrl.job.colocate import SideBySide
-from asyncrl.job.supervise import until_lost
+from asyncrl.job.supervision.supervise import until_lost
 from asyncrl.messages.records import Completion, SamplingRequest
 from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.fake_server import FakeProcess

@@ -17,8 +17,8 @@ from pydantic import BaseModel
 
 from asyncrl.config import SupervisionConfig
 from asyncrl.errors import RoomError, TrainerError, TrainerLost
-from asyncrl.job.supervise import Supervision
-from asyncrl.job.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervision.supervise import Supervision
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.base import Moved
 from asyncrl.messages.calls import OffloadRequest
 from asyncrl.messages.records import Batch
@@ -80,7 +80,7 @@ class House:
         self.cleared_at.append(now_s())
 
     async def recover(self, version: int) -> None:
-        """As recover_trainer of job/supervise_trainer.py does it."""
+        """As recover_trainer of job/supervision/supervise_trainer.py does it."""
         is_there = str(self.state) in self.server.states
         batches = self.load(self.state_at if is_there else 0, version)
         await self.client.recover(self.state if is_there else None, batches, lambda *_: None)

@@ -18,8 +18,8 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import EngineLost, RoomError
 from asyncrl.http import CallRefused
 from asyncrl.job.colocate import TakingTurns
-from asyncrl.job.supervise import EngineSupervisor, Supervision
-from asyncrl.job.supervise_trainer import SupervisedTrainer
+from asyncrl.job.supervision.supervise import EngineSupervisor, Supervision
+from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.base import ErrorBody, Moved
 from asyncrl.messages.calls import ExportChunkRequest, ExportChunkResponse, OffloadRequest
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, SamplingRequest, Trajectory, VersionSpan

@@ -26,8 +26,8 @@ from asyncrl.job.servers.relaying import Relaying, make_relaying
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.servers.teaching import Teaching, make_teaching
 from asyncrl.job.start import Server, bring_up, end_all, end_server
-from asyncrl.job.supervise import Supervision, Supervisor
-from asyncrl.job.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
+from asyncrl.job.supervision.supervise import Supervision, Supervisor
+from asyncrl.job.supervision.supervise_trainer import Checkpointer, SupervisedTrainer, recover_trainer
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt

@@ -21,7 +21,7 @@ from asyncrl.sync.publisher import Publisher
 from asyncrl.waits import uncut, waiting
 
 if TYPE_CHECKING:  # which supervises, and waits for turns
-    from asyncrl.job.supervise_trainer import SupervisedTrainer
+    from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from asyncrl.files import write_whole
 from asyncrl.http import Caller
 from asyncrl.job.life import Life
 from asyncrl.job.start import Server, start_all
-from asyncrl.job.supervise import Supervision, WorkerSupervisor
+from asyncrl.job.supervision.supervise import Supervision, WorkerSupervisor
 from asyncrl.messages.base import WORKER_KEY_ENV
 from asyncrl.messages.records import GroupId, Outcome, Prompt, Rollout
 from asyncrl.messages.work import WorkerHealth

@@ -29,7 +29,7 @@ from asyncrl.job.check import RUN_COPY
 from asyncrl.job.life import Life, logging_to, make_run_dir, rare_collections, run_again, run_id
 from asyncrl.job.report import Reporter, processes, reported
 from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
-from asyncrl.job.supervise import heartbeat
+from asyncrl.job.supervision.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
 from asyncrl.observe.trackers.tracker import Tracker

@@ -26,7 +26,7 @@ from asyncrl.config.generation import ENGINES
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.files import settle_folder
 from asyncrl.job.life import run_again
-from asyncrl.job.supervise_trainer import load_batches
+from asyncrl.job.supervision.supervise_trainer import load_batches
 from asyncrl.journal.read import ResumeState, reading
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, UnfinishedGroup

@@ -21,7 +21,7 @@ from asyncrl.files import write_whole
 from asyncrl.job.colocate import Turns
 from asyncrl.job.life import Voice, run_again
 from asyncrl.job.start import Server, end_all
-from asyncrl.job.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
+from asyncrl.job.supervision.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
 from asyncrl.observe.status import judge_state, read_config, read_status
 from asyncrl.waits import waiting
 

@@ -34,7 +34,7 @@ from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_gener
 from asyncrl.job.life import Life, Voice, logging_to, make_run_dir
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server, start_all
-from asyncrl.job.supervise import Supervision, heartbeat
+from asyncrl.job.supervision.supervise import Supervision, heartbeat
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
 from asyncrl.placement.launchers import opened

@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl.http import Caller
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server
-from asyncrl.job.supervise import Supervision, Supervisor
+from asyncrl.job.supervision.supervise import Supervision, Supervisor
 from asyncrl.messages.base import RelayHealth
 from asyncrl.placement.plan import EVAL_ENGINE
 from asyncrl.sync.spread import NodeRelay, Spread, relay_order

@@ -14,7 +14,7 @@ from asyncrl.config import RunConfig
 from asyncrl.engines.teacher import Teacher
 from asyncrl.errors import ConfigError, EngineLost, RoomError
 from asyncrl.job.start import Server
-from asyncrl.job.supervise import Supervision, Supervisor
+from asyncrl.job.supervision.supervise import Supervision, Supervisor
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_vocabulary
 from asyncrl.trainer.model_folder import find_model, find_on_disk
 

@@ -30,14 +30,14 @@ from asyncrl.errors import (
     TrainerLost,
 )
 from asyncrl.job.colocate import Turns
-from asyncrl.job.restarts import Restarts
 from asyncrl.job.start import Server, end_all, start_all
+from asyncrl.job.supervision.restarts import Restarts
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.spans import note_span
 from asyncrl.waits import waiting
 
 Tell = Callable[[str, Mapping[str, Any]], None]
-logger = logging.getLogger("asyncrl.job.supervise")
+logger = logging.getLogger("asyncrl.job.supervision.supervise")
 
 HEARTBEAT_PERIOD_S = 1.0
 GRACE_S = 1.0

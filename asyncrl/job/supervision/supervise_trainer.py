@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asyncrl.checkpoints.folder import Checkpoints, ControllerState, Pending, set_aside
 from asyncrl.errors import CheckpointError, RoomError, TrainerError, TrainerLost
 from asyncrl.job.start import Server
-from asyncrl.job.supervise import GRACE_S, Supervision, Supervisor
+from asyncrl.job.supervision.supervise import GRACE_S, Supervision, Supervisor
 from asyncrl.journal.journal import Journal
 from asyncrl.journal.read import ResumeState
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, Moved, TrainerPart
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from asyncrl.job.life import Life
 
 T = TypeVar("T")
-logger = logging.getLogger("asyncrl.job.supervise_trainer")
+logger = logging.getLogger("asyncrl.job.supervision.supervise_trainer")
 
 
 class SupervisedTrainer(Supervisor):

@@ -1,0 +1,1 @@
+"""Starts processes again that died or hang, and says when that is one time too many."""
