@@ -153,8 +153,13 @@ def make_timeline(times: list[float], chance: random.Random) -> Timeline:
         for engine in (0, 1)
     }
     return {
-        "start_s": 1_790_000_000.0, "lanes": lanes, "kinds": kinds, "spans": spans, "slots": busy, "is_thinned": False,
-    }  # fmt: skip
+        "start_s": 1_790_000_000.0,
+        "lanes": lanes,
+        "kinds": kinds,
+        "spans": spans,
+        "slots": busy,
+        "is_thinned": False,
+    }
 
 
 def make_samples(num_steps: int, chance: random.Random) -> list[ShownRollout]:
@@ -163,8 +168,14 @@ def make_samples(num_steps: int, chance: random.Random) -> list[ShownRollout]:
         make_sample(step, kind, chance) for step in range(0, num_steps, 3) for kind in kinds
     ]  # of a long run more than a list shows at once
     for step in range(1, num_steps, 40):
-        shown.append({**make_sample(step, "failed", chance), "reward": None, "branches": [],
-                      "error": "the reward function raised ValueError: no number in 'x = '"})  # fmt: skip
+        shown.append(
+            {
+                **make_sample(step, "failed", chance),
+                "reward": None,
+                "branches": [],
+                "error": "the reward function raised ValueError: no number in 'x = '",
+            }
+        )
     if num_steps:
         shown.append(_with_branches(make_sample(num_steps - 1, "best", chance)))
     return shown
@@ -183,19 +194,36 @@ def make_sample(step: int, kind: SampleKind, chance: random.Random, text: str = 
     stretches = [prompt, thinking, reply, answer]
     num_sampled = len(thinking["pieces"]) + len(answer["pieces"])
     branch: ShownBranch = {
-        "branch": 0, "parent": None, "num_shared": 0, "num_tokens": num_sampled + 40, "stretches": stretches,
-    }  # fmt: skip
+        "branch": 0,
+        "parent": None,
+        "num_shared": 0,
+        "num_tokens": num_sampled + 40,
+        "stretches": stretches,
+    }
     reward = {"best": 1.0, "worst": 0.0}.get(kind, round(chance.random(), 3))
     return {
-        "step": step, "kind": kind, "group_id": step * 8 + 3, "sample_index": 1, "prompt_id": f"train/{step}",
+        "step": step,
+        "kind": kind,
+        "group_id": step * 8 + 3,
+        "sample_index": 1,
+        "prompt_id": f"train/{step}",
         "task": "arithmetic" if step % 2 else "tools",
-        "messages": [{"role": "system", "content": "You are careful."}, {"role": "user", "content": question}],
-        "answer": "1462", "reward": reward,
+        "messages": [
+            {"role": "system", "content": "You are careful."},
+            {"role": "user", "content": question},
+        ],
+        "answer": "1462",
+        "reward": reward,
         "metrics": {"correct": reward, "format": 0.5, "tool_calls": 1.0},
-        "num_sampled": num_sampled, "spans": [(0, num_sampled, max(0, step - 1))],
-        "staleness": 1 if step else 0, "logprob_gap": 0.0021, "is_truncated": kind == "worst",
-        "num_interruptions": step % 3, "branches": [branch], "error": None,
-    }  # fmt: skip
+        "num_sampled": num_sampled,
+        "spans": [(0, num_sampled, max(0, step - 1))],
+        "staleness": 1 if step else 0,
+        "logprob_gap": 0.0021,
+        "is_truncated": kind == "worst",
+        "num_interruptions": step % 3,
+        "branches": [branch],
+        "error": None,
+    }
 
 
 def _sampled(text: str, step: int, chance: random.Random) -> ShownTokens:
@@ -207,10 +235,13 @@ def _sampled(text: str, step: int, chance: random.Random) -> ShownTokens:
     num = len(pieces)
     versions = [max(0, step - 2 + 3 * index // num) for index in range(num)]
     return {
-        "is_sampled": True, "text": text, "pieces": pieces,
+        "is_sampled": True,
+        "text": text,
+        "pieces": pieces,
         "logprobs": [-abs(chance.gauss(0, 1.1)) for _ in pieces],
-        "versions": versions, "in_loss": [index >= num // 8 or step % 4 != 0 for index in range(num)],
-    }  # fmt: skip
+        "versions": versions,
+        "in_loss": [index >= num // 8 or step % 4 != 0 for index in range(num)],
+    }
 
 
 def _with_branches(sample: ShownRollout) -> ShownRollout:
@@ -224,6 +255,9 @@ def make_shown_page(*runs: RunView, is_live: bool = False) -> Page:
     shown = list(runs) or [make_run()]
     keys: dict[str, Any] = {"seed": [str(index) for index, _ in enumerate(shown)]}
     return {
-        "asyncrl": "0.0.0", "made_s": 1_790_000_200.0, "is_live": is_live, "runs": shown,
+        "asyncrl": "0.0.0",
+        "made_s": 1_790_000_200.0,
+        "is_live": is_live,
+        "runs": shown,
         "differences": [{"key": key, "values": values} for key, values in keys.items() if len(shown) > 1],
-    }  # fmt: skip
+    }

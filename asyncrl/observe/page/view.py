@@ -23,6 +23,15 @@ def make_page(run_dirs: Sequence[Path], is_live: bool = False) -> Page:
 def render(page: Page) -> str:
     """The HTML of the page, complete in itself."""
     parts = {"STYLE": "css", "SCRIPT": "js"}
-    joined = {name: "\n".join(path.read_text(encoding="utf-8") for path in sorted((_HERE / "static").glob(f"*.{end}"))) for name, end in parts.items()}
+    joined = {
+        name: "\n".join(
+            path.read_text(encoding="utf-8") for path in sorted((_HERE / "static").glob(f"*.{end}"))
+        )
+        for name, end in parts.items()
+    }
     joined["DATA"] = json.dumps(page).replace("<", "\\u003c")
-    return re.sub(r"/\*(STYLE|SCRIPT|DATA)\*/", lambda found: joined[found[1]], (_HERE / "page.html").read_text(encoding="utf-8"))
+    return re.sub(
+        r"/\*(STYLE|SCRIPT|DATA)\*/",
+        lambda found: joined[found[1]],
+        (_HERE / "page.html").read_text(encoding="utf-8"),
+    )

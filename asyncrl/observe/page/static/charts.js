@@ -201,5 +201,5 @@ function stepTimesSpec(run, isTime) {
 }
 
 function withoutSteps(runs) {
-  return runs.some(run => run.step.length) ? "" : `No step has ended yet, so there is no curve. ${runs.map(run => run.why).join(" ")}`;
+  return runs.some(run => run.step.length) ? "" : "No step has ended yet: curves begin with the first one.";
 }

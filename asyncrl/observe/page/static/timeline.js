@@ -5,7 +5,7 @@ const timeline = { data: null, from: 0, to: 1, first: 0, last: 1, lanes: [], row
 
 function showTimeline(data) {
   const box = bodyOf("timeline");
-  if (!data.spans.length && !Object.keys(data.slots).length) {
+  if (!data.spans.length && !Object.values(data.slots).some(points => points.length)) {
     timeline.data = null;
     box.replaceChildren(nothing("Nothing is known of when what ran. A run writes it as it goes: the first step brings the first spans."));
     return;
@@ -168,8 +168,8 @@ function drawLane(pen, row, toX) {
   pen.fillRect(toX(timeline.from), row.top, toX(timeline.to) - toX(timeline.from), row.height);
   let lastX = -Infinity, lastKind = -1;
   for (const span of visibleSpans(row.lane, timeline.from, timeline.to)) {
-    const x = Math.max(toX(span[2]), -10), end = Math.min(toX(span[3]), 1e5), wide = Math.max(end - x, 1.5);
-    if (wide < 2 && x - lastX < 1 && span[1] === lastKind) continue;
+    const x = Math.round(Math.max(toX(span[2]), -10)), end = Math.round(Math.min(toX(span[3]), 1e5)), wide = Math.max(end - x, 1);
+    if (wide < 2 && x - lastX < 1 && span[1] === lastKind) continue;  // that pixel has this colour
     [lastX, lastKind] = [x, span[1]];
     pen.fillStyle = colours[span[1]] || css("--other");
     if (span[2] === span[3]) drawInstant(pen, x, row);
