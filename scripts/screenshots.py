@@ -16,6 +16,8 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
+_ARGUMENTS = """--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars
+--no-first-run --disable-background-networking --disable-component-update --disable-extensions"""
 PICTURES = Path(__file__).parent.parent / "docs/pictures"
 
 
@@ -24,7 +26,7 @@ def open_browser() -> Iterator[webdriver.Chrome]:
     """A headless one that keeps what a page writes to the console."""
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--hide-scrollbars"):
+    for argument in _ARGUMENTS.split():
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
@@ -38,8 +40,9 @@ def look(browser: webdriver.Chrome, width: int, height: int, *, is_dark: bool = 
     """From now on as a screen of this size, in CSS pixels, shows it."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    media = {"prefers-color-scheme": "dark" if is_dark else "light", "prefers-reduced-motion": "reduce"}
+    features = [{"name": name, "value": value} for name, value in media.items()]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
 
 def picture(browser: webdriver.Chrome, width: int, height: int) -> bytes:

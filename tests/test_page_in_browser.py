@@ -172,8 +172,8 @@ def test_the_time_line_zooms_by_drag_wheel_and_keys(browser: Chrome, tmp_path: P
     assert seen()[1] - seen()[0] < zoomed[1] - zoomed[0]
     canvas.send_keys("0")
     assert seen() == whole
-    canvas.send_keys(".", ".")
-    assert "before step" in browser.find_element(By.CSS_SELECTOR, ".tip").text
+    canvas.send_keys(Keys.ESCAPE, ".")
+    assert "before step 0" in browser.find_element(By.CSS_SELECTOR, ".tip").text
     kinds = browser.find_elements(By.CSS_SELECTOR, "#timeline button.key")
     kinds[0].click()
     first = browser.find_elements(By.CSS_SELECTOR, "#timeline button.key")[0]
@@ -210,19 +210,18 @@ def test_the_keyboard_reaches_everything_in_the_order_of_the_page(browser: Chrom
         )
         == 0
     )
-    reached, tops = [], []
+    reached = []
     for _ in range(120):
         ActionChains(browser).send_keys(Keys.TAB).perform()
         told = ask(
             browser,
             "((node) => [node.tagName, node.id || node.closest('[id]')?.id || '', "
-            "node.getBoundingClientRect().top + scrollY, node.matches(':focus-visible')])(document.activeElement)",
+            "node.matches(':focus-visible')])(document.activeElement)",
         )
         if told[0] == "BODY":
             break
-        assert told[3], told
+        assert told[2], told
         reached.append(told[1])
-        tops.append(told[2])
     order = list(dict.fromkeys(reached))
     wanted = [
         "nav",
