@@ -55,7 +55,7 @@ def picture(browser: webdriver.Chrome, width: int, height: int) -> bytes:
 
 def main(run_dirs: list[Path]) -> None:
     """Light and dark, as a wide screen shows it."""
-    from asyncrl.observe.page.view import make_page, render
+    from asyncrl.observe.page.render import make_page, render
 
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
