@@ -171,24 +171,6 @@ def inspect(
 
 
 @app.command()
-def watch(
-    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. On one that others reach, the page asks for a key.")
-    ] = "127.0.0.1",
-    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
-) -> None:
-    """The page of a run in a browser, live: curves, time line, samples. Of several: compared.
-
-    It only reads. Goes on until Ctrl-C, over the end of the run and its resumes.
-    """
-    from asyncrl.observe.page.watch import watch as serve_page
-
-    _exit(serve_page(run_dirs, host, port, opens=opens, say=typer.echo))
-
-
-@app.command()
 def scale(
     run_dir: RunDir,
     engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],
@@ -230,6 +212,24 @@ def simulate(
 
     loaded = load_config(config, overrides or [])
     typer.echo(case_text(case_of(loaded, devices, ratio, sigma, handover_s)))
+
+
+@app.command()
+def watch(
+    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. On one that others reach, the page asks for a key.")
+    ] = "127.0.0.1",
+    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """The page of a run in a browser, live: curves, time line, samples. Of several: compared.
+
+    It only reads. Goes on until Ctrl-C, over the end of the run and its resumes.
+    """
+    from asyncrl.observe.page.watch import watch as serve_page
+
+    _exit(serve_page(run_dirs, host, port, opens=opens, say=typer.echo))
 
 
 @app.command()

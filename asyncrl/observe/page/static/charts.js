@@ -21,8 +21,8 @@ const INCREMENTS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 
 function axesOf(spec) {
   const look = { stroke: css("--muted"), font: "12px system-ui, sans-serif", grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 } };
   const x = spec.isTime
-    ? { ...look, values: (_, ticks) => secondsText(ticks), incrs: INCREMENTS, space: 70 }
-    : { ...look, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (_, ticks) => ticks.map(tick => tick.toLocaleString("en")), space: 60 };
+    ? { ...look, size: 32, values: (_, ticks) => secondsText(ticks), incrs: INCREMENTS, space: 70 }
+    : { ...look, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (_, ticks) => ticks.map(tick => tick.toLocaleString("en")), space: 60 };
   const y = { ...look, size: 66, values: (_, ticks) => ticks.map(tick => amount(tick, ["s", "bytes", "0..1"].includes(spec.unit) ? spec.unit : "")) };
   return [x, y];
 }
@@ -155,7 +155,7 @@ function rewardSpec(runs, isTime) {
       lines.push({ label: `${name}held out`, x: at, y: told.map(line => line["eval/reward_mean"]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
     }
   });
-  return { title: "Reward", what: "mean of each batch, and on held-out prompts", lines, bands, unit: "", isTime, isEmpty: withoutSteps(runs) };
+  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, bands, unit: "", isTime, isEmpty: withoutSteps(runs) };
 }
 
 function stalenessSpec(runs, isTime) {

@@ -107,7 +107,7 @@ function drawTimeline() {
     pen.fillText(clipped(pen, row.name, left - 14), 2, row.top + row.height / 2 - (row.slots ? 7 : 0));
     if (row.slots) {
       pen.fillStyle = css("--muted");
-      pen.fillText(clipped(pen, `0 to ${plainNumber(row.most)} requests`, left - 14), 2, row.top + row.height / 2 + 8);
+      pen.fillText(clipped(pen, `0 to ${aboutNumber(row.most)} requests`, left - 14), 2, row.top + row.height / 2 + 8);
     }
     pen.save();
     pen.beginPath();
@@ -124,6 +124,8 @@ function drawTimeline() {
   }
   byId("timeline-range").textContent = `${duration(Math.max(0, timeline.from))} to ${duration(timeline.to)}: ${duration(timeline.to - timeline.from)}`;
 }
+
+const aboutNumber = value => value < 10 ? String(+value.toFixed(1)) : String(Math.round(value));
 
 function clipped(pen, text, room) {
   if (pen.measureText(text).width <= room) return text;
@@ -180,10 +182,11 @@ function drawLane(pen, row, toX) {
       pen.strokeRect(x, row.top + 1, wide, row.height - 2);
       pen.lineWidth = 1;
     }
-    const shown = span[4] || timeline.kinds[span[1]]?.name || "", from = Math.max(x, toX(timeline.from)) + 5;
-    if (end - from > 40 && pen.measureText(shown).width < end - from - 6) {
+    const from = Math.max(x, toX(timeline.from)) + 5, name = timeline.kinds[span[1]]?.name ?? "";
+    const words = end - from > 40 && [`${name} ${span[4]}`, span[4], name].find(each => each && pen.measureText(each).width < end - from - 6);
+    if (words) {
       pen.fillStyle = ink[span[1]] || "#000000";
-      pen.fillText(shown, from, row.top + row.height / 2);
+      pen.fillText(words, from, row.top + row.height / 2);
     }
   }
 }
@@ -289,7 +292,7 @@ function timelineMove(event) {
   if (!row || event.offsetX < left) return tellSpan(null);
   if (row.slots) {
     const now = row.slots.filter(point => point[0] <= time).pop();
-    return tellText(now ? [`${row.name}: ${plainNumber(now[1])} of at most ${row.most} requests`, `at ${duration(time)}`] : null, event.offsetX, row.top + row.height);
+    return tellText(now ? [`${row.name}: ${aboutNumber(now[1])} of at most ${aboutNumber(row.most)} requests`, `at ${duration(time)}`] : null, event.offsetX, row.top + row.height);
   }
   const near = (timeline.to - timeline.from) / width * 4;
   const hits = visibleSpans(row.lane, time - near, time + near), inside = hits.filter(span => span[2] <= time && span[3] >= time);
