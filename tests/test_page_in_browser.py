@@ -21,8 +21,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from shown_pages import HOSTILE, make_run, make_shown_page
 from test_watch import begin_run, reads
 
-from asyncrl.observe.page.shape import Page
 from asyncrl.observe.page.render import render
+from asyncrl.observe.page.shape import Page
 from asyncrl.observe.page.watch import LivePage, make_watch_app
 
 pytestmark = pytest.mark.slow

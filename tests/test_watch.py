@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from shown_pages import make_run, make_shown_page
 from asyncrl.observe.page.shape import Page
 from asyncrl.observe.page.watch import MAX_BEHIND, LivePage, change_of, make_watch_app
 
+STATIC = Path(__file__).parent.parent / "asyncrl/observe/page/static"
 LOCAL = {"Host": "127.0.0.1:80"}
 Client = TestClient[Any, Any]
 
@@ -276,3 +278,55 @@ def test_ctrl_c_ends_it_at_once_with_an_open_page(tmp_path: Path) -> None:
             assert stream.readline() == b"event: page\n"
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=60) == 0
+
+
+def _luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_of_the_page_have_contrast(theme: int) -> None:
+    """As WCAG 2.2 asks: 4.5 for text (1.4.3), 3 for what is drawn (1.4.11)."""
+    blocks = re.findall(r":root[^{]*\{([^}]*)\}", (STATIC / "page.css").read_text())
+    colours = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", blocks[theme]))
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted(_luminance(colours[name]) for name in (one, other))
+        return (high + 0.05) / (low + 0.05)
+
+    on_paper = [(ink, back) for ink in ("ink", "muted") for back in ("paper", "card", "sunk")]
+    on_back = [(name, f"{name}-back") for name in ("good", "warn", "bad", "accent")]
+    on_tokens = [("ink", name) for name in colours if re.match(r"(ver|chance)-\d|masked", name)]
+    for pair in [*on_paper, *on_back, *on_tokens, ("accent", "card")]:
+        assert contrast(*pair) >= 4.5, pair
+    drawn = [
+        *(name for name in colours if name.startswith("run-")),
+        *"training generation stragglers".split(),
+    ]
+    drawn += "publishing turns other restart pause checkpoint commit quiet evaluation bound push".split()
+    for name in drawn:
+        assert contrast(name, "card") >= 3, name
+
+
+def test_what_the_page_is_made_of_cannot_end_its_element_or_ask_a_network() -> None:
+    own = [path for path in STATIC.iterdir() if path.suffix in (".js", ".css")]
+    assert len(own) > 5
+    for path in [*own, STATIC.parent / "page.html"]:
+        text = path.read_text()
+        if path.suffix != ".html":
+            assert "</script" not in text.lower()
+            assert "</style" not in text.lower()
+            assert "<!--" not in text
+        urls = set(re.findall(r"https?://[^\s'\")]+", text))
+        assert urls <= {"https://github.com/leeoniya/uPlot", "http://www.w3.org/2000/svg"}, path
+        if "uPlot" not in path.name:
+            assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", text), (
+                path
+            )
+    version = re.search(r"uPlot ([\d.]+) ", (STATIC / "README.md").read_text())
+    assert version
+    assert f"(v{version[1]})" in (STATIC / "uPlot.iife.min.js").read_text()[:80]
+    digest = hashlib.sha256((STATIC / "uPlot.iife.min.js").read_bytes()).hexdigest()
+    assert digest in (STATIC / "README.md").read_text()

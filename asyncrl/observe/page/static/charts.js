@@ -33,7 +33,7 @@ function optionsOf(spec, width) {
     series.push({
       label: line.label, class: line.isQuiet ? "quiet" : undefined, stroke: line.stroke, width: line.width ?? 2, fill: line.fill,
       dash: line.dash, paths: line.paths, spanGaps: Boolean(line.spansGaps),
-      points: line.isPoints ? { show: true, size: 8, fill: line.stroke } : line.width === 0 || line.fill ? { show: false } : { size: 5 },
+      points: line.isPoints ? { show: true, size: 8, fill: line.stroke } : line.width === 0 || line.fill || line.dash || line.isEdge ? { show: false } : { size: 5 },
       value: (_, v, at, row) => amount(line.raw && row !== null ? line.raw[row] : v, spec.unit),
     });
   }
@@ -41,7 +41,7 @@ function optionsOf(spec, width) {
   return {
     width, height: spec.height || 260, series, axes: axesOf(spec), legend: { live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
     bands: (spec.bands || []).map(([high, low, fill]) => ({ series: [labels.indexOf(high) + 1, labels.indexOf(low) + 1], fill })),
-    scales: { x: { time: false }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.08, true) } },
+    scales: { x: { time: false, ...(spec.isBars && { range: (_, low, high) => [low - 0.5, high + 0.5] }) }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.08, true) } },
     cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
   };
 }
@@ -56,7 +56,7 @@ function drawChart(id, spec) {
     box.replaceChildren(head, nothing(spec.isEmpty || "No step has this number yet."));
     return;
   }
-  const data = joined(spec.lines), shape = JSON.stringify([spec.title, spec.what, spec.isTime, spec.lines.map(line => [line.label, line.stroke])]);
+  const data = joined(spec.lines), shape = JSON.stringify([spec.title, spec.what, spec.isTime, spec.isBars, spec.lines.map(line => [line.label, line.stroke])]);
   if (known && known.shape === shape) {  // a live change: where the reader has zoomed to stays
     known.lines.splice(0, known.lines.length, ...spec.lines);
     known.plot.setData(data, !known.isZoomed);
@@ -147,8 +147,8 @@ function rewardSpec(runs, isTime) {
       bands.push([`${name}high`, `${name}low`, faded(colour, 0.14)]);
     }
     const isSmooth = window > 1;
-    lines.push({ label: `${name}each step`, x, y: curve.mean, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
-    if (isSmooth) lines.push({ label: isAlone ? `mean of ${window}` : run.name, x, y: runningMean(curve.mean, window), stroke: colour, width: 2.5 });
+    lines.push({ label: `${name}${curve.low ? "mean of a stretch" : "each step"}`, x, y: curve.mean, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
+    if (isSmooth) lines.push({ label: isAlone ? "running mean" : run.name, x, y: runningMean(curve.mean, window), stroke: colour, width: 2.5 });
     const told = run.evaluations.filter(line => line["eval/reward_mean"] !== undefined);
     if (told.length) {
       const at = told.map(line => isTime ? line.time_s : line.policy_version);
@@ -164,7 +164,7 @@ function stalenessSpec(runs, isTime) {
     const mean = run.curves["sample/staleness_mean"], max = run.curves["sample/staleness_max"], x = xOf(run, isTime), colour = runColour(index);
     if (!mean || !max) return;
     const name = isAlone ? "" : `${run.name} `;
-    lines.push({ label: `${name}max`, x, y: max.high || max.mean, stroke: faded(colour, 0.55), width: 1, isQuiet: !isAlone }, { label: isAlone ? "mean" : run.name, x, y: mean.mean, stroke: colour });
+    lines.push({ label: `${name}max`, x, y: max.high || max.mean, stroke: faded(colour, 0.55), width: 1, isQuiet: !isAlone, isEdge: true }, { label: isAlone ? "mean" : run.name, x, y: mean.mean, stroke: colour });
     bands.push([`${name}max`, isAlone ? "mean" : run.name, faded(colour, 0.18)]);
     if (index === 0 || bounds.size > 1) {
       lines.push({ label: `${bounds.size > 1 ? name : ""}bound`, x, y: x.map(() => run.max_staleness), stroke: bounds.size > 1 ? colour : css("--bound"), dash: [6, 4], width: 1.5, isQuiet: bounds.size > 1 });
@@ -190,14 +190,14 @@ function metricSpec(runs, name, isTime) {
 
 /* Parts of each step, one on the other: the highest sum is drawn first, the next before it. */
 function stepTimesSpec(run, isTime) {
-  const names = Object.keys(run.step_times), x = xOf(run, isTime), sums = x.map(() => 0);
+  const names = Object.keys(run.step_times), x = xOf(run, isTime), sums = x.map(() => 0), isBars = !isTime && x.length > 1 && x.length <= 60;
   const lines = names.map(name => {
     const raw = run.step_times[name];
     raw.forEach((value, at) => { sums[at] += value || 0; });
     const fill = colourOf(name);
-    return { label: name, x, y: [...sums], raw, stroke: fill, fill, width: 0.5, paths: x.length <= 60 ? uPlot.paths.bars({ size: [0.9, 40] }) : undefined };
+    return { label: name, x, y: [...sums], raw, stroke: fill, fill, width: 0.5, paths: isBars ? uPlot.paths.bars({ size: [0.9, 40] }) : undefined };
   });
-  return { title: "Seconds of each step, by what they went on", what: "stacked: the top is the whole step", lines: lines.reverse(), unit: "s", isTime, range: (_, high) => [0, (high || 1) * 1.05], isEmpty: withoutSteps([run]) };
+  return { title: "Seconds of each step, by what they went on", what: "stacked: the top is the whole step", lines: lines.reverse(), unit: "s", isTime, isBars, range: (_, high) => [0, (high || 1) * 1.05], isEmpty: withoutSteps([run]) };
 }
 
 function withoutSteps(runs) {

@@ -23,7 +23,7 @@ function startLive(madeOf, onPage, onNotes) {
     const tell = (text, kind) => { const box = byId("live"); box.hidden = false; box.textContent = text; box.className = `pill ${kind}`; };
     live.source.onopen = () => tell("live", "is-live");
     live.source.onerror = () => {
-      tell("not connected", "is-cut");
+      tell("not connected: trying again", "is-cut");
       const isShut = live.source.readyState === EventSource.CLOSED;
       live.source.close();
       live.source = null;

@@ -96,7 +96,7 @@ function showDifferences(page) {
   byId("differences").hidden = page.runs.length < 2;
   if (page.runs.length < 2) return;
   bodyOf("differences").replaceChildren(page.differences.length
-    ? table(["", ...page.runs.map(run => run.name)], page.differences.map(row => [h("code", {}, row.key), ...row.values.map(value => h("span", { class: "wrap" }, value))]), "differences")
+    ? table(["Setting or result", ...page.runs.map(run => run.name)], page.differences.map(row => [h("code", {}, row.key), ...row.values.map(value => h("span", { class: "wrap" }, value))]), "differences")
     : nothing("These runs have the same settings and the same results."));
 }
 
