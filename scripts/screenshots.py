@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ def picture(browser: webdriver.Chrome, width: int, height: int) -> bytes:
 
 def main(run_dirs: list[Path]) -> None:
     """Light and dark, as a wide screen shows it."""
+    from PIL import Image
+
     from asyncrl.observe.page.render import make_page, render
 
     PICTURES.mkdir(exist_ok=True)
@@ -64,7 +67,8 @@ def main(run_dirs: list[Path]) -> None:
         for name, is_dark in (("report", False), ("report-dark", True)):
             look(browser, 1280, 1000, is_dark=is_dark)
             browser.get(file.as_uri())
-            (PICTURES / f"{name}.png").write_bytes(picture(browser, 1280, 2400))
+            shown = Image.open(io.BytesIO(picture(browser, 1280, 1830)))
+            shown.quantize(192).save(PICTURES / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

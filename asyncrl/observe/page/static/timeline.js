@@ -224,7 +224,7 @@ function drawSlots(pen, row, left, width, toX) {
   if (!isIn) pen.lineTo(left, toY(before));
   pen.lineTo(end, toY(before));
   pen.lineTo(end, base);
-  pen.fillStyle = faded(css("--accent"), 0.35);
+  pen.fillStyle = faded(css("--accent"), 0.45);
   pen.fill();
 }
 
