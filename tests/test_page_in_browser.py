@@ -28,6 +28,7 @@ from asyncrl.observe.page.watch import LivePage, make_watch_app
 pytestmark = pytest.mark.slow
 WIDTHS = (400, 900, 1600)
 AT_MOST_S = 60
+KEY = "a-key"
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +302,7 @@ class Served:
         await asyncio.wait([self._task])
 
     async def _serve(self) -> None:
-        runner = web.AppRunner(make_watch_app(self.live, None), handler_cancellation=True, shutdown_timeout=0)
+        runner = web.AppRunner(make_watch_app(self.live, KEY), handler_cancellation=True, shutdown_timeout=0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/"
@@ -322,7 +323,8 @@ def test_changes_arrive_in_an_open_page(browser: Chrome, tmp_path: Path) -> None
         return lambda _: ask(browser, "asyncrlPage.runs()[0]?.steps") == num
 
     with Served(folder) as served:
-        browser.get(served.url)
+        browser.get(f"{served.url}?key={KEY}")
+        assert browser.current_url == served.url
         wait.until(lambda _: browser.find_element(By.ID, "live").text.endswith("live"))
         browser.find_elements(By.CSS_SELECTOR, "button.sample.worst")[0].click()
         chosen = ask(browser, "asyncrlPage.sample()")
@@ -336,5 +338,12 @@ def test_changes_arrive_in_an_open_page(browser: Chrome, tmp_path: Path) -> None
         begin_run(folder, 4)
         wait.until(has_steps(4))
         wait.until(lambda _: browser.find_element(By.ID, "notes").text == "")
+        hide = """Object.defineProperty(document, "hidden", {value: arguments[0], configurable: true});
+            document.dispatchEvent(new Event("visibilitychange"))"""
+        browser.execute_script(hide, True)
+        wait.until(lambda _: not served.live._heard.is_set())  # who sees nothing asks for nothing
+        begin_run(folder, 7)
+        browser.execute_script(hide, False)
+        wait.until(has_steps(7))
         is_well(browser)
     browser.get("about:blank")

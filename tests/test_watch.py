@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -31,7 +33,8 @@ Client = TestClient[Any, Any]
 
 def reads(run_dirs: Sequence[Path]) -> Page:
     """In place of the reader: a run has as many steps as its file says."""
-    return make_shown_page(*(_run(folder) for folder in run_dirs), is_live=True)
+    page = make_shown_page(*(_run(folder) for folder in run_dirs), is_live=True)
+    return {**page, "made_s": time.time()}
 
 
 def _run(folder: Path) -> Any:
@@ -264,6 +267,22 @@ def test_a_listener_that_does_not_read_is_dropped(tmp_path: Path) -> None:
         assert dropped == ["slow", "quick"]
 
     asyncio.run(story())
+
+
+def test_a_connection_that_takes_nothing_is_cut(tmp_path: Path) -> None:
+    live = LivePage([begin_run(tmp_path / "run")], read=reads)
+
+    async def story(client: Client) -> None:
+        stalled = socket.create_connection((client.host, client.port))
+        stalled.sendall(b"GET /events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        await live._heard.wait()
+        for _ in range(500):  # MB, far more than the kernel holds of a connection
+            live._tell([b"x" * 2**20])
+            await asyncio.sleep(0)
+        assert not live._listeners
+        stalled.close()
+
+    with_client(live, None, story)
 
 
 def test_ctrl_c_ends_it_at_once_with_an_open_page(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from aiohttp import web
 
 from asyncrl import __version__
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.observe.page.shape import Page
 from asyncrl.observe.page.render import make_page, render
+from asyncrl.observe.page.shape import Page
 from asyncrl.observe.status import CONFIG_FILE, judge_state, read_status
 from asyncrl.user_code import end_what_is_left
 
