@@ -57,9 +57,10 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: 
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"asyncrl", "asyncrl_servers"}
-    assert {"asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"} <= set(
-        names
-    )
+    assert {
+        *("asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"),
+        *("asyncrl/observe/page/page.html", "asyncrl/observe/page/static/page.js"),
+    } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
