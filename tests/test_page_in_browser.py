@@ -99,6 +99,39 @@ def test_a_run_without_steps_says_what_is_missing(browser: Chrome, tmp_path: Pat
     is_well(browser)
 
 
+@pytest.mark.parametrize("width", [400, 1600])
+def test_long_words_and_odd_values_neither_break_the_page_nor_widen_it(
+    browser: Chrome, tmp_path: Path, width: int
+) -> None:
+    run: Any = make_run("n" * 200, 4)
+    first, second, *_ = run["samples"]
+    strange = [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "x"}]},
+        {"content": None},
+    ]
+    text_alone: Any = {"is_sampled": True, "text": "abc", "cut": 7}
+    run |= {
+        "verdict": ["w" * 300],
+        "tiles": [{"label": "x" * 80, "value": "v" * 60, "note": "n" * 200}],
+        "curves": {"reward/mean": {"mean": [None] * 4}, "large": {"mean": [1e308, -1e308, 1e-300, None]}},
+        "gauges": {},
+        "timeline": {
+            **run["timeline"],
+            "spans": [(0, 0, 5.0, 5.0, ""), (99, 0, 1, 2, ""), (0, 99, 1, 2, "")],
+        },
+        "samples": [
+            {**first, "branches": [], "messages": strange, "reward": None, "metrics": {}},
+            {**second, "branches": [{**second["branches"][0], "stretches": [text_alone]}]},
+        ],
+    }
+    show(browser, tmp_path, make_shown_page(run), width)
+    for button in browser.find_elements(By.CSS_SELECTOR, "button.sample"):
+        button.send_keys(Keys.ENTER)
+        assert ask(browser, "asyncrlPage.sample()") == button.get_attribute("data-key")
+    assert ask(browser, "document.documentElement.scrollWidth") <= width
+    is_well(browser)
+
+
 def test_what_a_model_wrote_stays_text(browser: Chrome, tmp_path: Path) -> None:
     page: Any = all_hostile(make_shown_page(make_run(num_steps=20), make_run("other", 20)))
     show(browser, tmp_path, page)
