@@ -288,6 +288,24 @@ def simulate(
 
 
 @app.command()
+def watch(
+    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. On one that others reach, the page asks for a key.")
+    ] = "127.0.0.1",
+    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """The page of a run in a browser, live: curves, time line, samples. Of several: compared.
+
+    It only reads. Goes on until Ctrl-C, over the end of the run and its resumes.
+    """
+    from asyncrl.observe.page.watch import watch as serve_page
+
+    _exit(serve_page(run_dirs, host, port, opens=opens, say=typer.echo))
+
+
+@app.command()
 @_with_harnesses
 def work(
     url: Annotated[str, Argument(metavar="URL", help="Address of the gateway, as the run prints it.")],

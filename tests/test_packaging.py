@@ -24,6 +24,7 @@ from asyncrl.messages.base import WORKER_KEY_ENV
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs/quickstart.yaml"
+OWNERS = ("job/life.py", "agents/worker.py", "observe/page/watch.py")
 WORKER_MODULES = ["worker", *(kind.place.split(":")[0] for kind in HARNESSES.values())]
 AGENT = """
 import json
@@ -56,9 +57,10 @@ def test_the_wheel_installs_asyncrl_and_asyncrl_servers_and_nothing_else(wheel: 
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"asyncrl", "asyncrl_servers"}
-    assert {"asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"} <= set(
-        names
-    )
+    assert {
+        *("asyncrl/py.typed", "asyncrl_servers/py.typed", "asyncrl_servers/embedded/__main__.py"),
+        *("asyncrl/observe/page/page.html", "asyncrl/observe/page/static/page.js"),
+    } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -127,10 +129,10 @@ def test_what_is_said_to_come_with_the_extra_train_is_what_it_brings() -> None:
 
 
 def test_create_task_stands_in_the_owners_of_tasks_alone() -> None:
-    """Every task has an owner: the one TaskGroup of a run, of a worker, of `asyncrl serve` (tests and the
-    virtual clock's loop apart).
+    """Every task has an owner: the one TaskGroup of a run, of a worker, of `asyncrl serve` or `asyncrl watch`
+    (tests and the virtual clock's loop apart).
     """
-    owners = [ROOT / "asyncrl" / name for name in ("job/life.py", "agents/worker.py")]
+    owners = [ROOT / "asyncrl" / name for name in OWNERS]
     for path in (ROOT / "asyncrl").rglob("*.py"):
         if path in owners or path.parent.name == "testing":
             continue
@@ -140,9 +142,7 @@ def test_create_task_stands_in_the_owners_of_tasks_alone() -> None:
             for node in calls
             if isinstance(node.func, ast.Attribute) and node.func.attr == "create_task"
         ]
-        assert not found, (
-            f"{path}:{found}: create_task outside job/life.py and agents/worker.py; take `spawn`"
-        )
+        assert not found, f"{path}:{found}: create_task outside {', '.join(OWNERS)}; take `spawn`"
 
 
 def test_files_and_folders_stay_small_enough_to_be_found_by_their_names() -> None:

@@ -1,0 +1,205 @@
+/* Curves of one or several runs, drawn by uPlot: zoom by dragging or by keys, values under the pointer. */
+
+const charts = new Map();  // id of its box -> {plot, isZoomed, spec}
+
+/* The table that uPlot draws. `lines`: {label, x, y, unit, ...} each with an x of its own; `bands`: pairs of labels. */
+function joined(lines) {
+  const tables = lines.map(line => [line.x, line.y.map(value => value === undefined ? null : value)]);
+  if (!tables.length) return [[]];
+  return tables.every(([x]) => x === tables[0][0]) ? [tables[0][0], ...tables.map(([, y]) => y)] : uPlot.join(tables);
+}
+
+function secondsText(ticks) {
+  const most = Math.max(...ticks.map(Math.abs), 0);
+  const [scale, unit] = most >= 3 * 3600 ? [3600, "h"] : most >= 240 ? [60, "min"] : [1, "s"];
+  return ticks.map(tick => `${+(tick / scale).toFixed(2)} ${unit}`);
+}
+
+const INCREMENTS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600,
+  7200, 10800, 21600, 43200, 86400, 172800, 432000, 864000];
+
+function axesOf(spec) {
+  const look = { stroke: css("--muted"), font: "12px system-ui, sans-serif", grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 } };
+  const x = spec.isTime
+    ? { ...look, size: 32, values: (_, ticks) => secondsText(ticks), incrs: INCREMENTS, space: 70 }
+    : { ...look, size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6], values: (_, ticks) => ticks.map(tick => tick.toLocaleString("en")), space: 60 };
+  const y = { ...look, size: 66, values: (_, ticks) => ticks.map(tick => amount(tick, ["s", "bytes", "0..1"].includes(spec.unit) ? spec.unit : "")) };
+  return [x, y];
+}
+
+function optionsOf(spec, width) {
+  const series = [{ label: spec.isTime ? "time" : "step", value: (_, v) => v === null || v === undefined ? "–" : spec.isTime ? duration(v) : plainNumber(v) }];
+  for (const line of spec.lines) {
+    series.push({
+      label: line.label, class: line.isQuiet ? "quiet" : undefined, stroke: line.stroke, width: line.width ?? 2, fill: line.fill,
+      dash: line.dash, paths: line.paths, spanGaps: Boolean(line.spansGaps),
+      points: line.isPoints ? { show: true, size: 8, fill: line.stroke } : line.width === 0 || line.fill || line.dash || line.isEdge ? { show: false } : { size: 5 },
+      value: (_, v, at, row) => amount(line.raw && row !== null ? line.raw[row] : v, spec.unit),
+    });
+  }
+  const labels = spec.lines.map(line => line.label);
+  return {
+    width, height: spec.height || 260, series, axes: axesOf(spec), legend: { live: true, markers: { width: 0, fill: (plot, at) => plot.series[at].stroke?.(plot, at) || "transparent" } },
+    bands: (spec.bands || []).map(([high, low, fill]) => ({ series: [labels.indexOf(high) + 1, labels.indexOf(low) + 1], fill })),
+    scales: { x: { time: false, ...(spec.isBars && { range: (_, low, high) => [low - 0.5, high + 0.5] }) }, y: { range: (_, low, high) => spec.range ? spec.range(low, high) : uPlot.rangeNum(low ?? 0, high ?? 1, 0.08, true) } },
+    cursor: { drag: { x: true, y: false }, points: { size: 7 }, focus: { prox: -1 } },
+  };
+}
+
+/* Draws `spec` into the box: {title, what, lines, bands, unit, isTime, range, height, isEmpty: text}. */
+function drawChart(id, spec) {
+  const box = byId(id), known = charts.get(id);
+  const head = h("div", { class: "chart-head" }, h("h3", {}, spec.title), h("p", {}, spec.what || ""));
+  if (spec.isEmpty || !spec.lines.some(line => line.y.some(value => value !== null && value !== undefined))) {
+    known?.plot.destroy();
+    charts.delete(id);
+    box.replaceChildren(head, nothing(spec.isEmpty || "No step has this number yet."));
+    return;
+  }
+  const data = joined(spec.lines), shape = JSON.stringify([spec.title, spec.what, spec.isTime, spec.isBars, spec.lines.map(line => [line.label, line.stroke])]);
+  if (known && known.shape === shape) {  // a live change: where the reader has zoomed to stays
+    known.lines.splice(0, known.lines.length, ...spec.lines);
+    known.plot.setData(data, !known.isZoomed);
+    if (known.isZoomed) known.plot.redraw();
+    box.querySelector(".plot").setAttribute("aria-label", spoken(spec));
+    return;
+  }
+  const zoomWas = known?.isZoomed && known.spec.isTime === spec.isTime && known.spec.title === spec.title ? { ...known.plot.scales.x } : null;
+  known?.plot.destroy();
+  const reset = h("button", { type: "button", class: "small", hidden: true, onclick: () => unzoom(id) }, "Whole range");
+  const holder = h("div", { class: "plot", tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-label": spoken(spec), onkeydown: event => chartKey(id, event) });
+  head.append(reset);
+  box.replaceChildren(head, holder);
+  const entry = { spec, shape, reset, isZoomed: false, lines: spec.lines };
+  const options = optionsOf(spec, Math.max(240, box.clientWidth));
+  options.series.slice(1).forEach((line, at) => {
+    line.value = (_, v, __, row) => amount(entry.lines[at].raw && row !== null ? entry.lines[at].raw[row] : v, spec.unit);
+  });
+  const newest = plot => { if (!(plot.cursor.left >= 0)) plot.setLegend({ idxs: plot.data.map(line => line.findLastIndex(value => value !== null && value !== undefined)) }, false); };
+  options.hooks = { ready: [newest], setCursor: [newest], setData: [newest], setSelect: [plot => { if (plot.select.width > 0) markZoom(entry, true); }] };
+  entry.plot = new uPlot(options, data, holder);
+  entry.plot.over.addEventListener("dblclick", () => markZoom(entry, false));
+  charts.set(id, entry);
+  if (zoomWas) zoomTo(entry, zoomWas.min, zoomWas.max);
+}
+
+function spoken(spec) {
+  const told = spec.lines.filter(line => !line.isQuiet).slice(0, 6).map(line => {
+    const there = line.y.filter(value => value !== null && value !== undefined), one = line.raw ? line.raw.filter(value => value !== null) : there;
+    return one.length ? `${line.label}: ${amount(one[0], spec.unit)} at first, ${amount(one[one.length - 1], spec.unit)} at last` : `${line.label}: nothing`;
+  });
+  return `${spec.title}. ${told.join("; ")}. Arrow keys read values, plus and minus zoom, 0 shows the whole range.`;
+}
+
+function markZoom(entry, isZoomed) {
+  entry.isZoomed = isZoomed;
+  entry.reset.hidden = !isZoomed;
+}
+
+function zoomTo(entry, min, max) {
+  entry.plot.setScale("x", { min, max });
+  markZoom(entry, true);
+}
+
+function unzoom(id) {
+  const entry = charts.get(id), x = entry.plot.data[0];
+  entry.plot.setData(entry.plot.data, true);
+  if (x.length) markZoom(entry, false);
+}
+
+function chartKey(id, event) {
+  const entry = charts.get(id), { plot } = entry, { min, max } = plot.scales.x, x = plot.data[0];
+  const at = plot.cursor.idx ?? 0, middle = plot.cursor.idx === null ? (min + max) / 2 : x[at];
+  const moved = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
+  if (moved) {
+    const to = Math.min(x.length - 1, Math.max(0, at + moved));
+    plot.setCursor({ left: plot.valToPos(x[to], "x"), top: plot.over.clientHeight / 2 });
+  } else if (event.key === "+" || event.key === "=") zoomTo(entry, middle - (middle - min) / 2, middle + (max - middle) / 2);
+  else if (event.key === "-") {
+    const wide = [Math.max(x[0], middle - (middle - min) * 2), Math.min(x[x.length - 1], middle + (max - middle) * 2)];
+    if (wide[0] === x[0] && wide[1] === x[x.length - 1]) unzoom(id);
+    else zoomTo(entry, ...wide);
+  } else if (event.key === "0" || event.key === "Escape") unzoom(id);
+  else return;
+  event.preventDefault();
+}
+
+/* Mean of the last few values at each place, as reward.png has it. */
+function runningMean(values, window) {
+  const kept = [];
+  return values.map(value => {
+    if (value !== null && value !== undefined) kept.push(value);
+    if (kept.length > window) kept.shift();
+    return kept.length ? kept.reduce((sum, each) => sum + each, 0) / kept.length : null;
+  });
+}
+
+const xOf = (run, isTime) => isTime ? run.time_s : run.step;
+
+function rewardSpec(runs, isTime) {
+  const lines = [], bands = [], isAlone = runs.length === 1;
+  runs.forEach((run, index) => {
+    const curve = run.curves["reward/mean"], colour = runColour(index), x = xOf(run, isTime), name = isAlone ? "" : `${run.name} `;
+    if (!curve) return;
+    const window = Math.max(1, Math.min(25, Math.floor(curve.mean.length / 20)));
+    if (curve.low && curve.high) {
+      lines.push({ label: `${name}high`, x, y: curve.high, width: 0, isQuiet: true }, { label: `${name}low`, x, y: curve.low, width: 0, isQuiet: true });
+      bands.push([`${name}high`, `${name}low`, faded(colour, 0.14)]);
+    }
+    const isSmooth = window > 1;
+    lines.push({ label: `${name}${curve.low ? "mean of a stretch" : "each step"}`, x, y: curve.mean, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
+    if (isSmooth) lines.push({ label: isAlone ? "running mean" : run.name, x, y: runningMean(curve.mean, window), stroke: colour, width: 2.5 });
+    const told = run.evaluations.filter(line => line["eval/reward_mean"] !== undefined);
+    if (told.length) {
+      const at = told.map(line => isTime ? line.time_s : line.policy_version);
+      lines.push({ label: `${name}held out`, x: at, y: told.map(line => line["eval/reward_mean"]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
+    }
+  });
+  return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, bands, unit: "", isTime, isEmpty: withoutSteps(runs) };
+}
+
+function stalenessSpec(runs, isTime) {
+  const lines = [], bands = [], isAlone = runs.length === 1, bounds = new Set(runs.map(run => run.max_staleness));
+  runs.forEach((run, index) => {
+    const mean = run.curves["sample/staleness_mean"], max = run.curves["sample/staleness_max"], x = xOf(run, isTime), colour = runColour(index);
+    if (!mean || !max) return;
+    const name = isAlone ? "" : `${run.name} `;
+    lines.push({ label: `${name}max`, x, y: max.high || max.mean, stroke: faded(colour, 0.55), width: 1, isQuiet: !isAlone, isEdge: true }, { label: isAlone ? "mean" : run.name, x, y: mean.mean, stroke: colour });
+    bands.push([`${name}max`, isAlone ? "mean" : run.name, faded(colour, 0.18)]);
+    if (index === 0 || bounds.size > 1) {
+      lines.push({ label: `${bounds.size > 1 ? name : ""}bound`, x, y: x.map(() => run.max_staleness), stroke: bounds.size > 1 ? colour : css("--bound"), dash: [6, 4], width: 1.5, isQuiet: bounds.size > 1 });
+    }
+  });
+  const top = Math.max(1, ...bounds);
+  return { title: "Staleness", what: "versions between sampling and training: mean to max, and the bound", lines, bands, unit: "", isTime, isEmpty: withoutSteps(runs), range: (_, high) => [0, Math.max(top, high || 0) * 1.12] };
+}
+
+function metricSpec(runs, name, isTime) {
+  const lines = [], bands = [], gauge = runs.map(run => run.gauges[name]).find(Boolean) || { unit: "", meaning: "" };
+  runs.forEach((run, index) => {
+    const curve = run.curves[name], colour = runColour(index), x = xOf(run, isTime);
+    if (!curve) return;
+    if (curve.low && curve.high) {
+      lines.push({ label: `${run.name} high`, x, y: curve.high, width: 0, isQuiet: true }, { label: `${run.name} low`, x, y: curve.low, width: 0, isQuiet: true });
+      bands.push([`${run.name} high`, `${run.name} low`, faded(colour, 0.16)]);
+    }
+    lines.push({ label: runs.length === 1 ? "mean" : run.name, x, y: curve.mean, stroke: colour });
+  });
+  return { title: name, what: [gauge.meaning, gauge.unit && `in ${gauge.unit === "0..1" ? "shares, 0..1" : gauge.unit}`].filter(Boolean).join("; "), lines, bands, unit: gauge.unit, isTime, isEmpty: withoutSteps(runs) };
+}
+
+/* Parts of each step, one on the other: the highest sum is drawn first, the next before it. */
+function stepTimesSpec(run, isTime) {
+  const names = Object.keys(run.step_times), x = xOf(run, isTime), sums = x.map(() => 0), isBars = !isTime && x.length > 1 && x.length <= 60;
+  const lines = names.map(name => {
+    const raw = run.step_times[name];
+    raw.forEach((value, at) => { sums[at] += value || 0; });
+    const fill = colourOf(name);
+    return { label: name, x, y: [...sums], raw, stroke: fill, fill, width: 0.5, paths: isBars ? uPlot.paths.bars({ size: [0.9, 40] }) : undefined };
+  });
+  return { title: "Seconds of each step, by what they went on", what: "stacked: the top is the whole step", lines: lines.reverse(), unit: "s", isTime, isBars, range: (_, high) => [0, (high || 1) * 1.05], isEmpty: withoutSteps([run]) };
+}
+
+function withoutSteps(runs) {
+  return runs.some(run => run.step.length) ? "" : "No step has ended yet: curves begin with the first one.";
+}

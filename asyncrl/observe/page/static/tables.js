@@ -1,0 +1,113 @@
+/* What a run says in words and rows: verdict, tiles, shares, failures, evaluations, settings, commands, differences. */
+
+function showVerdict(run) {
+  const [first, ...rest] = run.verdict;
+  bodyOf("verdict").replaceChildren(
+    first ? h("p", { class: "first" }, first) : nothing("No verdict yet: it takes one step that has ended."),
+    ...rest.map(sentence => h("p", {}, sentence)),
+    h("p", { class: "why" }, `${run.run_dir}: ${run.why}`));
+  byId("tiles").replaceChildren(...run.tiles.map(tile => h("div", { class: "tile", role: "listitem" },
+    h("div", { class: "label" }, tile.label), h("div", { class: "value" }, tile.value), h("div", { class: "hint" }, tile.note))));
+}
+
+function showWarnings(run) {
+  const list = (kind, title, texts) => texts.length ? [h("details", { class: `note ${kind}`, open: texts.length <= 4 },
+    h("summary", {}, `${title} (${texts.length})`), h("ul", {}, texts.map(text => h("li", {}, text))))] : [];
+  byId("warnings").replaceChildren(...list("warn", "Warnings", run.warnings), ...list("bad", "Could not be read or believed", run.problems));
+}
+
+function showShares(run) {
+  const shares = run.shares.filter(share => share.seconds > 0);
+  if (!shares.length) return bodyOf("time").replaceChildren(nothing("No step has ended yet, so no time was shared out."));
+  bodyOf("time").replaceChildren(
+    h("div", { class: "shares", role: "img", "aria-label": shares.map(share => `${share.name} ${amount(share.fraction, "0..1")}`).join(", ") },
+      shares.map(share => h("span", { title: share.name, style: { background: colourOf(share.name), flexGrow: String(share.seconds) } }))),
+    h("ul", { class: "parts" }, shares.map(share => h("li", {}, h("span", { class: "swatch", style: { background: colourOf(share.name) } }),
+      h("span", { class: "name" }, share.name), h("span", { class: "num" }, `${Math.round(100 * share.fraction)}%`), h("span", { class: "num hint" }, duration(share.seconds))))));
+}
+
+function showFailures(run) {
+  const all = run.failures.reduce((sum, failure) => sum + failure.count, 0);
+  bodyOf("failures").replaceChildren(all === 0 ? nothing("No rollout failed.") : table(["Cause", "Rollouts", "One of them in full"],
+    run.failures.map(failure => [failure.cause, plainNumber(failure.count), h("code", { class: "wrap" }, failure.example)]), "failures"));
+}
+
+function showEvaluations(run) {
+  if (!run.evaluations.length) return bodyOf("evaluations").replaceChildren(nothing("No evaluation has ended. eval.every says how often held-out prompts are tried."));
+  const number = (line, name, unit) => line[name] === undefined || line[name] === null ? "–" : amount(line[name], unit);
+  bodyOf("evaluations").replaceChildren(table(["Version", "Reward", "Tokens", "Cut", "Took", "At"], [...run.evaluations].reverse().map(line => [
+    `v${line.policy_version}`, line["eval/standard_error"] === undefined ? number(line, "eval/reward_mean", "") : `${number(line, "eval/reward_mean", "")} ± ${line["eval/standard_error"].toFixed(3)}`,
+    number(line, "eval/length_mean", ""), number(line, "eval/truncated_fraction", "0..1"), number(line, "eval/seconds", "s"), number(line, "time_s", "s")]), "evaluations"));
+}
+
+const config = { onlyDiffers: true, filter: "" };
+
+function showConfig(run) {
+  const box = bodyOf("config");
+  if (!run.settings.length) return box.replaceChildren(nothing(`The config of ${run.run_dir} could not be read.`));
+  if (!box.querySelector(".tools")) {
+    box.replaceChildren(h("div", { class: "tools" },
+      h("label", { class: "pick" }, "Filter", h("input", { type: "search", placeholder: "buffer, max_tokens …", spellcheck: "false", oninput: event => { config.filter = event.target.value; drawConfig(); } })),
+      h("label", { class: "tick" }, h("input", { type: "checkbox", checked: config.onlyDiffers, onchange: event => { config.onlyDiffers = event.target.checked; drawConfig(); } }), "only what differs from the defaults"),
+      h("span", { class: "range", role: "status" })), h("div", { class: "rows" }));
+  }
+  config.settings = run.settings;
+  drawConfig();
+}
+
+function drawConfig() {
+  const words = config.filter.toLowerCase(), box = bodyOf("config");
+  const shown = config.settings.filter(each => (each.differs || !config.onlyDiffers) && `${each.key} ${each.value}`.toLowerCase().includes(words));
+  box.querySelector(".range").textContent = `${shown.length} of ${config.settings.length} settings`;
+  const rows = shown.map(each => {
+    const row = [h("code", {}, each.key), h("code", { class: "wrap" }, each.value), each.default === null ? h("span", { class: "hint" }, "none: it must be given") : h("code", { class: "wrap hint" }, each.default)];
+    row.className = each.differs && !config.onlyDiffers ? "differs" : "";
+    return row;
+  });
+  box.querySelector(".rows").replaceChildren(rows.length ? table(["Setting", "Value", "Default"], rows, "settings") : nothing("No setting fits."));
+}
+
+function showCommands(run) {
+  bodyOf("commands").replaceChildren(run.commands.length ? h("ul", { class: "commands" }, run.commands.map(([what, command]) => {
+    const button = h("button", { type: "button", class: "small", "aria-label": `Copy: ${command}`, onclick: () => copyText(command, button) }, "Copy");
+    return h("li", {}, h("span", {}, what), h("code", {}, command), button);
+  })) : nothing("No command fits the state of this run."));
+}
+
+async function copyText(text, button) {
+  let isDone = false;
+  try {
+    await navigator.clipboard.writeText(text);
+    isDone = true;
+  } catch {  // no secure context, or no permission: the old way
+    const area = h("textarea", { class: "sr" });
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    isDone = document.execCommand("copy");
+    area.remove();
+    button.focus();
+  }
+  button.textContent = isDone ? "Copied" : "Select it by hand";
+  setTimeout(() => { button.textContent = "Copy"; }, 1500);
+}
+
+function showDifferences(page) {
+  byId("differences").hidden = page.runs.length < 2;
+  if (page.runs.length < 2) return;
+  bodyOf("differences").replaceChildren(page.differences.length
+    ? table(["Setting or result", ...page.runs.map(run => run.name)], page.differences.map(row => [h("code", {}, row.key), ...row.values.map(value => h("span", { class: "wrap" }, value))]), "differences")
+    : nothing("These runs have the same settings and the same results."));
+}
+
+function showRuns(page, chosen, onChoose) {
+  byId("runs").hidden = page.runs.length < 2;
+  if (page.runs.length < 2) return;
+  keepingFocus(bodyOf("runs"), () => bodyOf("runs").replaceChildren(
+    h("p", { class: "hint" }, "Curves show all of them. Verdict, time line, samples and config are of the chosen one."),
+    h("div", { class: "runs", role: "group", "aria-label": "Run that is shown in detail" }, page.runs.map((run, index) =>
+      h("button", { type: "button", "data-key": run.run_dir, "aria-pressed": String(index === chosen), onclick: () => onChoose(index) },
+        h("span", { class: "swatch", style: { background: runColour(index) } }), h("span", { class: "name" }, run.name), statePill(run.state))))));
+}
+
+const statePill = state => h("span", { class: `pill state-${state}` }, state);

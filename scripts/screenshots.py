@@ -1,0 +1,75 @@
+"""Make the pictures of docs/pictures anew: `python scripts/screenshots.py RUN_DIR`, a run with samples. Needs
+Debian's chromium and chromium-driver, and the package selenium.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
+_ARGUMENTS = """--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars
+--no-first-run --disable-background-networking --disable-component-update --disable-extensions"""
+PICTURES = Path(__file__).parent.parent / "docs/pictures"
+
+
+@contextlib.contextmanager
+def open_browser() -> Iterator[webdriver.Chrome]:
+    """A headless one that keeps what a page writes to the console."""
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(CHROMIUM)
+    for argument in _ARGUMENTS.split():
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=Service(str(DRIVER)))
+    try:
+        yield browser
+    finally:
+        browser.quit()
+
+
+def look(browser: webdriver.Chrome, width: int, height: int, *, is_dark: bool = False) -> None:
+    """From now on as a screen of this size, in CSS pixels, shows it."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    media = {"prefers-color-scheme": "dark" if is_dark else "light", "prefers-reduced-motion": "reduce"}
+    features = [{"name": name, "value": value} for name, value in media.items()]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+def picture(browser: webdriver.Chrome, width: int, height: int) -> bytes:
+    """A PNG of the top of the page, as high as it is or as `height`."""
+    most = browser.execute_script("return document.documentElement.scrollHeight")
+    clip = {"x": 0, "y": 0, "width": width, "height": min(height, most), "scale": 1}
+    told: dict[str, Any] = {"format": "png", "captureBeyondViewport": True, "clip": clip}
+    return base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", told)["data"])
+
+
+def main(run_dirs: list[Path]) -> None:
+    """Light and dark, as a wide screen shows it."""
+    from PIL import Image
+
+    from asyncrl.observe.page.render import make_page, render
+
+    PICTURES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
+        file = Path(folder) / "report.html"
+        file.write_text(render(make_page(run_dirs)), encoding="utf-8")
+        for name, is_dark in (("report", False), ("report-dark", True)):
+            look(browser, 1280, 1000, is_dark=is_dark)
+            browser.get(file.as_uri())
+            shown = Image.open(io.BytesIO(picture(browser, 1280, 1830)))
+            shown.quantize(192).save(PICTURES / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main([Path(argument) for argument in sys.argv[1:]])
