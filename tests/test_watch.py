@@ -23,6 +23,7 @@ from aiohttp import ClientResponse
 from aiohttp.test_utils import TestClient, TestServer
 from shown_pages import make_run, make_shown_page
 
+from asyncrl.observe.page.curves import StepsFile
 from asyncrl.observe.page.shape import Page
 from asyncrl.observe.page.watch import MAX_BEHIND, LivePage, change_of, make_watch_app
 
@@ -349,3 +350,26 @@ def test_what_the_page_is_made_of_cannot_end_its_element_or_ask_a_network() -> N
     assert f"(v{version[1]})" in (STATIC / "uPlot.iife.min.js").read_text()[:80]
     digest = hashlib.sha256((STATIC / "uPlot.iife.min.js").read_bytes()).hexdigest()
     assert digest in (STATIC / "README.md").read_text()
+
+
+def test_steps_are_read_on_from_where_the_last_reading_ended(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "time_s": step / 2, "reward/mean": step % 7}) for step in range(3000)]
+    kept = StepsFile(tmp_path)
+
+    def check(num: int, size: int) -> None:
+        problems, anew = list[str](), list[str]()
+        steps, curves = kept.read(problems)
+        whole_steps, whole_curves = StepsFile(tmp_path).read(anew)
+        assert (curves.x(), curves.curves()) == (whole_curves.x(), whole_curves.curves())
+        assert list(steps.column("reward/mean")) == list(whole_steps.column("reward/mean"))
+        assert (len(steps), problems, kept._at.num_bytes) == (num, anew, size)
+
+    check(0, 0)
+    for num in (1, 2, 1023, 1024, 2500):
+        path.write_text("\n".join(lines[:num]) + "\n" + lines[num][:9])
+        check(num, path.stat().st_size - 9)
+    path.write_text("\n".join([*lines[:1000], "no line", lines[1000].replace("2.0", "2.5")]) + "\n")
+    check(1001, path.stat().st_size)
+    path.unlink()
+    check(0, 0)

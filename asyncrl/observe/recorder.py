@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -191,9 +192,32 @@ def read_evaluations(run_dir: Path, problems: list[str]) -> list[dict[str, Any]]
     return [line for line in lines if "eval/reward_mean" not in line or of_samples <= line.keys()]
 
 
-def metrics_of(path: Path, problems: list[str], *needed: str) -> Iterator[dict[str, Any]]:
-    """Lines that have the `needed` numbers. Metrics that are not numbers are left out and reported."""
-    for number, (_, line) in enumerate(lines_of(path, problems, parse_line), start=1):
+@dataclass(slots=True)
+class Position:
+    """How far a file that grows has been read: bytes and lines, and the last bytes before it."""
+
+    num_bytes: int = 0
+    num_lines: int = 0
+    before: bytes = b""
+
+    def is_in(self, path: Path) -> bool:
+        """Whether what was read is still there: the file was not cut off, or replaced."""
+        try:
+            with path.open("rb") as file:
+                file.seek(self.num_bytes - len(self.before))
+                return file.read(len(self.before)) == self.before
+        except OSError:
+            return False
+
+
+def metrics_of(
+    path: Path, problems: list[str], *needed: str, at: Position | None = None
+) -> Iterator[dict[str, Any]]:
+    """Lines that have the `needed` numbers; with `at` those after it. Metrics that are not numbers are left
+    out and reported.
+    """
+    first = 1 + (at.num_lines if at else 0)
+    for number, (_, line) in enumerate(lines_of(path, problems, parse_line, at), start=first):
         if LOST_KEY in line:
             tell(problems, f"steps {line[LOST_KEY]} are missing in {path.name} ({line.get('why')})")
             continue
@@ -227,22 +251,29 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def lines_of(path: Path, problems: list[str], parse: Callable[[bytes], T | None]) -> Iterator[tuple[int, T]]:
+def lines_of(
+    path: Path, problems: list[str], parse: Callable[[bytes], T | None], at: Position | None = None
+) -> Iterator[tuple[int, T]]:
     """(where it begins, the object) of each line of a file, one at a time. What cannot be read at all is left
-    out and told in `problems`.
+    out and told in `problems`. With `at`: of the lines after it, but for half a line, which is still being
+    written; `at` goes on with them.
     """
-    start = 0
+    grows, at = at is not None, at or Position()
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            file.seek(at.num_bytes)
+            for line in file:
+                if not line.endswith(b"\n") and grows:
+                    return
+                start = at.num_bytes
+                at.num_bytes, at.num_lines, at.before = start + len(line), at.num_lines + 1, line[-64:]
                 if (value := parse(line)) is not None:
                     yield start, value
                 elif line.endswith(b"\n"):
-                    what = f"line {number} is no JSON object and is left out: {line[:60]!r}"
+                    what = f"line {at.num_lines} is no JSON object and is left out: {line[:60]!r}"
                     tell(problems, f"{path.name} {what}")
                 else:
                     tell(problems, f"{path.name} ends in half a line, which is left out")
-                start += len(line)
     except FileNotFoundError:
         return
     except OSError as error:

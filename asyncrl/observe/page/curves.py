@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl.observe.page.shape import Curve
-from asyncrl.observe.recorder import METRICS_FILE, is_number, metrics_of, tell
+from asyncrl.observe.recorder import METRICS_FILE, Position, is_number, metrics_of, tell
 from asyncrl.observe.run_numbers import COLUMNS, Steps
 
 MAX_BUCKETS = 1024
@@ -22,14 +23,31 @@ _NAN = float("nan")
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def read_curves(run_dir: Path, problems: list[str]) -> tuple[Steps, Curves]:
-    """Both from one pass over metrics.jsonl; `problems` grows."""
-    steps = Steps()
-    curves = Curves(steps)
-    for line in metrics_of(run_dir / METRICS_FILE, problems, "step"):
-        curves.add(line, problems)
-    curves.close()
-    return steps, curves
+class StepsFile:
+    """metrics.jsonl as it grows: read() goes on where the last one ended, and begins anew where what it has
+    read was cut off or replaced, as by a resume.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / METRICS_FILE
+        self._begin()
+
+    def read(self, problems: list[str]) -> tuple[Steps, Curves]:
+        """All steps so far, in both forms; `problems` grows."""
+        if not self._at.is_in(self._path):
+            self._begin()
+        for line in metrics_of(self._path, self._problems, "step", at=self._at):
+            self._curves.add(line, self._problems)
+        problems += self._problems
+        if self._path.is_file() and self._path.stat().st_size > self._at.num_bytes:
+            tell(problems, f"{self._path.name} ends in half a line, which is left out")
+        steps, curves = copy.deepcopy((self._steps, self._curves))  # of which more steps may come
+        curves.close()
+        return steps, curves
+
+    def _begin(self) -> None:
+        self._at, self._problems, self._steps = Position(), list[str](), Steps()
+        self._curves = Curves(self._steps)
 
 
 class Curves:

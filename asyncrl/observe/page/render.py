@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl import __version__
 from asyncrl.errors import ConfigError
 from asyncrl.files import write_whole
+from asyncrl.observe.page.curves import StepsFile
 from asyncrl.observe.page.run_view import gather, view_run
 from asyncrl.observe.page.shape import Difference, Page, RunView
 from asyncrl.observe.page.trace import TRACE_FILE, write_trace
@@ -23,6 +24,19 @@ _PLACES = re.compile(r"/\*(STYLE|SCRIPT|DATA)\*/")
 def make_page(run_dirs: Sequence[str | Path], *, is_live: bool = False) -> Page:
     """What the page shows. Raises ConfigError for what is no run directory."""
     return page_of([view_run(run_dir) for run_dir in run_dirs], is_live=is_live)
+
+
+class PageReader:
+    """Makes the page of runs again and again: of their steps it reads what is new."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, StepsFile] = {}
+
+    def read(self, run_dirs: Sequence[Path]) -> Page:
+        """The live page. Raises ConfigError for what is no run directory."""
+        files = {folder: self._files.get(folder) or StepsFile(folder) for folder in run_dirs}
+        self._files = files
+        return page_of([view_run(folder, file) for folder, file in files.items()], is_live=True)
 
 
 def page_of(runs: Sequence[RunView], *, is_live: bool = False) -> Page:

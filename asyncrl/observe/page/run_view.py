@@ -10,7 +10,7 @@ from asyncrl.config import RunConfig
 from asyncrl.errors import JournalError
 from asyncrl.journal.read import reading
 from asyncrl.observe.metrics import gauge_of
-from asyncrl.observe.page.curves import read_curves
+from asyncrl.observe.page.curves import StepsFile
 from asyncrl.observe.page.lanes import Events, shown_events, timeline_view
 from asyncrl.observe.page.run_facts import (
     commands_for,
@@ -34,19 +34,20 @@ JOURNAL_FILE = "journal.sqlite"
 MAX_EVALUATIONS = 1000
 
 
-def view_run(run_dir: str | Path) -> RunView:
+def view_run(run_dir: str | Path, steps_file: StepsFile | None = None) -> RunView:
     """What the page shows of it. Raises as gather() does."""
-    return gather(run_dir)[0]
+    return gather(run_dir, steps_file)[0]
 
 
-def gather(run_dir: str | Path) -> tuple[RunView, Steps]:
-    """The view, and the numbers of all steps that it is made of. What cannot be read is left out, and
+def gather(run_dir: str | Path, steps_file: StepsFile | None = None) -> tuple[RunView, Steps]:
+    """The view, and the numbers of all steps that it is made of, which a `steps_file` of an earlier call need
+    not read again. What cannot be read is left out, and
     `problems` says so. Raises ConfigError if `run_dir` is no run directory, or its config cannot be read.
     """
     folder, problems = Path(run_dir), list[str]()
     config, status = read_config(folder), read_status(folder, problems)
     state, why = judge_state(status, folder)
-    steps, curves = read_curves(folder, problems)
+    steps, curves = (steps_file or StepsFile(folder)).read(problems)
     if state in ("done", "failed", "interrupted"):  # a page is read at any time later
         why = str(status.get("why") or f"{len(steps)} of {config.trainer.num_steps} steps are done")
     events, failures = _from_journal(folder, problems)

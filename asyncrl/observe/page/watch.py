@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import ipaddress
 import json
@@ -24,7 +23,7 @@ from aiohttp import web
 
 from asyncrl import __version__
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.observe.page.render import make_page, render
+from asyncrl.observe.page.render import PageReader, render
 from asyncrl.observe.page.shape import Page
 from asyncrl.observe.status import CONFIG_FILE, judge_state, read_status
 from asyncrl.user_code import end_what_is_left
@@ -99,7 +98,7 @@ class LivePage:
         poll_s: float = POLL_S,
     ) -> None:
         self.run_dirs, self._poll_s = list(run_dirs), poll_s
-        self._read = read or functools.partial(make_page, is_live=True)
+        self._read = read or PageReader().read
         self.page = Page(asyncrl=__version__, made_s=time.time(), is_live=True, runs=[], differences=[])
         self.notes, self.num_read = list[str](), 0
         self._of_dirs: list[Path] = []
