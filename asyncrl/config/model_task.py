@@ -123,8 +123,9 @@ class TaskConfig(FrozenConfig):
         """Its name, given or by its source."""
         if self.name is not None:
             return self.name
+        path = PurePath(self.dataset or (self.files or ["verifiers"])[0])
         source = (self.python or "").rpartition(":")[2] or self.reasoning_gym
-        source = source or PurePath(self.dataset or "").name or PurePath((self.files or ["verifiers"])[0]).stem
+        source = source or (path.stem if self.dataset is None else path.name)
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", source).strip("-")[:60]
         return name if name[:1].isalpha() else f"task-{name}"
 

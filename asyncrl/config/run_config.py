@@ -261,9 +261,10 @@ class RunConfig(FrozenConfig):
                 f"task.share is given for {len(given)} of {len(tasks)} tasks; give it for all, or for none"
             )
         if sum(self.shares.values()) > MOST_IN_TURN:
+            shares = ", ".join(f"{share:g}" for share in given)
             raise ValueError(
-                f"the shares {', '.join(f'{share:g}' for share in given)} repeat after "
-                f"{sum(self.shares.values())} prompts, {MOST_IN_TURN} at most; give fewer digits, like 7 and 3"
+                f"the shares {shares} repeat after {sum(self.shares.values())} prompts, {MOST_IN_TURN} is the "
+                "most; give fewer digits, like 7 and 3"
             )
         for name, task in tasks.items() if len(tasks) > 1 else ():
             if task.replay is not None or task.verifiers:
@@ -310,5 +311,7 @@ def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
     if len(found) < len(given):
         names = [one.called for one in given]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two sections `{section}` are called {twice}; give each a {section}.name of its own")
+        raise ValueError(
+            f"two sections `{section}` are called {twice}; give each a {section}.name of its own"
+        )
     return found

@@ -25,8 +25,22 @@ from rich.text import Text
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.console import reward_text, staleness_text
-from asyncrl.observe.recorder import STATUS_FILE, boot_id, is_number, read_evaluations, read_steps
-from asyncrl.observe.run_numbers import Steps, boxed, evaluation_text, plain, sparkline, thinned
+from asyncrl.observe.recorder import (
+    STATUS_FILE,
+    boot_id,
+    is_number,
+    read_evaluations,
+    read_steps,
+)
+from asyncrl.observe.run_numbers import (
+    Steps,
+    boxed,
+    by_evaluation,
+    evaluation_text,
+    plain,
+    sparkline,
+    thinned,
+)
 from asyncrl.observe.verdict import Verdict, judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 
@@ -185,8 +199,9 @@ def _table(files: RunFiles) -> RenderableType:
         ages = f"{staleness_text(steps.last, config.buffer.max_staleness)} (last step)"
         rows += [("reward", reward_text(steps)), ("staleness", ages)]
     if files.evaluations:
-        rewards = [line["eval/reward_mean"] for line in files.evaluations if "eval/reward_mean" in line]
-        rows.append(("eval", Text(f"{evaluation_text(files.evaluations[-1])}\n{sparkline(rewards)}")))
+        for lines in by_evaluation(files.evaluations).values():
+            rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
+            rows.append(("eval", Text(f"{evaluation_text(lines[-1])}\n{sparkline(rewards)}")))
     for name, value in files.status.items():
         if name not in _LEFT_OUT and value is not None:
             rows.append((name, Text(_waits(value) if name == "waits" else plain(value))))

@@ -1,4 +1,4 @@
-"""In which order the prompts of one task are drawn: shuffled anew each epoch, all of them or by difficulty."""
+"""The order in which the prompts of one task are drawn: shuffled each epoch, all of them or by difficulty."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ByDifficulty(Epochs):
         on_epoch: Callable[[int, str], None] = lambda epoch, text: None,
     ) -> None:
         super().__init__(num_prompts, seed=seed, shuffle=shuffle)
-        self._low, self._width = reward_range[0], reward_range[1] - reward_range[0]
+        self._range = reward_range
         self._on_epoch = on_epoch
         self._sums, self._counts = np.zeros(num_prompts, np.int64), np.zeros(num_prompts, np.int32)
         self._later = dict[int, list[tuple[int, int]]]()
@@ -103,7 +103,7 @@ class ByDifficulty(Epochs):
 
     @property
     def order(self) -> dict[str, Any]:
-        return {"sampling": "by_difficulty", "reward_range": [self._low, self._low + self._width]}
+        return {"sampling": "by_difficulty", "reward_range": list(self._range)}
 
     def reach_nowait(self, draw: int, version: int | None) -> None:
         for before in [one for one in self._later if version is None or one < version]:
@@ -116,7 +116,8 @@ class ByDifficulty(Epochs):
             self._on_epoch(len(self._epochs) - 1, text)
 
     def observe_nowait(self, index: int, reward: float, version: int) -> None:
-        part = min(max((reward - self._low) / self._width, 0.0), 1.0)
+        low, high = self._range
+        part = min(max((reward - low) / (high - low), 0.0), 1.0)
         self._later.setdefault(version, []).append((index, round(part * UNIT)))
 
     def place(self, draw: int) -> tuple[int, int]:

@@ -29,8 +29,8 @@ class Feed:
         self,
         task: PromptTask,
         *,
-        seed: int = 0,
-        shuffle: bool = True,
+        seed: int,
+        shuffle: bool,
         system_prompt: str | None = None,
         first: Sequence[Prompt] = (),
         name: str | None = None,
@@ -126,6 +126,25 @@ class Feed:
         except (ValueError, IndexError) as error:
             what = f"prompt {prompt_id} is not among the first {num_drawn} draws of {self._name}"
             raise _another(what) from error
+
+    def remember_nowait(
+        self,
+        memory: Mapping[str, Any],
+        epochs: Sequence[tuple[str, int, str]],
+        observed: Sequence[tuple[str, float, int]],
+    ) -> None:
+        """Before restore_nowait: what the tasks knew (memory()), each epoch that was told since, and each
+        group that was finished since (as observed_nowait has them). Raises TaskError if it cannot be of these
+        tasks.
+        """
+        try:
+            self.load_memory(memory)
+            for name, epoch, text in epochs:
+                self.load_epoch(name, epoch, text)
+            for group in observed:
+                self.observed_nowait(*group)
+        except (KeyError, ValueError, IndexError) as error:
+            raise _another(f"what was saved of the order of the prompts does not fit: {error}") from error
 
     def prompts_back(self) -> dict[str, int]:
         """Ids of the prompts that come again before any new one, in that order -> their num_handed_back."""
