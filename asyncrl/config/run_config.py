@@ -263,7 +263,7 @@ class RunConfig(FrozenConfig):
         if sum(self.shares.values()) > MOST_IN_TURN:
             shares = ", ".join(f"{share:g}" for share in given)
             raise ValueError(
-                f"the shares {shares} repeat after {sum(self.shares.values())} prompts, {MOST_IN_TURN} is the "
+                f"shares {shares} repeat after {sum(self.shares.values())} prompts, {MOST_IN_TURN} is the "
                 "most; give fewer digits, like 7 and 3"
             )
         for name, task in tasks.items() if len(tasks) > 1 else ():

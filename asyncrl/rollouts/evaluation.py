@@ -235,8 +235,7 @@ class Evaluation:
         """Weights that are kept, and what is due at them."""
         self._changed = asyncio.Event()
         self._limit: TimeLimit | None = None
-        starts = any(one.schedule.at_start for one in held_out)
-        self._stats = EvaluationStats("loading" if starts else "idle")
+        self._stats = EvaluationStats("loading" if any(one.schedule.at_start for one in held_out) else "idle")
 
     def stats(self) -> EvaluationStats:
         return self._stats
@@ -269,8 +268,7 @@ class Evaluation:
             return
         is_last = version >= due[0].schedule.last
         if self._pending is not None or (stats.state != "idle" and not is_last):
-            skipped = self._pending[1] if self._pending is not None and is_last else due
-            stats.skipped += len(skipped)
+            stats.skipped += len(self._pending[1] if self._pending is not None and is_last else due)
             if not is_last:  # else it takes the place of the one that waits
                 return
         path = self._folder / f"eval-{version}.safetensors"
@@ -324,9 +322,7 @@ class Evaluation:
             self.give_up(error)
 
     async def _evaluate(self, version: int, manifest: ExportResponse | None, due: Sequence[HeldOut]) -> None:
-        """What is due at these weights, and what it comes to; `manifest` is None where the engine has them
-        from its start.
-        """
+        """What is due at these weights; `manifest` is None where the engine has them from its start."""
         stats, is_loaded = self._stats, manifest is None
         for number, one in enumerate(due):
             if self.is_off:
@@ -351,9 +347,8 @@ class Evaluation:
                 if manifest is not None:
                     await self._load(manifest)
                 stats.state, is_loaded = "sampling", True
-                with waiting(
-                    f"the samples of policy_version {version}", on="engine-eval, the reward function"
-                ):
+                samples = f"the samples of policy_version {version}"
+                with waiting(samples, on="engine-eval, the reward function"):
                     result = await one.evaluator.evaluate(version)
         except TimeoutError:
             if not limit.expired():
@@ -367,9 +362,8 @@ class Evaluation:
             self._limit = None
         if result is not None:
             stats.finished += 1
-            seconds, skipped, abandoned = clock() - started_s, stats.skipped, stats.abandoned
-            result = replace(result, name=one.name, seconds=seconds)
-            self._on_result(replace(result, num_skipped=skipped, num_abandoned=abandoned))
+            totals = {"num_skipped": stats.skipped, "num_abandoned": stats.abandoned}
+            self._on_result(replace(result, name=one.name, seconds=clock() - started_s, **totals))
         else:
             stats.abandoned += 1
             if not self.is_off:
