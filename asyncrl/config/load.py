@@ -202,7 +202,7 @@ def all_keys() -> list[str]:
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, info in model.model_fields.items():
         yield prefix + name, info
-        if (section := _section_of(info)) is not None:
+        if (section := section_of(info)) is not None:
             yield from _fields(section, f"{prefix}{name}.")
 
 
@@ -211,7 +211,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     top-level keys.
     """
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
-    models = {name: _section_of(info) for name, info in RunConfig.model_fields.items()}
+    models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
     tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
     yield "", "Settings outside any section.", tops
     for name, model in models.items():
@@ -273,7 +273,8 @@ def _type_text(kind: Any) -> str:
     return " | ".join(map(_type_text, arguments)) or "section"
 
 
-def _section_of(info: FieldInfo) -> type[BaseModel] | None:
+def section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """The model of a section, also of one that may be a list; None for any other setting."""
     return next(_models_in(info.annotation), None)
 
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.observe.console import reward_text, staleness_text
+from asyncrl.observe.console import reward_text, staleness_text, tasks_text
 from asyncrl.observe.recorder import (
     STATUS_FILE,
     boot_id,
@@ -197,7 +197,9 @@ def _table(files: RunFiles) -> RenderableType:
     ]
     if steps:
         ages = f"{staleness_text(steps.last, config.buffer.max_staleness)} (last step)"
-        rows += [("reward", reward_text(steps)), ("staleness", ages)]
+        of_tasks = tasks_text(steps.last)
+        rows += [("reward", reward_text(steps)), *([("by task", of_tasks)] if of_tasks else [])]
+        rows.append(("staleness", ages))
     if files.evaluations:
         for lines in by_evaluation(files.evaluations).values():
             rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]

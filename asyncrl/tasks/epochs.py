@@ -154,7 +154,7 @@ class ByDifficulty(Epochs):
 
     def _choose(self, epoch: int) -> Bools:
         """Which prompts the epoch has, by what was observed of them, bool [num_prompts]; at least one."""
-        part = self._sums / (np.maximum(self._counts, 1) * UNIT)
+        part = self._sums / UNIT / np.maximum(self._counts, 1)
         probability = np.where(self._counts == 0, 1.0, np.maximum(FLOOR, 4 * part * (1 - part)))
         drawn = np.random.default_rng([self._seed, epoch, 1]).random(self.num_prompts)
         chosen: Bools = drawn < probability

@@ -59,6 +59,10 @@ class TaskScorer:
         """Calls so far that were given up because they did not end when they were cancelled."""
         return self._calls.num_abandoned
 
+    def gauges(self) -> dict[str, float]:
+        """Its numbers, by the names of observe/metrics.py."""
+        return {"rollout/abandoned": self.num_abandoned}
+
     def scores(self, prompt: Prompt) -> bool:
         """Whether a text can be scored; if not, each reward of this task must come from the harness."""
         return self._has_score
