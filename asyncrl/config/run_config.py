@@ -311,7 +311,5 @@ def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
     if len(found) < len(given):
         names = [one.called for one in given]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(
-            f"two sections `{section}` are called {twice}; give each a {section}.name of its own"
-        )
+        raise ValueError(f"two of `{section}` are called {twice}; give each {section}.name of its own")
     return found

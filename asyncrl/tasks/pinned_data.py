@@ -109,4 +109,5 @@ def _differences(before: Digests, now: Digests) -> list[tuple[str, str]]:
         if before[file] != now[file]
     ]
     gone = [(file, "is not read any more") for file in before.keys() - now.keys()]
-    return both + gone + [(file, "was not read then") for file in now.keys() - before.keys()]
+    new = [(file, "was not read then") for file in now.keys() - before.keys()]
+    return both + gone + new or [("the files", "are in another order")]
