@@ -46,11 +46,11 @@ TWO task.size=3 -> say which one, and its key: 0, 1, c
 TWO task.c=3 -> say which one, and its key: 0, 1, c
 TWO task.c.siz=3 -> task.1.siz in
 TWO task.0.share=2 -> task.share is given for 1 of 2 tasks
-TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, 10000 is the most; give fewer
+TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, 10000 is the most
 TWO task.c.name=B -> two of `task` are called B; give each task.name of its own
 TWO task.0.replay=x -> task.B.replay is for a run of one task
 TWO task.c.python=none task.c.files=[x] -> task.c.reward is missing
-TWO task.0.filter=equal_rewards rollout.group_size=1 algorithm.advantage=reinforce_pp -> equal_rewards compares
+TWO task.0.filter=equal_rewards rollout.group_size=1 algorithm.advantage=reinforce_pp -> equal_rewards
 eval=[{task: {python: 'a:B'}}, {task: {python: 'c:B'}}] -> two of `eval` are called B
 eval.task.python=a:b eval.task.share=2 -> eval.task.share is not for evaluations
 eval.task.python=a:b eval.name=task -> an evaluation cannot be called task
