@@ -362,8 +362,8 @@ class Evaluation:
             self._limit = None
         if result is not None:
             stats.finished += 1
-            totals = {"num_skipped": stats.skipped, "num_abandoned": stats.abandoned}
-            self._on_result(replace(result, name=one.name, seconds=clock() - started_s, **totals))
+            result = replace(result, name=one.name, seconds=clock() - started_s)
+            self._on_result(replace(result, num_skipped=stats.skipped, num_abandoned=stats.abandoned))
         else:
             stats.abandoned += 1
             if not self.is_off:
