@@ -261,7 +261,7 @@ class BufferConfig(FrozenConfig):
 
 class EvalConfig(FrozenConfig):
     """A held-out task, sampled every few steps at one fixed version by an engine server of its own, beside
-    training.
+    training. A list of such sections is several evaluations, which share the engine.
     """
 
     name: Name | None = None

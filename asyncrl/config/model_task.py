@@ -46,7 +46,7 @@ class ModelConfig(FrozenConfig):
 
 class TaskConfig(FrozenConfig):
     """Where prompts come from and what scores the answers. Give one of `python`, `files`, `dataset`,
-    `reasoning_gym`, `verifiers`.
+    `reasoning_gym`, `verifiers`. A list of such sections is several tasks in one run.
     """
 
     name: Name | None = None

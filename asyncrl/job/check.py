@@ -201,8 +201,11 @@ def look(config: RunConfig) -> Found:
         if config.generator.is_harness or config.evaluates_agent:
             with _refusing(config, "the simplest chat"):  # what a harness asks is not known before it asks
                 tokenizer.render([{"role": "user", "content": "Hello"}])
-        notes += [] if config.generator.is_harness else _too_long("task", prompts, tokenizer, config)
-        notes += [] if config.evaluates_agent else _too_long("eval task", eval_prompts, tokenizer, config)
+        shown = [("task", prompt) for prompt in prompts if not config.generator.is_harness]
+        shown += [("eval task", prompt) for prompt in eval_prompts if not config.evaluates_agent]
+        for what in dict.fromkeys((kind, prompt.task) for kind, prompt in shown):
+            of_one = [prompt for kind, prompt in shown if (kind, prompt.task) == what]
+            notes += _too_long(" ".join(filter(None, what)), of_one, tokenizer, config)
     lines += look_at_teacher(config, tokenizer)
     if tokenizer is not None or ":" in config.gateway.tool_format:
         shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
