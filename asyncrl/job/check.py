@@ -201,10 +201,10 @@ def look(config: RunConfig) -> Found:
         if config.generator.is_harness or config.evaluates_agent:
             with _refusing(config, "the simplest chat"):  # what a harness asks is not known before it asks
                 tokenizer.render([{"role": "user", "content": "Hello"}])
-        shown = [("task", prompt) for prompt in prompts if not config.generator.is_harness]
-        shown += [("eval task", prompt) for prompt in eval_prompts if not config.evaluates_agent]
-        for what in dict.fromkeys((kind, prompt.task) for kind, prompt in shown):
-            of_one = [prompt for kind, prompt in shown if (kind, prompt.task) == what]
+        asked = [("task", prompt) for prompt in prompts if not config.generator.is_harness]
+        asked += [("eval task", prompt) for prompt in eval_prompts if not config.evaluates_agent]
+        for what in dict.fromkeys((kind, prompt.task) for kind, prompt in asked):
+            of_one = [prompt for kind, prompt in asked if (kind, prompt.task) == what]
             notes += _too_long(" ".join(filter(None, what)), of_one, tokenizer, config)
     lines += look_at_teacher(config, tokenizer)
     if tokenizer is not None or ":" in config.gateway.tool_format:
