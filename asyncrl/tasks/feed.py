@@ -19,10 +19,10 @@ class Feed:
     """Where producers take prompts from.
 
     The first draws are the prompts of `first`, if there are any; the draws after them go through epoch after
-    epoch. Life of a prompt: drawn, then consumed (without a call of the
-    feed) or handed back, and drawn again before any new one, in the old order, with the num_handed_back that
-    it came back with. Invariant: state() and the config say all there is; a feed that has loaded it goes on
-    with the same prompts.
+    epoch. Life of a prompt: drawn, then consumed (without a call of the feed, but for observed_nowait) or
+    handed back, and drawn again before any new one, in the old order, with the num_handed_back that it came
+    back with. Invariant: state() and the config say all there is; a feed that has loaded it goes on with the
+    same prompts.
     """
 
     def __init__(
