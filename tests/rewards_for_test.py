@@ -30,3 +30,8 @@ class BeginsWithALetter(Letters):
 
     def score(self, prompt: Prompt, completion: str) -> float:
         return float(completion[:1].isalpha())
+
+
+def begins_with(prompt: Prompt, completion: str, answer: str) -> float:
+    """1 if the completion begins with the answer."""
+    return float(completion.startswith(answer))

@@ -20,12 +20,13 @@ from typing import Annotated, Any, get_args, get_origin
 
 import pytest
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config
+from asyncrl.config.load import section_of
 from asyncrl.errors import AsyncrlError, install_extra
 
 ROOT = Path(__file__).parent.parent
@@ -278,14 +279,16 @@ def _field(name: str) -> FieldInfo | str | None:
     """The setting of this name, 'free' below a mapping, which takes any key, None if there is none."""
     model: Any = RunConfig
     field: FieldInfo | None = None
-    for part in name.split("."):
+    first, *rest = name.split(".")
+    if first in ("task", "eval") and rest and rest[0] in ("0", "sums", "words"):  # of several, as in docs
+        rest = rest[1:]
+    for part in (first, *rest):
         if model is dict:
             return "free"
         if model is None or part not in model.model_fields:
             return None
         field = model.model_fields[part]
-        kinds = (field.annotation, *get_args(field.annotation))
-        model = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        model, kinds = section_of(field), (field.annotation, *get_args(field.annotation))
         if model is None and any(dict in (kind, get_origin(kind)) for kind in kinds):
             model = dict
     return field

@@ -12,6 +12,7 @@ from buffer_groups import make_buffer, make_group, wait_admit
 from rollout_cases import virtual
 
 from asyncrl.buffer.buffer import Buffer, rewards_of
+from asyncrl.config import BufferConfig
 from asyncrl.errors import TaskError
 from asyncrl.messages.records import Credit
 from asyncrl.testing.virtual_time import all_blocked
@@ -122,3 +123,16 @@ def test_too_many_filtered_groups_in_a_row_end_the_run_with_their_reward_and_the
     admit(buffer, 1)
     with pytest.raises(TaskError, match=r"3 groups in a row .*group 5, prompt p5: 0.25(.|\n)*Way out"):
         buffer.finish_nowait(make_group(5, [0], [0], rewards=same))
+
+
+def test_a_task_may_have_a_filter_of_its_own_and_what_it_replaces_is_counted_for_it() -> None:
+    config = BufferConfig(max_staleness=0, look_ahead=0)
+    filters = {"a": "equal_rewards", "b": "none"}
+    buffer = Buffer(config, num_groups=2, num_batches=2, on_handed_back=print, filters=filters)
+    found = []
+    for prompt_id, rewards in (("a/0/1", [1, 1]), ("a/0/2", [0, 1]), ("b/0/1", [1, 1])):
+        group = make_group(buffer.admit_nowait().group_id, [0], [0], rewards=rewards)
+        found.append(buffer.finish_nowait(replace(group, prompt=replace(group.prompt, prompt_id=prompt_id))))
+    assert found == ["filtered", "ready", "ready"]
+    counted = {name: num for name, num in buffer.gauges().items() if name.startswith("rollout/filtered")}
+    assert counted == {"rollout/filtered": 1, "rollout/filtered/a": 1, "rollout/filtered_tokens": 2}

@@ -67,6 +67,24 @@ def test_a_value_that_yaml_fails_on_in_any_way_is_a_config_error(good: Path, val
     assert "cannot read the config" in refusal(good)
 
 
+def test_several_tasks_have_names_shares_and_overrides_of_their_own(good: Path, tmp_path: Path) -> None:
+    sources = (
+        "{files: [data/sums.v2.jsonl], reward: math}",
+        "{dataset: openai/gsm8k, reward: math, name: words}",
+    )
+    tasks = f"task=[{', '.join(sources)}, {{python: 'a.b:Letters'}}, {{reasoning_gym: 2wiki}}]"
+    config = load_config(good, [tasks, "task.words.split=none", "task.0.system_prompt=none", "task.2.size=7"])
+    assert list(config.tasks) == ["sums-v2", "words", "Letters", "task-2wiki"]
+    assert set(config.shares.values()) == {1}
+    assert [config.tasks["words"].split, config.tasks["Letters"].size] == ["none", 7]
+    (tmp_path / "written.yaml").write_text(run_config_yaml(config))
+    assert load_config(tmp_path / "written.yaml") == config
+    shares = [f"task.{number}.share={share}" for number, share in enumerate((0.5, 0.25, 3e-1, 0.2))]
+    assert list(load_config(good, [tasks, *shares]).shares.values()) == [10, 5, 6, 4]
+    one = load_config(good, ["task=[{python: 'a:B', name: b}]"])
+    assert (list(one.tasks), one.task[0].called) == ([""], "b")  # type: ignore[index]
+
+
 @pytest.mark.parametrize("override", ["novalue", "=3", "seed.deep=3", "model.path.deep=3"])
 def test_an_override_that_is_no_key_and_value_is_refused(good: Path, override: str) -> None:
     refusal(good, override)

@@ -17,6 +17,10 @@ from asyncrl.placement.devices import place
 HERE = "rollout.engine=vllm rollout.urls=['http://127.0.0.1:8000/']"
 TAUGHT = "teacher.path=a/b algorithm.distill_weight=1"
 OWN = "task.verifiers=true task.files=none task.reward=none"
+TWO = "task=[{python: 'a:B'}, {python: 'a:C', name: c}]"
+EVALS = (
+    "eval=[{name: often, every: 5, task: {python: 'a:B'}}, {name: seldom, every: 20, task: {python: 'a:B'}}]"
+)
 REFUSED = r"""
 buffer.max_staleness=2 buffer.look_ahead=4 -> look_ahead=4 is above buffer.max_staleness=2
 task.files=none -> exactly one of python, files, dataset, reasoning_gym
@@ -35,6 +39,24 @@ generator.command=[c] generator.env={A: b} generator.pass_env=[A] -> env and pas
 generator.python=a:b generator.outcomes=none task.reward=none -> no harness returns a reward
 eval.task.files=[x] -> eval.task.reward is missing
 eval.task.python=a:b eval.task.replay=x -> eval.task.replay is not for evaluations
+task.share=0 -> Input should be greater than 0
+task.name=a.b -> task.name='a.b'
+task.reward_range=[1, 0] -> give the lower number first
+task.python=a:b task.files=none task.reward=none task.digest=x -> task.digest is of the data of task.files
+TWO task.size=3 -> say which one, and its key: 0, 1, c
+TWO task.c=3 -> say which one, and its key: 0, 1, c
+TWO task.c.siz=3 -> task.1.siz in
+TWO task.0.share=2 -> task.share is given for 1 of 2 tasks
+TWO task.0.share=0.123456 task.c.share=1 -> repeat after 17554 prompts, 10000 is the most
+TWO task.c.name=B -> two of `task` are called B; give each task.name of its own
+TWO task.0.replay=x -> task.B.replay is for a run of one task
+TWO task.c.python=none task.c.files=[x] -> task.c.reward is missing
+TWO task.0.filter=equal_rewards rollout.group_size=1 algorithm.advantage=reinforce_pp -> equal_rewards
+eval=[{task: {python: 'a:B'}}, {task: {python: 'c:B'}}] -> two of `eval` are called B
+eval.task.python=a:b eval.task.share=2 -> eval.task.share is not for evaluations
+eval.task.python=a:b eval.name=task -> an evaluation cannot be called task
+eval.task.python=a:b checkpoint.keep_best=x -> checkpoint.keep_best=x is no evaluation of this run
+EVALS checkpoint.keep_best=often checkpoint.every=6 -> checkpoint.every=6 must divide eval.every=5
 OWN generator.verifiers=x eval.task.verifiers=true -> cannot be evaluated
 eval.task.python=a:b eval.samples=2 -> all the same at eval.temperature=0
 trainer.mini_batches=3 -> trainer.mini_batches=3 does not divide trainer.num_groups=8
@@ -86,6 +108,8 @@ rollout.num_engines={min: 2, max: 4, start: 3} rollout.ports=[8000, 8001, 8002, 
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
 rollout.engine=vllm weight_sync.rolling=true weight_sync.canary_limit=none
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1
+TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7
+EVALS checkpoint.keep_best=seldom checkpoint.every=10
 weight_sync.canary_limit=0.01 rollout.num_engines=2 rollout.ports=[8000, 8001]
 rollout.engine=vllm rollout.urls=['http://[::1]:1']
 rollout.engine=vllm rollout.urls=['http://h:1'] weight_sync.transport=disk weight_sync.disk_dir=/data
@@ -101,7 +125,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def settings(line: str) -> list[str]:
-    for word, meant in {"HERE": HERE, "OWN": OWN, "TAUGHT": TAUGHT}.items():
+    for word, meant in {"HERE": HERE, "OWN": OWN, "TAUGHT": TAUGHT, "TWO": TWO, "EVALS": EVALS}.items():
         line = line.replace(word, meant)
     return re.split(r" (?=[a-z_]+\.)", line)
 

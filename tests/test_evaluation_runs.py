@@ -21,7 +21,7 @@ from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConnectionShortage
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
 from asyncrl.testing.fake_engine import FakeEngineServer
 
 KEPT_EXPORTS = 2
@@ -33,7 +33,13 @@ class House:
     """A version is published once a second; the real evaluation over a fake engine of its own."""
 
     def __init__(
-        self, *, every: int = 3, last: int = 10, at_start: bool = True, timeout_s: float = 60.0, **engine: Any
+        self,
+        *,
+        every: int | dict[str, int] = 3,
+        last: int = 10,
+        at_start: bool = True,
+        timeout_s: float = 60.0,
+        **engine: Any,
     ) -> None:
         self.last, self.folder = last, Path(tempfile.mkdtemp())
         weakref.finalize(self, shutil.rmtree, self.folder)
@@ -41,12 +47,14 @@ class House:
         self.results, self.troubles = list[EvalResult](), list[str]()
         target = EngineServer(self.eval_engine)
         generator = single_turn(EnginePool([target], slots=4), max_tokens=10)
+        evaluator = Evaluator(generator, PROMPTS, samples=2, slots=4)
         self.evaluation = Evaluation(
-            Evaluator(generator, PROMPTS, samples=2, slots=4),
+            [
+                HeldOut(name, evaluator, Schedule(every=each, last=last, at_start=at_start), timeout_s)
+                for name, each in ({"": every} if isinstance(every, int) else every).items()
+            ],
             target,
-            Schedule(every=every, last=last, at_start=at_start),
             self.folder,
-            timeout_s=timeout_s,
             on_result=self.results.append,
             on_trouble=self.troubles.append,
         )
@@ -89,6 +97,38 @@ async def test_the_initial_weights_each_multiple_and_the_last_version_are_evalua
     assert all(len(result.samples) == 12 for result in house.results)
     assert house.evaluation.stats().finished == 5
     assert (house.kept, house.troubles) == ([], [])
+
+
+@virtual
+async def test_several_evaluations_follow_each_other_at_one_version_each_by_its_own_schedule() -> None:
+    house = House(every={"often": 2, "seldom": 5}, last=7)
+    post, loaded = house.eval_engine.post, list[int]()
+
+    async def noting(path: str, body: Any, *args: Any, **keywords: Any) -> Any:
+        loaded.extend([body.version] if path == "/prepare" else [])
+        return await post(path, body, *args, **keywords)
+
+    house.eval_engine.post = noting  # type: ignore[method-assign]
+    await house.live()
+    found = [(result.version, result.name) for result in house.results]
+    both = [(version, name) for version in (0, 7) for name in ("often", "seldom")]
+    assert sorted(found) == sorted([*both, (2, "often"), (4, "often"), (6, "often"), (5, "seldom")])
+    assert (found[:2], found[-2:]) == (both[:2], both[2:])
+    assert loaded == [2, 4, 5, 6, 7], "once a version"
+    assert (house.kept, house.troubles) == ([], [])
+
+
+@virtual
+async def test_of_several_evaluations_one_that_is_given_up_leaves_the_next_its_turn() -> None:
+    house = House(every={"first": 3, "second": 3}, last=3, at_start=False, timeout_s=2.0, decode_s=0.15)
+    asyncio.get_running_loop().call_later(5.5, setattr, house.eval_engine, "decode_s", 0.01)
+    await house.live()
+    assert [(result.name, result.num_abandoned) for result in house.results] == [("second", 1)]
+    (told,) = house.troubles
+    assert told.startswith("the evaluation first of policy_version 3 is given up: did not end within")
+    slow = House(every={"first": 3, "second": 3}, last=3, at_start=False, timeout_s=2.0, prepare_s=5.0)
+    await slow.live()
+    assert (slow.results, slow.evaluation.stats().abandoned, slow.kept) == ([], 2, [])
 
 
 @virtual

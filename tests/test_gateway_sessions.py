@@ -288,7 +288,8 @@ async def test_an_answer_that_comes_as_the_session_ends_is_no_part_of_the_rollou
 class TalkingWorker:
     """A queue whose worker talks on until a call is refused, and fails of that; and a task of reward 0.25."""
 
-    has_score = True
+    def scores(self, prompt: Any) -> bool:
+        return True
 
     def __init__(self, world: World, *, is_stubborn: bool) -> None:
         self._world, self._is_stubborn = world, is_stubborn

@@ -72,6 +72,13 @@ def test_the_last_line_is_a_number_a_json_object_or_nothing_and_all_else_a_failu
             last_line_outcome(text)
 
 
+def test_the_name_of_its_task_is_given_where_a_run_has_several() -> None:
+    named = replace(TASK, prompt_id="sums/0/3")
+    assert (TASK.name, named.name) == ("", "sums")
+    harness = shell('test "$(jq -r .name)" = sums && echo 1')
+    assert asyncio.run(harness.run(named, SESSION)) == Outcome(1.0)
+
+
 TOOL = """
     {
         env

@@ -66,6 +66,33 @@ def test_a_run_finds_its_batches_ready_groups_running_groups_and_prompts_again(t
         read_resume(path, 3)  # the journal has lost something
 
 
+def test_epochs_by_difficulty_and_what_was_observed_are_found_again_each_group_once(tmp_path: Path) -> None:
+    async def story(journal: Journal) -> None:
+        prompts = {number: replace(make_prompt(number), prompt_id=f"sums/0/{number}") for number in range(4)}
+        for number, prompt in prompts.items():
+            journal.admitted_nowait(Ticket(GroupId(number), number // 2), prompt)
+        for number in (0, 1, 2):
+            for rollout in (make_rollout(number, 0), make_rollout(number, 1)):
+                journal.rollout_finished_nowait(GroupId(number), rollout)
+        journal.group_ended_nowait(GroupId(0), "filtered", "")
+        journal.group_ended_nowait(GroupId(1), "ready", "")
+        journal.rollout_failed_nowait(GroupId(3), 0, 1, "no")
+        assert (await journal.read_resume(0)).observed == (), "no task asks for it"
+        for epoch in (0, 1, 10, 2):
+            journal.epoch_nowait("sums", epoch, f"text {epoch}")
+        journal.epoch_nowait("words", 0, "text")
+        journal.began_at_nowait(0, 0, {}, 0, {"sums": {"epochs": []}})
+        state = await journal.read_resume(0)
+        numbers = [("sums", epoch, f"text {epoch}") for epoch in (0, 1, 2, 10)]
+        assert state.epochs == (*numbers, ("words", 0, "text"))
+        assert state.observed == (("sums/0/0", 0.75, 0), ("sums/0/1", 0.75, 0))
+        assert state.memory == {"sums": {"epochs": []}}
+        counted = {name: num for name, num in state.counted.items() if name.endswith("/sums")}
+        assert counted == {"rollout/failed/sums": 1, "rollout/filtered/sums": 1}
+
+    with_journal(tmp_path / "journal.sqlite", story)
+
+
 def test_a_prompt_that_failed_is_known_and_how_often_it_was_handed_back(tmp_path: Path) -> None:
     async def story(journal: Journal) -> None:
         for group_id in (0, 1):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean, pstdev
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +24,9 @@ from asyncrl.config.load import all_keys
 from asyncrl.job.report import Reporter, gauges
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
+from asyncrl.observe.console import plain_line
 from asyncrl.observe.metrics import GAUGES, Totals, batch_metrics, gauge_of
+from asyncrl.observe.recorder import evaluation_metrics
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.trainer.step_report import append_line
 
@@ -110,6 +113,40 @@ def test_masked_tokens_count_for_the_length_but_not_for_the_staleness(
     assert metrics.get("sample/staleness_max") == oldest
     assert (metrics["sample/masked_fraction"], metrics["tokens/trained"]) == (masked, trained)
     assert metrics["sample/length_mean"] == sum(end - start for start, end, _ in spans)
+
+
+def test_a_batch_of_several_tasks_is_measured_for_each_of_them_too() -> None:
+    of_task = {"a/0/1": (1.0, 0.0), "b/3/2": (0.5, 0.5), "a/1/0": (1.0, 1.0)}
+    groups = [
+        Group(
+            GroupId(number),
+            Prompt(prompt_id, ()),
+            tuple(trajectory(reward, (2, 4 + number, 7), sample_index=i) for i, reward in enumerate(rewards)),
+        )
+        for number, (prompt_id, rewards) in enumerate(of_task.items())
+    ]
+    metrics = batch_metrics(Batch(7, tuple(groups), 4))
+    assert metrics["reward/mean"] == fmean(reward for rewards in of_task.values() for reward in rewards)
+    found = {name: value for name, value in metrics.items() if name.endswith(("/a", "/b"))}
+    assert found == {
+        **{"reward/mean/a": 0.75, "reward/std/a": pstdev([1, 0, 1, 1]), "sample/groups/a": 2},
+        **{"sample/length_mean/a": 3.0, "sample/truncated_fraction/a": 0.0},
+        **{"reward/mean/b": 0.5, "reward/std/b": 0.0, "sample/groups/b": 1},
+        **{"sample/length_mean/b": 3.0, "sample/truncated_fraction/b": 0.0},
+    }
+    assert all(gauge_of(name) is not None for name in found)
+    line = plain_line(metrics | {"step": 3}, num_steps=9, max_staleness=4)
+    assert "reward 0.667 (a 0.750, b 0.500)" in line
+
+
+def test_the_numbers_of_several_evaluations_have_their_names_and_totals_are_of_all() -> None:
+    metrics = {"eval/version": 4, "eval/reward_mean": 0.5, "eval/task/solved": 1.0, "eval/skipped": 2}
+    line = {"policy_version": 4, "name": "math", **metrics}
+    assert evaluation_metrics(line) == {
+        **{"eval/math/version": 4, "eval/math/reward_mean": 0.5, "eval/math/task/solved": 1.0},
+        "eval/skipped": 2,
+    }
+    assert evaluation_metrics({"policy_version": 4, **metrics}) == metrics
 
 
 def test_a_rollout_of_several_branches_counts_once_with_all_its_tokens_and_turns() -> None:

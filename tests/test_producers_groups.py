@@ -81,7 +81,7 @@ async def test_a_version_that_admits_many_groups_starts_one_in_a_turn_of_the_loo
     num_groups, turn, started = 50, 0, list[int]()
 
     class Noting(FakeSource):
-        def next_nowait(self) -> Prompt:
+        def next_nowait(self, version: int | None = None) -> Prompt:
             started.append(turn)
             return super().next_nowait()
 

@@ -65,6 +65,9 @@ class FakeHost:
         self.sessions[-1].overflow = self._overflow
         return self.sessions[-1]
 
+    def scores(self, prompt: Prompt) -> bool:
+        return self.has_score
+
     async def score(self, prompt: Prompt, completion: str) -> float:
         self.log.append(f"scored {completion!r}")
         return 0.25

@@ -226,7 +226,7 @@ def test_what_needs_the_network_is_told_and_not_looked_at(here: Path, monkeypatc
     monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
     model, task = {"scratch": None, "path": "who/model"}, {**FILES, "files": None, "dataset": "who/data"}
     found = look(load_config(write_config(here, model=model, task=task)))
-    assert found.task is None
+    assert found.tasks == {}
     assert [line.partition(":")[0] for line in found.lines] == ["task", "model"]
     assert all("not looked at" in line and "network" in line for line in found.lines)
 
@@ -266,8 +266,7 @@ def test_prompts_of_which_some_are_too_long_are_told_and_what_was_read_is_handed
     found = look(load_config(write_config(here, task=FILES, rollout={"max_prompt_tokens": 6})))
     (note,) = found.notes
     assert note.startswith("1 of the first 2 prompts of the task are longer than rollout.max_prompt_tokens=6")
-    assert found.task is not None
-    assert len(found.task) == 2
+    assert len(found.tasks[""]) == 2
 
 
 def test_functions_of_the_right_shape_pass_uncalled_and_no_thread_is_waited_for(here: Path) -> None:

@@ -27,6 +27,7 @@ from asyncrl.journal.read import run_story
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt, Ticket, UnfinishedGroup
 from asyncrl.tasks import Feed
+from asyncrl.tasks.epochs import Epochs
 from asyncrl.testing.fake_server import FakeTrainerServer
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -250,7 +251,7 @@ def test_a_resume_that_is_refused_has_told_nobody_and_the_next_one_finds_all_as_
         if refusal == "order":
             life.feed = make_feed(seed=1)
         elif refusal == "task":
-            life.feed._num_prompts, life.feed._epoch = 100, lambda _: ([0], [0])
+            life.feed._epochs = Epochs(1, seed=0, shuffle=False)
         elif refusal == "state":
             error = TrainerError("trainer-0", "the state is of another model")
             life.trainer.recover = AsyncMock(side_effect=error)  # type: ignore[method-assign]

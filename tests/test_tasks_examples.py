@@ -35,10 +35,13 @@ def test_the_pages_python_runs(text: str) -> None:
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_the_pages_configs_make_tasks(text: str) -> None:
-    config = TaskConfig(**yaml.safe_load(text)["task"])
-    if config.dataset is None:  # that one needs the network
-        task = build_task(config, seed=0)
-        assert Feed(task, seed=0, shuffle=True, system_prompt=config.system_prompt).next_nowait().messages
+    given = yaml.safe_load(text)["task"]
+    for one in given if isinstance(given, list) else [given]:
+        config = TaskConfig(**one)
+        if config.dataset is None:  # that one needs the network
+            task = build_task(config, seed=0)
+            feed = Feed(task, seed=0, shuffle=True, system_prompt=config.system_prompt)
+            assert feed.next_nowait().messages
 
 
 def test_the_page_shows_the_examples_as_they_are() -> None:

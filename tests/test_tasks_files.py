@@ -13,6 +13,7 @@ import pytest
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import Item, build_task
+from asyncrl.tasks.pinned_data import DataPin, digest_of_rows, whole_digest
 
 ROWS = [{"prompt": "2+2?", "answer": "4", "level": 1}, {"prompt": "3+3?", "answer": "6", "level": 2}]
 
@@ -98,3 +99,53 @@ def test_a_folder_of_data_files_or_a_saved_dataset_is_read_with_and_without_spli
     ):
         with pytest.raises(ConfigError, match=said):
             dataset_task(tmp_path / name, tmp_path / "cache", **settings)
+
+
+def test_data_are_known_by_a_digest_of_their_bytes_or_of_their_rows_in_whatever_shards(
+    tmp_path: Path,
+) -> None:
+    import datasets
+
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    known = whole_digest(task_of(path).digests)
+    assert len(task_of(path, digest=known)) == 2
+    write_jsonl(tmp_path / "rows.jsonl", [ROWS[0], {**ROWS[1], "level": 3}])
+    with pytest.raises(
+        ConfigError, match=f"task.digest={known}, and the data of .*rows.jsonl have the digest"
+    ):
+        task_of(path, digest=known)
+    other = write_jsonl(tmp_path / "other.jsonl", ROWS)
+    assert (
+        len({whole_digest(task_of(*paths).digests) for paths in ([path, other], [other, path], [path])}) == 3
+    )
+
+    rows = datasets.Dataset.from_list(
+        [{"text": f"{n}" * n, "is": n % 2 == 0, "n": [n] * 2} for n in range(25)]
+    )
+    rows.save_to_disk(tmp_path / "one")
+    rows.save_to_disk(tmp_path / "many", num_shards=3)
+    saved = [datasets.load_from_disk(str(tmp_path / name)) for name in ("one", "many")]
+    assert len({digest_of_rows(found) for found in (rows, *saved)}) == 1
+    changed = rows.map(lambda row: {"text": row["text"] + "!" * (row["n"][0] == 24)})
+    others = (changed, rows.rename_column("text", "words"), rows.select(range(24)), rows.select([1, 0]))
+    assert len({digest_of_rows(found) for found in (rows, *others)}) == 5
+
+
+def test_a_run_goes_on_with_the_data_that_it_began_with_or_says_what_is_other_with_which_file(
+    tmp_path: Path,
+) -> None:
+    begun = {"sums": {"a.jsonl": "11", "b.jsonl": "22"}, "words": {}}
+    DataPin(tmp_path, begun).write()
+    DataPin(tmp_path, {"sums": {"elsewhere/a.jsonl": "11", "elsewhere/b.jsonl": "22"}})
+    for now, said in (
+        ({"a.jsonl": "11", "b.jsonl": "33"}, "b.jsonl had the digest xxh3:22, and has xxh3:33"),
+        ({"a.jsonl": "11"}, "b.jsonl is not read any more"),
+        ({**begun["sums"], "c.jsonl": "44"}, "c.jsonl was not read then"),
+        ({"b.jsonl": "22", "a.jsonl": "11"}, "the files are in another order"),
+    ):
+        with pytest.raises(ConfigError, match=f"{said}(.|\n)*--allow-change task.digest"):
+            DataPin(tmp_path, {"sums": now})
+        DataPin(tmp_path, {"sums": now}, is_free=True)
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"data.json cannot be read"):
+        DataPin(tmp_path, begun)

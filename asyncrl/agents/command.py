@@ -252,7 +252,7 @@ def _standard_input(task: AnyTask, session: Session) -> bytes:
     """The task as JSON, with the outcome key. The key is here alone: in the environment every child process
     of the command would inherit it.
     """
-    values = asdict(task)
+    values = asdict(task) | {"name": task.name}
     if session.outcome_key is not None:
         values |= {"outcome_url": f"{session.base_url}/outcome", "outcome_key": session.outcome_key}
     return json.dumps(values).encode()

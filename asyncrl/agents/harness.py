@@ -20,7 +20,7 @@ from asyncrl.config import GeneratorConfig
 from asyncrl.config.harnesses import kind_of
 from asyncrl.errors import AsyncrlError, ConfigError, RolloutFailure, RolloutTimeout, install_extra
 from asyncrl.messages.base import ErrorBody
-from asyncrl.messages.records import Outcome
+from asyncrl.messages.records import Outcome, task_of
 from asyncrl.messages.work import MAX_OUTCOME_BYTES, WorkItem
 from asyncrl.user_code import UserCalls, load_function
 from asyncrl.waits import TimeLimit
@@ -58,6 +58,11 @@ class AnyTask:
     seed: int = 0
     sample_index: int = 0
     attempt: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the task that its prompt is of, or the evaluation; '' where a run has one that has no name."""
+        return task_of(self.prompt_id)
 
     def __getattr__(self, name: str) -> Any:
         """Raises MissingAnswerError for `answer` if generator.give_answer is false: a harness that reads it

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule, WaitCause
 from asyncrl.config import BufferConfig
 from asyncrl.errors import TaskError, WouldWait
-from asyncrl.messages.records import Batch, Finished, Group, GroupId, Prompt, Ticket, WaitReport
+from asyncrl.messages.records import (
+    Batch,
+    Finished,
+    Group,
+    GroupId,
+    Prompt,
+    Ticket,
+    WaitReport,
+    by_task,
+)
 from asyncrl.spans import note_span
 from asyncrl.waits import waiting
 
@@ -64,9 +74,17 @@ class Buffer:
     name = "buffer"
 
     def __init__(
-        self, config: BufferConfig, *, num_groups: int, num_batches: int, on_handed_back: OnHandedBack
+        self,
+        config: BufferConfig,
+        *,
+        num_groups: int,
+        num_batches: int,
+        on_handed_back: OnHandedBack,
+        filters: Mapping[str, str] | None = None,
     ) -> None:
+        """`filters`: buffer.filter by the name of the task, where it is not the same for all."""
         self.config, self._on_handed_back = config, on_handed_back
+        self._filters = filters or {}
         self._auto: LookAhead | None = None
         look_ahead = config.look_ahead
         if look_ahead == "auto":
@@ -85,7 +103,8 @@ class Buffer:
         """Of the trainer, while it is in wait_batch."""
         self.last_wait = WaitReport()
         """How the seconds of the last wait_batch split by cause."""
-        self._num_filtered = self._filtered_tokens = self._filtered_in_a_row = 0
+        self._num_filtered, self._filtered_tokens = Counter[str](), 0
+        self._filtered_in_a_row = 0
 
     def restore_nowait(
         self, version: int, next_group_id: int, running: Sequence[Ticket], ready: Sequence[Group]
@@ -131,7 +150,8 @@ class Buffer:
         Raises TaskError with the last of buffer.max_filtered_groups in a row. If `mask` leaves nothing of it,
         it goes straight to `on_handed_back`; a filtered group does not, for its prompt is not sampled again.
         """
-        if self.config.filter == "equal_rewards" and len(rewards_of(group)) == 1:
+        kind = self._filters.get(group.prompt.task, self.config.filter)
+        if kind == "equal_rewards" and len(rewards_of(group)) == 1:
             self._filter(group)
             return "filtered"
         self._filtered_in_a_row = 0
@@ -154,10 +174,11 @@ class Buffer:
                 f"{self._filtered_in_a_row} groups in a row had one reward for all their rollouts, as has "
                 f"group {group.group_id}, prompt {group.prompt.prompt_id}: {rewards_of(group).pop():g}",
                 rule="buffer.filter replaces them; buffer.max_filtered_groups of them in a row end the run",
-                way_out="give easier prompts (harder ones at the highest reward), or set buffer.filter=none.",
+                way_out="give easier prompts (harder ones at the highest reward), or set buffer.filter=none "
+                "(task.filter, where the task has its own).",
             )
         self.rule.fail_nowait(group.group_id)
-        self._num_filtered += 1
+        self._num_filtered[group.prompt.task] += 1
         self._filtered_tokens += sum(trajectory.num_sampled for trajectory in group.trajectories)
         self._changed()
 
@@ -230,7 +251,7 @@ class Buffer:
             "buffer/served": rule.served,
             "buffer/next_batch": rule.next_batch,
             "buffer/admitted": rule.num_issued,
-            "rollout/filtered": self._num_filtered,
+            **by_task("rollout/filtered", self._num_filtered),
             "rollout/filtered_tokens": self._filtered_tokens,
             "perf/wait_s": wait.total_s,
             "perf/wait_generation_s": wait.generation_s,

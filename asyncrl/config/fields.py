@@ -31,6 +31,14 @@ class FrozenConfig(BaseModel):
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
+def tag_of(value: Any) -> str:
+    """Which shape of a section that may stand there several times. The brackets keep it out of errors."""
+    return "[several]" if isinstance(value, list) else "[one]"
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+"""Letters, digits, - and _: part of prompt ids and of names of metrics."""
+
 Device = Literal["auto", "cpu", "cuda"]
 """auto = CUDA where there is a device, else CPU."""
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
-from asyncrl.config.fields import FrozenConfig, Port
+from asyncrl.config.fields import FrozenConfig, Name, Port, tag_of
 from asyncrl.config.model_task import TaskConfig
 from asyncrl.messages.base import LatencyModel
 
@@ -253,9 +261,12 @@ class BufferConfig(FrozenConfig):
 
 class EvalConfig(FrozenConfig):
     """A held-out task, sampled every few steps at one fixed version by an engine server of its own, beside
-    training.
+    training. A list of such sections is several evaluations, which share the engine.
     """
 
+    name: Name | None = None
+    """What it is called by in metrics, where there are several, and what a harness reads as task.name (none =
+    by the source of its task)."""
     task: TaskConfig
     """Prompts and rewards, as in the section `task`; always in file order, whatever `shuffle` says."""
     seed: int = Field(default=2**30, ge=0, lt=2**31)
@@ -272,9 +283,24 @@ class EvalConfig(FrozenConfig):
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature (0 = greedy)."""
     slots: int = Field(default=32, ge=1)
-    """Sequences that the eval engine decodes at once."""
+    """Sequences that the eval engine decodes at once for it."""
     timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds until an evaluation that does not end is given up, counted and told."""
+
+    @property
+    def called(self) -> str:
+        """Its name, given or by its task."""
+        return self.name or self.task.called
+
+    @model_validator(mode="after")
+    def _its_task_is_only_evaluated(self) -> Self:
+        if given := self.task.given("replay", "name", "share", "sampling", "filter"):
+            raise ValueError(
+                f"eval.task.{given[0]} is not for evaluations, which sample the same prompts anew; remove it"
+            )
+        if self.called == "task":  # eval/task/NAME are the metrics that a task reports
+            raise ValueError("an evaluation cannot be called task; set eval.name to another one")
+        return self
 
     @model_validator(mode="after")
     def _samples_differ(self) -> Self:
@@ -283,3 +309,10 @@ class EvalConfig(FrozenConfig):
                 f"eval.samples={self.samples} are all the same at eval.temperature=0; set one of them to 1"
             )
         return self
+
+
+Evals = Annotated[
+    Annotated[EvalConfig, Tag("[one]")] | Annotated[list[EvalConfig], Field(min_length=1), Tag("[several]")],
+    Discriminator(tag_of),
+]
+"""An evaluation, or a list of several."""

@@ -121,9 +121,11 @@ def _with(values: Any, override: str) -> dict[str, Any]:
     try:
         if not (separator and all(names)):
             raise ValueError("it is no key=value")
-        is_free = key not in all_keys()  # inside task.args, say: no model is there to know what none means
+        plain = ".".join([names[0], *names[2:]]) if _is_of_several(values, names) else key
+        is_free = plain not in all_keys()  # inside task.args, say: no model is there to know what none means
         value = None if text == "none" and is_free else _parse(text, yaml.SafeLoader, key)
-        return _set(values, names, value)
+        found: dict[str, Any] = _set(values, names, value)
+        return found
     except (TypeError, *_NO_YAML) as error:
         raise ConfigError(
             f"override {override[:80]!r} is not a key of a section with a YAML value: {str(error)[:400]}",
@@ -131,19 +133,33 @@ def _with(values: Any, override: str) -> dict[str, Any]:
         ) from error
 
 
-def _set(section: Any, names: Sequence[str], value: Any) -> dict[str, Any]:
+def _is_of_several(values: Any, names: Sequence[str]) -> bool:
+    """It names one section of a list: task.0.size, or task.sums.size."""
+    return isinstance(values, dict) and isinstance(values.get(names[0]), list)
+
+
+def _set(section: Any, names: Sequence[str], value: Any) -> Any:
     """A copy with that setting; what an alias in the file shares stays as it was elsewhere."""
     name, *inner = names
+    if isinstance(section, list):
+        called = [one.get("name") if isinstance(one, dict) else None for one in section]
+        known = [str(number) for number in range(len(section))] + [one for one in called if one]
+        if name not in known or not inner:
+            raise ValueError(f"there are several; say which one, and its key: {', '.join(map(str, known))}")
+        at = called.index(name) if name in called else int(name)
+        return [_set(one, inner, value) if number == at else one for number, one in enumerate(section)]
     copied = {} if section is None else {**section}
     copied[name] = _set(copied.get(name), inner, value) if inner else value
     return copied
 
 
 def _explain(problem: Mapping[str, Any], path: str) -> str:
-    parts = [str(part) for part in problem["loc"] if not OF_A_UNION.search(str(part))]
+    found = [part for part in problem["loc"] if not OF_A_UNION.search(str(part))]
+    parts = [str(part) for part in found]
     where, value = ".".join(parts) or "config", problem["input"]
     if problem["type"] == "extra_forbidden":
-        closest = _closest(problem["loc"])
+        is_of_several = len(found) > 1 and isinstance(found[1], int)
+        closest = _closest([found[0], *found[2:]] if is_of_several else found)
         return f"{where} in {path} is not a known key" + (f"; did you mean {closest}?" if closest else ".")
     if problem["type"] == "missing":
         return f"{where} is missing in {path}."
@@ -193,7 +209,7 @@ def all_keys() -> list[str]:
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, info in model.model_fields.items():
         yield prefix + name, info
-        if (section := _section_of(info)) is not None:
+        if (section := section_of(info)) is not None:
             yield from _fields(section, f"{prefix}{name}.")
 
 
@@ -202,7 +218,7 @@ def sections() -> Iterator[tuple[str, str, list[Key]]]:
     top-level keys.
     """
     all_known = [_key(name, info) for name, info in _fields(RunConfig)]
-    models = {name: _section_of(info) for name, info in RunConfig.model_fields.items()}
+    models = {name: section_of(info) for name, info in RunConfig.model_fields.items()}
     tops = [key for key in all_known if "." not in key.name and models[key.name] is None]
     yield "", "Settings outside any section.", tops
     for name, model in models.items():
@@ -287,8 +303,13 @@ def _type_text(kind: Any) -> str:
     return " | ".join(map(_type_text, arguments)) or "section"
 
 
-def _section_of(info: FieldInfo) -> type[BaseModel] | None:
-    for kind in (info.annotation, *get_args(info.annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
+def section_of(info: FieldInfo) -> type[BaseModel] | None:
+    """The model of a section, also of one that may be a list; None for any other setting."""
+    return next(_models_in(info.annotation), None)
+
+
+def _models_in(kind: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    for inner in get_args(kind):
+        yield from _models_in(inner)

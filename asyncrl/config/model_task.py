@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+import re
+from pathlib import PurePath
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from asyncrl.config.fields import DType, FrozenConfig
+from asyncrl.config.fields import DType, FrozenConfig, Name, tag_of
 
 
 class ScratchConfig(FrozenConfig):
@@ -54,9 +56,15 @@ class ModelConfig(FrozenConfig):
 
 class TaskConfig(FrozenConfig):
     """Where prompts come from and what scores the answers. Give one of `python`, `files`, `dataset`,
-    `reasoning_gym`, `verifiers`.
+    `reasoning_gym`, `verifiers`. A list of such sections is several tasks in one run.
     """
 
+    name: Name | None = None
+    """What its prompts, metrics and overrides are called by, where a run has several tasks (none = by its
+    source: the file, data set, class or reasoning-gym name)."""
+    share: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Its part of the prompts that are drawn, relative to those of the other tasks; for all tasks or for none
+    (none = the same for each)."""
     python: str | None = None
     """`module:Class` of a task of your own; built with `args` and the run's seed."""
     files: list[str] | None = None
@@ -91,6 +99,17 @@ class TaskConfig(FrozenConfig):
     """System message before every prompt (none = no system message)."""
     shuffle: bool = True
     """Seeded shuffle, another one each epoch (false = file order)."""
+    sampling: Literal["uniform", "by_difficulty"] = "uniform"
+    """uniform: each prompt once an epoch. by_difficulty: from the second epoch on, prompts that are always
+    right or always wrong are left out of most epochs."""
+    reward_range: tuple[float, float] = (0.0, 1.0)
+    """Rewards of a wrong and of a right answer, for sampling=by_difficulty; what lies outside counts as the
+    nearer one."""
+    filter: Literal["auto", "none", "equal_rewards"] = "auto"
+    """buffer.filter for the groups of this task (auto = what buffer.filter says)."""
+    digest: str | None = None
+    """Digest of the data of `files` or `dataset`, as `asyncrl check` prints it: other data are refused (none
+    = any; a run that goes on refuses data that have changed, with or without it)."""
     reward_pool: Literal["auto", "inline", "thread", "process"] = "auto"
     """Where the reward function runs: inline on the event loop (fast pure functions only), in threads, or in
     processes, which alone can be ended when they hang (auto = process for `math`, thread for all else)."""
@@ -109,6 +128,26 @@ class TaskConfig(FrozenConfig):
         """The text of a completion can be scored; if not, each reward must come from the harness."""
         return self.reward is not None or (self.scores_itself and not self.verifiers)
 
+    @property
+    def called(self) -> str:
+        """Its name, given or by its source."""
+        if self.name is not None:
+            return self.name
+        path = PurePath(self.dataset or (self.files or ["verifiers"])[0])
+        source = (self.python or "").rpartition(":")[2] or self.reasoning_gym
+        source = source or (path.stem if self.dataset is None else path.name)
+        name = re.sub(r"[^A-Za-z0-9_-]+", "-", source).strip("-")[:60]
+        return name if name[:1].isalpha() else f"task-{name}"
+
+    @model_validator(mode="after")
+    def _sampling_and_digest_can_be(self) -> Self:
+        low, high = self.reward_range
+        if not -1e18 <= low < high <= 1e18:
+            raise ValueError(f"task.reward_range={[low, high]}: give the lower number first, like [0, 1]")
+        if self.digest is not None and self.files is None and self.dataset is None:
+            raise ValueError("task.digest is of the data of task.files or task.dataset; remove it")
+        return self
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         names = ("python", "files", "dataset", "reasoning_gym", "verifiers")
@@ -124,3 +163,10 @@ class TaskConfig(FrozenConfig):
                 "system prompt: generator.args.taskset.system_prompt, a file)"
             )
         return self
+
+
+Tasks = Annotated[
+    Annotated[TaskConfig, Tag("[one]")] | Annotated[list[TaskConfig], Field(min_length=1), Tag("[several]")],
+    Discriminator(tag_of),
+]
+"""A task, or a list of several."""

@@ -109,9 +109,9 @@ class CheckpointConfig(FrozenConfig):
     """Newest checkpoints that stay."""
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of so many batches stay for ever (none = off)."""
-    keep_best: bool = False
+    keep_best: bool | str = False
     """The checkpoint with the best eval/reward_mean stays too (needs the section `eval`, with the same
-    `every` or a multiple of it).
+    `every` or a multiple of it). Of several evaluations the first decides, or the one that is named here.
     """
 
     @model_validator(mode="after")

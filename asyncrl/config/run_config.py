@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
-from typing import Self
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
 from asyncrl.config.fields import FrozenConfig
-from asyncrl.config.generation import BufferConfig, EvalConfig, RolloutConfig
+from asyncrl.config.generation import BufferConfig, EvalConfig, Evals, RolloutConfig
 from asyncrl.config.harnesses import GatewayConfig, GeneratorConfig
 from asyncrl.config.learning import GROUP_ADVANTAGES, AlgorithmConfig, TeacherConfig, TrainerConfig
-from asyncrl.config.model_task import ModelConfig, TaskConfig
+from asyncrl.config.model_task import ModelConfig, TaskConfig, Tasks
 from asyncrl.config.operation import (
     CheckpointConfig,
     JournalConfig,
@@ -23,6 +26,10 @@ from asyncrl.config.operation import (
 )
 from asyncrl.config.weight_sync import WeightSyncConfig
 from asyncrl.messages.base import Interrupt
+
+T = TypeVar("T", TaskConfig, EvalConfig)
+MOST_IN_TURN = 10_000
+"""Longest cycle in which several tasks take turns."""
 
 
 class RunConfig(FrozenConfig):
@@ -37,8 +44,8 @@ class RunConfig(FrozenConfig):
     that RAY_ADDRESS names, or that this machine belongs to; ray:HOST:PORT: of the one whose head is there."""
     model: ModelConfig
     """What learns."""
-    task: TaskConfig
-    """Prompts and rewards."""
+    task: Tasks
+    """Prompts and rewards: one task, or a list of several."""
     generator: GeneratorConfig = GeneratorConfig()
     """How a rollout is run."""
     gateway: GatewayConfig = GatewayConfig()
@@ -53,8 +60,8 @@ class RunConfig(FrozenConfig):
     """Advantages and loss."""
     teacher: TeacherConfig | None = None
     """A model whose logprobs of the sampled tokens are learnt from (none = off)."""
-    eval: EvalConfig | None = None
-    """A held-out task, sampled now and then (none = off)."""
+    eval: Evals | None = None
+    """A held-out task, sampled now and then, or a list of several (none = off)."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     """How new weights reach the engines."""
     placement: PlacementConfig = PlacementConfig()
@@ -67,6 +74,42 @@ class RunConfig(FrozenConfig):
     """What happens when a process dies or nothing moves."""
     observe: ObserveConfig = ObserveConfig()
     """What is shown and written."""
+
+    @property
+    def tasks(self) -> Mapping[str, TaskConfig]:
+        """By name, as in Prompt.task: '' is the only one."""
+        return _by_name("task", self.task if isinstance(self.task, list) else [self.task])
+
+    @property
+    def evals(self) -> Mapping[str, EvalConfig]:
+        """By name; '' is the only one."""
+        given = [] if self.eval is None else self.eval
+        return _by_name("eval", given if isinstance(given, list) else [given])
+
+    @property
+    def eval_slots(self) -> int:
+        """Sequences that the eval engine decodes at once: its evaluations follow each other."""
+        return max((one.slots for one in self.evals.values()), default=0)
+
+    @property
+    def shares(self) -> Mapping[str, int]:
+        """By task, its share as a whole number of prompts in a cycle of them all, in lowest terms."""
+        parts = {name: Fraction(str(task.share or 1)) for name, task in self.tasks.items()}
+        whole = math.lcm(*(part.denominator for part in parts.values()))
+        counts = {name: int(part * whole) for name, part in parts.items()}
+        return {name: count // math.gcd(*counts.values()) for name, count in counts.items()}
+
+    @property
+    def filters(self) -> Mapping[str, str]:
+        """buffer.filter of each task."""
+        own = {name: task.filter for name, task in self.tasks.items()}
+        return {name: self.buffer.filter if kind == "auto" else kind for name, kind in own.items()}
+
+    @property
+    def best_eval(self) -> str | None:
+        """Name of the evaluation that decides which checkpoint is the best; None if there is none."""
+        named = self.checkpoint.keep_best
+        return named if isinstance(named, str) else next(iter(self.evals), None)
 
     @property
     def evaluates_agent(self) -> bool:
@@ -134,13 +177,19 @@ class RunConfig(FrozenConfig):
         if rollout.group_size == 1:
             advantage = self.algorithm.advantage if self.algorithm.advantage in GROUP_ADVANTAGES else None
             advantage = advantage if self.algorithm.reward_weight > 0 else None
-            if advantage or self.buffer.filter == "equal_rewards":
+            if advantage or "equal_rewards" in self.filters.values():
                 what = f"algorithm.advantage={advantage}" if advantage else "buffer.filter=equal_rewards"
                 raise ValueError(
                     f"{what} compares the rollouts of a prompt, and rollout.group_size=1; set it to 2 or "
                     "more, or algorithm.advantage=reinforce_pp and buffer.filter=none"
                 )
-        every = None if self.eval is None else self.eval.every
+        best = self.best_eval
+        if best is not None and best not in self.evals:
+            raise ValueError(
+                f"checkpoint.keep_best={best} is no evaluation of this run; give true, or one of several: "
+                f"{', '.join(filter(None, self.evals)) or 'there are none'}"
+            )
+        every = None if best is None else self.evals[best].every
         if checkpoint.keep_best and (not every or not checkpoint.every or every % checkpoint.every):
             raise ValueError(
                 "checkpoint.keep_best needs evaluations of versions that have a checkpoint: "
@@ -196,7 +245,7 @@ class RunConfig(FrozenConfig):
                 f"teacher compares logprobs with those of the policy, and the tokens of "
                 f"rollout.engine={self.rollout.engine} are no model's; remove it"
             )
-        if weight > 0 and self.buffer.filter == "equal_rewards":
+        if weight > 0 and "equal_rewards" in self.filters.values():
             raise ValueError(
                 "buffer.filter=equal_rewards replaces groups from which no reward is learnt, and "
                 "algorithm.distill_weight learns from each token of them; set buffer.filter=none"
@@ -204,28 +253,63 @@ class RunConfig(FrozenConfig):
         return self
 
     @model_validator(mode="after")
-    def _rewards_come_from_somewhere(self) -> Self:
-        task, generator = self.task, self.generator
-        if task.verifiers != (generator.verifiers is not None):
+    def _several_tasks_fit(self) -> Self:
+        tasks = self.tasks
+        given = [task.share for task in tasks.values() if task.share is not None]
+        if len(given) not in (0, len(tasks)):
             raise ValueError(
-                f"task.verifiers={str(task.verifiers).lower()} with generator.verifiers={generator.verifiers}"
+                f"task.share is given for {len(given)} of {len(tasks)} tasks; give it for all, or for none"
+            )
+        if sum(self.shares.values()) > MOST_IN_TURN:
+            shares = ", ".join(f"{share:g}" for share in given)
+            raise ValueError(
+                f"shares {shares} repeat after {sum(self.shares.values())} prompts, {MOST_IN_TURN} is the "
+                "most; give fewer digits, like 7 and 3"
+            )
+        for name, task in tasks.items() if len(tasks) > 1 else ():
+            if task.replay is not None or task.verifiers:
+                raise ValueError(
+                    f"task.{name}.{'verifiers' if task.verifiers else 'replay'} is for a run of one task, "
+                    "and there are several; remove it, or the others"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_come_from_somewhere(self) -> Self:
+        generator, verifiers = self.generator, any(task.verifiers for task in self.tasks.values())
+        if verifiers != (generator.verifiers is not None):
+            raise ValueError(
+                f"task.verifiers={str(verifiers).lower()} with generator.verifiers={generator.verifiers}"
                 ": a verifiers environment runs its own tasks and no others; set both, or none"
             )
         has_harness = generator.is_harness and generator.outcomes != "none"
-        if not task.has_score and not has_harness:
-            raise ValueError(
-                "task.reward is missing, and no harness returns a reward (generator.outcomes); give "
-                "module:function, or `math` for answers checked by math-verify"
-            )
-        if self.eval is None:
-            return self
-        held_out = self.eval.task
-        if held_out.replay is not None:
-            raise ValueError("eval.task.replay is not for evaluations, which sample anew; remove it")
-        if not held_out.has_score and not (has_harness and self.evaluates_agent):
-            what = "task.verifiers cannot be evaluated" if held_out.verifiers else "task.reward is missing"
-            raise ValueError(
-                f"eval.{what}: an evaluation samples single completions or rollouts of the generator's "
-                "agent, and nothing else scores them; give eval.task a reward of its own"
-            )
+        for name, task in self.tasks.items():
+            if not task.has_score and not has_harness:
+                raise ValueError(
+                    f"{key_of('task', name)}.reward is missing, and no harness returns a reward "
+                    "(generator.outcomes); give module:function, or `math` for answers checked by math-verify"
+                )
+        for name, one in self.evals.items():
+            if not one.task.has_score and not (has_harness and self.evaluates_agent):
+                lacks = "cannot be evaluated" if one.task.verifiers else "is missing"
+                what = f"task.{'verifiers' if one.task.verifiers else 'reward'} {lacks}"
+                raise ValueError(
+                    f"{key_of('eval', name)}.{what}: an evaluation samples single completions or rollouts of "
+                    "the generator's agent, and nothing else scores them; give eval.task a reward of its own"
+                )
         return self
+
+
+def key_of(section: str, name: str) -> str:
+    """What errors call one of the tasks or evaluations: `task`, or `task.sums` where there are several."""
+    return f"{section}.{name}" if name else section
+
+
+def _by_name(section: str, given: Sequence[T]) -> dict[str, T]:
+    """Raises ValueError if two have one name."""
+    found = {one.called if len(given) > 1 else "": one for one in given}
+    if len(found) < len(given):
+        names = [one.called for one in given]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two of `{section}` are called {twice}; give each {section}.name of its own")
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -15,13 +14,14 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints, ControllerState
 from asyncrl.engines.pool import EnginePool
 from asyncrl.engines.vllm_broadcast import Broadcasts
-from asyncrl.errors import EngineLost, RoomError
-from asyncrl.job.check import Found, look, make_feed, open_replay, read_task
+from asyncrl.errors import EngineLost
+from asyncrl.job.check import Found, look, open_replay, read_tasks
 from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
 from asyncrl.job.engine_kinds import sampled_by
 from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts
 from asyncrl.job.life import Life, run_id
 from asyncrl.job.scale import EngineScale
+from asyncrl.job.servers.evaluating import make_evaluation
 from asyncrl.job.servers.relaying import Relaying, make_relaying
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.servers.teaching import Teaching, make_teaching
@@ -31,18 +31,19 @@ from asyncrl.job.supervision.supervise_trainer import Checkpointer, SupervisedTr
 from asyncrl.journal.journal import Journal
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
-from asyncrl.observe.recorder import read_evaluations
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
-from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, Schedule
-from asyncrl.rollouts.generators import HarnessGenerator, Replay, Taught
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation
+from asyncrl.rollouts.generators import Replay, Taught
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recording import refuse_difference
-from asyncrl.rollouts.rollout import RolloutRunner, derive_seed
+from asyncrl.rollouts.rollout import RolloutRunner
 from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
-from asyncrl.tasks.from_config import EvalTask, read_eval_task
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
+from asyncrl.tasks.pinned_data import DataPin
+from asyncrl.tasks.scorer import Scorers
+from asyncrl.tasks.task import PromptTask, RowTask
 from asyncrl.trainer.model_folder import ModelPin, make_model_folder
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerClient
 
@@ -111,18 +112,27 @@ class Parts:
         self.staging_dir = new_staging_dir(disk_dir)
         job.stack.callback(remove_staging_dir, self.staging_dir)
 
-    async def read_tasks(self) -> EvalTask | None:
-        """The prompts and what scores them; returns those of the evaluation."""
+    async def read_tasks(self, *, may_change: bool) -> Mapping[str, EvalTask]:
+        """The prompts and what scores them; returns those of the evaluations. `may_change`: their data need
+        not be those that the run began with.
+        """
         config, job = self._config, self._job
-        found = await find_task(job)
-        assert (task := found.task) is not None, "it was read"
-        if (held_out := found.eval_task) is None and config.eval is not None:
-            job.tell("reading the eval task")
-            held_out = await asyncio.to_thread(read_eval_task, config.eval)
+        found = await find_tasks(job)
+        held_out = dict[str, EvalTask]()
+        for name, settings in config.evals.items():
+            known = found.evals.get(name)
+            if known is None:
+                job.tell("reading the eval task")
+                known = await asyncio.to_thread(read_eval_task, settings, name)
+            held_out[name] = known
+        pinned: dict[str, PromptTask] = {**found.tasks}
+        pinned |= {f"eval/{name}": task for name, (task, _) in held_out.items()}
+        digests = {name: task.digests for name, task in pinned.items() if isinstance(task, RowTask)}
+        self.data_pin = DataPin(job.run_dir, digests, is_free=may_change)
         self.replayed = await asyncio.to_thread(open_replay, config, job.run_dir)
         first = () if self.replayed is None else self.replayed.prompts
-        self.feed = make_feed(config, task, shuffle=config.task.shuffle, first=first)
-        self.scorer = TaskScorer(task, config.task, seed=config.seed, warn=job.warn)
+        self.feed = make_feed(config, found.tasks, first=first, on_epoch=self.journal.epoch_nowait)
+        self.scorer = Scorers(found.tasks, config.tasks, seed=config.seed, warn=job.warn)
         job.closes("rewards", self.scorer.aclose)
         return held_out
 
@@ -165,7 +175,7 @@ class Parts:
         self.relaying = make_relaying(maker, self.staging_dir, self.supervision)
         if config.eval is not None:
             self.eval_server = maker.eval_engine()
-            self._eval_target = maker.client(self.eval_server)
+            self.eval_target = maker.client(self.eval_server)
         if config.teacher is not None:
             self.teaching = await make_teaching(maker, self.supervision)
 
@@ -193,6 +203,7 @@ class Parts:
             config.buffer,
             num_groups=config.trainer.num_groups,
             num_batches=config.trainer.num_steps,
+            filters=config.filters,
             on_handed_back=lambda *group: self.producers.handed_back(*group),
         )
         if config.generator.is_harness:
@@ -219,64 +230,6 @@ class Parts:
             max_hand_backs=rollout.max_hand_backs,
             journal=self.journal,
             on_failed=partial(job.voice.rollout_failed, self.tokenizer),
-        )
-
-    def make_evaluation(self, held_out: EvalTask, on_result: Callable[[EvalResult], None]) -> None:
-        """Single completions, or rollouts of the run's own agent. A resumed run does not repeat evaluations;
-        checkpoints get each result, too.
-        """
-        config, settings, job = self._config, self._config.eval, self._job
-        assert settings is not None, "made where the config has the section"
-        (task, prompts), seed, broken = held_out, settings.seed, list[RoomError]()
-        scorer = TaskScorer(task, settings.task, seed=seed, warn=job.warn)
-        job.closes("eval rewards", scorer.aclose)
-        engine = EnginePool([self._eval_target], slots=settings.slots)
-        if self.harnessing is None or not config.evaluates_agent:
-            rollout = config.rollout.model_copy(update={"temperature": settings.temperature})
-            sampling = config.model_copy(update={"seed": seed, "rollout": rollout})
-            generator = make_generator(sampling, engine, self.tokenizer, scorer, None)
-        else:  # the run's own harness, in its own workers, with calls that go to the eval engine
-            host = self.harnessing.gateway.add_route(
-                engine,
-                temperature=settings.temperature,
-                seed_of=lambda prompt, sample, attempt, call: derive_seed(
-                    seed, prompt, sample, call, attempt
-                ),
-                on_broken=broken.append,
-            )
-            on_overflow = config.generator.on_overflow
-            generator = HarnessGenerator(host, self.harnessing.queue, scorer, on_overflow=on_overflow)
-        evaluator = Evaluator(
-            generator,
-            prompts,
-            samples=settings.samples,
-            slots=settings.slots,
-            timeout_s=config.rollout.timeout_s,
-            broken=broken,
-        )
-        before = read_evaluations(job.run_dir, [])
-        for line in before:
-            self.checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
-
-        def evaluated(result: EvalResult) -> None:
-            self.checkpoints.evaluated(result.version, result.metrics().get("eval/reward_mean", -math.inf))
-            on_result(replace(result, num_abandoned_calls=scorer.num_abandoned))
-
-        schedule = Schedule(
-            every=settings.every,
-            last=config.trainer.num_steps,
-            at_start=settings.at_start,
-            evaluated=max((line["policy_version"] for line in before), default=None),
-        )
-        self.evaluation = Evaluation(
-            evaluator,
-            self._eval_target,
-            schedule,
-            self.staging_dir,
-            timeout_s=settings.timeout_s,
-            on_result=evaluated,
-            on_trouble=job.warn,
-            locate=None if self.relaying is None else self.relaying.spread.locate,
         )
 
     def make_publisher(self) -> None:
@@ -351,6 +304,11 @@ class Parts:
         """The journal notes what a handover did."""
         self.journal.event_nowait(what, detail, keep=KEPT_TURNS if what in ROUTINE else None)
 
+    def write_pins(self) -> None:
+        """Remember model and data: the run begins, or goes on, with them. Raises OSError."""
+        self.pin.write()
+        self.data_pin.write()
+
     def controller_state(self) -> ControllerState:
         """Of this moment, for a checkpoint."""
         prompts = (*self.producers.prompts_out(), *self.buffer.prompts_ready())
@@ -375,26 +333,26 @@ async def open_parts(
     """
     parts = Parts(job, placement)
     await parts.open_journal()
-    held_out = await parts.read_tasks()
+    held_out = await parts.read_tasks(may_change=point is not None and point.may_change_data)
     model_path = await parts.find_model(may_change=point is not None and point.may_change_model)
     await parts.make_processes(model_path)
     await parts.start_processes(model_path, is_new=point is None)
     parts.make_producers()
-    if held_out is not None:
-        parts.make_evaluation(held_out, evaluated)
+    if held_out:
+        parts.evaluation = make_evaluation(parts, job, held_out, evaluated)
     parts.make_publisher()
     if parts.harnessing is not None:
         await parts.harnessing.open(job)
     return parts
 
 
-async def find_task(job: Life, *, is_needed: bool = True) -> Found:
-    """Look at what the config names; `is_needed`: a task that only the start of the run may read is read."""
+async def find_tasks(job: Life, *, is_needed: bool = True) -> Found:
+    """Look at what the config names; `is_needed`: tasks that only the start of the run may read are read."""
     job.tell("looking at what the config names")
     found = await asyncio.to_thread(look, job.config)
     for note in found.notes:
         job.say(note)
-    if found.task is None and is_needed:
+    if len(found.tasks) < len(job.config.tasks) and is_needed:
         job.tell("reading the task")
-        found = replace(found, task=await asyncio.to_thread(read_task, job.config))
+        found = replace(found, tasks=await asyncio.to_thread(read_tasks, job.config, found.tasks))
     return found

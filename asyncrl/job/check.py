@@ -28,6 +28,7 @@ from asyncrl.agents.verifiers import taskset_loader
 from asyncrl.algorithms.registry import resolve
 from asyncrl.config import LoraConfig, ModelConfig, RunConfig, run_config_yaml
 from asyncrl.config.harnesses import kind_of
+from asyncrl.config.run_config import key_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.job.servers.teaching import look_at_teacher
@@ -50,8 +51,7 @@ from asyncrl.rollouts.recording import (
 )
 from asyncrl.rollouts.tokenizer import HFChatTokenizer, read_template
 from asyncrl.serving import die_with_parent, fail, secret_of
-from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, task_name
+from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, make_feed
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
 from asyncrl.trainer.model_folder import check_model_type, find_on_disk, hub_source
@@ -70,14 +70,14 @@ FINE = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """`lines`: what was looked at, for people. `notes`: warnings for the user who starts a run. `task` and
-    `eval_task` are handed on to the run, None where only its start may read them.
+    """`lines`: what was looked at, for people. `notes`: warnings for the user who starts a run. `tasks` and
+    `evals`, by name, are handed on to the run; those that only its start may read are not among them.
     """
 
     lines: tuple[str, ...]
     notes: tuple[str, ...]
-    task: PromptTask | None
-    eval_task: EvalTask | None
+    tasks: Mapping[str, PromptTask]
+    evals: Mapping[str, EvalTask]
 
 
 def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Iterator[str]:
@@ -98,21 +98,13 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     refuse_what_cannot_fit(plan, config)
 
 
-def read_task(config: RunConfig) -> PromptTask:
-    """Read what `task` names, from start to end. Blocks."""
-    return build_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
-
-
-def make_feed(config: RunConfig, task: PromptTask, *, shuffle: bool, first: Sequence[Prompt] = ()) -> Feed:
-    """The prompts in the order of the run, those of `first` before all others."""
-    return Feed(
-        task,
-        seed=config.seed,
-        shuffle=shuffle,
-        system_prompt=config.task.system_prompt,
-        first=first,
-        name=task_name(config.task),
-    )
+def read_tasks(config: RunConfig, found: Mapping[str, PromptTask]) -> dict[str, PromptTask]:
+    """By name, those that `found` lacks read from start to end. Blocks."""
+    load, tasks = taskset_loader(config.generator), dict[str, PromptTask]()
+    for name, settings in config.tasks.items():
+        known = found.get(name)
+        tasks[name] = build_task(settings, config.seed, load_taskset=load) if known is None else known
+    return tasks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,9 +128,10 @@ def open_replay(config: RunConfig, run_dir: Path | None) -> Replayed | None:
     It is copied into the run directory, if there is one, and a run that goes on reads the copy: its prompts
     keep their places in the order.
     """
-    if config.task.replay is None:
+    replay = next((task.replay for task in config.tasks.values() if task.replay is not None), None)
+    if replay is None:
         return None
-    given = Path(config.task.replay)
+    given = Path(replay)
     copy = given if run_dir is None else run_dir / RUN_COPY
     recording = read_recording(copy if copy.exists() else given)
     if not copy.exists():
@@ -188,14 +181,20 @@ def _unusable(record: RecordedRollout, config: RunConfig) -> str:
 def look(config: RunConfig) -> Found:
     """Load everything but weights. Raises ConfigError with the first that cannot be had."""
     resolve(config.algorithm)
-    task, words = look_at_task(config.task, config.seed, load_taskset=taskset_loader(config.generator))
-    lines, eval_task = [f"task: {words}"], None
+    tasks, evals, lines = dict[str, PromptTask](), dict[str, EvalTask](), list[str]()
+    load, total = taskset_loader(config.generator), sum(config.shares.values())
+    for name, settings in config.tasks.items():
+        task, words = look_at_task(settings, config.seed, load_taskset=load)
+        share = f" ({config.shares[name] / total:.1%} of the prompts)" if name else ""
+        lines.append(f"{key_of('task', name)}: {words}{share}")
+        tasks |= {} if task is None else {name: task}
     notes = [] if config.rollout.facts.has_model else [SIMULATED]
-    if config.eval is not None:
-        eval_task, words = look_at_eval_task(config.eval)
-        lines.append(f"eval task: {words}")
-    prompts = () if task is None else _first_prompts(config, task)
-    eval_prompts = () if eval_task is None else eval_task[1][:NUM_PROMPTS]
+    for name, one in config.evals.items():
+        eval_task, words = look_at_eval_task(one, name)
+        lines.append(f"eval task: {words}" if not name else f"eval.{name} task: {words}")
+        evals |= {} if eval_task is None else {name: eval_task}
+    prompts = () if len(tasks) < len(config.tasks) else _first_prompts(config, tasks)
+    eval_prompts = [prompt for _, prompts in evals.values() for prompt in prompts[:NUM_PROMPTS]]
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         where = "is fetched from the hub when the run starts; not looked at: that needs the network"
@@ -206,8 +205,11 @@ def look(config: RunConfig) -> Found:
         if config.generator.is_harness or config.evaluates_agent:
             with _refusing(config, "the simplest chat"):  # what a harness asks is not known before it asks
                 tokenizer.render([{"role": "user", "content": "Hello"}])
-        notes += [] if config.generator.is_harness else _too_long("task", prompts, tokenizer, config)
-        notes += [] if config.evaluates_agent else _too_long("eval task", eval_prompts, tokenizer, config)
+        asked = [("task", prompt) for prompt in prompts if not config.generator.is_harness]
+        asked += [("eval task", prompt) for prompt in eval_prompts if not config.evaluates_agent]
+        for what in dict.fromkeys((kind, prompt.task) for kind, prompt in asked):
+            of_one = [prompt for kind, prompt in asked if (kind, prompt.task) == what]
+            notes += _too_long(" ".join(filter(None, what)), of_one, tokenizer, config)
     lines += look_at_teacher(config, tokenizer)
     if tokenizer is not None or ":" in config.gateway.tool_format:
         shown = ("", None) if tokenizer is None else (tokenizer.template, tokenizer.response_template)
@@ -216,7 +218,7 @@ def look(config: RunConfig) -> Found:
     if kind is not None and kind.checked_in == "here":
         build_harness(config.generator, is_worker=False)
     _ask_child(config)
-    return Found(tuple(lines), tuple(notes), task, eval_task)
+    return Found(tuple(lines), tuple(notes), tasks, evals)
 
 
 def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
@@ -239,11 +241,11 @@ def _tokenizer(config: RunConfig) -> HFChatTokenizer | None:
         return HFChatTokenizer(made, chat_template=template, chat_template_kwargs=settings)
 
 
-def _first_prompts(config: RunConfig, task: PromptTask) -> Sequence[Prompt]:
+def _first_prompts(config: RunConfig, tasks: Mapping[str, PromptTask]) -> Sequence[Prompt]:
     """Those that the run begins with. Raises ConfigError if one cannot be made."""
-    feed = make_feed(config, task, shuffle=config.task.shuffle)
+    feed = make_feed(config, tasks)
     try:
-        return [feed.next_nowait() for _ in range(min(NUM_PROMPTS, len(task)))]
+        return [feed.next_nowait() for _ in range(min(NUM_PROMPTS, sum(map(len, tasks.values()))))]
     except TaskError as error:
         raise ConfigError(error.fault, rule=error.rule, way_out=error.way_out) from error
 

@@ -60,8 +60,7 @@ class Embedded:
 
     def slots(self, name: str) -> int:
         """Sequences that the engine of this name decodes at once."""
-        held_out = self.config.eval
-        return held_out.slots if held_out is not None and name == EVAL_ENGINE else self.rollout.slots
+        return self.config.eval_slots if name == EVAL_ENGINE else self.rollout.slots
 
     def spec(
         self,

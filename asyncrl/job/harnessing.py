@@ -43,7 +43,7 @@ from asyncrl.rollouts.generators import EncodedPrompts, HarnessGenerator, Single
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.rollouts.rollout import FailedRollout, Generator, RolloutRunner, Slots, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.scorer import Scorers, TaskScorer
 
 NO_WORKER_S = 30.0
 """Seconds without a worker after which the run reports it."""
@@ -141,8 +141,8 @@ class Harnessing:
         a harness runs must not find it.
         """
         generator, num_slots = config.generator, num_rollouts(config)
-        if config.eval is not None and config.evaluates_agent:
-            num_slots += config.eval.slots
+        if config.evaluates_agent:
+            num_slots += config.eval_slots
         harness, slots = generator.model_dump(mode="json"), -(-num_slots // generator.workers)
         workers = []
         for name in (f"worker-{index}" for index in range(generator.workers)):
@@ -192,7 +192,7 @@ def make_generator(
     config: RunConfig,
     engines: EnginePool,
     tokenizer: HFChatTokenizer,
-    scorer: TaskScorer,
+    scorer: TaskScorer | Scorers,
     harnessing: Harnessing | None,
 ) -> Generator:
     """What runs one rollout: a harness, or a single turn of our own."""

@@ -41,6 +41,7 @@ from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
 from asyncrl.spans import span
+from asyncrl.tasks.pinned_data import DATA_PIN
 from asyncrl.trainer.model_folder import MODEL_PIN
 from asyncrl.user_code import end_what_is_left
 from asyncrl.waits import computed
@@ -87,7 +88,7 @@ def run_job(
             point = find_resume(folder, config, resume, allow_change)
             if is_ours and point is None:  # of a start that failed
                 shutil.rmtree(folder / "model", ignore_errors=True)
-                for made in (MODEL_PIN, RUN_COPY):
+                for made in (MODEL_PIN, DATA_PIN, RUN_COPY):
                     (folder / made).unlink(missing_ok=True)
             run_id(folder)  # before the config: a directory with a config and without an id is not a run's
             if point is None:
@@ -191,7 +192,7 @@ class Job(Life):
         """
         point = self._point
         if point is None:
-            parts.pin.write()
+            parts.write_pins()
             parts.journal.order_nowait(parts.feed.order)
             return ()
         state = await parts.journal.read_resume(point.version)
@@ -199,7 +200,7 @@ class Job(Life):
         unfinished = await restore(parts, self.reporter, point, state)
         # Only now: a resume that was refused has changed nothing.
         write_whole(self.run_dir / "config.yaml", run_config_yaml(self.config))
-        parts.pin.write()
+        parts.write_pins()
         for text in await asyncio.to_thread(set_aside, point.damaged):
             self.say(text)
         return unfinished

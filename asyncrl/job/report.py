@@ -24,11 +24,18 @@ from asyncrl.messages.calls import EngineHealth, TrainerHealth, TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt
 from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
-from asyncrl.observe.metrics import GAUGES, TOTALS, Totals, gauge_of
+from asyncrl.observe.metrics import GAUGES, Totals, gauge_of, is_total
 from asyncrl.observe.openmetrics import StatusServer
 from asyncrl.observe.page.trace import write_trace
-from asyncrl.observe.recorder import METRICS_FILE, Recorder, metrics_of, read_evaluations, read_steps
-from asyncrl.observe.run_numbers import Steps, duration, evaluation_text, several, skipped_text
+from asyncrl.observe.recorder import (
+    METRICS_FILE,
+    Recorder,
+    evaluation_metrics,
+    metrics_of,
+    read_evaluations,
+    read_steps,
+)
+from asyncrl.observe.run_numbers import Steps, by_evaluation, duration, evaluation_text, several, skipped_text
 from asyncrl.observe.sample_maker import SampleMaker
 from asyncrl.observe.timeline import TimelineWriter
 from asyncrl.observe.trackers.background import wait_closed
@@ -130,8 +137,9 @@ class Reporter(Voice):
         self._now: Mapping[str, Any] = {}
         """Numbers of the last status."""
         self._activity = self._status_url = ""
-        self._evaluations: list[Mapping[str, Any]] = []
-        self._new_evaluation: dict[str, float] = {}
+        self._evaluations: list[dict[str, Any]] = []
+        self._new_evaluations: dict[str, dict[str, float]] = {}
+        """Metrics of each since the last step, by its name."""
         self._totals = Totals()
         self._before: dict[int, dict[str, float]] = {}
         """Totals by step, of steps that were reported and are about to be taken again."""
@@ -217,7 +225,9 @@ class Reporter(Voice):
         for before in (self._last, *self._evaluations[-1:]):
             self._totals.starts_from(totals_in(before))
         self._journaled = dict(counted)
-        if self.config.task.replay is not None:  # no engine has generated what is in the journal
+        if any(
+            task.replay is not None for task in self.config.tasks.values()
+        ):  # no engine has generated what is in the journal
             del self._journaled["tokens/generated"]
         self._count_on()
         self._console.say(f"goes on from policy_version {version}")
@@ -247,8 +257,10 @@ class Reporter(Voice):
         batch_metrics of the batch.
         """
         self._totals.starts_from(self._before.get(batch.version, self._journaled))
-        metrics = self._metrics(parts, batch, report, found, step_s) | self._new_evaluation
-        self._new_evaluation, self._last = {}, metrics
+        metrics = self._metrics(parts, batch, report, found, step_s)
+        for of_evaluation in self._new_evaluations.values():
+            metrics |= of_evaluation
+        self._new_evaluations, self._last = {}, metrics
         self._recorder.record_step(metrics | dict.fromkeys(report.not_finite, math.nan))
         self._console.show_step(metrics)
         self._warn_of(metrics, batch)
@@ -287,11 +299,12 @@ class Reporter(Voice):
         note_span("evaluations", "evaluation", now_s - result.seconds, now_s, result.version)
         time_s = now_s - self._trained_since_s
         line: dict[str, Any] = {"policy_version": result.version, "time_s": time_s, **metrics}
+        line |= {"name": result.name} if result.name else {}
         line |= {"last_failure": result.last_failure} if result.last_failure else {}
         self._evaluations.append(line)
-        self._new_evaluation = metrics
+        self._new_evaluations[result.name] = evaluation_metrics(line)
         self._recorder.record_evaluation(line)
-        self._console.say(f"eval {evaluation_text(metrics)}")
+        self._console.say(f"eval {evaluation_text(line)}")
         if not result.samples:
             what = f"no sample of the evaluation of policy_version {result.version} has a reward"
             self.warn(f"{what}, the last failure: {result.last_failure}")
@@ -384,15 +397,16 @@ class Reporter(Voice):
         self._timeline.close()
         self._recorder.write_status(status | {"step": int(self._last.get("step", -1)) + 1})
         summary: dict[str, Any] = {"state": state, "why": why, "warnings": self._warnings}
-        if self._evaluations:
-            summary["evaluation"] = self._evaluations[-1]
+        newest = [lines[-1] for lines in by_evaluation(self._evaluations).values()]
+        if newest:
+            summary |= {"evaluation": newest[0]} if len(newest) == 1 else {"evaluations": newest}
         if (steps := read_steps(self.run_dir, [])).values("reward/mean"):
             verdict = judge(steps, self.config)
             summary |= asdict(verdict)
             plot = write_reward_plot(self.run_dir, steps, title=self.name, evaluations=self._evaluations)
             self._recorder.record_picture("reward", plot)
             self._console.show(summary_panel(verdict, title=f"{self.name}: {state}"))
-            for line in self._evaluations[-1:]:
+            for line in newest:
                 self._console.say(f"last evaluation: {evaluation_text(line)}")
             self._console.say(f"reward plot: {plot}")
             self._console.say(f"all of it as a page: {shlex.join(['asyncrl', 'report', str(self.run_dir)])}")
@@ -430,10 +444,10 @@ class Reporter(Voice):
 
     def _counted(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """The same numbers, with those that are counted over the whole run in place of a process's own."""
-        counted = {name: value for name, value in found.items() if name in TOTALS}
+        counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}
 
 
 def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
     """The totals of the whole run that a line of metrics.jsonl or eval.jsonl holds."""
-    return {name: line[name] for name in TOTALS & line.keys() if isinstance(line[name], int | float)}
+    return {name: num for name, num in line.items() if is_total(name) and isinstance(num, int | float)}

@@ -23,6 +23,7 @@ import yaml
 from asyncrl.checkpoints.folder import Checkpoints, ControllerState, Damaged, Whole
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.generation import ENGINES
+from asyncrl.config.run_config import key_of
 from asyncrl.errors import AsyncrlError, CheckpointError, ConfigError
 from asyncrl.files import settle_folder
 from asyncrl.job.life import run_again
@@ -51,7 +52,7 @@ FREE_KEYS = {
     + " ".join(name for facts in ENGINES.values() for name in facts.free_settings),
     "weight_sync": "timeout_s chunk_bytes disk_dir rolling canary_limit retries",
     "buffer": "max_filtered_groups",
-    "task": "reward_pool reward_workers reward_timeout_s",
+    "task": "reward_pool reward_workers reward_timeout_s digest",
     "placement": "trainer rollout eval teacher share",
     "teacher": "slots timeout_s",
     "generator": "workers concurrency max_output_bytes",
@@ -75,13 +76,15 @@ class ResumePoint:
     """Where a run goes on: `checkpoint` is the newest whole one (None: from the initial weights).
 
     `told`: checkpoints that are passed over, and changes that were accepted, in words. `damaged`: the former,
-    to be set aside once the run goes on. `may_change_model`: its files need not be as they were.
+    to be set aside once the run goes on. `may_change_model`, `may_change_data`: their files need not be as
+    they were.
     """
 
     checkpoint: Whole | None
     told: tuple[str, ...] = ()
     damaged: tuple[Damaged, ...] = ()
     may_change_model: bool = False
+    may_change_data: bool = False
 
     @property
     def version(self) -> int:
@@ -142,8 +145,10 @@ def find_resume(
     accepted = _refuse_changes(load_config(saved), config, allow_change, run_dir)
     checkpoint, damaged = Checkpoints(run_dir, config.checkpoint).newest_whole()
     told = (*(found.why for found in damaged), *accepted)
-    may_change_model = any(_is_named(key, allow_change) for key in MODEL_KEYS)
-    return ResumePoint(checkpoint, told, tuple(damaged), may_change_model)
+    may_change = (
+        any(_is_named(key, allow_change) for key in keys) for keys in (MODEL_KEYS, ("task.digest",))
+    )
+    return ResumePoint(checkpoint, told, tuple(damaged), *may_change)
 
 
 def _refused(run_dir: Path, what: str, way_out: str = "choose another, or move that away.") -> ConfigError:
@@ -177,8 +182,13 @@ def changed_keys(before: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]
 def _keys(config: RunConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in config.model_dump().items():
-        is_section = isinstance(value, dict) and value
-        found |= {f"{name}.{key}": inner for key, inner in value.items()} if is_section else {name: value}
+        sections = {name: value}
+        if name in ("task", "eval") and isinstance(value, list):
+            several = config.tasks if name == "task" else config.evals
+            sections = {key_of(name, one): entry for one, entry in zip(several, value, strict=True)}
+        for key, section in sections.items():
+            is_section = isinstance(section, dict) and section
+            found |= {f"{key}.{k}": inner for k, inner in section.items()} if is_section else {key: section}
     return found
 
 
@@ -207,7 +217,7 @@ def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
         return (run_dir / MODEL_PIN).exists()
     if key == "trainer.num_steps":  # with a schedule that falls to 0 it is part of every learning rate
         return config.trainer.schedule == "constant"
-    section, _, name = key.partition(".")
+    section, *_, name = key.split(".")  # task.KEY, or task.NAME.KEY
     return section in FREE_SECTIONS or name in FREE_KEYS.get(section, "").split()
 
 
@@ -249,7 +259,7 @@ async def restore(
         _from_checkpoint_alone(point.checkpoint, parts)
     else:
         unfinished, ended = _from_journal(parts, state)
-    before = (feed.num_drawn, feed.prompts_back(), parts.buffer.next_group_id)
+    before = (feed.num_drawn, feed.prompts_back(), parts.buffer.next_group_id, feed.memory())
 
     @functools.cache
     def restored() -> None:
@@ -280,6 +290,7 @@ def _from_journal(
 ) -> tuple[tuple[UnfinishedGroup, ...], dict[GroupId, tuple[Prompt, str]]]:
     """(what goes on, what is handed back and why)."""
     feed, ready = parts.feed, [group for _, group in state.ready]
+    feed.remember_nowait(state.memory, state.epochs, state.observed)
     first = {name: count for name, count in state.requeued.items() if name not in state.returning}
     feed.restore_nowait(state.num_drawn, first)
     prompts = {group.group_id: group.prompt for group in ready}

@@ -27,8 +27,7 @@ from asyncrl.config import RunConfig, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
 from asyncrl.files import RunLock, write_whole
-from asyncrl.job.build import find_task
-from asyncrl.job.check import make_feed
+from asyncrl.job.build import find_tasks
 from asyncrl.job.engine_kinds import engine_kind, sampled_by
 from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
 from asyncrl.job.life import Life, Voice, logging_to, make_run_dir
@@ -40,7 +39,8 @@ from asyncrl.placement.fit import settle
 from asyncrl.placement.launchers import opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.rollouts.recording import RolloutRecorder
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.from_config import make_feed
+from asyncrl.tasks.scorer import Scorers
 from asyncrl.trainer.model_folder import make_model_folder
 from asyncrl.user_code import end_what_is_left
 
@@ -179,7 +179,7 @@ class GatewayServing(Serving):
     async def live(self) -> int:
         """Until Ctrl-C, or until the rollouts are done."""
         config, path = self.config, self._path
-        self._task = (await find_task(self, is_needed=self._num_prompts is not None)).task
+        self._prompt_tasks = (await find_tasks(self, is_needed=self._num_prompts is not None)).tasks
         maker = await self.launch()
         self._tokenizer, engines = maker.tokenizer, maker.engines()
         self._recorder = RolloutRecorder(self._tokenizer, warn=self.warn)
@@ -206,8 +206,8 @@ class GatewayServing(Serving):
         self.closes("gateway", gateway.aclose)
         url, people = await gateway.start(), UserKey(gateway, queue, self._recorder, self)
         messages: Any = [{"role": "user", "content": "Hello"}]
-        if self._task is not None:
-            first = make_feed(config, self._task, shuffle=False).next_nowait()
+        if len(self._prompt_tasks) == len(config.tasks):
+            first = make_feed(config, self._prompt_tasks, in_order=True).next_nowait()
             messages = [dict(message) for message in first.messages]
         call, header = _json_data({"model": name, "messages": messages}), "Authorization: Bearer"
         logs = self.run_dir / "logs"
@@ -232,10 +232,9 @@ class GatewayServing(Serving):
     async def _try(self, num_prompts: int) -> int:
         """The config's own generator, on the prompts that a run would begin with."""
         config, harnessing = self.config, None
-        assert self._task is not None, "it was read"
-        feed = make_feed(config, self._task, shuffle=config.task.shuffle)
+        feed = make_feed(config, self._prompt_tasks)
         prompts = [feed.next_nowait() for _ in range(num_prompts)]
-        scorer = TaskScorer(self._task, config.task, seed=config.seed, warn=self.warn)
+        scorer = Scorers(self._prompt_tasks, config.tasks, seed=config.seed, warn=self.warn)
         self.closes("rewards", scorer.aclose)
         if config.generator.is_harness:
             heartbeat_s = config.observe.heartbeat_s

@@ -19,6 +19,8 @@ from asyncrl.messages.records import Batch, GroupId, PartialCompletion, Prompt, 
 
 Ended = Literal["ready", "failed", "filtered", "handed_back"]
 _GROUPS_A_STEP = 200
+EPOCH = "epoch/"
+"""What the keys of epochs begin with; their number and their task follow."""
 
 
 def text(given: object) -> str:
@@ -41,20 +43,34 @@ def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> 
 
 
 def began_at(
-    connection: sqlite3.Connection, version: int, num_drawn: int, out: Mapping[str, int], next_group_id: int
+    connection: sqlite3.Connection,
+    version: int,
+    num_drawn: int,
+    out: Mapping[str, int],
+    next_group_id: int,
+    memory: Mapping[str, Any],
 ) -> None:
     """A new journal for a run that resumes from a checkpoint without its old journal; it has no group yet.
 
     `num_drawn` prompts had been drawn at that checkpoint. Those in `out` are sampled again, with that
-    num_handed_back; all others are consumed.
+    num_handed_back; all others are consumed. `memory`: what the tasks knew of their prompts (Feed.memory).
     """
     before = {"version": version, "num_drawn": num_drawn, "out": out, "next_group_id": next_group_id}
+    before["memory"] = memory
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('began_at', ?)", (json.dumps(before),))
 
 
 def order(connection: sqlite3.Connection, what: Mapping[str, Any]) -> None:
     """What the order of the run's prompts follows from: a resumed run must have the same."""
     connection.execute("INSERT OR REPLACE INTO meta VALUES ('order', ?)", (json.dumps(what),))
+
+
+def epoch(connection: sqlite3.Connection, task: str, number: int, what: str) -> None:
+    """A task that is sampled by difficulty begins an epoch; `what`: its prompts, as Feed.load_epoch takes
+    them. A run that was killed before its first prompt was journaled begins it again.
+    """
+    key = f"{EPOCH}{number}/{task}"
+    connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(what)))
 
 
 def segment(

@@ -98,6 +98,7 @@ class Journal:
     restored_nowait = _later(decisions.restored)
     began_at_nowait = _later(decisions.began_at)
     order_nowait = _later(decisions.order)
+    epoch_nowait = _later(decisions.epoch)
     event_nowait = _later(decisions.event)
 
     async def batch_taken(self, batch: Batch) -> Literal["taken", "replayed"]:

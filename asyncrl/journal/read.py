@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import JournalError
+from asyncrl.journal.decisions import EPOCH
 from asyncrl.journal.schema import DISK_ERRORS, MOVE_ASIDE, cannot_use, connect, damaged
 from asyncrl.journal.tokens import failures_of, partials_of, rollouts_of
-from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, UnfinishedGroup
+from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Ticket, UnfinishedGroup, task_of
 
 MAX_EVENTS = 1000
+_COUNTED_BY_TASK = {"rollout/failed": "total(num_failed)", "rollout/filtered": "total(state = 'filtered')"}
+"""Those that are counted for each task, too."""
 _COUNTED = {
     "tokens/generated": "total(num_sampled + lost_tokens) + (SELECT total(num_tokens) FROM segments)",
     "rollout/failed": "total(num_failed)",
@@ -59,6 +62,12 @@ class ResumeState:
     """What the order of the prompts followed from; None if it was never written."""
     counted: Mapping[str, int]
     """What a run that goes on begins its counters with: _COUNTED, of all groups up to now."""
+    epochs: Sequence[tuple[str, int, str]] = ()
+    """(task, number, what it has) of each epoch that was begun by difficulty, by number."""
+    observed: Sequence[tuple[str, float, int]] = ()
+    """(prompt_id, mean reward, start version) of groups that were finished, where there are such epochs."""
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """Feed.memory when the journal was begun, for a run whose older one was lost."""
 
     def load_batch(self, version: int) -> Batch:
         """One of the batches. Blocks. Raises JournalError if it is not there, or its tokens were deleted."""
@@ -92,6 +101,7 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
         prompt_ids = {row[0] for row in connection.execute("SELECT DISTINCT prompt_id FROM groups")}
         (num_issued,) = connection.execute("SELECT coalesce(max(group_id) + 1, 0) FROM groups").fetchone()
         counted = connection.execute(f"SELECT {', '.join(_COUNTED.values())} FROM groups").fetchone()
+        epochs, memory = _epochs(connection), began_at.get("memory", {})
         requeued = _requeued(connection)
         ready, running = _alive(connection)
         return ResumeState(
@@ -106,7 +116,10 @@ def read_resume(path: Path, checkpoint_version: int) -> ResumeState:
             num_drawn=began_at["num_drawn"] + len(prompt_ids.difference(began_at["out"])),
             next_group_id=GroupId(max(began_at["next_group_id"], num_issued)),
             order=notes.get("order"),
-            counted=dict(zip(_COUNTED, map(int, counted), strict=True)),
+            counted=dict(zip(_COUNTED, map(int, counted), strict=True)) | _counted_by_task(connection),
+            epochs=epochs,
+            observed=_observed(connection) if epochs or memory else (),
+            memory=memory,
         )
 
 
@@ -127,6 +140,27 @@ def read_batch(connection: sqlite3.Connection, version: int) -> Batch:
     if any(messages is None for *_, messages in rows):
         raise _deleted(version)
     return Batch(version, tuple(_group(connection, *row) for row in rows), row[0], mask_older=bool(row[1]))
+
+
+def _counted_by_task(connection: sqlite3.Connection) -> dict[str, int]:
+    connection.create_function("task_of", 1, task_of, deterministic=True)
+    query = f"SELECT task_of(prompt_id), {', '.join(_COUNTED_BY_TASK.values())} FROM groups GROUP BY 1"
+    found = {task: counts for task, *counts in connection.execute(query) if task}
+    counted = ((task, zip(_COUNTED_BY_TASK, counts, strict=True)) for task, counts in found.items())
+    return {f"{name}/{task}": int(num) for task, counts in counted for name, num in counts if num}
+
+
+def _epochs(connection: sqlite3.Connection) -> tuple[tuple[str, int, str], ...]:
+    rows = connection.execute("SELECT key, value FROM meta WHERE key GLOB ?", (f"{EPOCH}*",))
+    keys = ((key.removeprefix(EPOCH).partition("/"), json.loads(value)) for key, value in rows)
+    return tuple(sorted((task, int(number), what) for (number, _, task), what in keys))
+
+
+def _observed(connection: sqlite3.Connection) -> tuple[tuple[str, float, int], ...]:
+    """Each group once, whatever became of its batch."""
+    query = "SELECT prompt_id, reward_sum / num_rollouts, start_version FROM groups"
+    ended = "WHERE state IN ('ready', 'taken', 'filtered') AND num_rollouts"
+    return tuple(connection.execute(f"{query} {ended} ORDER BY group_id"))
 
 
 def _next_version(connection: sqlite3.Connection, checkpoint_version: int, began_at: int) -> int:

@@ -71,9 +71,9 @@ class GrammarSpan:
 class Prompt:
     """One task item as it goes into a group.
 
-    `prompt_id` is unique within a run (epoch and index). `messages` are chat messages (role and content).
-    `answer` and `info` are for the reward function alone: no model sees them. `num_handed_back`: times that
-    its group failed or became too old.
+    `prompt_id` is unique within a run: epoch/index, or task/epoch/index where the run has several tasks.
+    `messages` are chat messages (role and content). `answer` and `info` are for the reward function alone: no
+    model sees them. `num_handed_back`: times that its group failed or became too old.
     """
 
     prompt_id: str
@@ -83,6 +83,11 @@ class Prompt:
     num_handed_back: int = 0
 
     @property
+    def task(self) -> str:
+        """Name of its task; '' in a run of one task."""
+        return task_of(self.prompt_id)
+
+    @property
     def seed_id(self) -> str:
         """The prompt's part of each seed. It changes with each hand-back, or a completion that was too long
         would be sampled again just as it was.
@@ -90,6 +95,17 @@ class Prompt:
         return (
             f"{self.prompt_id} handed back {self.num_handed_back}" if self.num_handed_back else self.prompt_id
         )
+
+
+def task_of(prompt_id: str) -> str:
+    """Name of the task that a prompt is of; '' in a run of one task."""
+    name, *rest = prompt_id.split("/")
+    return name if len(rest) == 2 else ""
+
+
+def by_task(gauge: str, counts: Mapping[str, float]) -> dict[str, float]:
+    """What was counted by task as numbers of a run: all together, and gauge/TASK where there are several."""
+    return {gauge: sum(counts.values())} | {f"{gauge}/{name}": num for name, num in counts.items() if name}
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ class Console:
             ]
             rows += [
                 ("reward", reward_text(steps)),
+                *([("by task", of_tasks)] if (of_tasks := tasks_text(last)) else []),
                 ("staleness", staleness_text(last, self._max_staleness)),
                 ("speed", self._speed()),
                 ("time", self._time()),
@@ -172,7 +173,8 @@ def plain_line(metrics: Mapping[str, float], *, num_steps: int, max_staleness: i
     """
     parts = [f"step {int(metrics['step']) + 1:>{len(str(num_steps))}}/{num_steps}"]
     if (reward := metrics.get("reward/mean")) is not None:
-        parts.append(f"reward {reward:.3f}")
+        of_tasks = tasks_text(metrics)
+        parts.append(f"reward {reward:.3f}" + (of_tasks and f" ({of_tasks})"))
     if (age := metrics.get("sample/staleness_mean")) is not None:
         largest = metrics.get("sample/staleness_max", age)
         parts.append(f"staleness {age:.1f} (max {largest:.0f} of {max_staleness})")
@@ -193,6 +195,12 @@ def reward_text(steps: Steps) -> Text:
         return Text("-")
     line = sparkline(rewards[:: 1 + len(rewards) // 1024])  # the panel is drawn often
     return Text.assemble((f"{rewards[-1]:.3f}  ", "bold"), (line, "cyan"), f"  from {rewards[0]:.3f}")
+
+
+def tasks_text(metrics: Mapping[str, float]) -> str:
+    """The reward of each task in a step, where the run has several: `sums 0.413, words 0.250`; else ''."""
+    of = "reward/mean/"
+    return ", ".join(f"{n.removeprefix(of)} {num:.3f}" for n, num in metrics.items() if n.startswith(of))
 
 
 def staleness_text(metrics: Mapping[str, float], max_staleness: int) -> str:

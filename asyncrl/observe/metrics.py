@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from statistics import fmean, pstdev
 from typing import Literal
 
 import numpy as np
 
-from asyncrl.messages.records import Batch, Rollout, Trajectory
+from asyncrl.messages.records import Batch, Group, Rollout, Trajectory
 
 GaugeKind = Literal["step", "now", "total", "eval", "run"]
 KINDS: Mapping[GaugeKind, str] = {
@@ -42,14 +43,19 @@ GAUGES: Mapping[str, Gauge] = {
     "time_s": Gauge("step", "s", "of training up to the end of the step, without set-up; a resume goes on"),
     "reward/mean": Gauge("step", "", "mean reward of the batch's rollouts"),
     "reward/std": Gauge("step", "", "standard deviation of those rewards (population)"),
+    "reward/mean/*": Gauge("step", "", "of the rollouts of one task, by name; where there are several"),
+    "reward/std/*": Gauge("step", "", "of the rollouts of one task, by name; where there are several"),
+    "sample/groups/*": Gauge("step", "groups", "of one task in the batch; where there are several"),
     "sample/staleness_mean": Gauge("step", "versions", "age of a rollout's oldest token in the loss, mean"),
     "sample/staleness_max": Gauge("step", "versions", "the largest: never above buffer.max_staleness"),
     "sample/length_mean": Gauge("step", "tokens", "sampled tokens of a rollout"),
+    "sample/length_mean/*": Gauge("step", "tokens", "the same of one task; where there are several"),
     "sample/truncated_fraction": Gauge(
         "step",
         "0..1",
         "rollouts cut at rollout.max_tokens, or ended by a limit (generator.on_overflow)",
     ),
+    "sample/truncated_fraction/*": Gauge("step", "0..1", "the same of one task; where there are several"),
     "sample/masked_fraction": Gauge("step", "0..1", "sampled tokens without loss weight, as too old"),
     "sample/interrupted_fraction": Gauge("step", "0..1", "rollouts that a weight swap interrupted"),
     "sample/turns_mean": Gauge("step", "turns", "of a rollout; where one has several"),
@@ -108,6 +114,7 @@ GAUGES: Mapping[str, Gauge] = {
     "rollout/inflight": Gauge("now", "rollouts", "begun and not ended"),
     "rollout/finished": Gauge("run", "rollouts", "that ended with a reward", is_progress=True),
     "rollout/failed": Gauge("total", "rollouts", "whose every attempt failed", is_progress=True),
+    "rollout/failed/*": Gauge("total", "rollouts", "those of one task; where there are several"),
     "rollout/retried": Gauge("total", "attempts", "after a failed one"),
     "rollout/interrupted": Gauge("total", "", "interruptions that completions survived"),
     "rollout/dropped": Gauge("total", "groups", "handed back as too old, and generated again"),
@@ -115,6 +122,7 @@ GAUGES: Mapping[str, Gauge] = {
     "rollout/given_up": Gauge("total", "prompts", "given up (rollout.max_hand_backs)"),
     "rollout/abandoned": Gauge("total", "calls", "of a reward function that were left behind, too slow"),
     "rollout/filtered": Gauge("total", "groups", "replaced because they teach nothing (buffer.filter)"),
+    "rollout/filtered/*": Gauge("total", "groups", "those of one task; where there are several"),
     "rollout/filtered_tokens": Gauge("total", "tokens", "sampled in them"),
     "weight_sync/skipped": Gauge("total", "versions", "not pushed, for a newer one was there"),
     "publish/version": Gauge("run", "", "version announced last", is_progress=True),
@@ -157,6 +165,7 @@ GAUGES: Mapping[str, Gauge] = {
     "eval/length_mean": Gauge("eval", "tokens", "sampled tokens of a sample"),
     "eval/truncated_fraction": Gauge("eval", "0..1", "samples cut at the token limit"),
     "eval/task/*": Gauge("eval", "", "mean of what task and harness report of a sample, by name"),
+    "eval/*": Gauge("eval", "", "all of these of one evaluation, as eval/NAME/...; where there are several"),
     "eval/failed": Gauge("eval", "samples", "without a reward"),
     "eval/seconds": Gauge("eval", "s", "from loading the weights to the last reward"),
     "eval/skipped": Gauge("total", "evaluations", "due while another ran"),
@@ -165,13 +174,17 @@ GAUGES: Mapping[str, Gauge] = {
 }
 
 
+@lru_cache(maxsize=4096)
 def gauge_of(name: str) -> Gauge | None:
     """The declaration of a name; one that ends in * is of all that begin like it."""
     parts = (name[:end] for end in range(len(name), 0, -1))
     return GAUGES.get(name) or next((GAUGES[f"{part}*"] for part in parts if f"{part}*" in GAUGES), None)
 
 
-TOTALS = frozenset(name for name, gauge in GAUGES.items() if gauge.kind == "total")
+def is_total(name: str) -> bool:
+    """Counted over the whole run."""
+    gauge = gauge_of(name)
+    return gauge is not None and gauge.kind == "total"
 
 
 class Totals:
@@ -205,11 +218,10 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     """Rewards, ages and lengths of a batch's rollouts, from the batch itself. A rollout is all its branches
     together; without any token in the loss no staleness is claimed.
     """
-    rollouts: list[Rollout] = [
-        tuple(branches)
-        for group in batch.groups
-        for _, branches in groupby(group.trajectories, lambda branch: branch.sample_index)
-    ]
+    groups, by_name = [_rollouts(group) for group in batch.groups], dict[str, list[Sequence[Rollout]]]()
+    rollouts = [rollout for group in groups for rollout in group]
+    for group, of_group in zip(batch.groups, groups, strict=True):
+        by_name.setdefault(group.prompt.task, []).append(of_group)
     rewards = [rollout[0].reward for rollout in rollouts]
     kept = [[_kept(branch, batch) for branch in rollout] for rollout in rollouts]
     oldest = [[version for _, version in branches if version is not None] for branches in kept]
@@ -233,7 +245,27 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "sample/branches_mean": [len(rollout) for rollout in rollouts],
     }
     metrics |= {name: fmean(numbers) for name, numbers in counts.items() if max(numbers) > 1}
+    for name, found in by_name.items() if any(by_name) else ():
+        metrics |= _metrics_of_one(name, found)
     return metrics | _task_metrics(rollouts)
+
+
+def _rollouts(group: Group) -> list[Rollout]:
+    of_one = groupby(group.trajectories, lambda branch: branch.sample_index)
+    return [tuple(branches) for _, branches in of_one]
+
+
+def _metrics_of_one(name: str, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+    """Of one of several tasks."""
+    rollouts = [rollout for group in groups for rollout in group]
+    rewards = [rollout[0].reward for rollout in rollouts]
+    return {
+        f"reward/mean/{name}": fmean(rewards),
+        f"reward/std/{name}": pstdev(rewards),
+        f"sample/groups/{name}": len(groups),
+        f"sample/length_mean/{name}": fmean(sum(branch.num_sampled for branch in r) for r in rollouts),
+        f"sample/truncated_fraction/{name}": fmean(any(b.is_truncated for b in r) for r in rollouts),
+    }
 
 
 def _task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic_core import from_json
 
 from asyncrl.files import LOST, cut_at, lines_from_end
+from asyncrl.observe.metrics import is_total
 from asyncrl.observe.run_numbers import Steps
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ LOST_KEY = "lost"
 """Key of a metrics line that is of no step: [first, last] of steps whose lines are missing, with `why`."""
 NOT_FINITE = "not_finite"
 """Key of a metrics line that lists the metrics left out of it because they were NaN or infinite."""
-_WORDS = (NOT_FINITE, "last_failure")
+_WORDS = (NOT_FINITE, "last_failure", "name")
 """Values of a line that are no metrics."""
 MAX_PROBLEMS = 100
 
@@ -97,9 +98,9 @@ class Recorder:
             tracker.step(int(metrics["step"]), scalars)
 
     def record_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Append one evaluation; `policy_version` must be in it."""
+        """Append one evaluation; `policy_version` must be in it, and `name` where there are several."""
         self._append(EVAL_FILE, _finite(line))
-        scalars = {name: value for name, value in line.items() if name.startswith(EVAL_PREFIX)}
+        scalars = evaluation_metrics(line)
         for tracker in self.trackers:
             tracker.evaluation(line["policy_version"], scalars)
 
@@ -208,6 +209,17 @@ class Position:
                 return file.read(len(self.before)) == self.before
         except OSError:
             return False
+
+
+def evaluation_metrics(line: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of an evaluation, by their names in metrics.jsonl: eval/NAME/... where there are several;
+    totals are of all together.
+    """
+    found = {name: value for name, value in line.items() if name.startswith(EVAL_PREFIX)}
+    if not line.get("name"):
+        return found
+    own = f"{EVAL_PREFIX}{line['name']}/"
+    return {n if is_total(n) else own + n.removeprefix(EVAL_PREFIX): value for n, value in found.items()}
 
 
 def metrics_of(

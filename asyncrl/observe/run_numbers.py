@@ -251,11 +251,19 @@ def skipped_text(metrics: Mapping[str, float]) -> str:
     return f"{several(num, 'step')} skipped: not finite {batch}" if num else ""
 
 
-def evaluation_text(metrics: Mapping[str, float]) -> str:
-    """One evaluation on a line: `v40 reward 0.413 ± 0.031  12.3 tokens, 2.0% truncated  3.2 s`; then what
-    went wrong.
+def by_evaluation(lines: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Lines of eval.jsonl by the name of their evaluation, '' where there is one; in their order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        found.setdefault(str(line.get("name", "")), []).append(line)
+    return found
+
+
+def evaluation_text(metrics: Mapping[str, Any]) -> str:
+    """One evaluation (a line of eval.jsonl), with its name where there are several: `v40 reward 0.413 ± 0.031
+    12.3 tokens, 2.0% truncated  3.2 s`; then what went wrong.
     """
-    parts = [f"v{metrics['eval/version']:.0f}"]
+    parts = [f"{metrics.get('name', '')} v{metrics['eval/version']:.0f}".lstrip()]
     if "eval/reward_mean" in metrics:
         error = f" ± {metrics['eval/standard_error']:.3f}" if "eval/standard_error" in metrics else ""
         parts[0] += f" reward {metrics['eval/reward_mean']:.3f}{error}"

@@ -112,6 +112,8 @@ def shown(chosen: Chosen, decoder: Decoder) -> ShownRollout:
         "branches": _branches(rollout[:MAX_BRANCHES], chosen, decoder),
         "error": chosen.error and _cut_text(chosen.error),
     }
+    if prompt.task:
+        sample["task"] = prompt.task
     if prompt.answer is not None:
         sample["answer"] = _cut_text(str(prompt.answer))
     if len(rollout) > MAX_BRANCHES:

@@ -24,9 +24,23 @@ from rich.text import Text
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.observe.console import reward_text, staleness_text
-from asyncrl.observe.recorder import STATUS_FILE, boot_id, is_number, read_evaluations, read_steps
-from asyncrl.observe.run_numbers import Steps, boxed, evaluation_text, plain, sparkline, thinned
+from asyncrl.observe.console import reward_text, staleness_text, tasks_text
+from asyncrl.observe.recorder import (
+    STATUS_FILE,
+    boot_id,
+    is_number,
+    read_evaluations,
+    read_steps,
+)
+from asyncrl.observe.run_numbers import (
+    Steps,
+    boxed,
+    by_evaluation,
+    evaluation_text,
+    plain,
+    sparkline,
+    thinned,
+)
 from asyncrl.observe.verdict import Verdict, judge, summary_panel
 from asyncrl.observe.watchdog import Wait
 
@@ -183,10 +197,13 @@ def _table(files: RunFiles) -> RenderableType:
     ]
     if steps:
         ages = f"{staleness_text(steps.last, config.buffer.max_staleness)} (last step)"
-        rows += [("reward", reward_text(steps)), ("staleness", ages)]
+        of_tasks = tasks_text(steps.last)
+        rows += [("reward", reward_text(steps)), *([("by task", of_tasks)] if of_tasks else [])]
+        rows.append(("staleness", ages))
     if files.evaluations:
-        rewards = [line["eval/reward_mean"] for line in files.evaluations if "eval/reward_mean" in line]
-        rows.append(("eval", Text(f"{evaluation_text(files.evaluations[-1])}\n{sparkline(rewards)}")))
+        for lines in by_evaluation(files.evaluations).values():
+            rewards = [line["eval/reward_mean"] for line in lines if "eval/reward_mean" in line]
+            rows.append(("eval", Text(f"{evaluation_text(lines[-1])}\n{sparkline(rewards)}")))
     for name, value in files.status.items():
         if name not in _LEFT_OUT and value is not None:
             rows.append((name, Text(_waits(value) if name == "waits" else plain(value))))

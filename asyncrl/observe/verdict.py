@@ -4,8 +4,9 @@ and the plot of its reward. Imports no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from asyncrl.observe.run_numbers import (
     TimeShares,
     TrainerNumbers,
     boxed,
+    by_evaluation,
     duration,
     several,
     thinned,
@@ -163,8 +165,9 @@ def _losses(steps: Steps, config: RunConfig) -> Iterator[str]:
     if share >= FILTERED_SHARE:
         tokens = several(steps.newest("rollout/filtered_tokens"), "token")
         advice = " Prompts of another difficulty would teach more." if share >= HOPELESS_SHARE else ""
+        kind = next((one for one in config.filters.values() if one != "none"), "none")
         yield (
-            f"buffer.filter={config.buffer.filter} replaced {several(filtered, 'group')} ({share:.1%} of "
+            f"buffer.filter={kind} replaced {several(filtered, 'group')} ({share:.1%} of "
             f"those that finished; {tokens}) because all their rewards were the same.{advice}"
         )
     if given_up := steps.newest("rollout/given_up"):
@@ -200,11 +203,11 @@ def summary_panel(verdict: Verdict, *, title: str) -> RenderableType:
 
 PLOT_FILE = "reward.png"
 MAX_POINTS = 2000
-_RAW, _SMOOTH, _EVAL = "#9ecae1", "#08519c", "#d94801"
+_RAW, _SMOOTH, _EVAL = "#9ecae1", "#08519c", ("#d94801", "#238b45", "#6a51a3", "#ae017e")
 
 
 def write_reward_plot(
-    run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[Mapping[str, Any]] = ()
+    run_dir: Path, steps: Steps, *, title: str, evaluations: Sequence[dict[str, Any]] = ()
 ) -> Path:
     """Write RUN_DIR/reward.png over steps and over wall time: reward/mean, its running mean, and evaluations
     with their standard error, each where its version was published. Of very long runs a point is the mean of
@@ -221,19 +224,26 @@ def write_reward_plot(
         (rewards, _RAW, "each step"),
         (running_mean(rewards, window=window), _SMOOTH, f"mean of the last {window} steps"),
     )
-    done = [line for line in evaluations if "eval/reward_mean" in line]
-    means = [line["eval/reward_mean"] for line in done]
-    errors = [line.get("eval/standard_error", 0.0) for line in done]
-    versions = [line["policy_version"] for line in done]
-    times_s = [line["time_s"] - line["eval/seconds"] for line in done]
+    done = by_evaluation([line for line in evaluations if "eval/reward_mean" in line])
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels, names = figure.subplots(1, 2, sharey=True), ("optimizer step", "wall time in s")
-    for panel, name, places, across in zip(panels, names, axes, (versions, times_s), strict=True):
+    for panel, name, places, is_version in zip(panels, names, axes, (True, False), strict=True):
         for values, color, label in lines:
             panel.plot(thinned(places, MAX_POINTS), thinned(values, MAX_POINTS), color=color, label=label)
-        if done:
-            panel.errorbar(across, means, errors, fmt="o", capsize=2, color=_EVAL, label="eval/reward_mean")
+        for (eval_name, found), color in zip(done.items(), itertools.cycle(_EVAL), strict=False):
+            panel.errorbar(
+                [
+                    one["policy_version"] if is_version else one["time_s"] - one["eval/seconds"]
+                    for one in found
+                ],
+                [one["eval/reward_mean"] for one in found],
+                [one.get("eval/standard_error", 0.0) for one in found],
+                fmt="o",
+                capsize=2,
+                color=color,
+                label=f"eval/{eval_name and f'{eval_name}/'}reward_mean",
+            )
         panel.set_xlabel(name)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)

@@ -262,7 +262,7 @@ def refuse_too_many_connections(config: RunConfig) -> None:
     """
     is_agent = config.generator.is_harness
     crowd = config.gateway.max_connections if is_agent else 0
-    evaluating = 0 if config.eval is None else config.eval.slots
+    evaluating = config.eval_slots
     key, each, rollouts = "rollout.slots", config.rollout.max_engines, config.rollout.slots
     if is_agent and config.generator.concurrency != "auto":
         key, each, rollouts = "generator.concurrency", 1, config.generator.concurrency

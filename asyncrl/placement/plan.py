@@ -191,7 +191,7 @@ def lay_out(
     parked = {name for name, *_ in engines[config.rollout.engine_range.first :]}
     if config.eval is not None and placement.evaluation is not None:
         beside = (placement.evaluation,)
-        engines.append((EVAL_ENGINE, placement.beside_node, beside, config.eval.slots, "apart"))
+        engines.append((EVAL_ENGINE, placement.beside_node, beside, config.eval_slots, "apart"))
     for name, node, devices, slots, mode in engines:
         for one in _engine(config, shape, mode, name, devices, slots):
             where = one.device if one.device == NO_DEVICE else label(NodeDevice(node, one.device))

@@ -36,7 +36,7 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class EvalResult:
     """All scored samples of one evaluation at `version`; `num_failed` others have no reward, the last for
-    `last_failure`.
+    `last_failure`. `name`: of the evaluation, '' of the only one.
 
     `seconds` from the time the version was published until all was scored. `num_skipped` and `num_abandoned`:
     evaluations so far that were due and did not begin, or did not end. `num_abandoned_calls`: of the eval
@@ -51,6 +51,7 @@ class EvalResult:
     num_skipped: int = 0
     num_abandoned: int = 0
     num_abandoned_calls: int = 0
+    name: str = ""
 
     def metrics(self) -> dict[str, float]:
         """By metric name. What needs a sample, or two prompts, is left out where there are none.
@@ -173,6 +174,16 @@ class Schedule:
         return is_due
 
 
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One of the evaluations of a run; `name` '' is the only one."""
+
+    name: str
+    evaluator: Evaluator
+    schedule: Schedule
+    timeout_s: float
+
+
 @dataclass(slots=True)
 class EvaluationStats:
     """Totals: `skipped` were due while another ran, `abandoned` began and did not end. `version`: the one at
@@ -190,10 +201,11 @@ class Evaluation:
     """Evaluates published versions on one eval engine, beside training.
 
     Life: idle -> a version that is due is published: its weights are kept -> loading (prepare, commit) ->
-        sampling -> idle. Off for good once the eval engine is gone: the run goes on without.
-    Waits: run sleeps until a version is due, then at most timeout_s from loading to the last reward; the
-        run's end sleeps in wait_last. published_nowait and give_up return at once: neither weight sync nor
-        trainer ever waits here.
+        sampling, for what is due at it, one after the other -> idle. Off for good once the eval engine is
+        gone: the run goes on without.
+    Waits: run sleeps until a version is due, then at most timeout_s of each from loading to the last reward;
+        the run's end sleeps in wait_last. published_nowait and give_up return at once: neither weight sync
+        nor trainer ever waits here.
     Invariant: all tokens of one evaluation are of one version: weights are swapped in run alone, between two
         evaluations. A version that is due while one runs is skipped and counted, the last one aside, which
         waits.
@@ -206,25 +218,24 @@ class Evaluation:
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        held_out: Sequence[HeldOut],
         target: EngineClient,
-        schedule: Schedule,
         folder: Path,
         *,
-        timeout_s: float,
         on_result: Callable[[EvalResult], None],
         on_trouble: Callable[[str], None],
         locate: Callable[[str, ExportResponse], Awaitable[ExportResponse]] | None = None,
     ) -> None:
-        """`locate`: brings weights to the node of the eval engine, where that is another one."""
-        self._evaluator, self._target, self._schedule, self._folder = evaluator, target, schedule, folder
-        self._locate = locate
-        self.timeout_s = timeout_s
+        """`held_out`: in the order in which they follow each other. `locate`: brings weights to the node of
+        the eval engine, where that is another one.
+        """
+        self._held_out, self._target, self._folder, self._locate = held_out, target, folder, locate
         self._on_result, self._on_trouble = on_result, on_trouble
-        self._pending: ExportResponse | None = None
+        self._pending: tuple[ExportResponse, Sequence[HeldOut]] | None = None
+        """Weights that are kept, and what is due at them."""
         self._changed = asyncio.Event()
         self._limit: TimeLimit | None = None
-        self._stats = EvaluationStats("loading" if schedule.at_start else "idle")
+        self._stats = EvaluationStats("loading" if any(one.schedule.at_start for one in held_out) else "idle")
 
     def stats(self) -> EvaluationStats:
         return self._stats
@@ -240,18 +251,25 @@ class Evaluation:
         """The eval engine is gone."""
         return self._stats.state == "off"
 
+    @property
+    def is_over(self) -> bool:
+        """The last version was evaluated."""
+        return all(one.schedule.is_over for one in self._held_out)
+
     def wants(self, version: int) -> bool:
         """Whether published_nowait would keep this version, without any change of state."""
-        return not self.is_off and self._schedule.is_next(version)
+        return not self.is_off and any(one.schedule.is_next(version) for one in self._held_out)
 
     def published_nowait(self, manifest: ExportResponse) -> None:
         """Called while the exported file is the newest one: keep it if this version is due."""
         version, stats = manifest.version, self._stats
-        if self.is_off or not self._schedule.is_due_nowait(version):
+        due = [] if self.is_off else [one for one in self._held_out if one.schedule.is_due_nowait(version)]
+        if not due:
             return
-        if self._pending is not None or (stats.state != "idle" and version < self._schedule.last):
-            stats.skipped += 1
-            if version < self._schedule.last:  # else it takes the place of the one that waits
+        is_last = version >= due[0].schedule.last
+        if self._pending is not None or (stats.state != "idle" and not is_last):
+            stats.skipped += len(self._pending[1] if self._pending is not None and is_last else due)
+            if not is_last:  # else it takes the place of the one that waits
                 return
         path = self._folder / f"eval-{version}.safetensors"
         try:
@@ -260,27 +278,28 @@ class Evaluation:
             what = f"the weights of policy_version {version} cannot be kept for the eval engine: {error}"
             self.give_up(RoomError(self.name, what, way_out="stage weights where hard links can be made."))
             return
-        self._keep(manifest.model_copy(update={"path": str(path)}))
+        self._keep(manifest.model_copy(update={"path": str(path)}), due)
 
     async def run(self) -> None:
         """Evaluate version after version, until the last one or cancelled."""
         try:
-            if self._schedule.at_start:
-                await self._evaluate(0, None)
-            while not self._schedule.is_over:
+            if at_start := [one for one in self._held_out if one.schedule.at_start]:
+                await self._evaluate(0, None, at_start)
+            while not self.is_over:
                 with waiting("a published version that is due", on="publisher"):
                     while self._pending is None:
                         await self._changed.wait()
-                manifest, self._pending = self._pending, None
-                await self._evaluate(manifest.version, manifest)
-                self._schedule.is_over = manifest.version >= self._schedule.last
+                (manifest, due), self._pending = self._pending, None
+                await self._evaluate(manifest.version, manifest, due)
+                for one in due:
+                    one.schedule.is_over = manifest.version >= one.schedule.last
         finally:
             self._keep(None)
 
     async def wait_last(self) -> None:
         """Return once the last version is evaluated, or its evaluation was given up."""
         with waiting("the evaluation of the last version", on="evaluation"):
-            while not self._schedule.is_over and not self.is_off:
+            while not self.is_over and not self.is_off:
                 await self._changed.wait()
 
     def give_up(self, error: RoomError) -> None:
@@ -302,27 +321,35 @@ class Evaluation:
         except RoomError as error:
             self.give_up(error)
 
-    async def _evaluate(self, version: int, manifest: ExportResponse | None) -> None:
-        """One evaluation and what it comes to; `manifest` is None where the engine has those weights from its
-        start.
-        """
-        if self.is_off:
-            return
+    async def _evaluate(self, version: int, manifest: ExportResponse | None, due: Sequence[HeldOut]) -> None:
+        """What is due at these weights; `manifest` is None where the engine has them from its start."""
+        stats, is_loaded = self._stats, manifest is None
+        for number, one in enumerate(due):
+            if self.is_off:
+                return
+            stats.state, stats.version = "sampling" if is_loaded else "loading", version
+            is_loaded = await self._evaluate_one(one, version, None if is_loaded else manifest)
+            if not is_loaded:  # and the file is gone
+                stats.abandoned += len(due) - number - 1
+                break
+        if not self.is_off:
+            stats.state = "idle"
+
+    async def _evaluate_one(self, one: HeldOut, version: int, manifest: ExportResponse | None) -> bool:
+        """Whether the engine has the weights at its end."""
         clock, stats = asyncio.get_running_loop().time, self._stats
-        started_s = clock()
-        stats.state, stats.version = "loading", version
-        self._limit = limit = TimeLimit(self.timeout_s)
+        started_s, is_loaded = clock(), manifest is None
+        self._limit = limit = TimeLimit(one.timeout_s)
         result: EvalResult | None = None
-        why = f"did not end within eval.timeout_s={self.timeout_s}; raise it, or lower eval.num_prompts"
+        why = f"did not end within eval.timeout_s={one.timeout_s}; raise it, or lower eval.num_prompts"
         try:
             async with limit:
                 if manifest is not None:
                     await self._load(manifest)
-                stats.state = "sampling"
-                with waiting(
-                    f"the samples of policy_version {version}", on="engine-eval, the reward function"
-                ):
-                    result = await self._evaluator.evaluate(version)
+                stats.state, is_loaded = "sampling", True
+                samples = f"the samples of policy_version {version}"
+                with waiting(samples, on="engine-eval, the reward function"):
+                    result = await one.evaluator.evaluate(version)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -335,14 +362,14 @@ class Evaluation:
             self._limit = None
         if result is not None:
             stats.finished += 1
-            seconds, skipped, abandoned = clock() - started_s, stats.skipped, stats.abandoned
-            self._on_result(replace(result, seconds=seconds, num_skipped=skipped, num_abandoned=abandoned))
+            result = replace(result, name=one.name, seconds=clock() - started_s)
+            self._on_result(replace(result, num_skipped=stats.skipped, num_abandoned=stats.abandoned))
         else:
             stats.abandoned += 1
-        if not self.is_off:
-            stats.state = "idle"
-            if result is None:
-                self._on_trouble(f"the evaluation of policy_version {version} is given up: {why}")
+            if not self.is_off:
+                what = f"the evaluation{one.name and f' {one.name}'} of policy_version {version}"
+                self._on_trouble(f"{what} is given up: {why}")
+        return is_loaded
 
     async def _load(self, manifest: ExportResponse) -> None:
         """Both phases of a push, to an engine on which nothing runs."""
@@ -360,11 +387,11 @@ class Evaluation:
             what = f"{self._target.name} has (policy_version, digest) {found}; the trainer sent {sent}"
             raise PublishError(self.name, what, way_out=f"read {self._target.name}'s log.")
 
-    def _keep(self, manifest: ExportResponse | None) -> None:
+    def _keep(self, manifest: ExportResponse | None, due: Sequence[HeldOut] = ()) -> None:
         """In place of what was kept before."""
         if self._pending is not None:
-            _unlink(self._pending)
-        self._pending = manifest
+            _unlink(self._pending[0])
+        self._pending = None if manifest is None else (manifest, due)
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -29,7 +29,7 @@ from asyncrl.messages.records import (
 from asyncrl.messages.work import RolloutSession, SessionHost, WorkQueue
 from asyncrl.rollouts.rollout import Generator, RolloutAttempt, derive_seed
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.tasks.scorer import TaskScorer
+from asyncrl.tasks.scorer import Scorers, TaskScorer
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class SingleTurn:
 
     engine: EnginePool
     prompts: EncodedPrompts
-    scorer: TaskScorer
+    scorer: TaskScorer | Scorers
     run_seed: int
     max_tokens: int
     max_prompt_tokens: int
@@ -155,7 +155,7 @@ class HarnessGenerator:
         self,
         host: SessionHost,
         queue: WorkQueue,
-        scorer: TaskScorer,
+        scorer: TaskScorer | Scorers,
         *,
         on_overflow: OnOverflow = "truncate",
     ) -> None:
@@ -178,7 +178,7 @@ class HarnessGenerator:
             outcome, is_cut = await self._outcome(session, work, attempt)
             session.end_nowait("its harness has finished")  # before the reward: what it left would sample on
             attempt.stopped_sampling()
-            reward = 0.0 if is_cut and not self._scorer.has_score else own_reward(outcome)
+            reward = 0.0 if is_cut and not self._scorer.scores(prompt) else own_reward(outcome)
             if reward is None:
                 reward = await self._scorer.score(prompt, session.last_text())
             return session.rollout(index, outcome, reward)

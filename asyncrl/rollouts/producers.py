@@ -10,12 +10,21 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
+from statistics import fmean
 from typing import Any, Literal
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.errors import EngineError, RolloutFailure, TaskError, WouldWait
 from asyncrl.journal.journal import Journal
-from asyncrl.messages.records import Group, GroupId, Prompt, Rollout, Ticket, UnfinishedGroup
+from asyncrl.messages.records import (
+    Group,
+    GroupId,
+    Prompt,
+    Rollout,
+    Ticket,
+    UnfinishedGroup,
+    by_task,
+)
 from asyncrl.rollouts.rollout import FailedRollout, RolloutRunner, Seen, Slots
 from asyncrl.tasks.feed import Feed
 
@@ -143,18 +152,19 @@ class Producers:
         # of those before: each comes again with the first ticket of a later version
         self._returning: list[tuple[int, Prompt]] = []
         self._known_to_fail: set[str] = set()  # ids of prompts that came again: failed while others did not
-        self._counts = Counter[str]()
+        self._counts, self._failed = Counter[str](), Counter[str]()
         self.last_failure = ""
 
     def gauges(self) -> dict[str, float]:
         """Its numbers, by the names of observe/metrics.py. dropped: groups that the buffer took back.
         given_up: prompts whose groups failed or were taken back once too often, or that can never be sampled.
         """
-        counted = ("finished", "failed", "dropped", "failed_groups", "given_up")
+        counted = ("finished", "dropped", "failed_groups", "given_up")
         return {
             "rollout/inflight": len(self._runner.started_s),
             "rollout/retried": self._runner.num_retried,
             **{f"rollout/{name}": self._counts[name] for name in counted},
+            **by_task("rollout/failed", self._failed),
         }
 
     @property
@@ -196,7 +206,7 @@ class Producers:
                 if start_version < ticket.start_version:
                     self._source.hand_back_nowait(prompt)
             self._returning = [entry for entry in self._returning if entry[0] >= ticket.start_version]
-            prompt = self._source.next_nowait()
+            prompt = self._source.next_nowait(ticket.start_version)
             self._journal.admitted_nowait(ticket, prompt)  # no token is sampled before
             self._start(UnfinishedGroup(ticket, prompt))
             await asyncio.sleep(0)  # a version that is served may admit thousands
@@ -282,7 +292,7 @@ class Producers:
         if self._groups.get(group_id) is not group:
             return  # handed back while the outcome was on its way
         if isinstance(outcome, FailedRollout):
-            self._counts["failed"] += 1
+            self._failed[group.prompt.task] += 1
             self.last_failure = str(outcome.failure)
             self._journal.rollout_failed_nowait(group_id, index, outcome.num_attempts, self.last_failure)
             self._on_failed(group_id, group.prompt, outcome)
@@ -317,6 +327,8 @@ class Producers:
             found = self._sink.finish_nowait(group)
             if found in ("ready", "filtered"):  # what was handed back is journaled by handed_back()
                 self._journal.group_ended_nowait(group_id, found, "")
+                rewards = {one.sample_index: one.reward for one in group.trajectories}.values()
+                self._source.observed_nowait(prompt.prompt_id, fmean(rewards), running.ticket.start_version)
             return
         self._counts["failed_groups"] += 1
         self._failed_in_a_row += prompt.prompt_id not in self._known_to_fail

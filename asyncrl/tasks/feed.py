@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
+from asyncrl.tasks.epochs import ByDifficulty, Epochs
 from asyncrl.tasks.task import Item, PromptTask, UserCodeFailed, as_messages, user_code
+
+_POSITION = ("num_drawn", "handed_back", "memory")
+"""Keys of a state that are not of its order."""
 
 
 class Feed:
     """Where producers take prompts from.
 
-    The first draws are the prompts of `first`, if there are any. Draw number k after them, of a task with n
-    prompts, is place k mod n of epoch k div n. Life of a prompt: drawn, then consumed (without a call of the
-    feed) or handed back, and drawn again before any new one, in the old order, with the num_handed_back that
-    it came back with. Invariant: state() and the config say all there is; a feed that has loaded it goes on
-    with the same prompts.
+    The first draws are the prompts of `first`, if there are any; the draws after them go through epoch after
+    epoch. Life of a prompt: drawn, then consumed (without a call of the feed, but for observed_nowait) or
+    handed back, and drawn again before any new one, in the old order, with the num_handed_back that it came
+    back with. Invariant: state() and the config say all there is; a feed that has loaded it goes on with the
+    same prompts.
     """
 
     def __init__(
@@ -34,28 +34,42 @@ class Feed:
         system_prompt: str | None = None,
         first: Sequence[Prompt] = (),
         name: str | None = None,
+        label: str = "",
+        epochs: Epochs | None = None,
     ) -> None:
         """`first`: whole prompts, whose ids are none of the task's (epoch/index). `name`: what errors call
-        the task.
+        the task; `label`: what its prompt ids begin with, where there are several tasks. `epochs`: instead of
+        all prompts each epoch, shuffled by `seed`.
         """
-        self._name = name or repr(task)
+        self._begin(name or repr(task), first)
         if len(task) == 0:
             what = f"the task {self._name} has no prompts"
             raise ConfigError(what, way_out="give it data, or task.size >= 1.")
         self._task, self._seed, self._shuffle, self._system_prompt = task, seed, shuffle, system_prompt
-        self._num_prompts = len(task)
-        self._first = tuple(first)
+        self._label, self._prefix = label, f"{label}/" if label else ""
+        self._epochs = epochs or Epochs(len(task), seed=seed, shuffle=shuffle)
+
+    def _begin(self, name: str, first: Sequence[Prompt] = ()) -> None:
+        self._name, self._first = name, tuple(first)
         self._first_draws = {prompt.prompt_id: draw for draw, prompt in enumerate(self._first)}
         self.num_drawn = 0
         """Draws so far, repeated ones not counted."""
         self._handed_back: dict[int, int] = {}  # draw -> num_handed_back
-        self._epoch = lru_cache(maxsize=4)(self._make_epoch)
 
-    def next_nowait(self) -> Prompt:
-        """The next prompt. Raises TaskError if the task cannot make it."""
+    def next_nowait(self, version: int | None = None) -> Prompt:
+        """The next prompt, for a group that starts at policy_version `version`. Raises TaskError if the task
+        cannot make it.
+        """
         draw = min(self._handed_back, default=self.num_drawn)
-        self.num_drawn = max(self.num_drawn, draw + 1)
+        if draw == self.num_drawn:
+            self._reach(draw, version)
+            self.num_drawn += 1
         return self._make(draw, self._handed_back.pop(draw, 0))
+
+    def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
+        """The mean reward of a finished group of this prompt, which started at policy_version `version`."""
+        if prompt_id not in self._first_draws:
+            self._epochs.observe_nowait(self._index_of(prompt_id)[1], reward, version)
 
     def make_again(self, prompt_id: str, num_handed_back: int) -> Prompt:
         """A prompt that was drawn before. Raises TaskError if the task cannot make it."""
@@ -77,22 +91,27 @@ class Feed:
     def _draw_of(self, prompt_id: str) -> int:
         if (draw := self._first_draws.get(prompt_id)) is not None:
             return draw
-        epoch, index = (int(part) for part in prompt_id.split("/"))
-        return len(self._first) + epoch * self._num_prompts + int(self._epoch(epoch)[1][index])
+        return len(self._first) + self._epochs.draw_of(*self._index_of(prompt_id))
+
+    def _index_of(self, prompt_id: str) -> tuple[int, int]:
+        """(epoch, index). Raises ValueError for an id that is none of the task's."""
+        epoch, index = (int(part) for part in prompt_id.removeprefix(self._prefix).split("/"))
+        return epoch, index
 
     @property
     def order(self) -> dict[str, Any]:
         """All that determines the order of prompts, for JSON. A saved position is valid only with the same
         values.
         """
-        order = {"num_prompts": self._num_prompts, "seed": self._seed, "shuffle": self._shuffle}
-        return {**order, "num_first": len(self._first)}
+        order = {"num_prompts": len(self._task), "seed": self._seed, "shuffle": self._shuffle}
+        return order | {"num_first": len(self._first)} | self._epochs.order
 
     def check_order(self, saved: Mapping[str, Any]) -> None:
         """Raise TaskError if a saved order is another one."""
-        for key, value in self.order.items():
-            if saved.get(key) != value:
-                raise _another(f"the saved position has {key}={saved.get(key)}, this run has {value}")
+        now = self.order
+        for key in [*now, *(key for key in saved if key not in (*now, *_POSITION))]:
+            if (before := saved.get(key)) != now.get(key):
+                raise _another(f"the saved position has {key}={before}, this run has {now.get(key)}")
 
     def restore_nowait(self, num_drawn: int, handed_back: Mapping[str, int]) -> None:
         """Go on after `num_drawn` draws; `handed_back`: id -> num_handed_back. Every other drawn prompt is
@@ -108,6 +127,25 @@ class Feed:
             what = f"prompt {prompt_id} is not among the first {num_drawn} draws of {self._name}"
             raise _another(what) from error
 
+    def remember_nowait(
+        self,
+        memory: Mapping[str, Any],
+        epochs: Sequence[tuple[str, int, str]],
+        observed: Sequence[tuple[str, float, int]],
+    ) -> None:
+        """Before restore_nowait: what the tasks knew (memory()), each epoch that was told since, and each
+        group that was finished since (as observed_nowait has them). Raises TaskError if it cannot be of these
+        tasks.
+        """
+        try:
+            self.load_memory(memory)
+            for name, epoch, text in epochs:
+                self.load_epoch(name, epoch, text)
+            for group in observed:
+                self.observed_nowait(*group)
+        except (KeyError, ValueError, IndexError) as error:
+            raise _another(f"what was saved of the order of the prompts does not fit: {error}") from error
+
     def prompts_back(self) -> dict[str, int]:
         """Ids of the prompts that come again before any new one, in that order -> their num_handed_back."""
         return {self._prompt_id(draw): count for draw, count in sorted(self._handed_back.items())}
@@ -116,27 +154,42 @@ class Feed:
         """The cursor, fit for JSON. Prompts that are out (drawn, neither consumed nor handed back) are the
         caller's to remember.
         """
-        return {**self.order, "num_drawn": self.num_drawn, "handed_back": self.prompts_back()}
+        position = {"num_drawn": self.num_drawn, "handed_back": self.prompts_back()}
+        return self.order | position | {"memory": self.memory()}
+
+    def memory(self) -> dict[str, Any]:
+        """What the tasks know of their prompts (sampling=by_difficulty), by name, fit for JSON."""
+        found = self._epochs.memory()
+        return {self._label: found} if found else {}
+
+    def load_memory(self, memory: Mapping[str, Any]) -> None:
+        """Know that. Raises KeyError or ValueError if it cannot be of these tasks."""
+        for found in memory.values():
+            self._epochs.load_memory(found)
+
+    def load_epoch(self, name: str, epoch: int, text: str) -> None:
+        """An epoch that the task of this name has begun, as it was told. Raises ValueError."""
+        if isinstance(self._epochs, ByDifficulty):
+            self._epochs.load_epoch(epoch, text)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken. Raises TaskError if it belongs to another task, seed or order."""
         self.check_order(state)
+        self.load_memory(state.get("memory", {}))
         self.restore_nowait(state["num_drawn"], state["handed_back"])
+
+    def _reach(self, draw: int, version: int | None) -> None:
+        if draw >= len(self._first):
+            self._epochs.reach_nowait(draw - len(self._first), version)
 
     def _place(self, draw: int) -> tuple[int, int]:
         """(epoch, index) of a draw of the task."""
-        epoch, place = divmod(draw - len(self._first), self._num_prompts)
-        return epoch, int(self._epoch(epoch)[0][place])
+        return self._epochs.place(draw - len(self._first))
 
     def _prompt_id(self, draw: int) -> str:
-        return self._first[draw].prompt_id if draw < len(self._first) else "{}/{}".format(*self._place(draw))
-
-    def _make_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """(index at each place, place of each index), int64 [num_prompts] both."""
-        order = np.arange(self._num_prompts)
-        if self._shuffle:
-            order = np.random.default_rng([self._seed, epoch]).permutation(order)
-        return order, np.argsort(order)
+        if draw < len(self._first):
+            return self._first[draw].prompt_id
+        return self._prefix + "{}/{}".format(*self._place(draw))
 
     def _make_prompt(self, epoch: int, index: int) -> Prompt:
         place = f"prompt {index} of {self._name}"
@@ -153,7 +206,7 @@ class Feed:
                 what = f"{place} begins with a system message of its own, and a chat has one"
                 raise TaskError("tasks", what, way_out="remove task.system_prompt, or the message.")
             messages = ({"role": "system", "content": self._system_prompt}, *messages)
-        return Prompt(f"{epoch}/{index}", messages, item.answer, item.info)
+        return Prompt(f"{self._prefix}{epoch}/{index}", messages, item.answer, item.info)
 
 
 def _another(what: str) -> TaskError:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import EvalConfig, TaskConfig
+from asyncrl.config import EvalConfig, RunConfig, TaskConfig
+from asyncrl.config.run_config import key_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
+from asyncrl.tasks.epochs import ByDifficulty
 from asyncrl.tasks.feed import Feed
+from asyncrl.tasks.mixed_feed import MixedFeed
+from asyncrl.tasks.pinned_data import check_digest, whole_digest
 from asyncrl.tasks.sources import GymTask, VerifiersTask, math_reward, read_dataset, read_files
 from asyncrl.tasks.task import PromptTask, RowTask, Score, UserCodeFailed, no_reward, user_code
 from asyncrl.user_code import check_call, load_function, load_object
@@ -34,10 +39,12 @@ def build_task(config: TaskConfig, seed: int, *, load_taskset: LoadTaskset | Non
         return GymTask(config.reasoning_gym, size=config.size, seed=seed, settings=config.args)
     score = _reward_function(config)
     if config.dataset is not None:
-        rows, place = read_dataset(config.dataset, config.split, config.args)
+        rows, place, digests = read_dataset(config.dataset, config.split, config.args)
     else:
-        rows, place = read_files(config.files or [], config.args)
-    return RowTask(rows, place, score, prompt_column=config.prompt_column, answer_column=config.answer_column)
+        rows, place, digests = read_files(config.files or [], config.args)
+    check_digest(config, digests)
+    prompt, answer = config.prompt_column, config.answer_column
+    return RowTask(rows, place, score, prompt_column=prompt, answer_column=answer, digests=digests)
 
 
 def look_at_task(
@@ -60,7 +67,39 @@ def look_at_task(
     Feed(task, seed=seed, shuffle=config.shuffle, name=task_name(config))  # refuses an empty task
     gym = config.reasoning_gym and f"reasoning-gym {config.reasoning_gym}"
     source = config.python or gym or config.dataset or ", ".join(config.files or [])
-    return task, f"{source}, {len(task)} prompts"
+    digest = f", digest {whole_digest(task.digests)}" if isinstance(task, RowTask) else ""
+    return task, f"{source}, {len(task)} prompts{digest}"
+
+
+def make_feed(
+    config: RunConfig,
+    tasks: Mapping[str, PromptTask],
+    *,
+    first: Sequence[Prompt] = (),
+    in_order: bool = False,
+    on_epoch: Callable[[str, int, str], None] = lambda name, epoch, text: None,
+) -> Feed:
+    """The prompts in the order of the run, those of `first` before all others; `in_order`: not shuffled.
+    `on_epoch` is told of each epoch of a task that is sampled by difficulty, before its first prompt.
+    """
+    feeds = dict[str, Feed]()
+    for name, settings in config.tasks.items():
+        task, seed, shuffle = tasks[name], config.seed, settings.shuffle and not in_order
+        epochs: ByDifficulty | None = None
+        if settings.sampling == "by_difficulty":
+            tell, span = partial(on_epoch, name), settings.reward_range
+            epochs = ByDifficulty(len(task), seed=seed, shuffle=shuffle, reward_range=span, on_epoch=tell)
+        feeds[name] = Feed(
+            task,
+            seed=seed,
+            shuffle=shuffle,
+            system_prompt=settings.system_prompt,
+            first=first,
+            name=task_name(settings),
+            label=name,
+            epochs=epochs,
+        )
+    return MixedFeed(feeds, config.shares) if len(feeds) > 1 else feeds[""]
 
 
 def task_name(config: TaskConfig) -> str | None:
@@ -121,23 +160,25 @@ EvalTask = tuple[PromptTask, tuple[Prompt, ...]]
 """The task, and its first `num_prompts` prompts."""
 
 
-def read_eval_task(config: EvalConfig) -> EvalTask:
-    """Raises as build_task does, and ConfigError if the task has fewer prompts or cannot make one."""
-    with _named_eval():
-        return _taken(config, build_task(config.task, config.seed))
+def read_eval_task(config: EvalConfig, label: str = "") -> EvalTask:
+    """`label`: what its prompt ids begin with. Raises as build_task does, and ConfigError if the task has
+    fewer prompts or cannot make one.
+    """
+    with _named_eval(label):
+        return _taken(config, build_task(config.task, config.seed), label)
 
 
-def look_at_eval_task(config: EvalConfig) -> tuple[EvalTask | None, str]:
+def look_at_eval_task(config: EvalConfig, label: str = "") -> tuple[EvalTask | None, str]:
     """What it is before anything starts, and in words; as look_at_task."""
-    with _named_eval():
+    with _named_eval(label):
         task, words = look_at_task(config.task, config.seed)
-        return (None if task is None else _taken(config, task)), words
+        return (None if task is None else _taken(config, task, label)), words
 
 
-def _taken(config: EvalConfig, task: PromptTask) -> EvalTask:
+def _taken(config: EvalConfig, task: PromptTask, label: str) -> EvalTask:
     """The task with its first prompts, in file order."""
-    prompt, name = config.task.system_prompt, task_name(config.task)
-    feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name)
+    prompt, name, label = config.task.system_prompt, task_name(config.task), label or config.name or ""
+    feed = Feed(task, seed=config.seed, shuffle=False, system_prompt=prompt, name=name, label=label)
     if len(task) < config.num_prompts:
         what = f"num_prompts={config.num_prompts} is above the {len(task)} prompts of its task"
         raise ConfigError(what, way_out=f"set eval.num_prompts={len(task)}, or give a larger task.")
@@ -145,10 +186,11 @@ def _taken(config: EvalConfig, task: PromptTask) -> EvalTask:
 
 
 @contextlib.contextmanager
-def _named_eval() -> Iterator[None]:
+def _named_eval(label: str) -> Iterator[None]:
     """Errors of the section `task` say that they are those of `eval`."""
     try:
         yield
     except (ConfigError, TaskError) as error:  # all its prompts are made before anything starts
         what = error.fault if isinstance(error, TaskError) else error.what
-        raise ConfigError(f"in the section eval, {what}", rule=error.rule, way_out=error.way_out) from error
+        what = f"in the section {key_of('eval', label)}, {what}"
+        raise ConfigError(what, rule=error.rule, way_out=error.way_out) from error

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ class TaskScorer:
         kind = config.reward_pool
         if kind == "auto":
             kind = "process" if config.reward == "math" else "thread"
-        self._score, self.has_score = task.score, config.has_score
+        self._score, self._has_score = task.score, config.has_score
         self._timeout_s = config.reward_timeout_s
         name = f"the reward function {config.reward or config.python}"
         self._calls = UserCalls(name, error=partial(TaskError, "tasks"), warn=warn)
@@ -63,11 +63,15 @@ class TaskScorer:
         """Its numbers, by the names of observe/metrics.py."""
         return {"rollout/abandoned": self.num_abandoned}
 
+    def scores(self, prompt: Prompt) -> bool:
+        """Whether a text can be scored; if not, each reward of this task must come from the harness."""
+        return self._has_score
+
     async def score(self, prompt: Prompt, completion: str) -> float:
         """A finite reward. Raises RewardFailure (data), or TaskError if nothing can be scored any more (ends
         the run).
         """
-        if not self.has_score:
+        if not self._has_score:
             raise no_reward(prompt)
         try:
             self._calls.check()
@@ -92,6 +96,40 @@ class TaskScorer:
     async def _awaited(self, answer: Awaitable[Any]) -> float:
         async with _within(self._timeout_s):
             return await self._calls.run(call_async(answer))
+
+
+class Scorers:
+    """The scorers of the tasks of a run, by name: each prompt by that of its task."""
+
+    def __init__(
+        self,
+        tasks: Mapping[str, PromptTask],
+        settings: Mapping[str, TaskConfig],
+        *,
+        seed: int,
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
+        made = (
+            (name, TaskScorer(task, settings[name], seed=seed, warn=warn)) for name, task in tasks.items()
+        )
+        self._scorers = dict(made)
+
+    def gauges(self) -> dict[str, float]:
+        """Their numbers, by the names of observe/metrics.py."""
+        return {"rollout/abandoned": sum(scorer.num_abandoned for scorer in self._scorers.values())}
+
+    def scores(self, prompt: Prompt) -> bool:
+        """As TaskScorer.scores."""
+        return self._scorers[prompt.task].scores(prompt)
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        """As TaskScorer.score."""
+        return await self._scorers[prompt.task].score(prompt, completion)
+
+    async def aclose(self) -> None:
+        """End all processes; idempotent."""
+        for scorer in self._scorers.values():
+            await scorer.aclose()
 
 
 def _within(timeout_s: float) -> TimeLimit:

@@ -19,10 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 from asyncrl.errors import ConfigError, install_extra
 from asyncrl.messages.records import Prompt
 from asyncrl.messages.work import VERIFIERS_KEY
+from asyncrl.tasks.pinned_data import digest_of_file, digest_of_rows
 from asyncrl.tasks.task import Item, UserCodeFailed, no_reward, user_code
 
-Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str]]
-"""Rows, and the name of the row at an index in errors."""
+Rows = tuple[Sequence[Mapping[str, Any]], Callable[[int], str], Mapping[str, str]]
+"""Rows, the name of the row at an index in errors, and digests of the data by file."""
 ROW = TypeAdapter(dict[str, Any])
 
 
@@ -34,17 +35,19 @@ def read_files(paths: Sequence[str], settings: Mapping[str, Any]) -> Rows:
         raise ConfigError(f"task.args={settings}, and files have no settings", way_out="remove task.args.")
     rows: list[Mapping[str, Any]] = []
     places: list[str] = []
+    digests: dict[str, str] = {}
     for path in map(Path, paths):
         reader = READERS.get(path.suffix)
         if reader is None or not path.is_file():
             what = f"task.files: {path} is not a file with rows ({', '.join(READERS)}) in {Path.cwd()}"
             raise ConfigError(what, way_out="correct the path, or convert it to parquet.")
+        digests[str(path)] = digest_of_file(path)
         found = reader(path)
         if not found:
             raise ConfigError(f"task.files: {path} holds no rows", way_out="fill it, or leave it out.")
         rows += found.values()
         places += found
-    return rows, places.__getitem__
+    return rows, places.__getitem__, digests
 
 
 def _read_jsonl(path: Path) -> dict[str, Mapping[str, Any]]:
@@ -103,7 +106,8 @@ def read_dataset(name: str, split: str, settings: Mapping[str, Any]) -> Rows:
         raise ConfigError(what, way_out=way_out) from error
     if len(found) == 0:
         raise ConfigError(f"{shown} holds no rows", way_out="set task.split to one that has some.")
-    return found, lambda index: f"{shown}, row {index}"
+    digests = {f"{name}, split {split}": digest_of_rows(found)}
+    return found, lambda index: f"{shown}, row {index}", digests
 
 
 class GymTask:

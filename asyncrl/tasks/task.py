@@ -90,7 +90,7 @@ def as_messages(content: Any, where: str) -> tuple[Mapping[str, str], ...]:
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTask:
     """A task out of rows: one column is the prompt, one may be the answer, the others are `info`; `score` is
-    a function. `place` is what errors call the row at an index.
+    a function. `place` is what errors call the row at an index; `digests` are of its data, by file.
 
     Every row is looked at when the task is built, so that a bad one ends the run before it has started.
     """
@@ -100,6 +100,7 @@ class RowTask:
     score: Score
     prompt_column: str
     answer_column: str | None
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for index, row in enumerate(self.rows):

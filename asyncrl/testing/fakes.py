@@ -103,7 +103,10 @@ class FakeSource:
         self.front: deque[Prompt] = deque()
         self._numbers = count()
 
-    def next_nowait(self) -> Prompt:
+    def observed_nowait(self, prompt_id: str, reward: float, version: int) -> None:
+        """It draws without a look at rewards."""
+
+    def next_nowait(self, version: int | None = None) -> Prompt:
         """The front, or a new one."""
         if self.front:
             return self.front.popleft()

@@ -22,7 +22,7 @@ from asyncrl.config import RunConfig
 from asyncrl.config.model_task import TaskConfig
 from asyncrl.job.resume import FREE_KEYS
 from asyncrl.observe.recorder import METRICS_FILE, metrics_of, read_evaluations
-from asyncrl.observe.run_numbers import Steps
+from asyncrl.observe.run_numbers import Steps, by_evaluation
 from asyncrl.observe.verdict import PLOT_FILE, write_reward_plot
 from asyncrl.trainer.model_folder import hub_source
 
@@ -104,7 +104,7 @@ def write_card(weights: WeightsOut, folder: Path, *, repo: str | None = None) ->
 def _card(
     weights: WeightsOut,
     facts: Iterator[tuple[str, str]],
-    evaluations: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[dict[str, Any]],
     *,
     has_curve: bool,
     repo: str | None,
@@ -126,27 +126,29 @@ def _card(
         yield f"## Reward\n\n![Mean reward of the batches]({PLOT_FILE})\n"
     if evaluations:
         yield "## Evaluations\n"
-        rows = ((f"{line['policy_version']:.0f}", _reward(line)) for line in evaluations[-MOST_EVALUATIONS:])
+        newest = evaluations[-MOST_EVALUATIONS:]
+        rows = ((f"{line['policy_version']:.0f} {line.get('name', '')}", _reward(line)) for line in newest)
         yield from _table(("policy_version", "reward"), rows)
     yield "## Settings that differ from the defaults\n"
     yield from _table(("setting", "value"), _settings(config))
 
 
 def _front_matter(weights: WeightsOut) -> dict[str, Any]:
-    origin, task = weights.origin, weights.config.task
+    origin, tasks = weights.origin, weights.config.tasks.values()
+    datasets = [task.dataset for task in tasks if HUB_ID.fullmatch(task.dataset or "")]
     tags = ["asyncrl", "reinforcement-learning", *(["lora"] if weights.config.trainer.lora else [])]
     relation = "adapter" if weights.is_adapter else "finetune"
     return {
         **({"base_model": origin.name, "base_model_relation": relation} if origin.is_hub_id else {}),
         "library_name": "peft" if weights.is_adapter else "transformers",
         "pipeline_tag": "text-generation",
-        **({"datasets": [task.dataset]} if HUB_ID.fullmatch(task.dataset or "") else {}),
+        **({"datasets": datasets} if datasets else {}),
         "tags": tags,
     }
 
 
 def _facts(
-    weights: WeightsOut, steps: Steps, evaluations: Sequence[Mapping[str, Any]], oldest: float
+    weights: WeightsOut, steps: Steps, evaluations: Sequence[dict[str, Any]], oldest: float
 ) -> Iterator[tuple[str, str]]:
     config, lora = weights.config, weights.config.trainer.lora
     commit = f", commit {weights.origin.commit}" if weights.origin.commit else ""
@@ -154,7 +156,9 @@ def _facts(
     trained = "all weights" if lora is None else f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}"
     trained += "" if lora is None or weights.is_adapter else ", merged"
     yield "weights", f"{trained}, {weights.dtype}"
-    yield "task", escaped(task_words(config.task))
+    for name, task in config.tasks.items():
+        share = f", share {config.shares[name]} of {sum(config.shares.values())}" if name else ""
+        yield f"task {name}".strip(), escaped(task_words(task) + share)
     yield "algorithm", escaped(f"loss {config.algorithm.loss}, advantage {config.algorithm.advantage}")
     num_tokens = steps.total("tokens/trained")
     yield "steps", f"{weights.version} of {config.trainer.num_steps}, {num_tokens:,.0f} tokens trained"
@@ -163,8 +167,9 @@ def _facts(
         first, last = (sum(part) / len(part) for part in (rewards[:tenth], rewards[-tenth:]))
         yield "reward", f"{first:.3f} in the first tenth of these steps, {last:.3f} in the last"
     if evaluations:
-        line = evaluations[-1]
-        yield "evaluation", f"{_reward(line)} at policy_version {line['policy_version']:.0f}"
+        for name, lines in by_evaluation(evaluations).items():
+            where = f"at policy_version {lines[-1]['policy_version']:.0f}"
+            yield f"evaluation {name}".strip(), f"{_reward(lines[-1])} {where}"
     bound, ages = config.buffer.max_staleness, steps.values("sample/staleness_mean")
     seen = f"; observed: {sum(ages) / len(ages):.2f} on average, {oldest:.0f} at most" if ages else ""
     yield "staleness", f"at most {bound} versions allowed{seen}"
@@ -193,11 +198,14 @@ def _settings(config: RunConfig) -> Iterator[tuple[str, str]]:
     given = config.model_dump(mode="json", exclude_defaults=True)
     for section in SHOWN_SECTIONS:
         values = given.get(section)
-        for key, value in values.items() if isinstance(values, dict) else ():
-            if key not in HIDDEN and key not in FREE_KEYS.get(section, "").split():
-                yield from _setting(f"{section}.{key}", value)
-        if values is not None and not isinstance(values, dict):
-            yield from _setting(section, values)
+        several = values if isinstance(values, list) else [values]
+        for number, one in enumerate(several):
+            place = section if one is values else f"{section}.{number}"
+            for key, value in one.items() if isinstance(one, dict) else ():
+                if key not in HIDDEN and key not in FREE_KEYS.get(section, "").split():
+                    yield from _setting(f"{place}.{key}", value)
+            if one is not None and not isinstance(one, dict):
+                yield from _setting(place, one)
 
 
 def _setting(key: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -202,8 +202,8 @@ class ServerMaker:
         allow: at their end a rollout or the engine would be blamed.
         """
         config = self.config
-        eval_s = None if config.eval is None else config.eval.timeout_s
-        limits = (config.rollout.timeout_s, config.weight_sync.timeout_s, eval_s)
+        evals_s = [one.timeout_s for one in config.evals.values()]
+        limits = (config.rollout.timeout_s, config.weight_sync.timeout_s, *evals_s)
         short_s = min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
         caller, start_s = Caller(child.name, "", key, short_s=short_s), self.start_s(self.model_path)
         return Server(child, caller, EngineHealth, start_s=start_s)

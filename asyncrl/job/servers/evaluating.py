@@ -1,0 +1,102 @@
+"""The evaluations of a run, which share one engine: how each samples, and what becomes of its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from asyncrl.config import EvalConfig
+from asyncrl.engines.pool import EnginePool
+from asyncrl.errors import RoomError
+from asyncrl.job.harnessing import make_generator
+from asyncrl.job.life import Life
+from asyncrl.observe.recorder import read_evaluations
+from asyncrl.observe.run_numbers import by_evaluation
+from asyncrl.rollouts.evaluation import EvalResult, Evaluation, Evaluator, HeldOut, Schedule
+from asyncrl.rollouts.generators import HarnessGenerator
+from asyncrl.rollouts.rollout import Generator, derive_seed
+from asyncrl.tasks.from_config import EvalTask
+from asyncrl.tasks.scorer import TaskScorer
+
+if TYPE_CHECKING:
+    from asyncrl.job.build import Parts
+
+
+def make_evaluation(
+    parts: Parts, job: Life, held_out: Mapping[str, EvalTask], on_result: Callable[[EvalResult], None]
+) -> Evaluation:
+    """Single completions, or rollouts of the run's own agent. A resumed run does not repeat evaluations;
+    checkpoints get the results of the evaluation that decides which is the best, too.
+    """
+    config, scorers, made = job.config, list[TaskScorer](), list[HeldOut]()
+    engine = EnginePool([parts.eval_target], slots=config.eval_slots)
+    before = by_evaluation(read_evaluations(job.run_dir, []))
+    for line in before.get(config.best_eval or "", []):
+        parts.checkpoints.evaluated(line["policy_version"], line.get("eval/reward_mean", -math.inf))
+    for name, settings in config.evals.items():
+        (task, prompts), broken = held_out[name], list[RoomError]()
+        scorers.append(TaskScorer(task, settings.task, seed=settings.seed, warn=job.warn))
+        job.closes("eval rewards", scorers[-1].aclose)
+        versions = (line["policy_version"] for line in before.get(name, []))
+        evaluator = Evaluator(
+            _generator(parts, job, settings, engine, scorers[-1], broken),
+            prompts,
+            samples=settings.samples,
+            slots=settings.slots,
+            timeout_s=config.rollout.timeout_s,
+            broken=broken,
+        )
+        schedule = Schedule(
+            every=settings.every,
+            last=config.trainer.num_steps,
+            at_start=settings.at_start,
+            evaluated=max(versions, default=None),
+        )
+        made.append(HeldOut(name, evaluator, schedule, settings.timeout_s))
+
+    def evaluated(result: EvalResult) -> None:
+        if result.name == config.best_eval:
+            reward = result.metrics().get("eval/reward_mean", -math.inf)
+            parts.checkpoints.evaluated(result.version, reward)
+        num_abandoned = sum(scorer.num_abandoned for scorer in scorers)
+        on_result(replace(result, num_abandoned_calls=num_abandoned))
+
+    return Evaluation(
+        made,
+        parts.eval_target,
+        parts.staging_dir,
+        on_result=evaluated,
+        on_trouble=job.warn,
+        locate=None if parts.relaying is None else parts.relaying.spread.locate,
+    )
+
+
+def _generator(
+    parts: Parts,
+    job: Life,
+    settings: EvalConfig,
+    engine: EnginePool,
+    scorer: TaskScorer,
+    broken: list[RoomError],
+) -> Generator:
+    config, seed = job.config, settings.seed
+    if parts.harnessing is None or not config.evaluates_agent:
+        rollout = config.rollout.model_copy(update={"temperature": settings.temperature})
+        sampling = config.model_copy(update={"seed": seed, "rollout": rollout})
+        return make_generator(sampling, engine, parts.tokenizer, scorer, None)
+    # the run's own harness, in its own workers, with calls that go to the eval engine
+    host = parts.harnessing.gateway.add_route(
+        engine,
+        temperature=settings.temperature,
+        seed_of=partial(_seed_of, seed),
+        on_broken=broken.append,
+    )
+    overflow = config.generator.on_overflow
+    return HarnessGenerator(host, parts.harnessing.queue, scorer, on_overflow=overflow)
+
+
+def _seed_of(seed: int, prompt: str, sample: int, attempt: int, call: int) -> int:
+    return derive_seed(seed, prompt, sample, call, attempt)

@@ -1,0 +1,191 @@
+"""The order in which the prompts of one task are drawn: shuffled each epoch, all of them or by difficulty."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bools = npt.NDArray[np.bool_]
+Indices = npt.NDArray[np.int64]
+
+FLOOR = 0.1
+"""Least probability that an epoch has a prompt."""
+UNIT = 10**9
+"""A mean reward is counted in so many parts of the range: sums of integers do not depend on their order."""
+
+
+class Epochs:
+    """Each epoch has every prompt once. Draws of the task are counted from 0, epochs too."""
+
+    def __init__(self, num_prompts: int, *, seed: int, shuffle: bool) -> None:
+        self.num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
+        self._order = lru_cache(maxsize=4)(self._make_order)
+
+    @property
+    def order(self) -> dict[str, Any]:
+        """What it adds to Feed.order."""
+        return {}
+
+    def reach_nowait(self, draw: int, version: int | None) -> None:
+        """Before a draw that is made for the first time, for a group that starts at policy_version `version`
+        (None: at a later one than all groups before).
+        """
+
+    def observe_nowait(self, index: int, reward: float, version: int) -> None:
+        """The mean reward of a finished group of the prompt, which started at policy_version `version`."""
+
+    def place(self, draw: int) -> tuple[int, int]:
+        """(epoch, index of the prompt) of a draw that was reached."""
+        epoch, place = divmod(draw, self.num_prompts)
+        return epoch, int(self._order(epoch)[0][place])
+
+    def draw_of(self, epoch: int, index: int) -> int:
+        """The draw at this place. Raises IndexError if there is none."""
+        return epoch * self.num_prompts + int(self._order(epoch)[1][index])
+
+    def memory(self) -> dict[str, Any]:
+        """What it knows beside its settings, fit for JSON; {}: nothing."""
+        return {}
+
+    def load_memory(self, memory: Mapping[str, Any]) -> None:
+        """Know what `memory` said."""
+
+    def _make_order(self, epoch: int) -> tuple[Indices, Indices]:
+        """(index at each place, place of each index), int64 [num_prompts] both."""
+        order = np.arange(self.num_prompts)
+        if self._shuffle:
+            order = np.random.default_rng([self._seed, epoch]).permutation(order)
+        return order, np.argsort(order)
+
+
+class ByDifficulty(Epochs):
+    """An epoch has most of the prompts that are sometimes right and sometimes wrong, and few of the others.
+
+    A prompt whose groups had the mean reward p so far (0: wrong, 1: right, by `reward_range`) is in an epoch
+    with probability max(FLOOR, 4p(1 - p)), drawn anew for each: no prompt is left out for ever. One that was
+    not observed yet is in each; so the first epoch has all. p(1 - p) is the variance of a right-or-wrong
+    reward, and so the size of its gradient: "learnability" of
+    https://arxiv.org/abs/2408.15099 (Sampling For Learnability), used for language models in
+    https://arxiv.org/abs/2502.12272.
+
+    What counts at the start of an epoch, whose first draw is for a group of policy_version v: groups that
+    started before v. At max_staleness 0 all of them have ended, so that the epoch follows from them and not
+    from time. `on_epoch` is told which prompts it has; an epoch that was told is given back by load_epoch.
+
+    Cost: O(num_prompts) in numpy once an epoch, O(log epochs) a draw; 12 bytes a prompt, and a bit a prompt
+    and epoch.
+    """
+
+    def __init__(
+        self,
+        num_prompts: int,
+        *,
+        seed: int,
+        shuffle: bool,
+        reward_range: tuple[float, float] = (0.0, 1.0),
+        on_epoch: Callable[[int, str], None] = lambda epoch, text: None,
+    ) -> None:
+        super().__init__(num_prompts, seed=seed, shuffle=shuffle)
+        self._range = reward_range
+        self._on_epoch = on_epoch
+        self._sums, self._counts = np.zeros(num_prompts, np.int64), np.zeros(num_prompts, np.int32)
+        self._later = dict[int, list[tuple[int, int]]]()
+        """Observations that do not count yet: start version -> (index, reward in UNITs)."""
+        self._epochs, self._ends = list[str](), list[int]()
+        """Of each epoch that has begun: which prompts it has, and the draw after its last."""
+
+    @property
+    def order(self) -> dict[str, Any]:
+        return {"sampling": "by_difficulty", "reward_range": list(self._range)}
+
+    def reach_nowait(self, draw: int, version: int | None) -> None:
+        for before in [one for one in self._later if version is None or one < version]:
+            for index, reward in self._later.pop(before):
+                self._sums[index] += reward
+                self._counts[index] += 1
+        if not self._ends or draw >= self._ends[-1]:
+            text = _as_text(np.packbits(self._choose(len(self._epochs))))
+            self.load_epoch(len(self._epochs), text)
+            self._on_epoch(len(self._epochs) - 1, text)
+
+    def observe_nowait(self, index: int, reward: float, version: int) -> None:
+        low, high = self._range
+        part = min(max((reward - low) / (high - low), 0.0), 1.0)
+        self._later.setdefault(version, []).append((index, round(part * UNIT)))
+
+    def place(self, draw: int) -> tuple[int, int]:
+        epoch = bisect_right(self._ends, draw)
+        return epoch, int(self._order(epoch)[0][draw - self._start(epoch)])
+
+    def draw_of(self, epoch: int, index: int) -> int:
+        if not 0 <= epoch < len(self._epochs) or (place := int(self._order(epoch)[1][index])) < 0:
+            raise IndexError(f"epoch {epoch} has no prompt {index}")
+        return self._start(epoch) + place
+
+    def load_epoch(self, epoch: int, text: str) -> None:
+        """An epoch as on_epoch was told. Raises ValueError if it is not the next one, or of other data."""
+        size = int(np.count_nonzero(self._has(text)))
+        if epoch != len(self._epochs) or not size:
+            raise ValueError(f"epoch {epoch} cannot follow {len(self._epochs)} epochs")
+        self._epochs.append(text)
+        self._ends.append(self._start(epoch) + size)
+
+    def memory(self) -> dict[str, Any]:
+        known = {"sums": _as_text(self._sums), "counts": _as_text(self._counts)}
+        later = [(version, *one) for version, found in self._later.items() for one in found]
+        return {"epochs": list(self._epochs), **known, "later": later}
+
+    def load_memory(self, memory: Mapping[str, Any]) -> None:
+        self._sums = np.frombuffer(_from_text(memory["sums"]), np.int64).copy()
+        self._counts = np.frombuffer(_from_text(memory["counts"]), np.int32).copy()
+        if not len(self._sums) == len(self._counts) == self.num_prompts:
+            raise ValueError(f"what was observed is of {len(self._counts)} prompts, not {self.num_prompts}")
+        for version, index, reward in memory["later"]:
+            self._later.setdefault(version, []).append((index, reward))
+        for epoch, text in enumerate(memory["epochs"]):
+            self.load_epoch(epoch, text)
+
+    def _choose(self, epoch: int) -> Bools:
+        """Which prompts the epoch has, by what was observed of them, bool [num_prompts]; at least one."""
+        part = self._sums / UNIT / np.maximum(self._counts, 1)
+        probability = np.where(self._counts == 0, 1.0, np.maximum(FLOOR, 4 * part * (1 - part)))
+        drawn = np.random.default_rng([self._seed, epoch, 1]).random(self.num_prompts)
+        chosen: Bools = drawn < probability
+        chosen[np.argmin(drawn / probability)] = True
+        return chosen
+
+    def _start(self, epoch: int) -> int:
+        return self._ends[epoch - 1] if epoch else 0
+
+    def _has(self, text: str) -> Bools:
+        bits = np.frombuffer(_from_text(text), np.uint8)
+        if len(bits) != -(-self.num_prompts // 8):
+            raise ValueError(f"an epoch of another number of prompts than {self.num_prompts}")
+        return np.unpackbits(bits, count=self.num_prompts).astype(np.bool_)
+
+    def _make_order(self, epoch: int) -> tuple[Indices, Indices]:
+        """As above; the place of a prompt that the epoch does not have is -1."""
+        order, _ = super()._make_order(epoch)
+        order = order[self._has(self._epochs[epoch])[order]]
+        places = np.full(self.num_prompts, -1, np.int64)
+        places[order] = np.arange(len(order))
+        return order, places
+
+
+def _as_text(values: npt.NDArray[Any]) -> str:
+    return base64.b64encode(zlib.compress(values.tobytes(), 1)).decode("ascii")
+
+
+def _from_text(text: str) -> bytes:
+    """Raises ValueError."""
+    try:
+        return zlib.decompress(base64.b64decode(text, validate=True))
+    except zlib.error as error:
+        raise ValueError(f"what was saved of an epoch cannot be read: {error}") from error
