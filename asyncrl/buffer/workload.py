@@ -1,0 +1,107 @@
+"""What a simulation plays: rollouts, and how fast the machine is that samples them and trains on them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rollout takes. `turns`: (seconds before it, for a tool say; tokens that it samples) of each,
+    and `held_s` after the last, all with its slot; then `reward_s` without.
+    """
+
+    turns: tuple[tuple[float, float], ...]
+    held_s: float = 0.0
+    reward_s: float = 0.0
+
+
+class Workload(Protocol):
+    """Where rollouts come from."""
+
+    def group(self, prompt: int, num_handed_back: int, progress: float) -> Sequence[Plan]:
+        """The rollouts of one prompt; `progress` 0..1 is how much of the run lies behind when it starts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """Rollouts of one turn of lognormal length, with mean `tokens` and shape `sigma`.
+
+    `prompt_share` of the variance of its logarithm is the prompt's own: long for all rollouts of it, and as
+    long when it comes again. With `tool_s` > 0 a rollout that has sampled waits for a tool or a reward,
+    without a slot: lognormal with mean `tool_s` and shape `tool_sigma`. No turn is longer than `most`.
+    """
+
+    sigma: float
+    tokens: float = 1.0
+    prompt_share: float = 0.0
+    tool_s: float = 0.0
+    tool_sigma: float = 1.0
+    group_size: int = 1
+    most: float = math.inf
+    seed: int = 0
+
+    def group(self, prompt: int, num_handed_back: int, progress: float = 0.0) -> list[Plan]:
+        """The same at any time of the run."""
+        of_prompt = random.Random(f"{self.seed}/{prompt}").gauss(0.0, 1.0) if self.prompt_share else 0.0
+        draw = random.Random(f"{self.seed}/{prompt}/{num_handed_back}")
+        return [self._plan(of_prompt, draw) for _ in range(self.group_size)]
+
+    def _plan(self, of_prompt: float, draw: random.Random) -> Plan:
+        normal = math.sqrt(self.prompt_share) * of_prompt
+        normal += math.sqrt(1 - self.prompt_share) * draw.gauss(0.0, 1.0)
+        tokens = self.tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)
+        waits = math.exp(self.tool_sigma * draw.gauss(0.0, 1.0) - self.tool_sigma**2 / 2)
+        return Plan(turns=((0.0, min(tokens, self.most)),), reward_s=self.tool_s * waits)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How fast its parts are; times in seconds.
+
+    An engine has `slots` places, gives each of the n sequences that run there one token in `step_s + n *
+    row_s`, and a request waits `request_s` for its first one. A rollout without a place waits for one in
+    order of admission; a group is admitted when a place is free and no rollout waits. A batch trains for
+    `train_s + tokens * train_token_s`, and takes `overhead_s` besides; its version is served `publish_s`
+    later, and stops decoding for `pause_s`. While a publish is under way newer versions wait and are skipped
+    over. Where both sides share cores, engines lose the share `train_drag` of their speed while the trainer
+    works, and it loses the share `decode_drag` of its own while they do.
+    """
+
+    slots: int
+    num_engines: int = 1
+    step_s: float = 1.0
+    row_s: float = 0.0
+    request_s: float = 0.0
+    train_s: float = 1.0
+    train_token_s: float = 0.0
+    overhead_s: float = 0.0
+    publish_s: float = 0.0
+    pause_s: float = 0.0
+    train_drag: float = 0.0
+    decode_drag: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """Of the batches after the first ones that are not counted. Shares are 0..1 of the time: the trainer
+    waits, an engine decodes nothing. Ages are in versions: batch index - oldest version of a token with a
+    loss weight, one value a rollout. `num_handed_back` and `num_given_up` are of the whole run.
+    """
+
+    batches_per_s: float
+    trainer_idle: float
+    engines_idle: float
+    age_mean: float
+    age_max: int
+    late_fraction: float
+    masked_fraction: float
+    again_fraction: float
+    num_handed_back: int
+    num_given_up: int
+    look_ahead_mean: float

@@ -1,0 +1,213 @@
+"""What a run directory says of the run's own lengths, waits and speeds, as a simulation takes them. Reads alone.
+
+Each speed is a least-squares fit over requests, or over steps, with no coefficient below 0.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asyncrl.buffer.workload import Machine, Plan
+from asyncrl.errors import ConfigError, JournalError
+from asyncrl.journal.read import reading
+from asyncrl.observe.inspect import JOURNAL_FILE
+from asyncrl.observe.recorder import METRICS_FILE, lines_of, metrics_of, parse_line
+from asyncrl.rollouts.timed import OLD_TIMES_FILE, TIMES_FILE
+
+MIN_STEPS = 5
+MIN_GROUPS = 8
+WINDOW = 24
+"""Groups to each side of the place in the run where a simulated group is drawn: lengths change as a model
+learns.
+"""
+MOST_DRAG = 0.9
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRollouts:
+    """A workload: the groups of a run, in the order in which they started, drawn around the same place."""
+
+    groups: Sequence[Sequence[Plan]]
+    group_size: int
+    seed: int = 0
+
+    def group(self, prompt: int, num_handed_back: int, progress: float) -> Sequence[Plan]:
+        """One of them as a whole; where the size is another, its rollouts are drawn."""
+        draw = random.Random(f"{self.seed}/{prompt}/{num_handed_back}")
+        middle = int(progress * len(self.groups))
+        first, end = max(0, middle - WINDOW), min(len(self.groups), middle + WINDOW)
+        found = self.groups[draw.randrange(min(first, end - 1), end)]
+        return found if len(found) == self.group_size else draw.choices(found, k=self.group_size)
+
+
+@dataclass(frozen=True, slots=True)
+class RunTiming:
+    """What was measured. Steps and ages are of the steps that are counted: all but the first fifth."""
+
+    machine: Machine
+    workload: RecordedRollouts
+    num_steps: int
+    steps_per_s: float
+    age_mean: float
+    handover_s: float
+    notes: tuple[str, ...]
+
+
+def read_timing(run_dir: Path, *, slots: int, num_engines: int, group_size: int) -> RunTiming:
+    """`num_engines`: of the run. Raises ConfigError if the run has too few steps or rollouts on record."""
+    problems = list[str]()
+    steps = _newest_steps([*metrics_of(run_dir / METRICS_FILE, problems, "step", "time_s", "perf/train_s")])
+    files = (run_dir / OLD_TIMES_FILE, run_dir / TIMES_FILE)
+    lines = [line for path in files for _, line in lines_of(path, problems, parse_line) if "turns" in line]
+    if not lines or len(steps) < MIN_STEPS:
+        raise ConfigError(
+            f"{run_dir} has {len(steps)} steps and {len(lines)} rollouts in {TIMES_FILE}",
+            rule=f"a forecast of a run takes {MIN_STEPS} steps and their rollouts at least",
+            way_out="let it run on for a while, or give `asyncrl simulate` a config, with what you know of it.",
+        )
+    first_s = min(line["start_s"] for line in lines)
+    taken_s = _taken(run_dir)
+    steps = [step for step in steps if taken_s.get(int(step["step"]), 0.0) >= first_s]
+    workload = RecordedRollouts(_groups(lines), group_size)
+    return _timing(steps, lines, taken_s, workload, slots=slots, num_engines=num_engines)
+
+
+def _newest_steps(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without those that were taken again."""
+    return [*{int(step["step"]): step for step in steps}.values()]
+
+
+def _taken(run_dir: Path) -> dict[int, float]:
+    """By version, when its batch was taken: seconds since the epoch. {} without a journal that reads."""
+    try:
+        with reading(run_dir / JOURNAL_FILE) as connection:
+            return dict(connection.execute("SELECT version, taken_s FROM batches"))
+    except (JournalError, OSError):
+        return {}
+
+
+def _groups(lines: Sequence[Mapping[str, Any]]) -> list[list[Plan]]:
+    """The rollouts by group. One that was cut short takes as long as one of those that took longer, for what
+    is too late is what takes long (redistribution to the right: Efron 1967, the product-limit estimate).
+    """
+    by_time = sorted(lines, key=lambda line: line["end_s"])
+    times = [line["end_s"] for line in by_time]
+    draw = random.Random(0)
+
+    def whole(line: Mapping[str, Any]) -> Mapping[str, Any]:
+        while line["how"] == "cut" and (first := bisect_right(times, line["end_s"])) < len(times):
+            line = by_time[draw.randrange(first, len(times))]
+        return line
+
+    groups: dict[int, dict[int, Mapping[str, Any]]] = {}
+    for line in lines:  # of a rollout that was tried again the last attempt counts
+        groups.setdefault(line["group"], {})[line["sample"]] = line
+    return [[_plan(whole(line)) for line in groups[number].values()] for number in sorted(groups)]
+
+
+def _plan(line: Mapping[str, Any]) -> Plan:
+    turns, then_s = list[tuple[float, float]](), 0.0
+    for asked_s, answered_s, _, num_sampled in line["turns"]:
+        turns.append((max(0.0, asked_s - then_s), float(num_sampled)))
+        then_s = answered_s
+    held_s = max(0.0, line["held_s"] - then_s)
+    return Plan(tuple(turns), held_s, max(0.0, line["end_s"] - line["held_s"]))
+
+
+# ---- speeds
+
+
+class _Integral:
+    """Of a function of time that is constant between its changes."""
+
+    def __init__(self, times: Array, values: Array) -> None:
+        self._times, spans = times, values[:-1] * np.diff(times)
+        self._sums = np.concatenate([[0.0], np.cumsum(spans)])
+
+    def over(self, start: Array, end: Array) -> Array:
+        """One number for each interval."""
+        at = lambda times: np.interp(times, self._times, self._sums)  # noqa: E731
+        found: Array = at(end) - at(start)
+        return found
+
+
+def _timing(
+    steps: Sequence[Mapping[str, Any]],
+    lines: Sequence[Mapping[str, Any]],
+    taken_s: Mapping[int, float],
+    workload: RecordedRollouts,
+    *,
+    slots: int,
+    num_engines: int,
+) -> RunTiming:
+    rows = [(line["start_s"] + a, line["start_s"] + b, num) for line in lines for a, b, _, num in line["turns"]]
+    asked, answered, tokens = np.array(rows, dtype=np.float64).T
+    began = np.array([taken_s.get(int(step["step"]), 0.0) for step in steps])
+    column = lambda name: np.array([step.get(name, 0.0) for step in steps], dtype=np.float64)  # noqa: E731
+    train_s, sampled = column("perf/train_s"), column("tokens/sampled")
+    # requests in flight, an engine
+    order = np.argsort(np.concatenate([asked, answered]), kind="stable")
+    times = np.concatenate([asked, answered])[order]
+    running = np.cumsum(np.concatenate([np.ones(len(asked)), -np.ones(len(asked))])[order]) / num_engines
+    training = _Integral(np.stack([began, began + train_s], 1).ravel(), np.tile([1.0, 0.0], len(began)))
+    seconds = np.maximum(answered - asked, 1e-9)
+    load = _Integral(times, running).over(asked, answered) / seconds
+    beside = training.over(asked, answered)
+    step_s, row_s, request_s, train_drag = _fit(seconds, tokens, tokens * load, np.ones(len(tokens)), beside)
+    busy_s = _Integral(times, (running > 0).astype(np.float64)).over(began, began + train_s)
+    fixed_s, token_s, decode_drag = _fit(train_s[1:], np.ones(len(steps) - 1), sampled[1:], busy_s[1:])
+    num_first = len(steps) // 5
+    first, counted = steps[max(0, num_first - 1)], steps[max(1, num_first) :]
+    wall_s = counted[-1]["time_s"] - first["time_s"]
+    mean = lambda name: fmean([step.get(name, 0.0) for step in counted])  # noqa: E731
+    waited_s = mean("perf/train_s") + mean("perf/wait_s") + mean("perf/handover_s")
+    is_apart = busy_s.sum() < 0.05 * train_s.sum()
+    note = "the trainer and the engines never worked at once: how they slow each other down is not known"
+    return RunTiming(
+        Machine(
+            slots=slots,
+            num_engines=num_engines,
+            step_s=step_s,
+            row_s=row_s,
+            request_s=request_s,
+            train_s=fixed_s,
+            train_token_s=token_s,
+            overhead_s=max(0.0, wall_s / len(counted) - waited_s),
+            publish_s=mean("perf/weight_sync_s"),
+            pause_s=mean("perf/weight_sync_pause_s"),
+            train_drag=min(train_drag, MOST_DRAG),
+            decode_drag=min(decode_drag, MOST_DRAG),
+        ),
+        workload,
+        num_steps=len(steps),
+        steps_per_s=len(counted) / wall_s,
+        age_mean=mean("sample/staleness_mean"),
+        handover_s=mean("perf/handover_s"),
+        notes=(note,) if is_apart else (),
+    )
+
+
+def _fit(target: Array, *columns: Array) -> list[float]:
+    """Least squares; a column that would get less than 0 is left out, the worst one first."""
+    kept = list(range(len(columns)))
+    found = np.zeros(len(columns))
+    while kept:
+        matrix = np.stack([columns[index] for index in kept], 1)
+        scale = np.maximum(np.abs(matrix).max(0), 1e-12)
+        solved = np.linalg.lstsq(matrix / scale, target, rcond=None)[0]
+        if solved.min() >= 0:
+            found[kept] = solved / scale
+            break
+        kept.pop(int(solved.argmin()))
+    return [float(value) for value in found]
