@@ -37,6 +37,7 @@ Argument = functools.partial(typer.Argument, show_default=False)
 Text: TypeAlias = str | None
 Texts: TypeAlias = list[str] | None
 File: TypeAlias = Path | None
+Number: TypeAlias = float | None
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
 Overrides = Annotated[
     Texts,
@@ -193,25 +194,26 @@ def scale(
 
 @app.command()
 def simulate(
-    config: ConfigPath,
+    source: Annotated[Path, Argument(metavar="CONFIG|RUN_DIR", help="YAML file, or directory of a run.")],
     overrides: Overrides = None,
-    devices: Annotated[int, typer.Option(min=2, help="Devices in all.")] = 8,
-    ratio: Annotated[
-        float,
-        typer.Option(min=1e-6, max=1e6, help="Seconds of generating a batch over those of training on it."),
-    ] = 1.0,
-    sigma: Annotated[float, typer.Option(min=0, max=10, help="Spread of the lengths (lognormal).")] = 1.0,
-    handover_s: Annotated[
-        float, typer.Option(min=0, max=1e6, help="Cost of a turn, in mean rollouts.")
-    ] = 0.2,
+    tokens_per_s: Annotated[Number, Option(min=1e-3, help="Of one engine with all slots busy.")] = None,
+    lengths: Annotated[Text, Option(metavar="MEAN,SIGMA", help="Tokens of a rollout, lognormal.")] = None,
+    tool_s: Annotated[Text, Option(metavar="MEAN,SIGMA", help="Wait for tools and reward.")] = None,
+    train_s: Annotated[Number, Option(min=1e-9, help="Seconds of a training step.")] = None,
+    push_s: Annotated[Number, Option(min=0, help="Seconds of a push of the weights.")] = None,
+    handover_s: Annotated[Number, Option(min=0, help="Seconds of both handovers of a turn.")] = None,
+    devices: Annotated[int | None, Option(min=2, help="Devices of trainer and engines in all.")] = None,
+    plot: Annotated[File, Option(metavar="FILE", help="Also draw it, as PNG.")] = None,
+    as_json: Json = False,
 ) -> None:
-    """What taking turns on all devices would give against splitting them, at several bounds, in virtual time.
-    Starts nothing.
+    """How fast a run would be and how old its data, under settings around its own, and which to choose; in
+    virtual time. Of RUN_DIR its own lengths, waits and speeds are taken. Starts nothing.
     """
-    from asyncrl.buffer.simulation import case_of, case_text
+    from asyncrl.observe.forecast.forecast_case import Given
+    from asyncrl.observe.forecast.forecast_shown import render_forecast
 
-    loaded = load_config(config, overrides or [])
-    typer.echo(case_text(case_of(loaded, devices, ratio, sigma, handover_s)))
+    given = Given(tokens_per_s, lengths, tool_s, train_s, push_s, handover_s, devices)
+    typer.echo(render_forecast(source, overrides or [], given, as_json=as_json, plot=plot))
 
 
 @app.command()

@@ -286,8 +286,12 @@ class Simulation:
             self._hand_back(group_id)
         if self.auto is not None:
             rule.set_look_ahead(self.auto.batch_taken(self.now_s, rule.num_groups, rule.num_ready))
-        self._is_training, self._train_at_s, self._train_pace = True, self.now_s, 1.0
-        self._train_left_s = self.machine.train_s + tokens * self.machine.train_token_s
+        self._is_training = True
+        work_s = self.machine.train_s + tokens * self.machine.train_token_s
+        self._after(self.machine.overhead_s / 2, partial(self._train, work_s))
+
+    def _train(self, work_s: float) -> None:
+        self._train_left_s, self._train_at_s, self._train_pace = work_s, self.now_s, 1.0
         self._drag(1.0 / (1.0 - self.machine.train_drag))
         self._pace_training()
 
@@ -347,7 +351,7 @@ class Simulation:
         self._num_trained += 1
         self._drag(1.0)
         self._publish()
-        self._after(self.machine.overhead_s, self._ready)
+        self._after(self.machine.overhead_s / 2, self._ready)
 
     def _ready(self) -> None:
         self._is_training, self._waits_since_s = False, self.now_s

@@ -28,13 +28,14 @@ class Workload(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Lognormal:
     """Rollouts of one turn of lognormal length, with mean `tokens` and shape `sigma`.
 
     `prompt_share` of the variance of its logarithm is the prompt's own: long for all rollouts of it, and as
     long when it comes again. With `tool_s` > 0 a rollout that has sampled waits for a tool or a reward,
-    without a slot: lognormal with mean `tool_s` and shape `tool_sigma`. No turn is longer than `most`.
+    lognormal with mean `tool_s` and shape `tool_sigma`; without its slot, unless it `holds_slot`. No turn is
+    longer than `most`.
     """
 
     sigma: float
@@ -42,22 +43,34 @@ class Lognormal:
     prompt_share: float = 0.0
     tool_s: float = 0.0
     tool_sigma: float = 1.0
+    holds_slot: bool = False
     group_size: int = 1
     most: float = math.inf
     seed: int = 0
 
     def group(self, prompt: int, num_handed_back: int, progress: float = 0.0) -> list[Plan]:
         """The same at any time of the run."""
-        of_prompt = random.Random(f"{self.seed}/{prompt}").gauss(0.0, 1.0) if self.prompt_share else 0.0
-        draw = random.Random(f"{self.seed}/{prompt}/{num_handed_back}")
-        return [self._plan(of_prompt, draw) for _ in range(self.group_size)]
+        plans = list[Plan]()
+        for index in range(self.group_size):
+            tokens = min(self.most, self.length(prompt, num_handed_back, index))
+            wait_s = self.wait_s(prompt, num_handed_back, index)
+            with_slot_s = wait_s if self.holds_slot else 0.0
+            plans.append(Plan(((0.0, tokens),), with_slot_s, wait_s - with_slot_s))
+        return plans
 
-    def _plan(self, of_prompt: float, draw: random.Random) -> Plan:
-        normal = math.sqrt(self.prompt_share) * of_prompt
-        normal += math.sqrt(1 - self.prompt_share) * draw.gauss(0.0, 1.0)
-        tokens = self.tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)
-        waits = math.exp(self.tool_sigma * draw.gauss(0.0, 1.0) - self.tool_sigma**2 / 2)
-        return Plan(turns=((0.0, min(tokens, self.most)),), reward_s=self.tool_s * waits)
+    def length(self, prompt: int, num_handed_back: int, sample_index: int) -> float:
+        """Tokens of one rollout."""
+        of_prompt = random.Random(f"{self.seed}/{prompt}").gauss(0.0, 1.0) if self.prompt_share else 0.0
+        of_sample = random.Random(f"{self.seed}/{prompt}/{num_handed_back}/{sample_index}").gauss(0.0, 1.0)
+        normal = math.sqrt(self.prompt_share) * of_prompt + math.sqrt(1 - self.prompt_share) * of_sample
+        return self.tokens * math.exp(self.sigma * normal - self.sigma**2 / 2)
+
+    def wait_s(self, prompt: int, num_handed_back: int, sample_index: int) -> float:
+        """For the tool of one rollout."""
+        if not self.tool_s:
+            return 0.0
+        draw = random.Random(f"tool {self.seed}/{prompt}/{num_handed_back}/{sample_index}").gauss(0.0, 1.0)
+        return self.tool_s * math.exp(self.tool_sigma * draw - self.tool_sigma**2 / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +80,7 @@ class Machine:
     An engine has `slots` places, gives each of the n sequences that run there one token in `step_s + n *
     row_s`, and a request waits `request_s` for its first one. A rollout without a place waits for one in
     order of admission; a group is admitted when a place is free and no rollout waits. A batch trains for
-    `train_s + tokens * train_token_s`, and takes `overhead_s` besides; its version is served `publish_s`
+    `train_s + tokens * train_token_s`, and takes `overhead_s` besides, half of it before and half after; its version is served `publish_s`
     later, and stops decoding for `pause_s`. While a publish is under way newer versions wait and are skipped
     over. Where both sides share cores, engines lose the share `train_drag` of their speed while the trainer
     works, and it loses the share `decode_drag` of its own while they do.

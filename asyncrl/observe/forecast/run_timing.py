@@ -1,11 +1,10 @@
-"""What a run directory says of the run's own lengths, waits and speeds, as a simulation takes them. Reads alone.
+"""What a run directory says of the run's own lengths, waits and speeds, as a simulation takes them.
 
 Each speed is a least-squares fit over requests, or over steps, with no coefficient below 0.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -26,11 +25,14 @@ from asyncrl.rollouts.timed import OLD_TIMES_FILE, TIMES_FILE
 
 MIN_STEPS = 5
 MIN_GROUPS = 8
-WINDOW = 24
+WINDOW = 64
 """Groups to each side of the place in the run where a simulated group is drawn: lengths change as a model
 learns.
 """
-MOST_DRAG = 0.9
+NUM_ROUNDS = 3
+"""Of the fit of how an engine slows down with its load."""
+DRAGS = tuple(index / 25 for index in range(22))
+"""Shares of its speed that one side may lose while the other works, tried one by one."""
 Array = npt.NDArray[np.float64]
 
 
@@ -74,7 +76,7 @@ def read_timing(run_dir: Path, *, slots: int, num_engines: int, group_size: int)
         raise ConfigError(
             f"{run_dir} has {len(steps)} steps and {len(lines)} rollouts in {TIMES_FILE}",
             rule=f"a forecast of a run takes {MIN_STEPS} steps and their rollouts at least",
-            way_out="let it run on for a while, or give `asyncrl simulate` a config, with what you know of it.",
+            way_out="let it run on for a while, or give `asyncrl simulate` a config instead.",
         )
     first_s = min(line["start_s"] for line in lines)
     taken_s = _taken(run_dir)
@@ -151,7 +153,9 @@ def _timing(
     slots: int,
     num_engines: int,
 ) -> RunTiming:
-    rows = [(line["start_s"] + a, line["start_s"] + b, num) for line in lines for a, b, _, num in line["turns"]]
+    rows = [
+        (line["start_s"] + a, line["start_s"] + b, num) for line in lines for a, b, _, num in line["turns"]
+    ]
     asked, answered, tokens = np.array(rows, dtype=np.float64).T
     began = np.array([taken_s.get(int(step["step"]), 0.0) for step in steps])
     column = lambda name: np.array([step.get(name, 0.0) for step in steps], dtype=np.float64)  # noqa: E731
@@ -162,11 +166,21 @@ def _timing(
     running = np.cumsum(np.concatenate([np.ones(len(asked)), -np.ones(len(asked))])[order]) / num_engines
     training = _Integral(np.stack([began, began + train_s], 1).ravel(), np.tile([1.0, 0.0], len(began)))
     seconds = np.maximum(answered - asked, 1e-9)
-    load = _Integral(times, running).over(asked, answered) / seconds
-    beside = training.over(asked, answered)
-    step_s, row_s, request_s, train_drag = _fit(seconds, tokens, tokens * load, np.ones(len(tokens)), beside)
+    beside = training.over(asked, answered) / seconds
+    rate = np.ones(len(running))  # of tokens at each load
+    for _ in range(NUM_ROUNDS):
+        # the load at the mean token, not at the mean moment: where more run a token takes longer
+        load = _Integral(times, running * rate).over(asked, answered) / np.maximum(
+            _Integral(times, rate).over(asked, answered), 1e-12
+        )
+        found, train_drag = _fit_beside(seconds, beside, tokens, tokens * load, np.ones(len(tokens)))
+        step_s, row_s, request_s = found
+        rate = 1.0 / np.maximum(step_s + row_s * running, 1e-9)
     busy_s = _Integral(times, (running > 0).astype(np.float64)).over(began, began + train_s)
-    fixed_s, token_s, decode_drag = _fit(train_s[1:], np.ones(len(steps) - 1), sampled[1:], busy_s[1:])
+    later = slice(1, None)  # the first step is slow
+    (fixed_s, token_s), decode_drag = _fit_beside(
+        train_s[later], (busy_s / train_s)[later], np.ones(len(steps))[later], sampled[later]
+    )
     num_first = len(steps) // 5
     first, counted = steps[max(0, num_first - 1)], steps[max(1, num_first) :]
     wall_s = counted[-1]["time_s"] - first["time_s"]
@@ -186,8 +200,8 @@ def _timing(
             overhead_s=max(0.0, wall_s / len(counted) - waited_s),
             publish_s=mean("perf/weight_sync_s"),
             pause_s=mean("perf/weight_sync_pause_s"),
-            train_drag=min(train_drag, MOST_DRAG),
-            decode_drag=min(decode_drag, MOST_DRAG),
+            train_drag=train_drag,
+            decode_drag=decode_drag,
         ),
         workload,
         num_steps=len(steps),
@@ -198,10 +212,24 @@ def _timing(
     )
 
 
-def _fit(target: Array, *columns: Array) -> list[float]:
-    """Least squares; a column that would get less than 0 is left out, the worst one first."""
-    kept = list(range(len(columns)))
-    found = np.zeros(len(columns))
+def _fit_beside(seconds: Array, share: Array, *columns: Array) -> tuple[list[float], float]:
+    """The coefficients of `seconds` = columns / (1 - drag * share), and the drag: what is lost of the speed
+    during the `share` of the time in which the other side works. The drag that leaves least over is taken.
+    """
+    tried = []
+    for drag in DRAGS:
+        slower = 1.0 - drag * share
+        found, left_over = _fit(seconds, *(column / slower for column in columns))
+        tried.append((left_over, drag, found))
+    _, drag, found = min(tried)
+    return found, drag
+
+
+def _fit(target: Array, *columns: Array) -> tuple[list[float], float]:
+    """Least squares, and the sum of squares that is left; a column that would get less than 0 is left out,
+    the worst one first.
+    """
+    kept, found = list(range(len(columns))), np.zeros(len(columns))
     while kept:
         matrix = np.stack([columns[index] for index in kept], 1)
         scale = np.maximum(np.abs(matrix).max(0), 1e-12)
@@ -210,4 +238,5 @@ def _fit(target: Array, *columns: Array) -> list[float]:
             found[kept] = solved / scale
             break
         kept.pop(int(solved.argmin()))
-    return [float(value) for value in found]
+    left = target - sum(value * column for value, column in zip(found, columns, strict=True))
+    return [float(value) for value in found], float(left @ left)
