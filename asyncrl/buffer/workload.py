@@ -80,10 +80,10 @@ class Machine:
     An engine has `slots` places, gives each of the n sequences that run there one token in `step_s + n *
     row_s`, and a request waits `request_s` for its first one. A rollout without a place waits for one in
     order of admission; a group is admitted when a place is free and no rollout waits. A batch trains for
-    `train_s + tokens * train_token_s`, and takes `overhead_s` besides, half of it before and half after; its version is served `publish_s`
-    later, and stops decoding for `pause_s`. While a publish is under way newer versions wait and are skipped
-    over. Where both sides share cores, engines lose the share `train_drag` of their speed while the trainer
-    works, and it loses the share `decode_drag` of its own while they do.
+    `train_s + tokens * train_token_s`, and takes `overhead_s` besides, half of it before and half after; its
+    version is served `publish_s` later, and stops decoding for `pause_s`. While a publish is under way newer
+    versions wait and are skipped over. Where both sides share cores, engines lose the share `train_drag` of
+    their speed while the trainer works, and it loses the share `decode_drag` of its own while they do.
     """
 
     slots: int

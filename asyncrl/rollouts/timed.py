@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Literal
+from typing import Literal
 
 from typing_extensions import TypedDict
 
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 TIMES_FILE, OLD_TIMES_FILE = "rollouts.jsonl", "rollouts.old.jsonl"
 MAX_BYTES = 8 * 2**20
 """Of each of the two files: some 60,000 rollouts of one turn."""
+GATHER_S, MAX_LINES = 0.5, 100_000
 
 
 class RolloutTimes(TypedDict):
@@ -55,8 +56,8 @@ class Timed:
         self._generator, self._run_dir = generator, run_dir
         self._turns = defaultdict[str, list[tuple[float, float, int, int]]](list)
         """Of rollouts that run."""
-        self._file: IO[str] | None = None
-        self._is_writing = True
+        self._lines = deque[str](maxlen=MAX_LINES)
+        self._written_s, self._is_writing = -GATHER_S, True
         engines.on_sampled = self._sampled
 
     async def run_attempt(self, attempt: RolloutAttempt) -> Rollout:
@@ -100,17 +101,19 @@ class Timed:
             self._turns[name].append((asked_s, time.time(), len(request.prompt_ids), num_sampled))
 
     def _write(self, line: RolloutTimes) -> None:
-        if not self._is_writing:
+        """Lines of GATHER_S are written together; a run's last ones may be lost."""
+        self._lines.append(json.dumps(line, separators=(",", ":")) + "\n")
+        now_s = time.time()
+        if not self._is_writing or abs(now_s - self._written_s) < GATHER_S:
             return
-        path = self._run_dir / TIMES_FILE
+        path, self._written_s = self._run_dir / TIMES_FILE, now_s
         try:
-            if self._file is None:
-                self._file = path.open("a", encoding="utf-8", buffering=1)
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-            if self._file.tell() > MAX_BYTES:
-                self._file.close()
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(self._lines)
+                is_full = file.tell() > MAX_BYTES
+            self._lines.clear()
+            if is_full:
                 path.replace(path.with_name(OLD_TIMES_FILE))
-                self._file = None
         except OSError as error:
             self._is_writing = False
             log.warning("%s is not written any more, and `asyncrl simulate` lacks it: %s", path, error)

@@ -5,7 +5,7 @@ owner knows or lets assume.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from asyncrl.buffer.workload import Lognormal, Machine
@@ -58,8 +58,8 @@ def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
     full_s = machine.step_s + slots * machine.row_s
     sources = [
         f"measured in {timing.num_steps} steps of {run_dir}: {slots / max(full_s, 1e-9):,.0f} tokens/s of an "
-        f"engine with {slots} busy slots, {machine.train_s:.3g} s and {machine.train_token_s * 1e3:.3g} ms a token "
-        f"for a training step, {machine.publish_s:.3g} s for a push"
+        f"engine with {slots} busy slots, {machine.train_s:.3g} s and {machine.train_token_s * 1e3:.3g} ms a "
+        f"token for a training step, {machine.publish_s:.3g} s for a push"
     ]
     if is_shared and not timing.notes:
         sources.append(

@@ -66,10 +66,8 @@ def _shown(forecast: Forecast) -> Iterator[RenderableType]:
     yield Text(f"simulated: {num_groups} groups of {group_size} a step, engines of {slots} slots")
     yield from map(Text, case.sources)
     if (real := case.measured) is not None:
-        now = result_words(forecast.present[1])
-        yield Text(
-            f"the run was at {real.steps_per_s:.3g} steps/s, mean age {real.age_mean:.2f}; so simulated: {now}"
-        )
+        told = f"{real.steps_per_s:.3g} steps/s, mean age {real.age_mean:.2f}"
+        yield Text(f"the run was at {told}; simulated: {result_words(forecast.present[1])}")
     yield Text("")
     yield _table(forecast)
     yield Text("> present, * chosen; again: groups that were too late and are generated again")
@@ -87,6 +85,8 @@ def _table(forecast: Forecast) -> Table:
     (present, _), (chosen, _) = forecast.present, forecast.choice
     shown = sorted(forecast.rows, key=lambda row: _place(row[0], present))
     for number, (setting, result) in enumerate(shown):
+        if number and _block(setting, present) != _block(shown[number - 1][0], present):
+            table.add_row()
         is_auto = setting.look_ahead == "auto"
         mark = ">" * (setting == present) + "*" * (setting == chosen)
         table.add_row(
@@ -103,8 +103,6 @@ def _table(forecast: Forecast) -> Table:
             f"{result.masked_fraction:.1%}",
             f"{result.again_fraction:.1%}",
             style="bold" if mark else "",
-            end_section=_block(setting, present)
-            != _block(shown[min(number + 1, len(shown) - 1)][0], present),
         )
     return table
 
