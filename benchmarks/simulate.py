@@ -1,7 +1,7 @@
 """How near `asyncrl simulate RUN_DIR` comes to real runs: it is given the directory of one run of a workload,
 and tells the steps a second and the mean age of runs with other settings, which are made, too.
 
-    python benchmarks/simulate.py [--seconds 420] [--rounds 1] [--write]
+    python benchmarks/simulate.py [--seconds 420] [--runs FOLDER] [--write]
 
 Workloads, each a real `asyncrl run` of its own, embedded engine, without the first fifth of its steps:
 
@@ -11,8 +11,9 @@ Workloads, each a real `asyncrl run` of its own, embedded engine, without the fi
     tools       the workload of async_vs_sync.py: rewards that wait for tools with a long tail
 
 `from` marks the run whose directory is read; what is told of it is what it would have been if it were played
-again. With several rounds a line is the round whose speed was told with the median error. `load`: other
-processes that wanted a core at the end of the run (its own included), which a forecast cannot know.
+again. `load`: processes that wanted a core in the last minute of the run, some three of them its own: what
+else a machine does, and at the time of which run, a forecast cannot know. `--runs`: where runs are kept; one
+that is there already is not made again.
 
 Last line: `ratio: X` = the farthest that a speed or a mean age of quickstart and tools was off, told over
 measured or the other way round.
@@ -24,14 +25,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median_low
+from statistics import fmean
 
 from async_vs_sync import CONFIG
 from report import options, reported
 
-from asyncrl.observe.forecast.forecast import NUM_SEEDS
 from asyncrl.observe.forecast.forecast_case import Given, make_case
 
 HERE = Path(__file__).parent
@@ -44,11 +45,12 @@ WORKLOADS: dict[str, tuple[tuple[str, ...], list[tuple[int, str, float]]]] = {
     "learning": ((), [(4, "mask", 0.08), (8, "mask", 0.08)]),
     "tools": (
         (),
-        [(4, "drop", 0.4), (4, "mask", 0.4), (8, "mask", 0.3), (16, "mask", 0.3), (0, "wait", 2.7)],
+        [(16, "mask", 0.3), (4, "mask", 0.4), (4, "drop", 0.4), (8, "mask", 0.3), (0, "wait", 2.7)],
     ),
 }
 """Settings of all its runs; (max_staleness, on_overdue, about so many seconds a step)."""
-BASE = {"quickstart": (4, "mask"), "learning": (4, "mask"), "tools": (8, "mask")}
+NUM_SEEDS = 3
+BASE = {"quickstart": (4, "mask"), "learning": (4, "mask"), "tools": (16, "mask")}
 """Whose directory is read."""
 
 
@@ -87,76 +89,64 @@ class Told:
         )
 
 
-def run_one(config: Path, settings: tuple[str, ...], run_dir: Path) -> float:
-    """One run; returns the load at its end."""
+def run_one(config: Path, settings: tuple[str, ...], run_dir: Path) -> None:
+    """Make one run, with the load at its end."""
     command = [sys.executable, "-m", "asyncrl.cli", "run", str(config), *settings, *QUIET]
     environment = os.environ | {"PYTHONPATH": f"{HERE}:{HERE.parent}"}
     subprocess.run([*command, "--run-dir", str(run_dir)], check=True, env=environment, timeout=1200)
-    return os.getloadavg()[0]
+    (run_dir / "load").write_text(f"{os.getloadavg()[0]}")
 
 
-def run_workload(name: str, seconds: float, folder: Path) -> list[Told]:
+def run_workload(name: str, seconds: float, folder: Path) -> Iterator[Told]:
     """All its runs, each for about so many seconds, and what the one directory tells of them."""
     fixed, rows = WORKLOADS[name]
     config = folder / "tools.yaml" if name == "tools" else QUICKSTART
-    loads = {}
-    for bound, on_overdue, about_s in rows:
-        num_steps = max(20, int(seconds / about_s))
-        settings = (f"buffer.max_staleness={bound}", f"buffer.on_overdue={on_overdue}")
-        settings += (*fixed, f"trainer.num_steps={num_steps}")
-        loads[bound, on_overdue] = run_one(config, settings, folder / f"{name}-{bound}-{on_overdue}")
-    found = []
-    for setting, load in loads.items():
-        bound, on_overdue = setting
-        real = make_case(folder / f"{name}-{bound}-{on_overdue}", [], Given()).measured
-        base_bound, base_overdue = BASE[name]
-        values = [f"buffer.max_staleness={bound}", f"buffer.on_overdue={on_overdue}"]
-        case = make_case(folder / f"{name}-{base_bound}-{base_overdue}", values, Given())
-        told = [case.play(case.present, seed=seed) for seed in range(NUM_SEEDS)]
+    run_dirs = {(bound, overdue): folder / f"{name}-{bound}-{overdue}" for bound, overdue, _ in rows}
+    for bound, overdue, about_s in rows:
+        values = (f"buffer.max_staleness={bound}", f"buffer.on_overdue={overdue}")
+        if not (run_dirs[bound, overdue] / "load").exists():
+            num_steps = f"trainer.num_steps={max(20, int(seconds / about_s))}"
+            run_one(config, (*values, *fixed, num_steps), run_dirs[bound, overdue])
+    for (bound, overdue), run_dir in run_dirs.items():
+        real = make_case(run_dir, [], Given()).measured
         assert real is not None, "a run directory has measured"
-        found.append(
-            Told(
-                workload=name,
-                name=f"{bound}, {on_overdue}",
-                is_base=setting == BASE[name],
-                speed=real.steps_per_s,
-                told_speed=fmean(one.batches_per_s for one in told),
-                age=real.age_mean,
-                told_age=fmean(one.age_mean for one in told),
-                load=load,
-            )
+        values = (f"buffer.max_staleness={bound}", f"buffer.on_overdue={overdue}")
+        case = make_case(run_dirs[BASE[name]], values, Given())
+        told = [case.play(case.present, seed=seed) for seed in range(NUM_SEEDS)]
+        yield Told(
+            workload=name,
+            name=f"{bound}, {overdue}",
+            is_base=(bound, overdue) == BASE[name],
+            speed=real.steps_per_s,
+            told_speed=fmean(one.batches_per_s for one in told),
+            age=real.age_mean,
+            told_age=fmean(one.age_mean for one in told),
+            load=float((run_dir / "load").read_text()),
         )
-    return found
 
 
 def main() -> None:
     """Run all and print the table."""
     parser = options(__doc__, seconds=420.0)
-    parser.add_argument("--rounds", type=int, default=1, help="times that all runs are made (default: 1)")
+    parser.add_argument("--runs", type=Path, help="where runs are kept (default: nowhere)")
     arguments = parser.parse_args()
-    with reported("simulate", is_kept=arguments.write):
-        run_all(arguments.seconds, arguments.rounds)
+    with reported("simulate", is_kept=arguments.write), tempfile.TemporaryDirectory() as folder:
+        run_all(arguments.seconds, arguments.runs or Path(folder))
 
 
-def run_all(seconds: float, num_rounds: int) -> None:
+def run_all(seconds: float, folder: Path) -> None:
     """The table, line by line."""
-    num_runs = sum(len(rows) for _, rows in WORKLOADS.values()) * num_rounds
-    print(f"{num_rounds} rounds; steps/s and mean age in versions, measured and told")
+    folder.mkdir(exist_ok=True)
+    (folder / "tools.yaml").write_text(CONFIG)
+    num_runs = sum(len(rows) for _, rows in WORKLOADS.values())
+    print("steps a second and mean age in versions, measured and told")
     titles = f"{'steps/s':>8} {'told':>8} {'error':>7} {'age':>6} {'told':>6} {'error':>7} {'load':>5}"
     print(f"{'workload':<11} {'setting':<9} {'':<4} {titles}")
     worst = 1.0
     for name in WORKLOADS:
-        rounds = []
-        for _ in range(num_rounds):
-            with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / "tools.yaml").write_text(CONFIG)
-                rounds.append(run_workload(name, seconds / num_runs, Path(folder)))
-        for told in zip(*rounds, strict=True):
-            middle = median_low(sorted(one.error for one in told))
-            shown = next(one for one in told if one.error == middle)
-            print(shown.line(), flush=True)
-            if name != "learning":
-                worst = max(worst, shown.ratio)
+        for told in run_workload(name, seconds / num_runs, folder):
+            print(told.line(), flush=True)
+            worst = max(worst, 1.0 if name == "learning" else told.ratio)
     print(f"ratio: {worst:.2f}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -48,8 +49,12 @@ class Lognormal:
     most: float = math.inf
     seed: int = 0
 
-    def group(self, prompt: int, num_handed_back: int, progress: float = 0.0) -> list[Plan]:
+    def group(self, prompt: int, num_handed_back: int, progress: float = 0.0) -> Sequence[Plan]:
         """The same at any time of the run."""
+        return self._drawn(prompt, num_handed_back)
+
+    @functools.lru_cache(2**15)  # noqa: B019  a workload is small, and simulated under many settings
+    def _drawn(self, prompt: int, num_handed_back: int) -> Sequence[Plan]:
         plans = list[Plan]()
         for index in range(self.group_size):
             tokens = min(self.most, self.length(prompt, num_handed_back, index))

@@ -50,7 +50,7 @@ def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
             way_out=f"leave it out, or simulate {run_dir / CONFIG_FILE}.",
         )
     config = load_config(run_dir / CONFIG_FILE, overrides) if overrides else own
-    slots, group_size = config.rollout.slots, config.rollout.group_size
+    slots, group_size = _slots(config), config.rollout.group_size
     timing = read_timing(run_dir, slots=slots, num_engines=own.rollout.max_engines, group_size=group_size)
     machine, in_turns = timing.machine, timing.handover_s > 0
     is_shared = config.placement.trainer == "cpu" or machine.train_drag + machine.decode_drag > 0
@@ -79,6 +79,12 @@ def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
         (*sources, *timing.notes),
         timing,
     )
+
+
+def _slots(config: RunConfig) -> int:
+    """Rollouts that run at once, an engine."""
+    concurrency = config.generator.concurrency
+    return config.rollout.slots if concurrency == "auto" else -(-concurrency // config.rollout.max_engines)
 
 
 def _devices(config: RunConfig, *, in_turns: bool) -> int:

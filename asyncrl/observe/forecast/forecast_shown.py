@@ -141,8 +141,12 @@ def draw_forecast(forecast: Forecast, path: Path, *, title: str) -> None:
         panels[0].plot(bounds, [row[1].batches_per_s for row in rows], **style)
         panels[1].plot(bounds, [row[1].age_mean for row in rows], **style)
         if on_overdue == present.on_overdue:
-            panels[2].plot(bounds, [100 * row[1].trainer_idle for row in rows], marker="o", label="trainer")
-            panels[2].plot(bounds, [100 * row[1].engines_idle for row in rows], marker="o", label="engines")
+            panels[2].plot(
+                bounds, [100 * row[1].trainer_idle for row in rows], marker="o", label="trainer idle"
+            )
+            panels[2].plot(
+                bounds, [100 * row[1].engines_idle for row in rows], marker="o", label="engines idle"
+            )
             masked = [100 * row[1].masked_fraction for row in rows]
             panels[2].plot(bounds, masked, marker=".", color="0.5", label="tokens masked")
     for row, colour, size, name in (
@@ -153,7 +157,7 @@ def draw_forecast(forecast: Forecast, path: Path, *, title: str) -> None:
     titles = (
         "optimizer steps a second",
         "mean age of what is trained on, versions",
-        f"% of time or tokens, {present.on_overdue}",
+        f"idle time and masked tokens in %, {present.on_overdue}",
     )
     for panel, words in zip(panels, titles, strict=True):
         panel.set_title(words, fontsize=10, loc="left")
@@ -162,7 +166,7 @@ def draw_forecast(forecast: Forecast, path: Path, *, title: str) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=9)
+        panel.legend(frameon=False, fontsize=9, labelspacing=0.9)
     figure.suptitle(f"{title}, simulated: look_ahead auto, trainer + engines {present.parts}")
     figure.savefig(path)
 

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
 
 from asyncrl.buffer.workload import Machine, Plan
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.journal.read import reading
 from asyncrl.observe.inspect import JOURNAL_FILE
-from asyncrl.observe.recorder import METRICS_FILE, lines_of, metrics_of, parse_line
-from asyncrl.rollouts.timed import OLD_TIMES_FILE, TIMES_FILE
+from asyncrl.observe.recorder import METRICS_FILE, lines_of, metrics_of
+from asyncrl.rollouts.timed import OLD_TIMES_FILE, TIMES_FILE, RolloutTimes
 
 MIN_STEPS = 5
-MIN_GROUPS = 8
 WINDOW = 64
 """Groups to each side of the place in the run where a simulated group is drawn: lengths change as a model
 learns.
@@ -33,6 +33,8 @@ NUM_ROUNDS = 3
 """Of the fit of how an engine slows down with its load."""
 DRAGS = tuple(index / 25 for index in range(22))
 """Shares of its speed that one side may lose while the other works, tried one by one."""
+_NEEDED = "step", "time_s", "perf/train_s", "tokens/sampled"
+_CHECK = TypeAdapter(RolloutTimes)
 Array = npt.NDArray[np.float64]
 
 
@@ -68,26 +70,29 @@ class RunTiming:
 
 def read_timing(run_dir: Path, *, slots: int, num_engines: int, group_size: int) -> RunTiming:
     """`num_engines`: of the run. Raises ConfigError if the run has too few steps or rollouts on record."""
-    problems = list[str]()
-    steps = _newest_steps([*metrics_of(run_dir / METRICS_FILE, problems, "step", "time_s", "perf/train_s")])
+    problems, parse = list[str](), _CHECK.validate_json
     files = (run_dir / OLD_TIMES_FILE, run_dir / TIMES_FILE)
-    lines = [line for path in files for _, line in lines_of(path, problems, parse_line) if "turns" in line]
-    if not lines or len(steps) < MIN_STEPS:
+    lines = [line for path in files for _, line in lines_of(path, problems, lambda text: _valid(parse, text))]
+    taken_s, first_s = _taken(run_dir), min((line["start_s"] for line in lines), default=0.0)
+    newest = {int(step["step"]): step for step in metrics_of(run_dir / METRICS_FILE, problems, *_NEEDED)}
+    steps = [step for number, step in newest.items() if taken_s.get(number, -1.0) >= first_s]
+    if len(steps) < MIN_STEPS or not any(line["turns"] for line in lines):
         raise ConfigError(
-            f"{run_dir} has {len(steps)} steps and {len(lines)} rollouts in {TIMES_FILE}",
+            f"{run_dir} has {len(steps)} steps whose rollouts are on record, and {len(lines)} rollouts in "
+            f"{TIMES_FILE}{''.join(f'; {problem}' for problem in problems[:1])}",
             rule=f"a forecast of a run takes {MIN_STEPS} steps and their rollouts at least",
             way_out="let it run on for a while, or give `asyncrl simulate` a config instead.",
         )
-    first_s = min(line["start_s"] for line in lines)
-    taken_s = _taken(run_dir)
-    steps = [step for step in steps if taken_s.get(int(step["step"]), 0.0) >= first_s]
     workload = RecordedRollouts(_groups(lines), group_size)
-    return _timing(steps, lines, taken_s, workload, slots=slots, num_engines=num_engines)
+    timing = _timing(steps, lines, taken_s, workload, slots=slots, num_engines=num_engines)
+    return replace(timing, notes=(*timing.notes, *(f"problem: {problem}" for problem in problems)))
 
 
-def _newest_steps(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without those that were taken again."""
-    return [*{int(step["step"]): step for step in steps}.values()]
+def _valid(parse: Callable[[bytes], RolloutTimes], text: bytes) -> RolloutTimes | None:
+    try:
+        return parse(text)
+    except ValidationError:
+        return None
 
 
 def _taken(run_dir: Path) -> dict[int, float]:
@@ -99,7 +104,7 @@ def _taken(run_dir: Path) -> dict[int, float]:
         return {}
 
 
-def _groups(lines: Sequence[Mapping[str, Any]]) -> list[list[Plan]]:
+def _groups(lines: Sequence[RolloutTimes]) -> list[list[Plan]]:
     """The rollouts by group. One that was cut short takes as long as one of those that took longer, for what
     is too late is what takes long (redistribution to the right: Efron 1967, the product-limit estimate).
     """
@@ -107,18 +112,18 @@ def _groups(lines: Sequence[Mapping[str, Any]]) -> list[list[Plan]]:
     times = [line["end_s"] for line in by_time]
     draw = random.Random(0)
 
-    def whole(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    def whole(line: RolloutTimes) -> RolloutTimes:
         while line["how"] == "cut" and (first := bisect_right(times, line["end_s"])) < len(times):
             line = by_time[draw.randrange(first, len(times))]
         return line
 
-    groups: dict[int, dict[int, Mapping[str, Any]]] = {}
+    groups: dict[int, dict[int, RolloutTimes]] = {}
     for line in lines:  # of a rollout that was tried again the last attempt counts
         groups.setdefault(line["group"], {})[line["sample"]] = line
     return [[_plan(whole(line)) for line in groups[number].values()] for number in sorted(groups)]
 
 
-def _plan(line: Mapping[str, Any]) -> Plan:
+def _plan(line: RolloutTimes) -> Plan:
     turns, then_s = list[tuple[float, float]](), 0.0
     for asked_s, answered_s, _, num_sampled in line["turns"]:
         turns.append((max(0.0, asked_s - then_s), float(num_sampled)))
@@ -146,7 +151,7 @@ class _Integral:
 
 def _timing(
     steps: Sequence[Mapping[str, Any]],
-    lines: Sequence[Mapping[str, Any]],
+    lines: Sequence[RolloutTimes],
     taken_s: Mapping[int, float],
     workload: RecordedRollouts,
     *,
