@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from contextlib import closing
 from dataclasses import fields
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 
 import pytest
 from rollout_cases import make_producers, single_turn
+from typer.testing import CliRunner
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.workload import SimulationResult
+from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.engines.pool import EnginePool
 from asyncrl.errors import ConfigError
@@ -253,18 +256,23 @@ def test_turns_and_splits_of_the_devices_are_played_where_there_are_devices() ->
     }, "sides that share cores: none can change sides"
 
 
-def test_what_is_shown_names_what_is_assumed_and_the_choice(tmp_path: Path) -> None:
-    settings, plot = ["trainer.num_groups=2", "rollout.slots=8"], tmp_path / "p.png"
-    text = render_forecast(
-        QUICKSTART, settings, Given(train_s=0.5, lengths="20,0.5"), plot=tmp_path / "p.png"
-    )
-    assert "assumed: 2,000 tokens/s of an engine with all slots busy (--tokens-per-s)" in " ".join(
-        text.split()
-    )
+def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = (QUICKSTART.parent.parent / "docs" / "simulate.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"```text\n\$ asyncrl (simulate .*)\n([^`]*)```", page).groups()  # type: ignore[union-attr]
+    monkeypatch.chdir(QUICKSTART.parent.parent)
+    monkeypatch.setenv("COLUMNS", "90")
+    plot = tmp_path / "p.png"
+    printed = CliRunner().invoke(app, [*command.split(), "--plot", str(plot)]).output
     assert plot.read_bytes().startswith(b"\x89PNG")
+    assert [line.rstrip() for line in printed.splitlines()][:-1] == shown.splitlines()
+
+
+def test_for_machines_it_is_json_with_every_setting() -> None:
+    settings = ["trainer.num_groups=2", "rollout.slots=8", "rollout.group_size=2"]
     plain = json.loads(render_forecast(QUICKSTART, settings, Given(), as_json=True))
     assert plain["present"] in plain["settings"]
     assert plain["choice"] in plain["settings"]
+    assert "2,000 tokens/s of an engine with all slots busy (--tokens-per-s)" in plain["sources"][0]
     assert {(row["max_staleness"], row["on_overdue"]) for row in plain["settings"]} >= {
         *((bound, "mask") for bound in (0, 1, 2, 4, 8)),
         *((bound, overdue) for bound in (1, 2, 4, 8) for overdue in ("wait", "drop")),

@@ -4,6 +4,7 @@ the rule and the look-ahead of runs; and which setting is chosen, and why.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -160,7 +161,7 @@ class Forecast:
         """Play them all."""
         settings = dict.fromkeys((case.present, *case.settings()))
         first = cls(case, tuple((setting, case.play(setting)) for setting in settings))
-        fast = max(speed_of(result) for _, result in first.same_machine) * (1 - MAYBE_CLOSE)
+        fast = max(speed_of(result) for _, result in first.candidates) * (1 - MAYBE_CLOSE)
 
         def again(setting: Setting, once: SimulationResult) -> SimulationResult:
             if setting != case.present and (
@@ -178,15 +179,23 @@ class Forecast:
 
     @property
     def same_machine(self) -> list[Row]:
-        """Those among which is chosen: bound, on_overdue and look-ahead alone differ."""
+        """Those that need nothing more: bound, on_overdue and look-ahead alone differ."""
         parts = self.present[0].parts
         return [row for row in self.rows if row[0].parts == parts]
 
     @property
+    def candidates(self) -> list[Row]:
+        """Those among which is chosen: `drop`, which leans towards short answers, only where it is chosen
+        already.
+        """
+        present = self.present[0].on_overdue
+        return [row for row in self.same_machine if row[0].on_overdue in (present, "mask", "wait")]
+
+    @property
     def choice(self) -> Row:
         """The least mean age within CLOSE of the best speed; of equal ones the one that changes least."""
-        best = max(speed_of(result) for _, result in self.same_machine)
-        close = [row for row in self.same_machine if speed_of(row[1]) >= best * (1 - CLOSE)]
+        best = max(speed_of(result) for _, result in self.candidates)
+        close = [row for row in self.candidates if speed_of(row[1]) >= best * (1 - CLOSE)]
         least = min(result.age_mean for _, result in close)
         same = max(least + SAME_AGE, least * (1 + SAME_FRACTION))
         present = self.present[0]
@@ -206,7 +215,7 @@ class Forecast:
         if changes:
             first += f"; the present one: {result_words(now)}"
         told = [f"{first}."]
-        name, fastest = max(self.same_machine, key=lambda row: speed_of(row[1]))
+        name, fastest = max(self.candidates, key=lambda row: speed_of(row[1]))
         if name == chosen:
             told.append(
                 f"On this machine nothing is faster, and nothing within {CLOSE:.0%} has younger data."
@@ -233,7 +242,12 @@ def speed_of(result: SimulationResult) -> float:
 def result_words(result: SimulationResult) -> str:
     """`3.45 steps/s, mean age 2.10, 0.3% masked`."""
     masked = f", {result.masked_fraction:.1%} masked" if result.masked_fraction > 0.0005 else ""
-    return f"{result.batches_per_s:.3g} steps/s, mean age {result.age_mean:.2f}{masked}"
+    return f"{rate_text(result.batches_per_s)} steps/s, mean age {result.age_mean:.2f}{masked}"
+
+
+def rate_text(value: float) -> str:
+    """Three digits: 0.588, 5.90, 12.4."""
+    return f"{value:.{max(0, 2 - math.floor(math.log10(max(value, 0.01))))}f}"
 
 
 def _mean(results: Sequence[SimulationResult]) -> SimulationResult:

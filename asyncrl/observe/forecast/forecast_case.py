@@ -102,7 +102,7 @@ class _Numbers:
         """`words`: with {} for the number, and the flag that gives it."""
         what, _, flag = words.partition(" --")
         value = otherwise if given is None else given
-        text = what.format(f"{value:,.4g}")
+        text = what.format(f"{value:,.0f}" if value >= 1000 else f"{value:.4g}")
         self.words["assumed" if given is None else "known"].append(
             f"{text} (--{flag})" if given is None else text
         )

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.forecast.forecast import Forecast, Row, Setting, result_words
+from asyncrl.observe.forecast.forecast import Forecast, Row, Setting, rate_text, result_words
 from asyncrl.observe.forecast.forecast_case import Given, make_case
 from asyncrl.observe.status import to_text
 
@@ -66,7 +66,7 @@ def _shown(forecast: Forecast) -> Iterator[RenderableType]:
     yield Text(f"simulated: {num_groups} groups of {group_size} a step, engines of {slots} slots")
     yield from map(Text, case.sources)
     if (real := case.measured) is not None:
-        told = f"{real.steps_per_s:.3g} steps/s, mean age {real.age_mean:.2f}"
+        told = f"{rate_text(real.steps_per_s)} steps/s, mean age {real.age_mean:.2f}"
         yield Text(f"the run was at {told}; simulated: {result_words(forecast.present[1])}")
     yield Text("")
     yield _table(forecast)
@@ -95,7 +95,7 @@ def _table(forecast: Forecast) -> Table:
             setting.on_overdue if setting.max_staleness else "-",
             f"auto {result.look_ahead_mean:.1f}" if is_auto else str(setting.look_ahead),
             setting.parts,
-            f"{result.batches_per_s:.3g}",
+            rate_text(result.batches_per_s),
             f"{result.trainer_idle:.0%}",
             f"{result.engines_idle:.0%}",
             f"{result.age_mean:.2f}",
