@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,8 @@ NUM_ROUNDS = 3
 """Of the fit of how an engine slows down with its load."""
 DRAGS = tuple(index / 25 for index in range(22))
 """Shares of its speed that one side may lose while the other works, tried one by one."""
+LEAST_BESIDE = 0.05
+NEVER_AT_ONCE = "the trainer and the engines never worked at once: how they slow each other down is not known"
 _NEEDED = "step", "time_s", "perf/train_s", "tokens/sampled"
 _CHECK = TypeAdapter(RolloutTimes)
 Array = npt.NDArray[np.float64]
@@ -84,7 +85,9 @@ def read_timing(run_dir: Path, *, slots: int, num_engines: int, group_size: int)
             way_out="let it run on for a while, or give `asyncrl simulate` a config instead.",
         )
     workload = RecordedRollouts(_groups(lines), group_size)
-    timing = _timing(steps, lines, taken_s, workload, slots=slots, num_engines=num_engines)
+    began = np.array([taken_s[int(step["step"])] for step in steps])
+    requests = _Requests(lines, num_engines)
+    timing = _timing(steps, began, requests, workload, slots=slots, num_engines=num_engines)
     return replace(timing, notes=(*timing.notes, *(f"problem: {problem}" for problem in problems)))
 
 
@@ -144,76 +147,99 @@ class _Integral:
 
     def over(self, start: Array, end: Array) -> Array:
         """One number for each interval."""
-        at = lambda times: np.interp(times, self._times, self._sums)  # noqa: E731
-        found: Array = at(end) - at(start)
-        return found
+        return self._until(end) - self._until(start)
+
+    def _until(self, times: Array) -> Array:
+        return np.interp(times, self._times, self._sums)
+
+
+class _Requests:
+    """Those that engines have answered, and how many ran at each time, an engine."""
+
+    def __init__(self, lines: Sequence[RolloutTimes], num_engines: int) -> None:
+        turns = [
+            (line["start_s"] + asked_s, line["start_s"] + answered_s, num_sampled)
+            for line in lines
+            for asked_s, answered_s, _, num_sampled in line["turns"]
+        ]
+        self.asked, self.answered, self.tokens = np.array(turns, dtype=np.float64).T
+        self.seconds = np.maximum(self.answered - self.asked, 1e-9)
+        both, steps = np.concatenate([self.asked, self.answered]), np.ones(len(turns))
+        order = np.argsort(both, kind="stable")
+        self.times = both[order]
+        self.running = np.cumsum(np.concatenate([steps, -steps])[order]) / num_engines
+
+    def over(self, values: Array) -> Array:
+        """Integral over each request of what depends on how many run."""
+        return _Integral(self.times, values).over(self.asked, self.answered)
+
+    def fit(self, training: _Integral) -> tuple[list[float], float]:
+        """[step_s, row_s, request_s] of Machine, and train_drag.
+
+        The load of a request is that at its mean token, not at its mean moment: where more run, a token takes
+        longer. So each round takes the speeds of the one before.
+        """
+        beside = training.over(self.asked, self.answered) / self.seconds
+        rate, found, drag = np.ones(len(self.running)), [0.0, 0.0, 0.0], 0.0
+        for _ in range(NUM_ROUNDS):
+            load = self.over(self.running * rate) / np.maximum(self.over(rate), 1e-12)
+            columns = (self.tokens, self.tokens * load, np.ones(len(load)))
+            found, drag = _fit_beside(self.seconds, beside, *columns)
+            rate = 1.0 / np.maximum(found[0] + found[1] * self.running, 1e-9)
+        return found, drag
+
+
+def _column(steps: Sequence[Mapping[str, Any]], name: str) -> Array:
+    return np.array([step.get(name, 0.0) for step in steps], dtype=np.float64)
 
 
 def _timing(
     steps: Sequence[Mapping[str, Any]],
-    lines: Sequence[RolloutTimes],
-    taken_s: Mapping[int, float],
+    began: Array,
+    requests: _Requests,
     workload: RecordedRollouts,
     *,
     slots: int,
     num_engines: int,
 ) -> RunTiming:
-    rows = [
-        (line["start_s"] + a, line["start_s"] + b, num) for line in lines for a, b, _, num in line["turns"]
-    ]
-    asked, answered, tokens = np.array(rows, dtype=np.float64).T
-    began = np.array([taken_s.get(int(step["step"]), 0.0) for step in steps])
-    column = lambda name: np.array([step.get(name, 0.0) for step in steps], dtype=np.float64)  # noqa: E731
-    train_s, sampled = column("perf/train_s"), column("tokens/sampled")
-    # requests in flight, an engine
-    order = np.argsort(np.concatenate([asked, answered]), kind="stable")
-    times = np.concatenate([asked, answered])[order]
-    running = np.cumsum(np.concatenate([np.ones(len(asked)), -np.ones(len(asked))])[order]) / num_engines
-    training = _Integral(np.stack([began, began + train_s], 1).ravel(), np.tile([1.0, 0.0], len(began)))
-    seconds = np.maximum(answered - asked, 1e-9)
-    beside = training.over(asked, answered) / seconds
-    rate = np.ones(len(running))  # of tokens at each load
-    for _ in range(NUM_ROUNDS):
-        # the load at the mean token, not at the mean moment: where more run a token takes longer
-        load = _Integral(times, running * rate).over(asked, answered) / np.maximum(
-            _Integral(times, rate).over(asked, answered), 1e-12
-        )
-        found, train_drag = _fit_beside(seconds, beside, tokens, tokens * load, np.ones(len(tokens)))
-        step_s, row_s, request_s = found
-        rate = 1.0 / np.maximum(step_s + row_s * running, 1e-9)
-    busy_s = _Integral(times, (running > 0).astype(np.float64)).over(began, began + train_s)
-    later = slice(1, None)  # the first step is slow
+    """`began`: when each step took its batch, seconds since the epoch."""
+    train_s, later = _column(steps, "perf/train_s"), slice(1, None)  # the first step is slow
+    is_training = np.tile([1.0, 0.0], len(began))
+    training = _Integral(np.stack([began, began + train_s], 1).ravel(), is_training)
+    (step_s, row_s, request_s), train_drag = requests.fit(training)
+    is_busy = (requests.running > 0).astype(np.float64)
+    busy = _Integral(requests.times, is_busy).over(began, began + train_s) / train_s
+    sampled = _column(steps, "tokens/sampled")
     (fixed_s, token_s), decode_drag = _fit_beside(
-        train_s[later], (busy_s / train_s)[later], np.ones(len(steps))[later], sampled[later]
+        train_s[later], busy[later], np.ones(len(steps) - 1), sampled[later]
     )
-    num_first = len(steps) // 5
-    first, counted = steps[max(0, num_first - 1)], steps[max(1, num_first) :]
+    num_first = max(1, len(steps) // 5)
+    first, counted = steps[num_first - 1], steps[num_first:]
     wall_s = counted[-1]["time_s"] - first["time_s"]
-    mean = lambda name: fmean([step.get(name, 0.0) for step in counted])  # noqa: E731
-    waited_s = mean("perf/train_s") + mean("perf/wait_s") + mean("perf/handover_s")
-    is_apart = busy_s.sum() < 0.05 * train_s.sum()
-    note = "the trainer and the engines never worked at once: how they slow each other down is not known"
+    parts = ("perf/train_s", "perf/wait_s", "perf/handover_s")
+    known_s = sum(float(_column(counted, name).sum()) for name in parts)
+    machine = Machine(
+        slots=slots,
+        num_engines=num_engines,
+        step_s=step_s,
+        row_s=row_s,
+        request_s=request_s,
+        train_s=fixed_s,
+        train_token_s=token_s,
+        overhead_s=max(0.0, wall_s - known_s) / len(counted),
+        publish_s=float(_column(counted, "perf/weight_sync_s").mean()),
+        pause_s=float(_column(counted, "perf/weight_sync_pause_s").mean()),
+        train_drag=train_drag,
+        decode_drag=decode_drag,
+    )
     return RunTiming(
-        Machine(
-            slots=slots,
-            num_engines=num_engines,
-            step_s=step_s,
-            row_s=row_s,
-            request_s=request_s,
-            train_s=fixed_s,
-            train_token_s=token_s,
-            overhead_s=max(0.0, wall_s / len(counted) - waited_s),
-            publish_s=mean("perf/weight_sync_s"),
-            pause_s=mean("perf/weight_sync_pause_s"),
-            train_drag=train_drag,
-            decode_drag=decode_drag,
-        ),
+        machine,
         workload,
         num_steps=len(steps),
         steps_per_s=len(counted) / wall_s,
-        age_mean=mean("sample/staleness_mean"),
-        handover_s=mean("perf/handover_s"),
-        notes=(note,) if is_apart else (),
+        age_mean=float(_column(counted, "sample/staleness_mean").mean()),
+        handover_s=float(_column(counted, "perf/handover_s").mean()),
+        notes=(NEVER_AT_ONCE,) if busy.mean() < LEAST_BESIDE else (),
     )
 
 
