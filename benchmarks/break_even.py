@@ -24,7 +24,7 @@ from report import options, reported
 
 from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, Machine, SimulationResult
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine, SimulationResult
 from asyncrl.config.generation import OnOverdue
 
 BOUNDS = (0, 1, 2, 4)
@@ -67,7 +67,7 @@ class DevicesCase:
             on_overdue=self.on_overdue,
             look_ahead=max_staleness,
         )
-        machine = Machine(
+        machine = SimulatedMachine(
             slots=self.slots * num_generating,
             train_s=self.num_groups * self.group_size / self.slots / self.ratio / num_training,
             publish_s=self.handover_s if num_trainer is None else 0.0,

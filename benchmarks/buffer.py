@@ -33,7 +33,7 @@ from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, Machine, SimulationResult
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine, SimulationResult
 from asyncrl.config import BufferConfig
 from asyncrl.config.generation import OnOverdue
 from asyncrl.errors import WouldWait
@@ -41,7 +41,7 @@ from asyncrl.messages.records import Group, GroupId, Prompt, Trajectory, Version
 
 MAX_STALENESS, NUM_GROUPS = 8, 16
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
-MACHINE = Machine(slots=10**6, train_s=0.6)
+MACHINE = SimulatedMachine(slots=10**6, train_s=0.6)
 BATCH_SIZES = (16, 64, 256, 1_024)
 NO_TOKENS = np.zeros(0, np.int32)
 

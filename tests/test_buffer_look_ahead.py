@@ -11,18 +11,21 @@ import pytest
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, Machine
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine
 from asyncrl.config.generation import OnOverdue
 
 FREE = 10**6
 MAX_STALENESS, NUM_BATCHES = 8, 100
-WORKLOADS: dict[str, tuple[Machine, dict[str, Any]]] = {
-    "training is slower than a rollout": (Machine(FREE, train_s=2.0), {}),
-    "a rollout takes four steps": (Machine(FREE, train_s=0.25), {}),
-    "groups of eight, their slowest takes several steps": (Machine(FREE, train_s=0.5), {"group_size": 8}),
-    "generation is the limit": (Machine(24, train_s=0.25), {}),
+WORKLOADS: dict[str, tuple[SimulatedMachine, dict[str, Any]]] = {
+    "training is slower than a rollout": (SimulatedMachine(FREE, train_s=2.0), {}),
+    "a rollout takes four steps": (SimulatedMachine(FREE, train_s=0.25), {}),
+    "groups of eight, their slowest takes several steps": (
+        SimulatedMachine(FREE, train_s=0.5),
+        {"group_size": 8},
+    ),
+    "generation is the limit": (SimulatedMachine(24, train_s=0.25), {}),
     "rollouts wait for tools": (
-        Machine(128, train_s=0.3),
+        SimulatedMachine(128, train_s=0.3),
         {"tokens": 0.2, "tool_s": 0.4, "group_size": 4},
     ),
 }
@@ -36,7 +39,7 @@ class DrawnOnce(Lognormal):
 
 
 def simulate(
-    machine: Machine, workload: Lognormal, on_overdue: OnOverdue, look_ahead: int | None
+    machine: SimulatedMachine, workload: Lognormal, on_overdue: OnOverdue, look_ahead: int | None
 ) -> Simulation:
     """Until it has taken so many batches, the end of a run apart, where stragglers are waited for."""
     auto = LookAhead(MAX_STALENESS) if look_ahead is None else None

@@ -15,7 +15,7 @@ from rollout_cases import play_run
 
 from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, Machine
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
 from asyncrl.tasks import Feed
@@ -42,7 +42,7 @@ def random_case(seed: int, on_overdue: OnOverdue) -> Simulation:
     train_s, publish_s = draw.choice([0.1, 0.5, 2.0]), draw.choice([0.0, 0.1, 1.5])
     shared = {name: draw.choice([0.0, 0.5]) for name in ("row_s", "train_drag", "decode_drag", "pause_s")}
     num_engines = draw.randint(1, 2)
-    machine = Machine(
+    machine = SimulatedMachine(
         slots=slots // num_engines, num_engines=num_engines, train_s=train_s, publish_s=publish_s, **shared
     )
     return Simulation(rule, Lognormal(sigma=sigma, group_size=group_size, seed=seed), machine)
@@ -78,7 +78,7 @@ def test_the_example_on_the_staleness_page_runs(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("order", ["completion", "oldest_first"])
 def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: CountOrder) -> None:
-    workload, machine = Lognormal(sigma=1.0), Machine(slots=10_000, train_s=0.5)
+    workload, machine = Lognormal(sigma=1.0), SimulatedMachine(slots=10_000, train_s=0.5)
     counting = CountRule(num_groups=16, num_batches=200, max_staleness=2, order=order)
     ours = StalenessRule(num_groups=16, num_batches=200, max_staleness=2, on_overdue="wait", look_ahead=2)
     counted, kept = (Simulation(rule, workload, machine).run() for rule in (counting, ours))
@@ -135,7 +135,7 @@ def test_the_product_plays_that_run(
     settings: dict[str, Any] = {"max_staleness": max_staleness, "look_ahead": max_staleness}
     settings["on_overdue"] = on_overdue
     rule = StalenessRule(num_groups=4, num_batches=40, **settings)
-    machine = Machine(slots=slots, train_s=TRAIN_S)
+    machine = SimulatedMachine(slots=slots, train_s=TRAIN_S)
     simulation = Simulation(rule, workload, machine, max_hand_backs=max_hand_backs)
     outcome, journal = simulation.run(), MemoryJournal()
 

@@ -28,7 +28,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.journal import schema
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
 from asyncrl.messages.records import Prompt
-from asyncrl.observe.forecast.forecast import Forecast, Setting
+from asyncrl.observe.forecast.forecast import Forecast, ForecastSetting
 from asyncrl.observe.forecast.forecast_case import Given, make_case
 from asyncrl.observe.forecast.forecast_shown import render_forecast
 from asyncrl.observe.forecast.run_timing import RecordedRollouts
@@ -217,7 +217,7 @@ def rows_of(*outcomes: tuple[int, float, float, float]) -> Forecast:
     rows = []
     for bound, steps_per_s, age, masked in outcomes:
         values = {"batches_per_s": steps_per_s, "age_mean": age, "masked_fraction": masked}
-        rows.append((Setting(bound, "mask", "auto", 1, 1), SimulationResult(**zeros | values)))
+        rows.append((ForecastSetting(bound, "mask", "auto", 1, 1), SimulationResult(**zeros | values)))
     return Forecast(make_case(QUICKSTART, [], Given()), tuple(rows))
 
 
@@ -247,7 +247,7 @@ def test_turns_and_splits_of_the_devices_are_played_where_there_are_devices() ->
     case = make_case(QUICKSTART, ["placement.trainer=auto", "placement.rollout=auto"], Given(devices=4))
     parts = {setting.parts for setting in case.settings()}
     assert parts == {"1+1", "1+2", "1+3", "2+2", "3+1", "turns 4"}
-    alone, turns = (case.machine_of(Setting(0, "mask", "auto", 4, ranks)) for ranks in (1, None))
+    alone, turns = (case.machine_of(ForecastSetting(0, "mask", "auto", 4, ranks)) for ranks in (1, None))
     assert (turns.train_s, turns.publish_s) == (alone.train_s / 4, case.handover_s)
     assert {setting.parts for setting in make_case(QUICKSTART, [], Given()).settings()} == {
         "1+1",

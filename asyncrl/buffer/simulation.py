@@ -18,13 +18,13 @@ from statistics import fmean
 
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Machine, Plan, SimulationResult, Workload
+from asyncrl.buffer.workload import RolloutPlan, SimulatedMachine, SimulationResult, Workload
 from asyncrl.messages.records import GroupId
 
 
 @dataclass(slots=True, eq=False)
 class _Rollout:
-    plan: Plan
+    plan: RolloutPlan
     group_id: GroupId
     turn: int = 0
     version: int = -1
@@ -56,7 +56,7 @@ class _Engine:
     engine server.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: SimulatedMachine) -> None:
         self.machine = machine
         self.clock = self.busy_s = 0.0
         self.num_running = 0
@@ -93,7 +93,7 @@ class Simulation:
         self,
         rule: StalenessRule,
         workload: Workload,
-        machine: Machine,
+        machine: SimulatedMachine,
         *,
         auto: LookAhead | None = None,
         max_hand_backs: int = 3,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RolloutPlan:
     """What one rollout takes. `turns`: (seconds before it, for a tool say; tokens that it samples) of each,
     and `held_s` after the last, all with its slot; then `reward_s` without.
     """
@@ -24,7 +24,7 @@ class Plan:
 class Workload(Protocol):
     """Where rollouts come from."""
 
-    def group(self, prompt: int, num_handed_back: int, progress: float) -> Sequence[Plan]:
+    def group(self, prompt: int, num_handed_back: int, progress: float) -> Sequence[RolloutPlan]:
         """The rollouts of one prompt; `progress` 0..1 is how much of the run lies behind when it starts."""
         ...
 
@@ -49,18 +49,18 @@ class Lognormal:
     most: float = math.inf
     seed: int = 0
 
-    def group(self, prompt: int, num_handed_back: int, progress: float = 0.0) -> Sequence[Plan]:
+    def group(self, prompt: int, num_handed_back: int, progress: float = 0.0) -> Sequence[RolloutPlan]:
         """The same at any time of the run."""
         return self._drawn(prompt, num_handed_back)
 
     @functools.lru_cache(2**15)  # noqa: B019  a workload is small, and simulated under many settings
-    def _drawn(self, prompt: int, num_handed_back: int) -> Sequence[Plan]:
-        plans = list[Plan]()
+    def _drawn(self, prompt: int, num_handed_back: int) -> Sequence[RolloutPlan]:
+        plans = list[RolloutPlan]()
         for index in range(self.group_size):
             tokens = min(self.most, self.length(prompt, num_handed_back, index))
             wait_s = self.wait_s(prompt, num_handed_back, index)
             with_slot_s = wait_s if self.holds_slot else 0.0
-            plans.append(Plan(((0.0, tokens),), with_slot_s, wait_s - with_slot_s))
+            plans.append(RolloutPlan(((0.0, tokens),), with_slot_s, wait_s - with_slot_s))
         return plans
 
     def length(self, prompt: int, num_handed_back: int, sample_index: int) -> float:
@@ -79,7 +79,7 @@ class Lognormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class SimulatedMachine:
     """How fast its parts are; times in seconds.
 
     An engine has `slots` places, gives each of the n sequences that run there one token in `step_s + n *

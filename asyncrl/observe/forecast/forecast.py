@@ -13,7 +13,7 @@ from typing import Any, Literal
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, Machine, SimulationResult
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine, SimulationResult
 from asyncrl.config import RunConfig
 from asyncrl.config.generation import OnOverdue
 from asyncrl.observe.forecast.run_timing import RecordedRollouts, RunTiming
@@ -33,7 +33,7 @@ SAME_AGE, SAME_FRACTION = 0.05, 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ForecastSetting:
     """One line of the table. `num_trainer`: devices of the trainer; None: both sides take turns on all."""
 
     max_staleness: int
@@ -51,7 +51,7 @@ class Setting:
             else f"{self.num_trainer}+{self.num_engines}"
         )
 
-    def differs(self, other: Setting) -> str:
+    def differs(self, other: ForecastSetting) -> str:
         """The settings of the buffer that are not those of the other, as they are written."""
         names = ("max_staleness", "on_overdue", "look_ahead")
         mine, others = asdict(self), asdict(other)
@@ -67,7 +67,7 @@ class Case:
     """
 
     config: RunConfig
-    machine: Machine
+    machine: SimulatedMachine
     workload: Lognormal | RecordedRollouts
     handover_s: float
     num_devices: int | None
@@ -76,11 +76,11 @@ class Case:
     measured: RunTiming | None = None
 
     @property
-    def present(self) -> Setting:
+    def present(self) -> ForecastSetting:
         """That of the config."""
         buffer, ranks = self.config.buffer, None if self.in_turns else self.config.trainer.world_size
         num_engines = self.config.rollout.max_engines
-        return Setting(buffer.max_staleness, buffer.on_overdue, buffer.look_ahead, num_engines, ranks)
+        return ForecastSetting(buffer.max_staleness, buffer.on_overdue, buffer.look_ahead, num_engines, ranks)
 
     @property
     def num_batches(self) -> int:
@@ -88,7 +88,7 @@ class Case:
         size = self.config.trainer.num_groups * self.config.rollout.group_size
         return max(FEW_BATCHES, min(MANY_BATCHES, MAX_ROLLOUTS // size))
 
-    def play(self, setting: Setting, *, seed: int = 0) -> SimulationResult:
+    def play(self, setting: ForecastSetting, *, seed: int = 0) -> SimulationResult:
         """One simulated run."""
         bound, ahead = setting.max_staleness, setting.look_ahead
         auto = LookAhead(bound) if ahead == "auto" else None
@@ -108,7 +108,7 @@ class Case:
             num_first=self.num_batches // 5,
         ).run()
 
-    def machine_of(self, setting: Setting) -> Machine:
+    def machine_of(self, setting: ForecastSetting) -> SimulatedMachine:
         """Training on k devices takes 1 / k of the time; in turns neither side slows the other down."""
         machine = replace(self.machine, num_engines=setting.num_engines)
         own = ranks = self.config.trainer.world_size
@@ -122,7 +122,7 @@ class Case:
         share = own / ranks
         return replace(machine, train_s=machine.train_s * share, train_token_s=machine.train_token_s * share)
 
-    def settings(self) -> Iterator[Setting]:
+    def settings(self) -> Iterator[ForecastSetting]:
         """Around the present one: bounds and on_overdue, look-aheads, engines, the split of the devices."""
         present, bound = self.present, self.config.buffer.max_staleness
         if not self.in_turns:
@@ -146,7 +146,7 @@ class Case:
         yield replace(turns, num_engines=max(1, num_devices // size))
 
 
-Row = tuple[Setting, SimulationResult]
+Row = tuple[ForecastSetting, SimulationResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Forecast:
         first = cls(case, tuple((setting, case.play(setting)) for setting in settings))
         fast = max(speed_of(result) for _, result in first.candidates) * (1 - MAYBE_CLOSE)
 
-        def again(setting: Setting, once: SimulationResult) -> SimulationResult:
+        def again(setting: ForecastSetting, once: SimulationResult) -> SimulationResult:
             if setting != case.present and (
                 speed_of(once) < fast or (setting, once) not in first.same_machine
             ):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from asyncrl.buffer.workload import Lognormal, Machine
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine
 from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.observe.forecast.forecast import Case
@@ -138,7 +138,7 @@ def _assumed(config: RunConfig, given: Given) -> Case:
     is_shared = config.placement.trainer == "cpu"
     return Case(
         config,
-        Machine(
+        SimulatedMachine(
             rollout.slots, step_s=step_s, row_s=row_s, train_s=train_s, publish_s=push_s, pause_s=pause_s
         ),
         Lognormal(

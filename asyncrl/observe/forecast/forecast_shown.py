@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.observe.forecast.forecast import Forecast, Row, Setting, rate_text, result_words
+from asyncrl.observe.forecast.forecast import Forecast, ForecastSetting, Row, rate_text, result_words
 from asyncrl.observe.forecast.forecast_case import Given, make_case
 from asyncrl.observe.status import to_text
 
@@ -107,13 +107,13 @@ def _table(forecast: Forecast) -> Table:
     return table
 
 
-def _block(setting: Setting, present: Setting) -> tuple[Any, ...]:
+def _block(setting: ForecastSetting, present: ForecastSetting) -> tuple[Any, ...]:
     """Lines that stand together."""
     is_other = setting.parts != present.parts
     return is_other, setting.look_ahead != "auto", not is_other and setting.on_overdue != present.on_overdue
 
 
-def _place(setting: Setting, present: Setting) -> tuple[Any, ...]:
+def _place(setting: ForecastSetting, present: ForecastSetting) -> tuple[Any, ...]:
     ahead = -1 if setting.look_ahead == "auto" else setting.look_ahead
     parts = setting.num_trainer is None, setting.num_trainer or 0, setting.num_engines
     return *_block(setting, present), setting.on_overdue, parts, setting.max_staleness, ahead

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl.buffer.workload import Machine, Plan
+from asyncrl.buffer.workload import RolloutPlan, SimulatedMachine
 from asyncrl.errors import ConfigError, JournalError
 from asyncrl.journal.read import reading
 from asyncrl.observe.inspect import JOURNAL_FILE
@@ -43,11 +43,11 @@ Array = npt.NDArray[np.float64]
 class RecordedRollouts:
     """A workload: the groups of a run, in the order in which they started, drawn around the same place."""
 
-    groups: Sequence[Sequence[Plan]]
+    groups: Sequence[Sequence[RolloutPlan]]
     group_size: int
     seed: int = 0
 
-    def group(self, prompt: int, num_handed_back: int, progress: float) -> Sequence[Plan]:
+    def group(self, prompt: int, num_handed_back: int, progress: float) -> Sequence[RolloutPlan]:
         """One of them as a whole; where the size is another, its rollouts are drawn."""
         draw = random.Random(f"{self.seed}/{prompt}/{num_handed_back}")
         middle = int(progress * len(self.groups))
@@ -60,7 +60,7 @@ class RecordedRollouts:
 class RunTiming:
     """What was measured. Steps and ages are of the steps that are counted: all but the first fifth."""
 
-    machine: Machine
+    machine: SimulatedMachine
     workload: RecordedRollouts
     num_steps: int
     steps_per_s: float
@@ -107,7 +107,7 @@ def _taken(run_dir: Path) -> dict[int, float]:
         return {}
 
 
-def _groups(lines: Sequence[RolloutTimes]) -> list[list[Plan]]:
+def _groups(lines: Sequence[RolloutTimes]) -> list[list[RolloutPlan]]:
     """The rollouts by group. One that was cut short takes as long as one of those that took longer, for what
     is too late is what takes long (redistribution to the right: Efron 1967, the product-limit estimate).
     """
@@ -126,13 +126,13 @@ def _groups(lines: Sequence[RolloutTimes]) -> list[list[Plan]]:
     return [[_plan(whole(line)) for line in groups[number].values()] for number in sorted(groups)]
 
 
-def _plan(line: RolloutTimes) -> Plan:
+def _plan(line: RolloutTimes) -> RolloutPlan:
     turns, then_s = list[tuple[float, float]](), 0.0
     for asked_s, answered_s, _, num_sampled in line["turns"]:
         turns.append((max(0.0, asked_s - then_s), float(num_sampled)))
         then_s = answered_s
     held_s = max(0.0, line["held_s"] - then_s)
-    return Plan(tuple(turns), held_s, max(0.0, line["end_s"] - line["held_s"]))
+    return RolloutPlan(tuple(turns), held_s, max(0.0, line["end_s"] - line["held_s"]))
 
 
 # ---- speeds
@@ -147,10 +147,9 @@ class _Integral:
 
     def over(self, start: Array, end: Array) -> Array:
         """One number for each interval."""
-        return self._until(end) - self._until(start)
-
-    def _until(self, times: Array) -> Array:
-        return np.interp(times, self._times, self._sums)
+        at_end: Array = np.interp(end, self._times, self._sums)
+        at_start: Array = np.interp(start, self._times, self._sums)
+        return at_end - at_start
 
 
 class _Requests:
@@ -174,7 +173,7 @@ class _Requests:
         return _Integral(self.times, values).over(self.asked, self.answered)
 
     def fit(self, training: _Integral) -> tuple[list[float], float]:
-        """[step_s, row_s, request_s] of Machine, and train_drag.
+        """[step_s, row_s, request_s] of SimulatedMachine, and train_drag.
 
         The load of a request is that at its mean token, not at its mean moment: where more run, a token takes
         longer. So each round takes the speeds of the one before.
@@ -218,7 +217,7 @@ def _timing(
     wall_s = counted[-1]["time_s"] - first["time_s"]
     parts = ("perf/train_s", "perf/wait_s", "perf/handover_s")
     known_s = sum(float(_column(counted, name).sum()) for name in parts)
-    machine = Machine(
+    machine = SimulatedMachine(
         slots=slots,
         num_engines=num_engines,
         step_s=step_s,
