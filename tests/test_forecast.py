@@ -5,6 +5,7 @@ truth that it has to tell: from the config alone, and from what such a run leave
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -24,16 +25,17 @@ from asyncrl.buffer.workload import SimulationResult
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.engines.pool import EnginePool
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, RolloutFailure
 from asyncrl.journal import schema
 from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
-from asyncrl.messages.records import Prompt
+from asyncrl.messages.records import GroupId, Prompt
 from asyncrl.observe.forecast.forecast import Forecast, ForecastSetting
 from asyncrl.observe.forecast.forecast_case import Given, make_case
 from asyncrl.observe.forecast.forecast_shown import render_forecast
 from asyncrl.observe.forecast.run_timing import RecordedRollouts
+from asyncrl.rollouts.rollout import RolloutAttempt
 from asyncrl.rollouts.timed import Timed
-from asyncrl.testing.fakes import ask
+from asyncrl.testing.fakes import FakeEngine, ask
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
 from asyncrl_servers.weight_state import Staged
@@ -158,6 +160,38 @@ def told(case: Any) -> Figures:
     """Of the present setting."""
     played: list[SimulationResult] = [case.play(case.present, seed=seed) for seed in range(3)]
     return Figures(fmean(one.batches_per_s for one in played), fmean(one.age_mean for one in played))
+
+
+def test_each_attempt_leaves_a_line_and_a_full_file_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.rollouts.timed.MAX_BYTES", 150)  # two lines
+    monkeypatch.setattr("asyncrl.rollouts.timed.GATHER_S", 0.0)
+
+    async def story() -> None:
+        engine = FakeEngine(latency_s=lambda request: 2.0)
+        timed = Timed(single_turn(engine, Failing()), engine, tmp_path)  # type: ignore[arg-type]
+        for index, name in enumerate(("good", "fails", "slow", "good", "fails")):
+            prompt = Prompt(name, ({"role": "user", "content": "q"},))
+            attempt = RolloutAttempt(f"g7/r{index}", GroupId(7), prompt, index, 0, lambda: None)
+            with contextlib.suppress(RolloutFailure, TimeoutError):
+                await asyncio.wait_for(timed.run_attempt(attempt), 10.0)
+
+    run_virtual(story())
+    text = "".join((tmp_path / name).read_text() for name in ("rollouts.old.jsonl", "rollouts.jsonl"))
+    lines = [json.loads(line) for line in text.splitlines()]
+    found = [(line["sample"], line["how"]) for line in lines]
+    assert found == [(2, "cut"), (3, "done"), (4, "failed")], "the oldest two are gone"
+
+
+class Failing:
+    """Scores by the name of the prompt."""
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        if prompt.prompt_id == "fails":
+            raise RolloutFailure("no score")
+        await asyncio.sleep(60.0 if prompt.prompt_id == "slow" else 1.0)
+        return 1.0
 
 
 OTHERS = [(0, "mask"), (1, "mask"), (2, "wait"), (4, "drop")]

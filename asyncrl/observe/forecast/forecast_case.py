@@ -33,11 +33,9 @@ class Given:
 
 def make_case(source: Path, overrides: Sequence[str], given: Given) -> Case:
     """Of a run directory, or of a config file. Raises ConfigError."""
-    return (
-        _measured(source, overrides, given)
-        if source.is_dir()
-        else _assumed(load_config(source, overrides), given)
-    )
+    if source.is_dir():
+        return _measured(source, overrides, given)
+    return _assumed(load_config(source, overrides), given)
 
 
 def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
@@ -54,7 +52,9 @@ def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
     timing = read_timing(run_dir, slots=slots, num_engines=own.rollout.max_engines, group_size=group_size)
     machine, in_turns = timing.machine, timing.handover_s > 0
     is_shared = config.placement.trainer == "cpu" or machine.train_drag + machine.decode_drag > 0
-    handover_s = given.handover_s or timing.handover_s or machine.publish_s
+    handover_s = timing.handover_s or machine.publish_s
+    if given.handover_s is not None:
+        handover_s = given.handover_s
     full_s = machine.step_s + slots * machine.row_s
     sources = [
         f"measured in {timing.num_steps} steps of {run_dir}: {slots / max(full_s, 1e-9):,.0f} tokens/s of an "
@@ -67,7 +67,7 @@ def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
             f"{machine.decode_drag:.0%} of its own"
         )
     if not in_turns:
-        words = "given" if given.handover_s else "assumed, as a push"
+        words = "assumed, as a push" if given.handover_s is None else "given"
         sources.append(f"a turn's handovers: {handover_s:.3g} s ({words})")
     return Case(
         config,
