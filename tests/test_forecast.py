@@ -290,6 +290,23 @@ def test_turns_and_splits_of_the_devices_are_played_where_there_are_devices() ->
     }, "sides that share cores: none can change sides"
 
 
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (["buffer.max_staleness=0"], "1+1"),
+        (["buffer.max_staleness=0", "placement.rollout=trainer"], "turns 1"),
+        (["buffer.max_staleness=3", "buffer.look_ahead=1", "rollout.num_engines=2"], "1+2"),
+    ],
+    ids=["in step", "in turns", "two engines and a fixed look-ahead"],
+)
+def test_every_setting_around_any_present_one_can_be_played(settings: list[str], parts: str) -> None:
+    small = ["trainer.num_groups=2", "rollout.group_size=2", "rollout.slots=8"]
+    forecast = Forecast.of(make_case(QUICKSTART, [*small, *settings], Given(devices=4)))
+    assert forecast.present[0].parts == parts
+    assert min(result.batches_per_s for _, result in forecast.rows) > 0
+    assert all(result.age_max <= setting.max_staleness for setting, result in forecast.rows)
+
+
 def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (QUICKSTART.parent.parent / "docs" / "simulate.md").read_text(encoding="utf-8")
     command, shown = re.search(r"```text\n\$ asyncrl (simulate .*)\n([^`]*)```", page).groups()  # type: ignore[union-attr]

@@ -131,7 +131,7 @@ class Case:
                     if other or on_overdue == present.on_overdue:  # nothing is late at 0
                         values: dict[str, Any] = {"max_staleness": other, "on_overdue": on_overdue}
                         yield replace(present, look_ahead="auto", **values)
-            for ahead in sorted({0, 1, bound // 2, bound}):
+            for ahead in sorted({0, min(1, bound), bound // 2, bound}):
                 yield replace(present, look_ahead=ahead)
             for num in (present.num_engines - 1, present.num_engines + 1):
                 if num:

@@ -61,7 +61,7 @@ def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
         f"engine with {slots} busy slots, {machine.train_s:.3g} s and {machine.train_token_s * 1e3:.3g} ms a "
         f"token for a training step, {machine.publish_s:.3g} s for a push"
     ]
-    if is_shared and not timing.notes:
+    if machine.train_drag + machine.decode_drag > 0:
         sources.append(
             f"side by side the engines lose {machine.train_drag:.0%} of their speed, the trainer "
             f"{machine.decode_drag:.0%} of its own"

@@ -32,8 +32,15 @@ NUM_ROUNDS = 3
 """Of the fit of how an engine slows down with its load."""
 DRAGS = tuple(index / 25 for index in range(22))
 """Shares of its speed that one side may lose while the other works, tried one by one."""
-LEAST_BESIDE = 0.05
+LEAST_BESIDE, MOST_BESIDE = 0.05, 0.85
+"""Shares of the training time with busy engines: below the first it is not known how fast each side is beside
+the other, above the second how fast it is alone.
+"""
 NEVER_AT_ONCE = "the trainer and the engines never worked at once: how they slow each other down is not known"
+ALWAYS_AT_ONCE = (
+    "the trainer and the engines nearly always worked at once: where they share cores, what waits for the "
+    "other side (max_staleness 0, turns) is faster than told"
+)
 _NEEDED = "step", "time_s", "perf/train_s", "tokens/sampled"
 _CHECK = TypeAdapter(RolloutTimes)
 Array = npt.NDArray[np.float64]
@@ -238,8 +245,13 @@ def _timing(
         steps_per_s=len(counted) / wall_s,
         age_mean=float(_column(counted, "sample/staleness_mean").mean()),
         handover_s=float(_column(counted, "perf/handover_s").mean()),
-        notes=(NEVER_AT_ONCE,) if busy.mean() < LEAST_BESIDE else (),
+        notes=_notes(float(busy.mean())),
     )
+
+
+def _notes(busy: float) -> tuple[str, ...]:
+    found = {NEVER_AT_ONCE: busy < LEAST_BESIDE, ALWAYS_AT_ONCE: busy > MOST_BESIDE}
+    return tuple(words for words, is_so in found.items() if is_so)
 
 
 def _fit_beside(seconds: Array, share: Array, *columns: Array) -> tuple[list[float], float]:
