@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 from collections.abc import Callable
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
 from asyncrl import __version__
+from asyncrl.cli_of_runs import (
+    COMMANDS,
+    Argument,
+    File,
+    Option,
+    Overrides,
+    Text,
+    Texts,
+)
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
 from asyncrl.errors import OF_TRAIN, AsyncrlError, without_train
@@ -31,33 +39,8 @@ serve_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(serve_app, name="serve")
-Option = functools.partial(typer.Option, show_default=False)
-Argument = functools.partial(typer.Argument, show_default=False)
-
-Text: TypeAlias = str | None
-Texts: TypeAlias = list[str] | None
-File: TypeAlias = Path | None
 ConfigPath = Annotated[Path, Argument(metavar="CONFIG", help="YAML file, e.g. configs/quickstart.yaml.")]
-
-
-def _complete_override(incomplete: str) -> list[str]:
-    """Keys of settings, for the shell."""
-    from asyncrl.config.load import all_keys
-
-    return [f"{key}=" for key in all_keys() if key.startswith(incomplete)]
-
-
-Overrides = Annotated[
-    Texts,
-    Argument(
-        metavar="[KEY=VALUE]...",
-        help="Settings that replace the file's: buffer.max_staleness=4.",
-        autocompletion=_complete_override,
-    ),
-]
-RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
 ServeDir = Annotated[File, Option("--run-dir", help="For logs (default: runs/serve-NAME-DATE-TIME).")]
-Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -169,140 +152,8 @@ def keys(
     typer.echo(schema_text().rstrip() if schema else describe_keys(what))
 
 
-@app.command()
-def status(run_dir: RunDir, as_json: Json = False) -> None:
-    """How a run stands, live or afterwards: steps, staleness, where the time goes, what is stuck."""
-    from asyncrl.observe.status import render_status
-
-    typer.echo(render_status(run_dir, as_json=as_json))
-
-
-@app.command()
-def inspect(
-    run_dir: RunDir,
-    as_json: Json = False,
-    step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
-    group: Annotated[int | None, Option(help="This group's whole story, with its conversation.")] = None,
-    samples: Annotated[
-        bool, typer.Option("--samples", help="Rollouts as text: the newest, or of --step.")
-    ] = False,
-    best: Annotated[
-        bool, typer.Option("--best", help="Samples with the best reward of their batch.")
-    ] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
-    failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
-) -> None:
-    """What was trained on, from the trainer's own record, and what became of everything else, from the
-    journal.
-    """
-    from asyncrl.observe.inspect import render_inspect
-
-    kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
-    typer.echo(render_inspect(run_dir, as_json=as_json, step=step, group=group, samples=samples, kinds=kinds))
-
-
-@app.command()
-def export(
-    run_dir: RunDir,
-    out: Annotated[Path, Argument(metavar="OUT", help="Folder to make.")],
-    step: Annotated[
-        str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
-    ] = "last",
-    adapter: Annotated[bool, Option("--adapter", help="LoRA: the adapters alone, not merged.")] = False,
-    base: Annotated[Text, Option(metavar="NAME", help="Base model as others load it: a hub id.")] = None,
-    dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace an export in OUT.")] = False,
-    push: Annotated[Text, Option(metavar="REPO", help="Upload it to OWNER/NAME of the hub, private.")] = None,
-    public: Annotated[bool, Option("--public", help="For everyone to see.")] = False,
-) -> None:
-    """Weights of a run as a Hugging Face folder with a model card, for transformers, vLLM and peft.
-
-    Of a run that is done, was stopped, killed or failed, or still goes on; nothing in RUN_DIR changes.
-    Without --step it is final/ of a run that is done, else the newest checkpoint. No GPU is needed.
-    """
-    from asyncrl.job.exporting.run_export import export_run
-
-    asked = {"adapter": adapter, "overwrite": overwrite, "public": public}
-    export_run(run_dir, out, step=step, base=base, dtype=dtype, push=push, tell=typer.echo, **asked)
-
-
-@app.command()
-def report(
-    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
-    out: Annotated[
-        File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
-    ] = None,
-) -> None:
-    """Write one page for a browser of what a run did: verdict, curves, time line, samples. Live or after.
-
-    Several runs are compared. Into each RUN_DIR goes trace.json, for https://ui.perfetto.dev.
-    """
-    from asyncrl.observe.page.render import write_report
-
-    for line in write_report(run_dirs, out):
-        typer.echo(line)
-
-
-@app.command()
-def scale(
-    run_dir: RunDir,
-    engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],
-    wait: Annotated[
-        float, Option(metavar="S", min=0, help="Seconds to wait for them (600; 0 = none).")
-    ] = 600,
-) -> None:
-    """Have a running job work with another number of engines, within rollout.num_engines={min: 1, max: 8}.
-
-    It holds over a resume. Exit codes: 0 so many work, 1 not within --wait, 2 there can not be so many.
-    """
-    from asyncrl.job.scale import scale_run
-
-    try:
-        scale_run(run_dir, engines, wait, typer.echo)
-    except KeyboardInterrupt:
-        typer.echo("not waiting any more; the run goes on with it")
-        _exit(130)
-
-
-@app.command()
-def simulate(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    devices: Annotated[int, typer.Option(min=2, help="Devices in all.")] = 8,
-    ratio: Annotated[
-        float,
-        typer.Option(min=1e-6, max=1e6, help="Seconds of generating a batch over those of training on it."),
-    ] = 1.0,
-    sigma: Annotated[float, typer.Option(min=0, max=10, help="Spread of the lengths (lognormal).")] = 1.0,
-    handover_s: Annotated[
-        float, typer.Option(min=0, max=1e6, help="Cost of a turn, in mean rollouts.")
-    ] = 0.2,
-) -> None:
-    """What taking turns on all devices would give against splitting them, at several bounds, in virtual time.
-    Starts nothing.
-    """
-    from asyncrl.buffer.simulation import case_of, case_text
-
-    loaded = load_config(config, overrides or [])
-    typer.echo(case_text(case_of(loaded, devices, ratio, sigma, handover_s)))
-
-
-@app.command()
-def watch(
-    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. On one that others reach, the page asks for a key.")
-    ] = "127.0.0.1",
-    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
-) -> None:
-    """The page of a run in a browser, live: curves, time line, samples. Of several: compared.
-
-    It only reads. Goes on until Ctrl-C, over the end of the run and its resumes.
-    """
-    from asyncrl.observe.page.watch import watch as serve_page
-
-    _exit(serve_page(run_dirs, host, port, opens=opens, say=typer.echo))
+for _command in COMMANDS:
+    app.command()(_command)
 
 
 @app.command()
@@ -402,18 +253,18 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
     _exit(code)
 
 
-def _exit(exit_code: int) -> None:
-    if exit_code > 128:  # interrupted: a thread that a library left in a download must not hold the end up
-        _exit_at_once(exit_code)
-    _leave_trackers(exit_code)
-    raise typer.Exit(exit_code)
-
-
 def _leave_trackers(exit_code: int) -> None:
     """End at once if a tracker was left behind: at Python's end its client would wait for its server."""
     trackers = sys.modules.get("asyncrl.observe.trackers.background")
     if trackers is not None and trackers.LEFT:
         _exit_at_once(exit_code)
+
+
+def _exit(exit_code: int) -> None:
+    if exit_code > 128:  # interrupted: a thread that a library left in a download must not hold the end up
+        _exit_at_once(exit_code)
+    _leave_trackers(exit_code)
+    raise typer.Exit(exit_code)
 
 
 def _exit_at_once(exit_code: int) -> None:

@@ -16,21 +16,97 @@ Last line: `ratio: X` = one rollout a slot, 1 : 1, sigma 1: split at max_stalene
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from report import options, reported
 
-from asyncrl.buffer.simulation import BOUNDS, Case, Split, break_even
+from asyncrl.buffer.simulation import Simulation
+from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine, SimulationResult
+from asyncrl.config.generation import OnOverdue
 
+BOUNDS = (0, 1, 2, 4)
+"""max_staleness of the columns."""
 NUM_DEVICES, NUM_GROUPS, GROUP_SIZE = 8, 16, 8
 RATIOS, SIGMAS, WAVES = (1.0, 4.0), (0.0, 0.5, 1.0), (1, 8)
 
 
-def case_of(waves: int, ratio: float, sigma: float, handover_s: float, num_batches: int) -> Case:
+@dataclass(frozen=True, slots=True)
+class DevicesCase:
+    """Trainer and engines that take turns on all of `num_devices`, or have split them. Its unit of time is a
+    rollout's mean, 1 s. A slot decodes at the same speed however many are busy, and training on k devices
+    takes 1 / k of the time.
+
+    `ratio`: device-seconds of generating a batch over those of training on it, with every slot busy. `sigma`:
+    shape of the lognormal lengths (0 = all the same). `handover_s`: both handovers of a turn, the push
+    included. `slots`: of a device that generates.
+    """
+
+    num_devices: int
+    num_groups: int
+    group_size: int
+    slots: int
+    ratio: float
+    sigma: float
+    handover_s: float
+    on_overdue: OnOverdue
+    num_batches: int = 200
+
+    def play(self, max_staleness: int = 0, num_trainer: int | None = None) -> SimulationResult:
+        """`num_trainer` devices train and the others generate, at the same time as far as the bound allows.
+        None: every device generates, then every device trains, and each turn pays its handovers.
+        """
+        num_training = self.num_devices if num_trainer is None else num_trainer
+        num_generating = self.num_devices - (num_trainer or 0)
+        rule = StalenessRule(
+            num_groups=self.num_groups,
+            num_batches=self.num_batches,
+            max_staleness=max_staleness,
+            on_overdue=self.on_overdue,
+            look_ahead=max_staleness,
+        )
+        machine = SimulatedMachine(
+            slots=self.slots * num_generating,
+            train_s=self.num_groups * self.group_size / self.slots / self.ratio / num_training,
+            publish_s=self.handover_s if num_trainer is None else 0.0,
+        )
+        return Simulation(rule, Lognormal(self.sigma, group_size=self.group_size), machine).run()
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The fastest split at one bound. `gain`: its batches a second over those of turns. `break_even_s`: with
+    handovers of this length turns are as fast; below 0 the split wins even against handovers that take no
+    time.
+    """
+
+    max_staleness: int
+    num_trainer: int
+    outcome: SimulationResult
+    gain: float
+    break_even_s: float
+
+
+def break_even(case: DevicesCase, bounds: Sequence[int] = BOUNDS) -> tuple[SimulationResult, list[Split]]:
+    """Turns, and at each bound the split with most batches a second."""
+    turns, splits = case.play(), []
+    for max_staleness in bounds:
+        played = ((num, case.play(max_staleness, num)) for num in range(1, case.num_devices))
+        num_trainer, best = max(played, key=lambda one: one[1].batches_per_s)
+        gain = best.batches_per_s / turns.batches_per_s
+        break_even_s = 1 / best.batches_per_s - 1 / turns.batches_per_s + case.handover_s
+        splits.append(Split(max_staleness, num_trainer, best, gain, break_even_s))
+    return turns, splits
+
+
+def case_of(waves: int, ratio: float, sigma: float, handover_s: float, num_batches: int) -> DevicesCase:
     """Eight devices with just so many slots that a batch is `waves` rollouts a slot."""
     slots = NUM_GROUPS * GROUP_SIZE // NUM_DEVICES // waves
-    return Case(NUM_DEVICES, NUM_GROUPS, GROUP_SIZE, slots, ratio, sigma, handover_s, "wait", num_batches)
+    return DevicesCase(
+        NUM_DEVICES, NUM_GROUPS, GROUP_SIZE, slots, ratio, sigma, handover_s, "wait", num_batches
+    )
 
 
 def cell(split: Split) -> str:

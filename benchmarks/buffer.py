@@ -31,8 +31,9 @@ from report import options, reported
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.buffer.look_ahead import LookAhead
-from asyncrl.buffer.simulation import Simulation, SimulationResult, Workload
+from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine, SimulationResult
 from asyncrl.config import BufferConfig
 from asyncrl.config.generation import OnOverdue
 from asyncrl.errors import WouldWait
@@ -40,6 +41,7 @@ from asyncrl.messages.records import Group, GroupId, Prompt, Trajectory, Version
 
 MAX_STALENESS, NUM_GROUPS = 8, 16
 SIZES = (1_000, 3_000, 10_000, 30_000, 100_000)
+MACHINE = SimulatedMachine(slots=10**6, train_s=0.6)
 BATCH_SIZES = (16, 64, 256, 1_024)
 NO_TOKENS = np.zeros(0, np.int32)
 
@@ -116,8 +118,8 @@ def play(
         on_overdue=on_overdue,
         look_ahead=auto.current if auto is not None else look_ahead or 0,
     )
-    workload = Workload(num_slots=10**6, sigma=sigma, prompt_share=prompt_share, train_s=0.6)
-    return Simulation(rule, workload, auto=auto).run()
+    workload = Lognormal(sigma=sigma, prompt_share=prompt_share)
+    return Simulation(rule, workload, MACHINE, auto=auto).run()
 
 
 def play_counted(
@@ -130,12 +132,12 @@ def play_counted(
         max_staleness=max_staleness,
         order="oldest_first" if is_oldest_first else "completion",
     )
-    return Simulation(rule, Workload(num_slots=10**6, sigma=sigma, train_s=0.6)).run()
+    return Simulation(rule, Lognormal(sigma=sigma), MACHINE).run()
 
 
 def show(name: str, outcome: SimulationResult, fastest: float) -> None:
     """One row."""
-    speed, idle, ahead = outcome.batches_per_s / fastest, outcome.idle_fraction, outcome.look_ahead_mean
+    speed, idle, ahead = outcome.batches_per_s / fastest, outcome.trainer_idle, outcome.look_ahead_mean
     ages = f"{outcome.age_mean:>6.2f} {outcome.age_max:>5}"
     late, masked, dropped, given_up = (
         outcome.late_fraction,

@@ -13,8 +13,9 @@ import pytest
 from count_rule import CountOrder, CountRule
 from rollout_cases import play_run
 
-from asyncrl.buffer.simulation import Simulation, Workload
+from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.workload import Lognormal, SimulatedMachine
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
 from asyncrl.tasks import Feed
@@ -33,15 +34,18 @@ def random_case(seed: int, on_overdue: OnOverdue) -> Simulation:
         on_overdue=on_overdue,
         look_ahead=draw.randint(0, max_staleness),
     )
-    workload = Workload(
-        num_slots=draw.choice([2, 8, 24, 1000]),
-        sigma=draw.choice([0.0, 0.5, 1.0, 1.5]),
-        group_size=draw.randint(1, 4),
-        train_s=draw.choice([0.1, 0.5, 2.0]),
-        publish_s=draw.choice([0.0, 0.1, 1.5]),
-        seed=seed,
+    slots, sigma, group_size = (
+        draw.choice([2, 8, 24, 1000]),
+        draw.choice([0.0, 0.5, 1.0, 1.5]),
+        draw.randint(1, 4),
     )
-    return Simulation(rule, workload)
+    train_s, publish_s = draw.choice([0.1, 0.5, 2.0]), draw.choice([0.0, 0.1, 1.5])
+    shared = {name: draw.choice([0.0, 0.5]) for name in ("row_s", "train_drag", "decode_drag", "pause_s")}
+    num_engines = draw.randint(1, 2)
+    machine = SimulatedMachine(
+        slots=slots // num_engines, num_engines=num_engines, train_s=train_s, publish_s=publish_s, **shared
+    )
+    return Simulation(rule, Lognormal(sigma=sigma, group_size=group_size, seed=seed), machine)
 
 
 @pytest.mark.parametrize("on_overdue", ["wait", "mask", "drop"])
@@ -74,13 +78,13 @@ def test_the_example_on_the_staleness_page_runs(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("order", ["completion", "oldest_first"])
 def test_a_rule_that_counts_groups_is_late_where_ours_never_is(order: CountOrder) -> None:
-    workload = Workload(num_slots=10_000, sigma=1.0, train_s=0.5)
+    workload, machine = Lognormal(sigma=1.0), SimulatedMachine(slots=10_000, train_s=0.5)
     counting = CountRule(num_groups=16, num_batches=200, max_staleness=2, order=order)
     ours = StalenessRule(num_groups=16, num_batches=200, max_staleness=2, on_overdue="wait", look_ahead=2)
-    counted, kept = Simulation(counting, workload).run(), Simulation(ours, workload).run()
+    counted, kept = (Simulation(rule, workload, machine).run() for rule in (counting, ours))
     assert (counted.late_fraction > 0.1, counted.age_max > 10) == (True, True)
     assert (kept.late_fraction, kept.age_max) == (0, 2)
-    assert kept.idle_fraction > counted.idle_fraction, "the hard bound has its price"
+    assert kept.trainer_idle > counted.trainer_idle, "the hard bound has its price"
 
 
 # The same run by the real buffer, producers and feed.
@@ -96,17 +100,17 @@ class Endless:
         return str(index)
 
 
-FREE = Workload(num_slots=10**6, sigma=1.0, group_size=2, train_s=0.6, seed=3)
-FEW_SLOTS = replace(FREE, num_slots=7, group_size=3)
-ALWAYS_LONG = replace(FREE, prompt_share=0.7, max_hand_backs=1)
-SLOW_TOOLS = replace(FREE, rollout_s=0.001, tool_s=1.3, group_size=1)
+FREE = Lognormal(sigma=1.0, group_size=2, seed=3)
+ALWAYS_LONG = replace(FREE, prompt_share=0.7)
+SLOW_TOOLS = replace(FREE, tokens=0.001, tool_s=1.3, group_size=1)
+MANY, FEW, TRAIN_S = 10**6, 7, 0.6
 
 
 @dataclass(frozen=True)
 class Tools:
     """Scores a group's one rollout as long as the workload's tool takes."""
 
-    workload: Workload
+    workload: Lognormal
 
     async def score(self, prompt: Prompt, completion: str) -> float:
         number = int(prompt.prompt_id.removeprefix("0/"))
@@ -115,15 +119,24 @@ class Tools:
 
 
 @pytest.mark.parametrize(
-    ("workload", "max_staleness", "on_overdue"),
-    [(FEW_SLOTS, 2, "drop"), (ALWAYS_LONG, 1, "drop"), (FEW_SLOTS, 2, "wait"), (SLOW_TOOLS, 2, "mask")],
+    ("workload", "slots", "max_hand_backs", "max_staleness", "on_overdue"),
+    [
+        (replace(FREE, group_size=3), FEW, 3, 2, "drop"),
+        (ALWAYS_LONG, MANY, 1, 1, "drop"),
+        (replace(FREE, group_size=3), FEW, 3, 2, "wait"),
+        (SLOW_TOOLS, MANY, 3, 2, "mask"),
+    ],
     ids=["few slots", "prompts that are always long", "nothing is dropped", "tools take too long"],
 )
-def test_the_product_plays_that_run(workload: Workload, max_staleness: int, on_overdue: OnOverdue) -> None:
+def test_the_product_plays_that_run(
+    workload: Lognormal, slots: int, max_hand_backs: int, max_staleness: int, on_overdue: OnOverdue
+) -> None:
     """The figures of the simulation are those of the real buffer and producers."""
     settings: dict[str, Any] = {"max_staleness": max_staleness, "look_ahead": max_staleness}
     settings["on_overdue"] = on_overdue
-    simulation = Simulation(StalenessRule(num_groups=4, num_batches=40, **settings), workload)
+    rule = StalenessRule(num_groups=4, num_batches=40, **settings)
+    machine = SimulatedMachine(slots=slots, train_s=TRAIN_S)
+    simulation = Simulation(rule, workload, machine, max_hand_backs=max_hand_backs)
     outcome, journal = simulation.run(), MemoryJournal()
 
     def latency_s(request: SamplingRequest) -> float:
@@ -131,25 +144,25 @@ def test_the_product_plays_that_run(workload: Workload, max_staleness: int, on_o
         admitted = {ticket.group_id: prompt for _, ticket, prompt in journal.named("admitted")}
         prompt = admitted[int(group[1:])]
         number = int(prompt.prompt_id.removeprefix("0/"))
-        return workload.length_s(number, prompt.num_handed_back, int(rollout[1:]))
+        return workload.length(number, prompt.num_handed_back, int(rollout[1:]))
 
     played = play_run(
         FakeEngine(latency_s=latency_s),
         settings,
         num_groups=4,
         num_batches=40,
-        train_s=workload.train_s,
+        train_s=TRAIN_S,
         scorer=Tools(workload),
         source=Feed(Endless(), seed=0, shuffle=False),
         journal=journal,
         timeout_s=None,
         group_size=workload.group_size,
-        capacity=workload.num_slots,
-        max_hand_backs=workload.max_hand_backs,
+        capacity=slots,
+        max_hand_backs=max_hand_backs,
     )
     batches = [[(group.group_id, group.oldest_version) for group in one.groups] for one in played.batches]
     assert [list(groups) for _, groups in simulation.batches] == batches
     counts = [played.counts[f"rollout/{name}"] for name in ("dropped", "given_up")]
     assert [outcome.num_handed_back, outcome.num_given_up] == counts
-    assert outcome.batches_per_s == pytest.approx(40 / (played.at_s[-1] + workload.train_s))
+    assert outcome.batches_per_s == pytest.approx(40 / (played.at_s[-1] + TRAIN_S))
     assert (outcome.num_handed_back > 10) == (on_overdue != "wait"), "it was to be about that"

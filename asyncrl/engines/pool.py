@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,6 +22,8 @@ ABORT_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 30.0
 
 OnTokens = Callable[[Sequence[int]], None]
+OnSampled = Callable[[SamplingRequest, int, float], None]
+"""(request, its sampled tokens, when it was asked in seconds since the epoch), once it is answered."""
 
 
 class EnginePool:
@@ -59,6 +62,8 @@ class EnginePool:
         self._busy_s = [0.0] * len(servers)
         self._changed = asyncio.Event()
         self._interrupted = self._tokens = 0
+        self.on_sampled: OnSampled | None = None
+        """Who is told, if anybody asks for it."""
 
     @property
     def load(self) -> dict[str, int]:
@@ -135,7 +140,7 @@ class EnginePool:
 
         `on_tokens` gets the tokens of `partial` first: all its calls, joined, are the completion's token_ids.
         """
-        join = SegmentJoin(request, partial, on_segment)
+        join, asked_s = SegmentJoin(request, partial, on_segment), time.time()
         if on_tokens is not None and join.token_ids:
             on_tokens(tuple(join.token_ids))
         while not join.is_finished:
@@ -151,6 +156,8 @@ class EnginePool:
                         raise
                     self._on_lost(lost)
         self._interrupted += join.num_interruptions
+        if self.on_sampled is not None:
+            self.on_sampled(request, len(join.token_ids), asked_s)
         return join.completion()
 
     async def _sample_on(self, seat: Seat, join: SegmentJoin, on_tokens: OnTokens | None) -> None:

@@ -38,6 +38,7 @@ from asyncrl.rollouts.generators import Replay, Taught
 from asyncrl.rollouts.producers import Producers
 from asyncrl.rollouts.recording import refuse_difference
 from asyncrl.rollouts.rollout import RolloutRunner
+from asyncrl.rollouts.timed import Timed
 from asyncrl.staging import clear_stale_staging, disk_root, new_staging_dir, remove_staging_dir
 from asyncrl.sync.publisher import Publisher
 from asyncrl.tasks.from_config import EvalTask, make_feed, read_eval_task
@@ -211,18 +212,17 @@ class Parts:
         generator = make_generator(config, self.engines, self.tokenizer, self.scorer, self.harnessing)
         if self.replayed is not None:
             generator = replay = Replay(
-                generator,
-                self.replayed.rollouts,
-                start_version=lambda group: self.producers.start_version(group),
+                generator, self.replayed.rollouts, lambda group: self.producers.start_version(group)
             )
             taken = "recorded rollouts were taken in place of sampled ones"
             job.stack.callback(lambda: job.say(f"task.replay: {replay.num_taken} {taken}"))
         if self.teaching is not None:
             generator = Taught(generator, self.teaching.teacher)
+        timed = Timed(generator, self.engines, job.run_dir)
         self.producers = Producers(
             self.buffer,
             self.feed,
-            RolloutRunner(generator, timeout_s=rollout.timeout_s, retries=rollout.retries),
+            RolloutRunner(timed, timeout_s=rollout.timeout_s, retries=rollout.retries),
             spawn=job.spawn,
             group_size=rollout.group_size,
             capacity=num_rollouts(config, self.scale.wanted),

@@ -149,10 +149,10 @@ function rewardSpec(runs, isTime) {
     const isSmooth = window > 1;
     lines.push({ label: `${name}${curve.low ? "mean of a stretch" : "each step"}`, x, y: curve.mean, stroke: isSmooth ? faded(colour, 0.4) : colour, width: isSmooth ? 1 : 2, isQuiet: !isAlone && isSmooth });
     if (isSmooth) lines.push({ label: isAlone ? "running mean" : run.name, x, y: runningMean(curve.mean, window), stroke: colour, width: 2.5 });
-    const told = run.evaluations.filter(line => line["eval/reward_mean"] !== undefined);
-    if (told.length) {
-      const at = told.map(line => isTime ? line.time_s : line.policy_version);
-      lines.push({ label: `${name}held out`, x: at, y: told.map(line => line["eval/reward_mean"]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
+    const evaluated = run.evaluations.filter(line => line["eval/reward_mean"] !== undefined);
+    for (const one of new Set(evaluated.map(line => line.name ?? ""))) {
+      const told = evaluated.filter(line => (line.name ?? "") === one), at = told.map(line => isTime ? line.time_s : line.policy_version);
+      lines.push({ label: `${name}held out ${one}`.trim(), x: at, y: told.map(line => line["eval/reward_mean"]), stroke: isAlone ? css("--evaluation") : colour, width: 0, isPoints: true, isQuiet: !isAlone });
     }
   });
   return { title: "Reward", what: runs.some(run => run.evaluations.length) ? "mean of each batch, and on held-out prompts" : "mean of each batch", lines, bands, unit: "", isTime, isEmpty: withoutSteps(runs) };

@@ -36,7 +36,7 @@ function showEvaluations(run) {
   if (!run.evaluations.length) return bodyOf("evaluations").replaceChildren(nothing("No evaluation has ended. eval.every says how often held-out prompts are tried."));
   const number = (line, name, unit) => line[name] === undefined || line[name] === null ? "–" : amount(line[name], unit);
   bodyOf("evaluations").replaceChildren(table(["Version", "Reward", "Tokens", "Cut", "Took", "At"], [...run.evaluations].reverse().map(line => [
-    `v${line.policy_version}`, line["eval/standard_error"] === undefined ? number(line, "eval/reward_mean", "") : `${number(line, "eval/reward_mean", "")} ± ${line["eval/standard_error"].toFixed(3)}`,
+    `v${line.policy_version} ${line.name ?? ""}`.trim(), line["eval/standard_error"] === undefined ? number(line, "eval/reward_mean", "") : `${number(line, "eval/reward_mean", "")} ± ${line["eval/standard_error"].toFixed(3)}`,
     number(line, "eval/length_mean", ""), number(line, "eval/truncated_fraction", "0..1"), number(line, "eval/seconds", "s"), number(line, "time_s", "s")]), "evaluations"));
 }
 

@@ -1,0 +1,170 @@
+"""The commands that look into the directory of a run, live or afterwards, or act on it. No logic."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+Option = functools.partial(typer.Option, show_default=False)
+Argument = functools.partial(typer.Argument, show_default=False)
+
+Text: TypeAlias = str | None
+Texts: TypeAlias = list[str] | None
+File: TypeAlias = Path | None
+Number: TypeAlias = float | None
+
+
+def _complete_override(incomplete: str) -> list[str]:
+    """Keys of settings, for the shell."""
+    from asyncrl.config.load import all_keys
+
+    return [f"{key}=" for key in all_keys() if key.startswith(incomplete)]
+
+
+Overrides = Annotated[
+    Texts,
+    Argument(
+        metavar="[KEY=VALUE]...",
+        help="Settings that replace the file's: buffer.max_staleness=4.",
+        autocompletion=_complete_override,
+    ),
+]
+RunDir = Annotated[Path, Argument(metavar="RUN_DIR", help="Directory of a run.")]
+Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+def status(run_dir: RunDir, as_json: Json = False) -> None:
+    """How a run stands, live or afterwards: steps, staleness, where the time goes, what is stuck."""
+    from asyncrl.observe.status import render_status
+
+    typer.echo(render_status(run_dir, as_json=as_json))
+
+
+def inspect(
+    run_dir: RunDir,
+    as_json: Json = False,
+    step: Annotated[int | None, Option(help="Only the batch of this step.")] = None,
+    group: Annotated[int | None, Option(help="This group's whole story, with its conversation.")] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Rollouts as text: the newest, or of --step.")
+    ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Samples with the best reward of their batch.")
+    ] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Samples with the worst reward.")] = False,
+    failed: Annotated[bool, typer.Option("--failed", help="Samples of rollouts that failed.")] = False,
+) -> None:
+    """What was trained on, from the trainer's own record, and what became of everything else, from the
+    journal.
+    """
+    from asyncrl.observe.inspect import render_inspect
+
+    kinds = [name for name, is_asked in (("best", best), ("worst", worst), ("failed", failed)) if is_asked]
+    typer.echo(render_inspect(run_dir, as_json=as_json, step=step, group=group, samples=samples, kinds=kinds))
+
+
+def report(
+    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    out: Annotated[
+        File, Option(metavar="FILE", help="The page (default: RUN_DIR/report.html; of several: report.html).")
+    ] = None,
+) -> None:
+    """Write one page for a browser of what a run did: verdict, curves, time line, samples. Live or after.
+
+    Several runs are compared. Into each RUN_DIR goes trace.json, for https://ui.perfetto.dev.
+    """
+    from asyncrl.observe.page.render import write_report
+
+    for line in write_report(run_dirs, out):
+        typer.echo(line)
+
+
+def watch(
+    run_dirs: Annotated[list[Path], Argument(metavar="RUN_DIR...", help="Directories of runs.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one.")] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. On one that others reach, the page asks for a key.")
+    ] = "127.0.0.1",
+    opens: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """The page of a run in a browser, live: curves, time line, samples. Of several: compared.
+
+    It only reads. Goes on until Ctrl-C, over the end of the run and its resumes.
+    """
+    from asyncrl.observe.page.watch import watch as serve_page
+
+    raise typer.Exit(serve_page(run_dirs, host, port, opens=opens, say=typer.echo))
+
+
+def export(
+    run_dir: RunDir,
+    out: Annotated[Path, Argument(metavar="OUT", help="Folder to make.")],
+    step: Annotated[
+        str, typer.Option(metavar="N|best|last", help="Checkpoint; best: by eval/reward_mean.")
+    ] = "last",
+    adapter: Annotated[bool, Option("--adapter", help="LoRA: the adapters alone, not merged.")] = False,
+    base: Annotated[Text, Option(metavar="NAME", help="Base model as others load it: a hub id.")] = None,
+    dtype: Annotated[Text, Option(help="float32, bfloat16 or float16 (default: as trained).")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an export in OUT.")] = False,
+    push: Annotated[Text, Option(metavar="REPO", help="Upload it to OWNER/NAME of the hub, private.")] = None,
+    public: Annotated[bool, Option("--public", help="For everyone to see.")] = False,
+) -> None:
+    """Weights of a run as a Hugging Face folder with a model card, for transformers, vLLM and peft.
+
+    Of a run that is done, was stopped, killed or failed, or still goes on; nothing in RUN_DIR changes.
+    Without --step it is final/ of a run that is done, else the newest checkpoint. No GPU is needed.
+    """
+    from asyncrl.job.exporting.run_export import export_run
+
+    asked = {"adapter": adapter, "overwrite": overwrite, "public": public}
+    export_run(run_dir, out, step=step, base=base, dtype=dtype, push=push, tell=typer.echo, **asked)
+
+
+def scale(
+    run_dir: RunDir,
+    engines: Annotated[str, Argument(metavar="engines=N", help="Engines that are to work from now on.")],
+    wait: Annotated[
+        float, Option(metavar="S", min=0, help="Seconds to wait for them (600; 0 = none).")
+    ] = 600,
+) -> None:
+    """Have a running job work with another number of engines, within rollout.num_engines={min: 1, max: 8}.
+
+    It holds over a resume. Exit codes: 0 so many work, 1 not within --wait, 2 there can not be so many.
+    """
+    from asyncrl.job.scale import scale_run
+
+    try:
+        scale_run(run_dir, engines, wait, typer.echo)
+    except KeyboardInterrupt:
+        typer.echo("not waiting any more; the run goes on with it")
+        raise typer.Exit(130) from None
+
+
+def simulate(
+    source: Annotated[Path, Argument(metavar="CONFIG|RUN_DIR", help="YAML file, or directory of a run.")],
+    overrides: Overrides = None,
+    tokens_per_s: Annotated[Number, Option(min=1e-3, help="Of one engine with all slots busy.")] = None,
+    lengths: Annotated[Text, Option(metavar="MEAN,SIGMA", help="Tokens of a rollout, lognormal.")] = None,
+    tool_s: Annotated[Text, Option(metavar="MEAN,SIGMA", help="Wait for tools and reward.")] = None,
+    train_s: Annotated[Number, Option(min=1e-9, help="Seconds of a training step.")] = None,
+    push_s: Annotated[Number, Option(min=0, help="Seconds of a push of the weights.")] = None,
+    handover_s: Annotated[Number, Option(min=0, help="Seconds of both handovers of a turn.")] = None,
+    devices: Annotated[int | None, Option(min=2, help="Devices of trainer and engines in all.")] = None,
+    plot: Annotated[File, Option(metavar="FILE", help="Also draw it, as PNG.")] = None,
+    as_json: Json = False,
+) -> None:
+    """How fast a run would be and how old its data, under settings around its own, and which to choose; in
+    virtual time. Of RUN_DIR its own lengths, waits and speeds are taken. Starts nothing.
+    """
+    from asyncrl.observe.forecast.forecast_case import Given
+    from asyncrl.observe.forecast.forecast_shown import render_forecast
+
+    given = Given(tokens_per_s, lengths, tool_s, train_s, push_s, handover_s, devices)
+    typer.echo(render_forecast(source, overrides or [], given, as_json=as_json, plot=plot))
+
+
+COMMANDS = (status, inspect, report, watch, export, scale, simulate)
+"""In the order of the help."""

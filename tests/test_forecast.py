@@ -1,0 +1,340 @@
+"""`asyncrl simulate`: the real buffer, producers and pool over the simulated engine, in virtual time, are the
+truth that it has to tell: from the config alone, and from what such a run leaves in its directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import time
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import pytest
+from rollout_cases import make_producers, single_turn
+from typer.testing import CliRunner
+
+from asyncrl.buffer.buffer import Buffer
+from asyncrl.buffer.workload import SimulationResult
+from asyncrl.cli import app
+from asyncrl.config import RunConfig, load_config, run_config_yaml
+from asyncrl.engines.pool import EnginePool
+from asyncrl.errors import ConfigError, RolloutFailure
+from asyncrl.journal import schema
+from asyncrl.messages.calls import CommitRequest, GenerateRequest, GenerateResponse, PrepareRequest
+from asyncrl.messages.records import GroupId, Prompt
+from asyncrl.observe.forecast.forecast import Forecast, ForecastSetting
+from asyncrl.observe.forecast.forecast_case import Given, make_case
+from asyncrl.observe.forecast.forecast_shown import render_forecast
+from asyncrl.observe.forecast.run_timing import RecordedRollouts
+from asyncrl.rollouts.rollout import RolloutAttempt
+from asyncrl.rollouts.timed import Timed
+from asyncrl.testing.fakes import FakeEngine, ask
+from asyncrl.testing.virtual_time import run_virtual
+from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
+from asyncrl_servers.weight_state import Staged
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+TRAIN_S, TOKEN_S, TOOL_S, TOOL_SIGMA = 0.2, 5e-4, 0.8, 0.7
+NUM_BATCHES = 150
+SETTINGS = [
+    *("rollout.engine=simulated", "rollout.slots=24", "rollout.group_size=4", "trainer.num_groups=4"),
+    *("rollout.simulated.decode_step_s=0.01", "rollout.simulated.per_row_s=0.002", "rollout.max_tokens=200"),
+    *("rollout.simulated.mean_tokens=20", "rollout.simulated.sigma=0.7", "rollout.simulated.swap_s=0"),
+    *("rollout.simulated.prefill_s_per_token=0", f"trainer.num_steps={NUM_BATCHES}", "buffer.look_ahead=2"),
+]
+
+
+class Figures(NamedTuple):
+    """Without the first fifth."""
+
+    steps_per_s: float
+    age_mean: float
+
+
+class SimulatedClient:
+    """In place of an EngineServer: the engine in this process."""
+
+    name, num_commits, policy_version = "engine-0", 0, 0
+
+    def __init__(self, config: RunConfig) -> None:
+        values = config.rollout.simulated.model_dump()
+        self.engine = SimulatedEngine(
+            SimulatedSpec(
+                name=self.name, slots=config.rollout.slots, max_length=300, vocab_size=200, **values
+            )
+        )
+
+    async def generate_segment(self, request: GenerateRequest, **_: Any) -> GenerateResponse:
+        (answer,) = ask(self.engine, [request])
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            self.engine.abort([answer.run])
+            raise
+
+    async def commit(self, version: int) -> None:
+        request = PrepareRequest(version=version, path="", digest="digest", num_tensors=0, num_bytes=0)
+        self.engine.weights.staged = Staged(request)
+        await self.engine.commit(CommitRequest(version=version, digest="digest", interrupt="keep"))
+        self.policy_version = version
+
+
+class Tools:
+    """Score after a wait of a long tail."""
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        draw = random.Random(f"{prompt.prompt_id} {prompt.num_handed_back} {completion}")
+        await asyncio.sleep(draw.lognormvariate(-(TOOL_SIGMA**2) / 2, TOOL_SIGMA) * TOOL_S)
+        return 0.0
+
+
+def play_product(config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Figures:
+    """A run without processes, which leaves what a forecast reads."""
+    steps, taken = list[dict[str, float]](), list[float]()
+    run_dir.mkdir()
+
+    async def story() -> None:
+        clock = asyncio.get_running_loop().time
+        monkeypatch.setattr(time, "time", clock)
+        client = SimulatedClient(config)
+        pool = EnginePool([client], slots=config.rollout.slots)  # type: ignore[list-item]
+        buffer = Buffer(
+            config.buffer,
+            num_groups=config.trainer.num_groups,
+            num_batches=NUM_BATCHES,
+            on_handed_back=lambda *handed_back: producers.handed_back(*handed_back),
+        )
+        async with asyncio.TaskGroup() as tasks:
+            producers = make_producers(
+                buffer,
+                tasks.create_task,
+                Timed(single_turn(pool, Tools(), max_tokens=200), pool, run_dir),
+                group_size=config.rollout.group_size,
+                capacity=config.rollout.slots,
+            )
+            running = tasks.create_task(producers.run())
+            for version in range(NUM_BATCHES):
+                batch = await buffer.wait_batch()
+                taken.append(clock())
+                trajectories = [one for group in batch.groups for one in group.trajectories]
+                tokens = sum(one.num_sampled for one in trajectories)
+                train_s = TRAIN_S + TOKEN_S * tokens
+                await asyncio.sleep(train_s)
+                await client.commit(version + 1)
+                buffer.set_served_nowait(version + 1)
+                oldest = [max(one.oldest_version, batch.min_version) for one in trajectories]
+                step = {"step": version, "time_s": clock(), "perf/train_s": train_s, "tokens/sampled": tokens}
+                step |= {"perf/wait_s": buffer.last_wait.total_s}
+                steps.append(step | {"sample/staleness_mean": fmean(version - one for one in oldest)})
+            running.cancel()
+            await producers.aclose()
+
+    run_virtual(story())
+    (run_dir / "config.yaml").write_text(run_config_yaml(config))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    schema.create(run_dir / "journal.sqlite", "run")
+    with closing(schema.connect(run_dir / "journal.sqlite", is_read_only=False)) as journal:
+        rows = [(version, 0, 0, 4, taken_s) for version, taken_s in enumerate(taken)]
+        names = "version, min_version, mask_older, num_groups, taken_s"
+        journal.executemany(f"INSERT INTO batches ({names}) VALUES (?, ?, ?, ?, ?)", rows)
+    first = NUM_BATCHES // 5
+    wall_s = steps[-1]["time_s"] - steps[first - 1]["time_s"]
+    ages = fmean(step["sample/staleness_mean"] for step in steps[first:])
+    return Figures((NUM_BATCHES - first) / wall_s, ages)
+
+
+def case_config(max_staleness: int, on_overdue: str) -> RunConfig:
+    ahead = min(2, max_staleness)
+    values = {"max_staleness": max_staleness, "on_overdue": on_overdue, "look_ahead": ahead}
+    return load_config(QUICKSTART, [*SETTINGS, *(f"buffer.{name}={value}" for name, value in values.items())])
+
+
+def told(case: Any) -> Figures:
+    """Of the present setting."""
+    played: list[SimulationResult] = [case.play(case.present, seed=seed) for seed in range(3)]
+    return Figures(fmean(one.batches_per_s for one in played), fmean(one.age_mean for one in played))
+
+
+def test_each_attempt_leaves_a_line_and_a_full_file_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.rollouts.timed.MAX_BYTES", 150)  # two lines
+    monkeypatch.setattr("asyncrl.rollouts.timed.GATHER_S", 0.0)
+
+    async def story() -> None:
+        engine = FakeEngine(latency_s=lambda request: 2.0)
+        timed = Timed(single_turn(engine, Failing()), engine, tmp_path)  # type: ignore[arg-type]
+        for index, name in enumerate(("good", "fails", "slow", "good", "fails")):
+            prompt = Prompt(name, ({"role": "user", "content": "q"},))
+            attempt = RolloutAttempt(f"g7/r{index}", GroupId(7), prompt, index, 0, lambda: None)
+            with contextlib.suppress(RolloutFailure, TimeoutError):
+                await asyncio.wait_for(timed.run_attempt(attempt), 10.0)
+
+    run_virtual(story())
+    text = "".join((tmp_path / name).read_text() for name in ("rollouts.old.jsonl", "rollouts.jsonl"))
+    lines = [json.loads(line) for line in text.splitlines()]
+    found = [(line["sample"], line["how"]) for line in lines]
+    assert found == [(2, "cut"), (3, "done"), (4, "failed")], "the oldest two are gone"
+
+
+class Failing:
+    """Scores by the name of the prompt."""
+
+    async def score(self, prompt: Prompt, completion: str) -> float:
+        if prompt.prompt_id == "fails":
+            raise RolloutFailure("no score")
+        await asyncio.sleep(60.0 if prompt.prompt_id == "slow" else 1.0)
+        return 1.0
+
+
+OTHERS = [(0, "mask"), (1, "mask"), (2, "wait"), (4, "drop")]
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[tuple[int, str], Figures]]:
+    """The directory of one run, and the figures of it and of runs with other settings."""
+    folder, found = tmp_path_factory.mktemp("runs"), dict[tuple[int, str], Figures]()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for setting in [(4, "mask"), *OTHERS]:
+            name = folder / f"{setting[0]}-{setting[1]}"
+            found[setting] = play_product(case_config(*setting), name, monkeypatch)
+    return folder / "4-mask", found
+
+
+@pytest.mark.parametrize(("max_staleness", "on_overdue"), [(4, "mask"), *OTHERS])
+def test_a_run_tells_of_itself_and_of_other_settings_within_ten_percent(
+    truth: tuple[Path, dict[tuple[int, str], Figures]], max_staleness: int, on_overdue: str
+) -> None:
+    run_dir, figures = truth
+    values = [f"buffer.max_staleness={max_staleness}", f"buffer.on_overdue={on_overdue}"]
+    case = make_case(run_dir, [*values, f"buffer.look_ahead={min(2, max_staleness)}"], Given())
+    assert told(case) == pytest.approx(figures[max_staleness, on_overdue], rel=0.1)
+
+
+@pytest.mark.parametrize(("max_staleness", "on_overdue"), [(4, "mask"), (0, "mask"), (2, "wait")])
+def test_so_does_the_config_with_what_is_known_of_it(
+    truth: tuple[Path, dict[tuple[int, str], Figures]], max_staleness: int, on_overdue: str
+) -> None:
+    given = Given(tool_s=f"{TOOL_S},{TOOL_SIGMA}", train_s=TRAIN_S + 16 * 20 * TOKEN_S, push_s=0.0)
+    path = truth[0].parent / f"{max_staleness}-{on_overdue}" / "config.yaml"
+    assert told(make_case(path, [], given)) == pytest.approx(truth[1][max_staleness, on_overdue], rel=0.1)
+
+
+def test_the_speeds_of_engine_and_trainer_are_found(truth: tuple[Path, Any]) -> None:
+    machine = make_case(truth[0], [], Given()).machine
+    assert machine.step_s + 12 * machine.row_s == pytest.approx(0.01 + 12 * 0.002, rel=0.05)
+    assert (machine.train_s, machine.train_token_s) == pytest.approx((TRAIN_S, TOKEN_S), rel=0.02)
+    assert (machine.train_drag, machine.decode_drag, machine.request_s) == pytest.approx((0, 0, 0), abs=0.02)
+
+
+def test_what_was_cut_short_counts_as_long_as_what_took_longer(truth: tuple[Path, Any]) -> None:
+    """At max_staleness 1 groups that wait for long are dropped: to leave them out would make tools fast."""
+    short = make_case(truth[0].parent / "1-mask", [], Given()).workload
+    assert isinstance(short, RecordedRollouts)
+    waits = [plan.reward_s for group in short.groups for plan in group]
+    lines = (truth[0].parent / "1-mask" / "rollouts.jsonl").read_text().splitlines()
+    done = [line for line in map(json.loads, lines) if line["how"] == "done"]
+    assert fmean(line["end_s"] - line["held_s"] for line in done) < 0.97 * TOOL_S, "they are missing there"
+    assert fmean(waits) == pytest.approx(TOOL_S, rel=0.06)
+
+
+def rows_of(*outcomes: tuple[int, float, float, float]) -> Forecast:
+    """(max_staleness, steps a second, mean age, masked) of the present setting and others."""
+    zeros = {field.name: 0 for field in fields(SimulationResult)}
+    rows = []
+    for bound, steps_per_s, age, masked in outcomes:
+        values = {"batches_per_s": steps_per_s, "age_mean": age, "masked_fraction": masked}
+        rows.append((ForecastSetting(bound, "mask", "auto", 1, 1), SimulationResult(**zeros | values)))
+    return Forecast(make_case(QUICKSTART, [], Given()), tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "chosen"),
+    [
+        ([(8, 1.0, 4.0, 0.0), (4, 0.98, 2.0, 0.0), (2, 0.9, 1.0, 0.0)], 4),
+        ([(8, 1.0, 2.05, 0.0), (4, 0.98, 2.0, 0.0)], 8),
+        ([(4, 1.0, 2.0, 0.2), (8, 0.9, 3.0, 0.0)], 8),
+    ],
+    ids=[
+        "younger data at the speed of the best",
+        "as old: keep what is there",
+        "masked tokens teach nothing",
+    ],
+)
+def test_the_choice_is_the_youngest_data_near_the_best_speed(
+    outcomes: list[tuple[int, float, float, float]], chosen: int
+) -> None:
+    forecast = rows_of(*outcomes)
+    assert forecast.choice[0].max_staleness == chosen
+    first, *_ = forecast.why()
+    assert first.startswith("Keep" if chosen == outcomes[0][0] else f"Set buffer.max_staleness={chosen}: ")
+
+
+def test_turns_and_splits_of_the_devices_are_played_where_there_are_devices() -> None:
+    case = make_case(QUICKSTART, ["placement.trainer=auto", "placement.rollout=auto"], Given(devices=4))
+    parts = {setting.parts for setting in case.settings()}
+    assert parts == {"1+1", "1+2", "1+3", "2+2", "3+1", "turns 4"}
+    alone, turns = (case.machine_of(ForecastSetting(0, "mask", "auto", 4, ranks)) for ranks in (1, None))
+    assert (turns.train_s, turns.publish_s) == (alone.train_s / 4, case.handover_s)
+    assert {setting.parts for setting in make_case(QUICKSTART, [], Given()).settings()} == {
+        "1+1",
+        "1+2",
+        "turns 1",
+    }, "sides that share cores: none can change sides"
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        (["buffer.max_staleness=0"], "1+1"),
+        (["buffer.max_staleness=0", "placement.rollout=trainer"], "turns 1"),
+        (["buffer.max_staleness=3", "buffer.look_ahead=1", "rollout.num_engines=2"], "1+2"),
+    ],
+    ids=["in step", "in turns", "two engines and a fixed look-ahead"],
+)
+def test_every_setting_around_any_present_one_can_be_played(settings: list[str], parts: str) -> None:
+    small = ["trainer.num_groups=2", "rollout.group_size=2", "rollout.slots=8"]
+    forecast = Forecast.of(make_case(QUICKSTART, [*small, *settings], Given(devices=4)))
+    assert forecast.present[0].parts == parts
+    assert min(result.batches_per_s for _, result in forecast.rows) > 0
+    assert all(result.age_max <= setting.max_staleness for setting, result in forecast.rows)
+
+
+def test_the_page_shows_what_the_command_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = (QUICKSTART.parent.parent / "docs" / "simulate.md").read_text(encoding="utf-8")
+    command, shown = re.search(r"```text\n\$ asyncrl (simulate .*)\n([^`]*)```", page).groups()  # type: ignore[union-attr]
+    monkeypatch.chdir(QUICKSTART.parent.parent)
+    monkeypatch.setenv("COLUMNS", "90")
+    plot = tmp_path / "p.png"
+    printed = CliRunner().invoke(app, [*command.split(), "--plot", str(plot)]).output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert [line.rstrip() for line in printed.splitlines()][:-1] == shown.splitlines()
+
+
+def test_for_machines_it_is_json_with_every_setting() -> None:
+    settings = ["trainer.num_groups=2", "rollout.slots=8", "rollout.group_size=2"]
+    plain = json.loads(render_forecast(QUICKSTART, settings, Given(), as_json=True))
+    assert plain["present"] in plain["settings"]
+    assert plain["choice"] in plain["settings"]
+    assert "2,000 tokens/s of an engine with all slots busy (--tokens-per-s)" in plain["sources"][0]
+    assert {(row["max_staleness"], row["on_overdue"]) for row in plain["settings"]} >= {
+        *((bound, "mask") for bound in (0, 1, 2, 4, 8)),
+        *((bound, overdue) for bound in (1, 2, 4, 8) for overdue in ("wait", "drop")),
+    }
+
+
+def test_what_cannot_be_forecast_is_refused(truth: tuple[Path, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--train-s is given for the run"):
+        make_case(truth[0], [], Given(train_s=1.0))
+    with pytest.raises(ConfigError, match="--lengths=long"):
+        make_case(QUICKSTART, [], Given(lengths="long"))
+    (tmp_path / "config.yaml").write_text((truth[0] / "config.yaml").read_text())
+    with pytest.raises(ConfigError, match="0 rollouts in rollouts.jsonl.* takes 5 steps"):
+        make_case(tmp_path, [], Given())
