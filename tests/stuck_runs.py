@@ -17,7 +17,7 @@ from asyncrl.config import SupervisionConfig, TaskConfig
 from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.pool import EnginePool
 from asyncrl.http import Answer
-from asyncrl.job.report import reported
+from asyncrl.job.parts_read import reported
 from asyncrl.job.supervision.supervise import Supervision
 from asyncrl.job.supervision.supervise_trainer import SupervisedTrainer
 from asyncrl.messages.records import Batch, Prompt

@@ -21,7 +21,8 @@ from stuck_runs import play
 
 from asyncrl.config import load_config
 from asyncrl.config.load import all_keys
-from asyncrl.job.report import Reporter, gauges
+from asyncrl.job.parts_read import gauges
+from asyncrl.job.report import Reporter
 from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, Group, GroupId, Prompt, Trajectory, VersionSpan
 from asyncrl.observe.console import plain_line

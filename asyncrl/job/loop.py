@@ -27,7 +27,8 @@ from asyncrl.http import OURS, out_of
 from asyncrl.job.build import Parts, open_parts
 from asyncrl.job.check import RUN_COPY
 from asyncrl.job.life import Life, logging_to, make_run_dir, rare_collections, run_again, run_id
-from asyncrl.job.report import Reporter, processes, reported
+from asyncrl.job.parts_read import processes, reported
+from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
 from asyncrl.job.supervision.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup

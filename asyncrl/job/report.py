@@ -19,12 +19,11 @@ from asyncrl.config import RunConfig
 from asyncrl.files import LOST, write_whole
 from asyncrl.job.build import Parts
 from asyncrl.job.life import Voice, refused_by_system, run_again, run_id
-from asyncrl.job.start import Server
-from asyncrl.messages.calls import EngineHealth, TrainerHealth, TrainResponse
+from asyncrl.job.parts_read import gauges, status_of, totals_in
+from asyncrl.messages.calls import TrainResponse
 from asyncrl.messages.records import Batch, GroupId, Prompt
-from asyncrl.messages.work import WorkerHealth
 from asyncrl.observe.console import Console
-from asyncrl.observe.metrics import GAUGES, Totals, gauge_of, is_total
+from asyncrl.observe.metrics import Totals, gauge_of, is_total
 from asyncrl.observe.openmetrics import StatusServer
 from asyncrl.observe.page.trace import write_trace
 from asyncrl.observe.recorder import (
@@ -42,7 +41,7 @@ from asyncrl.observe.trackers.background import wait_closed
 from asyncrl.observe.trackers.tracker import TrackedRun, Tracker
 from asyncrl.observe.trackers.tracker_names import make_trackers
 from asyncrl.observe.verdict import judge, summary_panel, write_reward_plot
-from asyncrl.observe.watchdog import Reported, Wait
+from asyncrl.observe.watchdog import Wait
 from asyncrl.rollouts.evaluation import EvalResult
 from asyncrl.rollouts.rollout import FailedRollout
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
@@ -54,52 +53,6 @@ logger = logging.getLogger("asyncrl.job.report")
 MOST_WARNINGS = 100
 """Most warnings in status.json and the summary; logs/controller.log has all."""
 EVAL_TOTALS = ("eval/skipped", "eval/abandoned", "eval/abandoned_calls")
-
-
-def processes(parts: Parts) -> tuple[Server, ...]:
-    """All child processes, those of evaluation and teacher included; parked engines have none."""
-    workers = () if parts.harnessing is None else parts.harnessing.workers
-    servers = (server for server in parts.servers if server.name not in parts.scale.parked)
-    return (*servers, *parts.beside, *workers)
-
-
-def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
-    """All numbers of the run by name; several by source, where a source may begin anew (a new process)."""
-    harnessing, found = parts.harnessing, dict[str, float | Mapping[str, float]]()
-    sources: list[Any] = [parts.buffer, parts.producers, parts.engines, parts.publisher, parts.scorer]
-    sources += [parts.trainer, parts.turns, parts.checkpointer, parts.scale]
-    sources += [] if parts.evaluation is None else [parts.evaluation]
-    sources += [] if parts.teaching is None else [parts.teaching.teacher]
-    sources += [] if harnessing is None else [harnessing.gateway, harnessing.queue]
-    for source in sources:
-        found |= source.gauges()
-    healths = [(server.name, server.health) for server in processes(parts)]
-    ours = [(server.name, server.health) for server in parts.servers]
-    found |= {
-        "engine/tokens": sum(h.tokens_generated for _, h in healths if isinstance(h, EngineHealth)),
-        "engine/decode_s": {name: h.decode_s for name, h in ours if isinstance(h, EngineHealth)},
-        "engine/restarts": sum(supervisor.num_restarts for supervisor in parts.supervisors),
-        "trainer/version": sum(h.policy_version for _, h in healths if isinstance(h, TrainerHealth)),
-    }
-    if parts.teaching is not None:
-        found["teacher/restarts"] = parts.teaching.supervisor.num_restarts
-    if harnessing is not None:
-        abandoned = {name: h.num_abandoned for name, h in healths if isinstance(h, WorkerHealth)}
-        restarts = sum(supervisor.num_restarts for supervisor in harnessing.supervisors)
-        found |= {"harness/abandoned": abandoned, "harness/restarts": restarts}
-    return found
-
-
-def reported(parts: Parts) -> Reported:
-    """What the watchdog wants to know at this moment."""
-    marks = {
-        name: value
-        for name, value in gauges(parts).items()
-        if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
-    }
-    supervisors = (parts.trainer, *parts.supervisors, *parts.supervisors_beside)
-    is_starting = any(one.is_starting for one in supervisors)
-    return Reported(marks, tuple(parts.producers.oldest()), is_starting)
 
 
 class Reporter(Voice):
@@ -335,13 +288,10 @@ class Reporter(Voice):
         """
         self._show_samples()
         self._note_slots(parts)
-        producers, down = parts.producers, parts.engines.down
         now = self._now = self._counted(gauges(parts))
         missing = parts.harnessing.missing_workers() if parts.harnessing is not None else None
         if missing is not None:
             self.warn_once("workers", missing)
-        buffer = ("ready", "running", "look_ahead", "served")
-        rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
         self._recorder.write_status(
             {
                 "state": "running",
@@ -349,21 +299,9 @@ class Reporter(Voice):
                 "status_url": self._status_url or None,
                 "step": parts.trainer.policy_version,
                 "num_steps": self.config.trainer.num_steps,
-                "buffer": {name: now[f"buffer/{name}"] for name in buffer},
-                "rollouts": {name: now[f"rollout/{name}"] for name in rollouts},
-                "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
-                "engines": {
-                    server.name: parts.scale.words(server.name)
-                    or ("down" if server.name in down else f"policy_version {server.policy_version}")
-                    for server in parts.engines.servers
-                },
-                "engines_wanted": None if parts.scale.is_fixed else parts.scale.wanted,
-                "turns": parts.turns.status() or None,
-                "evaluation": parts.evaluation and asdict(parts.evaluation.stats()),
                 "warnings": self._warnings or None,
                 "waits": list(map(asdict, waits)),
-                "oldest_rollouts": [list(entry) for entry in producers.oldest()],
-                "last_failure": producers.last_failure,
+                **status_of(parts, now),
             }
         )
 
@@ -446,8 +384,3 @@ class Reporter(Voice):
         """The same numbers, with those that are counted over the whole run in place of a process's own."""
         counted = {name: value for name, value in found.items() if is_total(name)}
         return {**found, **self._totals.add(counted)}
-
-
-def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
-    """The totals of the whole run that a line of metrics.jsonl or eval.jsonl holds."""
-    return {name: num for name, num in line.items() if is_total(name) and isinstance(num, int | float)}

@@ -1,0 +1,87 @@
+"""Reads the parts: their processes, their numbers, and what of them the watchdog wants to know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl.job.build import Parts
+from asyncrl.job.start import Server
+from asyncrl.messages.calls import EngineHealth, TrainerHealth
+from asyncrl.messages.work import WorkerHealth
+from asyncrl.observe.metrics import GAUGES, is_total
+from asyncrl.observe.watchdog import Reported
+
+
+def processes(parts: Parts) -> tuple[Server, ...]:
+    """All child processes, those of evaluation and teacher included; parked engines have none."""
+    workers = () if parts.harnessing is None else parts.harnessing.workers
+    servers = (server for server in parts.servers if server.name not in parts.scale.parked)
+    return (*servers, *parts.beside, *workers)
+
+
+def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:
+    """All numbers of the run by name; several by source, where a source may begin anew (a new process)."""
+    harnessing, found = parts.harnessing, dict[str, float | Mapping[str, float]]()
+    sources: list[Any] = [parts.buffer, parts.producers, parts.engines, parts.publisher, parts.scorer]
+    sources += [parts.trainer, parts.turns, parts.checkpointer, parts.scale]
+    sources += [] if parts.evaluation is None else [parts.evaluation]
+    sources += [] if parts.teaching is None else [parts.teaching.teacher]
+    sources += [] if harnessing is None else [harnessing.gateway, harnessing.queue]
+    for source in sources:
+        found |= source.gauges()
+    healths = [(server.name, server.health) for server in processes(parts)]
+    ours = [(server.name, server.health) for server in parts.servers]
+    found |= {
+        "engine/tokens": sum(h.tokens_generated for _, h in healths if isinstance(h, EngineHealth)),
+        "engine/decode_s": {name: h.decode_s for name, h in ours if isinstance(h, EngineHealth)},
+        "engine/restarts": sum(supervisor.num_restarts for supervisor in parts.supervisors),
+        "trainer/version": sum(h.policy_version for _, h in healths if isinstance(h, TrainerHealth)),
+    }
+    if parts.teaching is not None:
+        found["teacher/restarts"] = parts.teaching.supervisor.num_restarts
+    if harnessing is not None:
+        abandoned = {name: h.num_abandoned for name, h in healths if isinstance(h, WorkerHealth)}
+        restarts = sum(supervisor.num_restarts for supervisor in harnessing.supervisors)
+        found |= {"harness/abandoned": abandoned, "harness/restarts": restarts}
+    return found
+
+
+def reported(parts: Parts) -> Reported:
+    """What the watchdog wants to know at this moment."""
+    marks = {
+        name: value
+        for name, value in gauges(parts).items()
+        if name in GAUGES and GAUGES[name].is_progress and not isinstance(value, Mapping)
+    }
+    supervisors = (parts.trainer, *parts.supervisors, *parts.supervisors_beside)
+    is_starting = any(one.is_starting for one in supervisors)
+    return Reported(marks, tuple(parts.producers.oldest()), is_starting)
+
+
+def status_of(parts: Parts, now: Mapping[str, Any]) -> dict[str, Any]:
+    """What status.json says of the parts; `now`: their numbers."""
+    down, producers = parts.engines.down, parts.producers
+    buffer = ("ready", "running", "look_ahead", "served")
+    rollouts = ("inflight", "failed", "retried", "given_up", "filtered")
+    return {
+        "buffer": {name: now[f"buffer/{name}"] for name in buffer},
+        "rollouts": {name: now[f"rollout/{name}"] for name in rollouts},
+        "weight_sync": {"version": now["publish/version"], "skipped": now["weight_sync/skipped"]},
+        "engines": {
+            server.name: parts.scale.words(server.name)
+            or ("down" if server.name in down else f"policy_version {server.policy_version}")
+            for server in parts.engines.servers
+        },
+        "engines_wanted": None if parts.scale.is_fixed else parts.scale.wanted,
+        "turns": parts.turns.status() or None,
+        "evaluation": parts.evaluation and asdict(parts.evaluation.stats()),
+        "oldest_rollouts": [list(entry) for entry in producers.oldest()],
+        "last_failure": producers.last_failure,
+    }
+
+
+def totals_in(line: Mapping[str, Any]) -> dict[str, float]:
+    """The totals of the whole run that a line of metrics.jsonl or eval.jsonl holds."""
+    return {name: num for name, num in line.items() if is_total(name) and isinstance(num, int | float)}
