@@ -99,8 +99,7 @@ class Alarm:
         self._clock = LoopClock.of(self._loop)
         self._clock.hold_nowait()
         self._until_s, self._grace_left_s = self._clock.time() + delay_s, delay_s
-        self._timer: asyncio.Handle | None = None
-        self._wake_after(delay_s)
+        self._timer: asyncio.Handle | None = self._wake_after(delay_s)
 
     @property
     def left_s(self) -> float:
@@ -114,20 +113,16 @@ class Alarm:
             self._timer = None
             self._clock.release_nowait()
 
-    def _wake_after(self, delay_s: float) -> None:
-        # not asked of the timer: that of uvloop, which Ray runs actors in, is no asyncio.TimerHandle
-        self._due_s = self._loop.time() + delay_s
-        self._timer = self._loop.call_later(delay_s, self._due)
+    def _wake_after(self, delay_s: float) -> asyncio.Handle:
+        return self._loop.call_later(delay_s, self._due, self._loop.time() + delay_s)
 
-    def _due(self) -> None:
+    def _due(self, due_s: float) -> None:  # not asked of the timer: uvloop's is no asyncio.TimerHandle
         grace_s = min(GRACE_S, self._grace_left_s)
-        if self._loop.time() - self._due_s > LATE_S and self.left_s < grace_s:
+        if self._loop.time() - due_s > LATE_S and self.left_s < grace_s:
             self._grace_left_s -= grace_s
             self._until_s = self._clock.time() + grace_s
-        if self.left_s > ROUNDING_S:
-            self._wake_after(self.left_s)
-            return
-        self._timer = self._loop.call_soon(self._ring)  # after those whose answer came in this very turn
+        is_early = self.left_s > ROUNDING_S  # else after those whose answer came in this very turn
+        self._timer = self._wake_after(self.left_s) if is_early else self._loop.call_soon(self._ring)
 
     def _ring(self) -> None:
         self.cancel()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What benchmarks and Ray set when they are imported, and no fork can have by itself: forked_processes.py.
-os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "RAY_CLIENT_MODE": "0"}
+# What benchmarks, Ray and MLflow set when imported, and no fork can have by itself: forked_processes.py.
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "RAY_CLIENT_MODE": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 settings.register_profile("whatever the machine does", deadline=None)
 settings.load_profile("whatever the machine does")

@@ -131,7 +131,14 @@ def test_what_was_done_is_on_disk_before_it(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "metrics.jsonl").touch()
     make(tmp_path, 10)
     assert synced[0] == "manifest.json", "of what was made: all its files are on disk"
-    assert synced[2:] == ["trained.jsonl", "metrics.jsonl", "eval.jsonl", tmp_path.name, "checkpoints"]
+    assert synced[2:] == [
+        "trained.jsonl",
+        "metrics.jsonl",
+        "eval.jsonl",
+        "samples.jsonl",
+        tmp_path.name,
+        "checkpoints",
+    ]
 
 
 def test_the_newest_multiples_and_the_best_stay(tmp_path: Path) -> None:

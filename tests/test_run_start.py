@@ -33,7 +33,7 @@ from asyncrl.placement import launchers
 from asyncrl.placement.devices import place
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.machine import CudaDevice, Machine
-from asyncrl.placement.nodes import Node, Order
+from asyncrl.placement.nodes import Node, Order, with_addresses
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -249,13 +249,15 @@ def test_what_each_process_takes_is_held_on_its_node_and_ranks_are_told_where_th
         asyncio.run(made.hold())
     assert sees.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
     store = asyncio.run(made.find_store())
-    assert store == "10.0.0.0:4000"
+    assert with_addresses(store, nodes) == "10.0.0.0:4000"
     ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", store)]
-    specs = [json.loads(rank.order.spec) for rank in ranks]
+    specs = [json.loads(with_addresses(rank.order.spec, nodes)) for rank in ranks]
     assert [rank.node for rank in ranks] == [0, 0, 1, 1]
     assert [spec["local_rank"] for spec in specs] == [0, 1, 0, 1]
     assert [spec["address"] for spec in specs] == ["10.0.0.0"] * 2 + ["10.0.0.1"] * 2
-    assert {spec["store"] for spec in specs} == {store}
+    assert {spec["store"] for spec in specs} == {"10.0.0.0:4000"}
+    moved = (nodes[0], replace(nodes[1], address="10.0.0.9"))
+    assert json.loads(with_addresses(ranks[2].order.spec, moved))["address"] == "10.0.0.9"
     engines: Any = [server.child for server in made.engines()]
     assert [engine.node for engine in engines] == [0, 1]
 

@@ -21,6 +21,7 @@ from asyncrl.waits import waiting
 ABORT_TIMEOUT_S = 2.0
 DRAIN_TIMEOUT_S = 30.0
 
+OnLost = Callable[[EngineLost], None]
 OnTokens = Callable[[Sequence[int]], None]
 OnSampled = Callable[[SamplingRequest, int, float], None]
 """(request, its sampled tokens, when it was asked in seconds since the epoch), once it is answered."""
@@ -44,13 +45,7 @@ class EnginePool:
     calls cut). Without it the error goes to the caller.
     """
 
-    def __init__(
-        self,
-        servers: Sequence[EngineClient],
-        *,
-        slots: int,
-        on_lost: Callable[[EngineLost], None] | None = None,
-    ) -> None:
+    def __init__(self, servers: Sequence[EngineClient], *, slots: int, on_lost: OnLost | None = None) -> None:
         assert servers, "an EnginePool needs one server at least"
         self.servers, self.slots, self._on_lost = tuple(servers), slots, on_lost
         self._index = {server.name: index for index, server in enumerate(servers)}
