@@ -14,7 +14,7 @@ SHORTEST_S = 0.0005
 """Seconds: a block that took less is no span."""
 
 
-class Span(NamedTuple):
+class TimedSpan(NamedTuple):
     """`lane`: who; `kind`: what, by the names of observe/page/lanes.py; times are of the event loop's clock
     (time.monotonic); `number`: the batch or policy_version that it is of, -1 for none.
     """
@@ -27,10 +27,10 @@ class Span(NamedTuple):
     text: str = ""
 
 
-_listener: ContextVar[Callable[[Span], None] | None] = ContextVar("listener", default=None)
+_listener: ContextVar[Callable[[TimedSpan], None] | None] = ContextVar("listener", default=None)
 
 
-def listen_to_spans(listener: Callable[[Span], None]) -> None:
+def listen_to_spans(listener: Callable[[TimedSpan], None]) -> None:
     """Tell it the spans of this task, and of all that it starts from here on."""
     _listener.set(listener)
 
@@ -38,7 +38,7 @@ def listen_to_spans(listener: Callable[[Span], None]) -> None:
 def note_span(lane: str, kind: str, start_s: float, end_s: float, number: int = -1, text: str = "") -> None:
     """What has just ended."""
     if (listener := _listener.get()) is not None:
-        listener(Span(lane, kind, start_s, end_s, number, text))
+        listener(TimedSpan(lane, kind, start_s, end_s, number, text))
 
 
 @contextlib.contextmanager

@@ -128,7 +128,7 @@ class House:
             eval_server=None,
             harnessing=None,
             teaching=None,
-            pin=SimpleNamespace(write=ignore),
+            write_pins=ignore,
         )
         watchdog = SimpleNamespace(run=for_ever, look=ignore)
         monkeypatch.setattr(job, "open_parts", self.open_parts)

@@ -67,6 +67,10 @@ def test_every_declared_number_is_read_by_the_parser_of_prometheus_with_type_uni
         ("engine/decode_s", "asyncrl_engine_decode_seconds_total 1"),
         ("engine/policy_version/engine-1", 'asyncrl_engine_policy_version{engine="engine-1"} 1'),
         ("policy/logprob_gap_max/engine-1", 'asyncrl_policy_logprob_gap_max{engine="engine-1"} 1'),
+        ("reward/mean/sums", 'asyncrl_reward_mean_by_task{name="sums"} 1'),
+        ("sample/truncated_fraction/sums", 'asyncrl_sample_truncated_by_task_ratio{name="sums"} 1'),
+        ("rollout/failed/sums", 'asyncrl_rollout_failed_by_task_total{name="sums"} 1'),
+        ("eval/held/reward_mean", 'asyncrl_eval_reward_mean{evaluation="held"} 1'),
         ('task/a "b"\n\\', r'asyncrl_task{name="a \"b\"\n\\"} 1'),
     ],
 )

@@ -31,7 +31,7 @@ from asyncrl.observe.recorder import Recorder, read_steps
 from asyncrl.observe.run_numbers import Steps
 from asyncrl.observe.samples import SampleFile
 from asyncrl.observe.timeline import TIMELINE_FILE, Row, TimelineWriter, read_timeline
-from asyncrl.spans import Span
+from asyncrl.spans import TimedSpan
 
 HOSTILE = "</script><script>alert(1)</script><!-- \u2028 /*STYLE*/ /*DATA*/ ${x} `\\"
 SECTIONS: dict[str, Any] = {
@@ -65,14 +65,14 @@ def make_run(run_dir: Path, num_steps: int = 4, *, state: str = "done", **sectio
 
 
 def note_start(spans: TimelineWriter, start_s: float, end_s: float) -> None:
-    spans.note(Span("restarts", "start", start_s, end_s, 0))
+    spans.note(TimedSpan("restarts", "start", start_s, end_s, 0))
 
 
 def note_step(spans: TimelineWriter, step: int, start_s: float) -> None:
-    spans.note(Span("trainer", "wait for generation", start_s, start_s + 0.3, step))
-    spans.note(Span("trainer", "train", start_s + 0.3, start_s + 0.9, step))
-    spans.note(Span("weight sync", "export", start_s + 0.9, start_s + 1.0, step + 1))
-    spans.note(Span("weight sync", "commit", start_s + 1.0, start_s + 1.1, step + 1, HOSTILE))
+    spans.note(TimedSpan("trainer", "wait for generation", start_s, start_s + 0.3, step))
+    spans.note(TimedSpan("trainer", "train", start_s + 0.3, start_s + 0.9, step))
+    spans.note(TimedSpan("weight sync", "export", start_s + 0.9, start_s + 1.0, step + 1))
+    spans.note(TimedSpan("weight sync", "commit", start_s + 1.0, start_s + 1.1, step + 1, HOSTILE))
     spans._busy_at_s = start_s if step == 0 else spans._busy_at_s
     spans.slots({"engine-0": 8.0 * start_s, "engine-1": 4.0 * start_s}, start_s + 1.0)
 
@@ -115,7 +115,7 @@ def test_a_second_life_of_a_run_goes_on_behind_the_first_and_the_time_between_is
     with (tmp_path / TIMELINE_FILE).open("a") as file:
         file.write('["trainer","tra')  # killed
     second = TimelineWriter(tmp_path)
-    second.note(Span("trainer", "train again", 100.2, 100.9, 2))
+    second.note(TimedSpan("trainer", "train again", 100.2, 100.9, 2))
     note_start(second, 100.0, 101.0)
     assert (tmp_path / TIMELINE_FILE).read_text().startswith(before), (
         "a resume that is refused changes nothing"
@@ -144,7 +144,7 @@ def test_a_long_run_keeps_a_short_file_with_its_newest_and_its_longest_spans(
     for step in range(3000):
         note_step(spans, step, float(step))
         if step == 7:
-            spans.note(Span("checkpoints", "checkpoint", 0.0, 7.5, 7))
+            spans.note(TimedSpan("checkpoints", "checkpoint", 0.0, 7.5, 7))
         longest = max(longest, (tmp_path / TIMELINE_FILE).stat().st_size)
     spans.close()
     assert longest <= 40_000 + 1000
@@ -177,9 +177,9 @@ def test_a_clock_that_is_set_moves_what_follows_and_no_duration(
 ) -> None:
     spans, now_s = TimelineWriter(tmp_path), time.time()
     spans.open()
-    spans.note(Span("trainer", "train", 0.0, 1.0, 0))
+    spans.note(TimedSpan("trainer", "train", 0.0, 1.0, 0))
     monkeypatch.setattr(time, "time", lambda: now_s + 5000.0)
-    spans.note(Span("trainer", "train", 1.0, 2.0, 1, "a lone surrogate: \ud800"))
+    spans.note(TimedSpan("trainer", "train", 1.0, 2.0, 1, "a lone surrogate: \ud800"))
     spans.close()
     first, second = read_timeline(tmp_path / TIMELINE_FILE, [])
     assert (first[3], second[3], second[5]) == (1.0, 1.0, "a lone surrogate: ?")

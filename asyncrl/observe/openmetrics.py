@@ -47,22 +47,28 @@ SUFFIXES: Mapping[str, tuple[str, str]] = {
 
 def family_of(name: str) -> tuple[str, dict[str, str], Gauge] | None:
     """(family, labels, declaration) of a metric: asyncrl_perf_step_seconds of perf/step_s. What is declared
-    as NAME/* has the rest as a label. None for a name that is not declared.
+    as NAME/* has the rest as a label, in a family of its own where NAME is of all tasks together. None for a
+    name that is not declared.
     """
+    if (of_several := re.fullmatch("eval/([^/]+)/(.+)", name)) and f"eval/{of_several[2]}" in GAUGES:
+        alone = family_of(f"eval/{of_several[2]}")
+        return alone and (alone[0], {"evaluation": of_several[1]}, alone[2])
     if (gauge := gauge_of(name)) is None:
         return None
     pattern = next((key for key, found in GAUGES.items() if found is gauge), name)
-    stem, labels = name, dict[str, str]()
+    stem, labels, by_task = name, dict[str, str](), ""
     if pattern.endswith("/*"):
         stem = pattern.removesuffix("/*")
         labels = {"engine" if stem.startswith("engine") else "name": name.removeprefix(f"{stem}/")}
+        by_task = "_by_task" if stem in GAUGES or stem == "sample/groups" else ""
     elif pattern.endswith("*") and name.count("/") > 1:  # policy/logprob_gap_mean/engine-0
         stem, _, engine = name.rpartition("/")
         labels = {"engine": engine}
-    stem = re.sub("_per_s$", "_per_second", stem)
+    stem, unit = re.sub("_per_s$", "_per_second", stem), ""
     if gauge.unit in SUFFIXES:
         unit, ending = SUFFIXES[gauge.unit]
-        stem = f"{re.sub(ending, '', stem)}_{unit}"
+        stem, unit = re.sub(ending, "", stem), f"_{unit}"
+    stem += by_task + unit
     return "asyncrl_" + re.sub("[^a-z0-9_]", "_", stem.lower()), labels, gauge
 
 

@@ -20,7 +20,7 @@ from pydantic_core import from_json
 
 from asyncrl.files import lines_from_end
 from asyncrl.observe.recorder import is_number, lines_of, tell
-from asyncrl.spans import Span
+from asyncrl.spans import TimedSpan
 
 TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 2 * 2**20
@@ -61,7 +61,7 @@ class TimelineWriter:
                 self._num_bytes = self._path.stat().st_size
             self._write()
 
-    def note(self, span: Span) -> None:
+    def note(self, span: TimedSpan) -> None:
         """One more span; written with the next slots()."""
         seconds = round(span.end_s - span.start_s, 6)
         text = span.text.encode(errors="replace").decode()  # no lone surrogates, which JSON has no place for

@@ -99,7 +99,7 @@ def find_source(
         rewards = {
             int(line["policy_version"]): line["eval/reward_mean"]
             for line in read_evaluations(run_dir, [])
-            if "eval/reward_mean" in line and line.get("name", "") == config.best_eval
+            if "eval/reward_mean" in line and line.get("name", "") == (config.best_eval or "")
         }
         wanted = sorted((one for one in wanted if one in rewards), key=lambda one: (rewards[one], one))[-1:]
     elif step != "last":

@@ -122,17 +122,11 @@ def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]])
     if rewards := steps.values("reward/mean"):
         note = f"{rewards[0]:.3f} at first, {max(rewards):.3f} at best"
         tiles.insert(0, {"label": "reward", "value": f"{rewards[-1]:.3f}", "note": note})
-    decides = [line for line in evaluations if line.get("name", "") == config.best_eval]
+    decides = [line for line in evaluations if line.get("name", "") == (config.best_eval or "")]
     if means := [line["eval/reward_mean"] for line in decides if "eval/reward_mean" in line]:
         note = f"{max(means):.3f} at best, of {len(means)}"
-        tiles.insert(
-            1,
-            {
-                "label": f"last evaluation {config.best_eval}".strip(),
-                "value": f"{means[-1]:.3f}",
-                "note": note,
-            },
-        )
+        label = f"last evaluation {config.best_eval or ''}".strip()
+        tiles.insert(1, {"label": label, "value": f"{means[-1]:.3f}", "note": note})
     if num:
         wall_s, train_s = float(steps.last.get("time_s", 0.0)), steps.total("perf/train_s")
         share = f"{train_s / wall_s:.0%} of it training" if wall_s > 0 else ""
