@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -54,13 +55,41 @@ def picture(browser: webdriver.Chrome, width: int, height: int) -> bytes:
     return base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", told)["data"])
 
 
+def console_picture(run_dir: Path) -> str:
+    """What a terminal shows of the run at its last step and at its end, as SVG."""
+    from rich.console import Console as RichConsole
+
+    from asyncrl.observe.console import Console
+    from asyncrl.observe.sample_text import sample_text
+    from asyncrl.observe.samples import read_samples
+    from asyncrl.observe.status import read_run
+    from asyncrl.observe.verdict import summary_panel
+
+    files = read_run(run_dir)
+    assert files.verdict is not None, "it has steps"
+    shown = RichConsole(record=True, width=80, file=io.StringIO(), force_terminal=True)
+    num_steps, bound = files.config.trainer.num_steps, files.config.buffer.max_staleness
+    console = Console(
+        "live", run_name="quickstart", num_steps=num_steps, max_staleness=bound, file=io.StringIO()
+    )
+    console.goes_on(files.steps)
+    console.show_activity("training")
+    for sample in read_samples(run_dir, [], num_steps - 1)[-1:]:
+        shown.print(sample_text(sample), style="dim", markup=False, highlight=False)
+    shown.print(console.panel())
+    shown.print(summary_panel(files.verdict, title="quickstart: done"))
+    svg = shown.export_svg(title="asyncrl run configs/quickstart.yaml", unique_id="console")
+    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # of another host
+
+
 def main(run_dirs: list[Path]) -> None:
-    """Light and dark, as a wide screen shows it."""
+    """The page, light and dark, as a wide screen shows it; and what the console shows of the first run."""
     from PIL import Image
 
     from asyncrl.observe.page.render import make_page, render
 
     PICTURES.mkdir(exist_ok=True)
+    (PICTURES / "console.svg").write_text(console_picture(run_dirs[0]), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
         file = Path(folder) / "report.html"
         file.write_text(render(make_page(run_dirs)), encoding="utf-8")

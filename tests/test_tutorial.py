@@ -107,5 +107,6 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert any("image/png" in output.get("data", {}) for output in outputs)
     said = "".join(output.get("text", "") for output in outputs)
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in said
+    assert "step 0: " in said, "a sample is shown"
     assert "the oldest token was" in said
     assert "b 7 ->" in said
