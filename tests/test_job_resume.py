@@ -232,7 +232,7 @@ def test_a_run_that_is_scaled_up_and_down_and_killed_loses_nothing_and_keeps_its
         said += asked.stdout.splitlines()[-1:]
         wait_for_more_steps(run_dir, 3, process)
     assert said == ["2 of 2 engines work", "1 of 1 engines work", "2 of 2 engines work"]
-    kill_tree(process)
+    kill_tree(process, with_children=False)  # an engine that dies before it would be journaled
     happened = [
         ("engine unparked", "engine-1"),
         ("engine parked", "engine-1"),
