@@ -63,6 +63,8 @@ def test_what_the_page_shows_runs_and_reads(tmp_path: Path) -> None:
     said = ran([sys.executable, "script.py"], tmp_path).splitlines()
     assert [line.split()[0] for line in said if line[0].isdigit()][:5] == list("01234")
     assert "engines serve 1" in said
+    samples = [line for line in said if line.startswith("sample ")]
+    assert len(samples) == 15, "three of each of five steps"
     assert said[-1].startswith("done runs/from-python/final")
     reading = READING.replace("runs/from-python", str(tmp_path / "runs" / "from-python"))
     page: dict[str, Any] = {"asyncrl": asyncrl}
@@ -71,6 +73,7 @@ def test_what_the_page_shows_runs_and_reads(tmp_path: Path) -> None:
     assert len(record.steps["reward/mean"]) == 5
     assert len({len(column) for column in record.trained.values()}) == 1
     assert max(record.trained["staleness"]) <= record.config.buffer.max_staleness
+    assert len(record.samples) == 15
     assert record.problems == []
     assert repr(record).endswith("done, 5 steps>")
 
