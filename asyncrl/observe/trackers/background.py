@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +54,8 @@ class Background:
         self._news: deque[str] = deque()
         self._told_before: dict[str, int] = {}
         self._told: dict[str, int] = {}
+        self._kept_in = -1
+        """A file descriptor."""
 
     def start(self, run: TrackedRun) -> None:
         """Begin the thread: a daemon, which does not outlive the process."""
@@ -112,6 +115,8 @@ class Background:
             self._shown_at = tracker.start(run) or self.name
             self._told_before = kept if self._shown_at == run.kept_id else {}
             self._told = dict(self._told_before)
+            self._path.parent.mkdir(exist_ok=True)
+            self._kept_in = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._keep()
             while doing != "close()":
                 with self._has_call:
@@ -124,6 +129,8 @@ class Background:
             raised = f"{doing} raised {type(error).__name__}: {error!s:.500}"
             self._news.append(f"turned off, the run goes on without it: {raised}. {self.later}")
         finally:
+            if self._kept_in >= 0:
+                os.close(self._kept_in)
             with self._has_call, contextlib.suppress(InvalidStateError):  # it was not waited for any longer
                 self._waiting.clear()
                 self.closed.set_result(None)
@@ -138,11 +145,9 @@ class Background:
             self._keep()
 
     def _keep(self) -> None:
-        """Replaced as a whole; not synced, as this happens with every step."""
-        self._path.parent.mkdir(exist_ok=True)
-        temporary = self._path.with_name(f".{self._path.name}.new")
-        temporary.write_text(json.dumps({"id": self._shown_at, **self._told}) + "\n", encoding="utf-8")
-        temporary.replace(self._path)
+        """In one write, which a kill leaves whole; not synced, as this happens with every step."""
+        text = (json.dumps({"id": self._shown_at, **self._told}) + "\n").encode()
+        os.ftruncate(self._kept_in, os.pwrite(self._kept_in, text, 0))
 
 
 async def wait_closed(
