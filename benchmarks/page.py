@@ -30,7 +30,7 @@ from report import options, reported
 
 from asyncrl.observe.recorder import EVAL_FILE, SAMPLES_FILE
 from asyncrl.observe.timeline import TIMELINE_FILE, TimelineWriter
-from asyncrl.spans import Span
+from asyncrl.spans import TimedSpan
 
 STEP_S, NUM_ENGINES, SAMPLE_TOKENS, EVERY = 1.5, 4, 60, 100
 VIEW = "from asyncrl.observe.page.run_view import view_run\nview_run(sys.argv[1])"
@@ -56,20 +56,20 @@ def _make_timeline(folder: Path, num_steps: int, chance: random.Random) -> None:
     spans, busy_s = TimelineWriter(folder), dict.fromkeys((f"engine-{k}" for k in range(NUM_ENGINES)), 0.0)
     spans.open()
     began_s = time.monotonic()
-    spans.note(Span("restarts", "start", began_s - 20.0, began_s, 0))
+    spans.note(TimedSpan("restarts", "start", began_s - 20.0, began_s, 0))
     for step in range(num_steps):
         at_s = began_s + STEP_S * step
         wait_s, made = chance.uniform(0, 0.4), step + 1
-        spans.note(Span("trainer", "wait for generation", at_s, at_s + wait_s, step))
-        spans.note(Span("trainer", "journal", at_s + wait_s, at_s + wait_s + 0.01, step))
-        spans.note(Span("trainer", "train", at_s + wait_s + 0.01, at_s + 1.4, step))
-        spans.note(Span("trainer", "to engines", at_s + 1.4, at_s + 1.45, step))
-        spans.note(Span("weight sync", "export", at_s + 1.4, at_s + 1.5, made))
-        spans.note(Span("weight sync", "prepare", at_s + 1.5, at_s + 1.6, made))
-        spans.note(Span("weight sync", "commit", at_s + 1.6, at_s + 1.65, made, "paused 0.4 ms at most"))
+        spans.note(TimedSpan("trainer", "wait for generation", at_s, at_s + wait_s, step))
+        spans.note(TimedSpan("trainer", "journal", at_s + wait_s, at_s + wait_s + 0.01, step))
+        spans.note(TimedSpan("trainer", "train", at_s + wait_s + 0.01, at_s + 1.4, step))
+        spans.note(TimedSpan("trainer", "to engines", at_s + 1.4, at_s + 1.45, step))
+        spans.note(TimedSpan("weight sync", "export", at_s + 1.4, at_s + 1.5, made))
+        spans.note(TimedSpan("weight sync", "prepare", at_s + 1.5, at_s + 1.6, made))
+        spans.note(TimedSpan("weight sync", "commit", at_s + 1.6, at_s + 1.65, made, "paused 0.4 ms at most"))
         if made % EVERY == 0:
-            spans.note(Span("checkpoints", "checkpoint", at_s, at_s + 4.0, made))
-            spans.note(Span("evaluations", "evaluation", at_s, at_s + 3.0, made))
+            spans.note(TimedSpan("checkpoints", "checkpoint", at_s, at_s + 4.0, made))
+            spans.note(TimedSpan("evaluations", "evaluation", at_s, at_s + 3.0, made))
         busy_s = {name: busy + STEP_S * chance.uniform(8, 16) for name, busy in busy_s.items()}
         spans.slots(busy_s, at_s + STEP_S)
     spans.close()

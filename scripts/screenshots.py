@@ -82,22 +82,30 @@ def console_picture(run_dir: Path) -> str:
     return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # of another host
 
 
-def main(run_dirs: list[Path]) -> None:
-    """The page, light and dark, as a wide screen shows it; and what the console shows of the first run."""
+def save(png: bytes, name: str) -> None:
+    """With fewer colours, as a file of docs/pictures."""
     from PIL import Image
 
+    Image.open(io.BytesIO(png)).quantize(192).save(PICTURES / f"{name}.png", optimize=True)
+
+
+def main(run_dirs: list[Path]) -> None:
+    """The page, light and dark, as a wide screen shows it; and what the console shows of the first run."""
     from asyncrl.observe.page.render import make_page, render
 
     PICTURES.mkdir(exist_ok=True)
-    (PICTURES / "console.svg").write_text(console_picture(run_dirs[0]), encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder, open_browser() as browser:
         file = Path(folder) / "report.html"
         file.write_text(render(make_page(run_dirs)), encoding="utf-8")
         for name, is_dark in (("report", False), ("report-dark", True)):
             look(browser, 1280, 1000, is_dark=is_dark)
             browser.get(file.as_uri())
-            shown = Image.open(io.BytesIO(picture(browser, 1280, 1830)))
-            shown.quantize(192).save(PICTURES / f"{name}.png", optimize=True)
+            save(picture(browser, 1280, 1830), name)
+        (Path(folder) / "console.svg").write_text(console_picture(run_dirs[0]), encoding="utf-8")
+        file.write_text('<body style="margin: 0"><img src="console.svg" width="900">', encoding="utf-8")
+        look(browser, 900, 800)
+        browser.get(file.as_uri())
+        save(picture(browser, 900, 1000), "console")
 
 
 if __name__ == "__main__":

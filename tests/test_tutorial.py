@@ -40,7 +40,10 @@ def test_every_command_of_the_tutorial_runs_on_the_files_that_it_shows(tmp_path:
         is_killed = commands.count(command) > 1 and command not in said  # section 5: the same command goes on
         num_done = num_steps(tmp_path / "runs/agent") if command in said else 0
         said[command] = run(command, tmp_path, num_done + NUM_STEPS, is_killed=is_killed)
-    assert len(commands) == 11
+    assert len(commands) == 14
+    assert "random sample of batch" in said["asyncrl inspect runs/first --samples"]
+    assert (tmp_path / "runs/first/report.html").stat().st_size > 10_000
+    assert (tmp_path / "my-model/model.safetensors").exists()
     assert "bound kept" in said["asyncrl inspect runs/first --step 1"]
     assert "buffer.max_staleness" in said["asyncrl keys buffer"]
     assert "mean reward" in said["asyncrl serve gateway my_agent.yaml --rollouts 2"]
