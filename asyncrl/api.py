@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig, load_config
 from asyncrl.config.load import config_from
 from asyncrl.errors import ConfigError
+from asyncrl.job.life import new_run_dir
 from asyncrl.job.resume import as_resume_mode
 from asyncrl.observe.run_record import RunRecord, read_run
 from asyncrl.observe.samples import ShownRollout
@@ -55,7 +55,7 @@ def run(
     else:
         values = config.model_dump() if isinstance(config, RunConfig) else config
         name, loaded = "run", config_from(values, overrides)
-    folder = Path(run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
+    folder = Path(run_dir or new_run_dir(name))
     callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
     mode = as_resume_mode(resume)
     with serving():

@@ -12,26 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numbers_task import Numbers
 
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks import Feed, Item
-
-
-class Numbers:
-    """Prompt number i is the text "item i"."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def prompt(self, index: int) -> Any:
-        return f"item {index}"
-
-    def score(self, prompt: Any, completion: str) -> float:
-        return 0.0
 
 
 def make_feed(size: int = 5, *, seed: int = 0, shuffle: bool = True) -> Feed:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numbers_task import Numbers
 
 from asyncrl.errors import TaskError
 from asyncrl.messages.records import Prompt
@@ -23,22 +24,6 @@ from asyncrl.tasks.mixed_feed import MixedFeed, Rota
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
     lambda found: {f"t{number}": share for number, share in enumerate(found)}
 )
-
-
-class Numbers:
-    """Prompt number i is the text "item i"."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def prompt(self, index: int) -> Any:
-        return f"item {index}"
-
-    def score(self, prompt: Any, completion: str) -> float:
-        return 0.0
 
 
 @given(SHARES)

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -250,6 +251,11 @@ async def close_within(timeout_s: float, name: str, close: Callable[[], Awaitabl
         logger.warning("closing %s failed: %s", name, error)
     if cancelled is not None:
         raise cancelled
+
+
+def new_run_dir(name: str) -> Path:
+    """Where a run goes that is given no directory."""
+    return Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
 
 
 def make_run_dir(folder: Path, mode: int) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from asyncrl.agents.command import passed_env
@@ -26,7 +25,7 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.http import OURS, out_of
 from asyncrl.job.build import Parts, open_parts
 from asyncrl.job.check import RUN_COPY
-from asyncrl.job.life import Life, logging_to, make_run_dir, rare_collections, run_again, run_id
+from asyncrl.job.life import Life, logging_to, make_run_dir, new_run_dir, rare_collections, run_again, run_id
 from asyncrl.job.parts_read import processes, reported
 from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
@@ -78,7 +77,7 @@ def run_job(
         config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
         plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
         refuse_what_cannot_fit(plan, config)
-        folder = run_dir or Path("runs") / f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        folder = run_dir or new_run_dir(name)
         if resume == "must" and not folder.exists():
             find_resume(folder, config, resume)  # says that there is none
         make_run_dir(folder, config.observe.dir_mode)

@@ -16,7 +16,6 @@ import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from asyncrl.files import RunLock, write_whole
 from asyncrl.job.build import find_tasks
 from asyncrl.job.engine_kinds import engine_kind, sampled_by
 from asyncrl.job.harnessing import Harnessing, UserKey, make_gateway, make_generator, model_name, try_rollouts
-from asyncrl.job.life import Life, Voice, logging_to, make_run_dir
+from asyncrl.job.life import Life, Voice, logging_to, make_run_dir, new_run_dir
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.start import Server, start_all
 from asyncrl.job.supervision.supervise import Supervision, heartbeat
@@ -87,7 +86,7 @@ def open_folder(
         config, settled = settle(config, launcher.nodes)
         for words in settled:
             Voice().say(words)
-        folder = run_dir or Path("runs") / f"serve-{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
+        folder = run_dir or new_run_dir(f"serve-{name}")
         own = folder / "serve.yaml"
         if folder.is_dir() and not own.exists() and any(folder.iterdir()):
             raise ConfigError(

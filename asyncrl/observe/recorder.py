@@ -7,6 +7,7 @@ cannot be read is left out and reported.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -271,21 +272,27 @@ def lines_of(
     written; `at` goes on with them.
     """
     grows, at = at is not None, at or Position()
+    with reading(path, problems), path.open("rb") as file:
+        file.seek(at.num_bytes)
+        for line in file:
+            if not line.endswith(b"\n") and grows:
+                return
+            start = at.num_bytes
+            at.num_bytes, at.num_lines, at.before = start + len(line), at.num_lines + 1, line[-64:]
+            if (value := parse(line)) is not None:
+                yield start, value
+            elif line.endswith(b"\n"):
+                what = f"line {at.num_lines} is no JSON object and is left out: {line[:60]!r}"
+                tell(problems, f"{path.name} {what}")
+            else:
+                tell(problems, f"{path.name} ends in half a line, which is left out")
+
+
+@contextlib.contextmanager
+def reading(path: Path, problems: list[str]) -> Iterator[None]:
+    """Read the file in here: one that is not there has nothing, and one that cannot be read is told."""
     try:
-        with path.open("rb") as file:
-            file.seek(at.num_bytes)
-            for line in file:
-                if not line.endswith(b"\n") and grows:
-                    return
-                start = at.num_bytes
-                at.num_bytes, at.num_lines, at.before = start + len(line), at.num_lines + 1, line[-64:]
-                if (value := parse(line)) is not None:
-                    yield start, value
-                elif line.endswith(b"\n"):
-                    what = f"line {at.num_lines} is no JSON object and is left out: {line[:60]!r}"
-                    tell(problems, f"{path.name} {what}")
-                else:
-                    tell(problems, f"{path.name} ends in half a line, which is left out")
+        yield
     except FileNotFoundError:
         return
     except OSError as error:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from asyncrl.files import lines_from_end, sync
-from asyncrl.observe.recorder import SAMPLES_FILE, parse_line, tell
+from asyncrl.observe.recorder import SAMPLES_FILE, parse_line, reading, tell
 
 SampleKind = Literal["best", "worst", "random", "failed"]
 """Why a rollout was taken: by its reward among those of its batch; by chance (seeded); as it failed."""
@@ -89,7 +89,8 @@ class ShownRollout(TypedDict):
     error: str | None
 
 
-_CHECK = TypeAdapter(ShownRollout)
+SHOWN = TypeAdapter(ShownRollout)
+"""Checks a line of the file."""
 
 
 def read_samples(
@@ -115,7 +116,7 @@ def read_samples(
         if kinds and sample.get("kind") not in kinds:
             continue
         try:
-            found.append(_CHECK.validate_python(sample))
+            found.append(SHOWN.validate_python(sample))
         except ValidationError as error:
             where = error.errors()[0]["loc"]
             tell(problems, f"a line of {path.name} is no sample and is left out: {where}")
@@ -127,16 +128,12 @@ def read_samples(
 
 def _from_end(path: Path, problems: list[str]) -> Iterator[bytes]:
     """Its lines, last first, but for half a line at its end."""
-    try:
+    with reading(path, problems):
         for _, line in lines_from_end(path):
             if line.endswith(b"\n"):
                 yield line
             else:
                 tell(problems, f"{path.name} ends in half a line, which is left out")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        tell(problems, f"{path.name} cannot be read: {error.strerror}")
 
 
 class SampleFile:

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from asyncrl.config import RunConfig
 from asyncrl.config.load import sections
 from asyncrl.files import lines_from_end
 from asyncrl.observe.page.lanes import Events, event_text
 from asyncrl.observe.page.shape import Failure, Setting
-from asyncrl.observe.recorder import SAMPLES_FILE, parse_line, tell
-from asyncrl.observe.samples import ShownRollout
+from asyncrl.observe.recorder import SAMPLES_FILE, parse_line, reading, tell
+from asyncrl.observe.samples import SHOWN, ShownRollout
 
 HIDDEN = "(hidden)"
 NUM_NEWEST, NUM_SPREAD, MAX_SAMPLE_BYTES = 60, 60, 2**20
@@ -138,30 +138,16 @@ def cause_of(why: str) -> str:
     return re.sub(r"\b(?:g\d+(?:/r\d+)?|0x[0-9a-f]+|[0-9a-f]{12,}|\d[\d.,]*)", "N", line)[:160]
 
 
-_SAMPLE = TypeAdapter(ShownRollout)
-
-
 def some_samples(run_dir: Path, problems: list[str]) -> list[ShownRollout]:
     """The newest ones, and as many spread over the file: no more of it is read than that."""
     path, found = run_dir / SAMPLES_FILE, dict[int, ShownRollout]()
-    try:
+    with reading(path, problems):
         for begin, line in _some_lines(path):
-            if (sample := _sample(line)) is not None:
-                found[begin] = sample
-            else:
+            try:
+                found[begin] = SHOWN.validate_json(line)
+            except ValidationError:
                 tell(problems, f"{path.name} has a line that is no sample, at byte {begin}")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        tell(problems, f"{path.name} cannot be read: {error.strerror}")
     return [found[begin] for begin in sorted(found)]
-
-
-def _sample(line: bytes) -> ShownRollout | None:
-    try:
-        return _SAMPLE.validate_json(line)
-    except ValidationError:
-        return None
 
 
 def _some_lines(path: Path) -> Iterator[tuple[int, bytes]]:
