@@ -9,9 +9,10 @@
 # make bench         every benchmark, a short table each
 # make gpu           on a machine with a CUDA device: what it computes against a CPU, and how fast; results in benchmarks/results
 # make fuzz          kill real runs some 300 times, resume them, and check what they did (an hour)
+# make faults        the tests that kill, cut off and slow down hosts of a network, ROUNDS times (20; some minutes each), JOBS side by side (1); needs root
 # make docs          write docs/configuration.md anew from the settings
 # make site          install, then build the site of docs/ into build/site; a warning ends it
-.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz docs
+.PHONY: site setup setup-vllm setup-frameworks quickstart test test-slow test-vllm test-runs test-others test-all check bench gpu fuzz faults docs
 
 BIN := .venv/bin
 # A file's tests share what they start; conftest.py has the order of the files.
@@ -37,10 +38,10 @@ test-slow: setup
 	$(MAKE) -j2 test-runs test-vllm
 
 test-runs:
-	$(BY_FILE) -m "(slow or gpu) and not vllm"
+	$(BY_FILE) -m "(slow or gpu) and not vllm and not faults"
 
 test-vllm:
-	$(BIN)/python -m pytest -q -m vllm --durations=10
+	$(BIN)/python -m pytest -q -m "vllm and not faults" --durations=10
 
 # vLLM's beside all others: its tests wait for one server after the other.
 test-all: setup
@@ -48,7 +49,7 @@ test-all: setup
 
 # In one go: what a worker imports to collect tests, and the process that real runs are forked from, are there once.
 test-others:
-	$(BY_FILE) -m "not vllm"
+	$(BY_FILE) -m "not vllm and not faults"
 
 check: setup
 	$(BIN)/ruff check .
@@ -67,6 +68,15 @@ gpu: setup
 
 fuzz: setup
 	$(BIN)/python scripts/fuzz.py
+
+ROUNDS := 20
+JOBS := 1
+FAULTS := tests/test_several_hosts.py tests/test_trainer_nodes.py tests/test_weights_relay.py tests/test_launchers.py tests/test_job_vllm.py
+
+# Ends at the first failure, whose log has its seed: the same again with ASYNCRL_TEST_SEED=.
+faults: setup
+	$(BIN)/python scripts/rounds.py --rounds $(ROUNDS) --jobs $(JOBS) --logs build/faults \
+	    $(BIN)/python -m pytest -q -x -p no:cacheprovider -m "slow and (faults or not vllm)" $(FAULTS)
 
 docs: setup
 	$(BIN)/python scripts/config_reference.py

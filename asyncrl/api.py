@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig, load_config
-from asyncrl.config.load import config_from
+from asyncrl.config.load import config_from, name_of_config
 from asyncrl.errors import ConfigError
 from asyncrl.job.life import new_run_dir
 from asyncrl.job.resume import as_resume_mode
@@ -40,23 +40,23 @@ def run(
     Callbacks are called in the run's own loop, so return soon: on_step(step, metrics) after each step,
     on_evaluation(policy_version, metrics), on_sample(sample) for each rollout of samples.jsonl, and
     on_weights(policy_version, digest) when every engine serves new weights. One that raises ends the run,
-    which can be resumed, with CallbackError. To end a run early, `signal.raise_signal(signal.SIGINT)`: it
-    takes the step to its end and makes a checkpoint.
+    which can be resumed, with CallbackError; one that has not returned for 30 s is named on stderr. To end
+    a run early, `signal.raise_signal(signal.SIGINT)`: it takes the step to its end and makes a checkpoint.
 
     Call it in the main thread, without a running event loop (a notebook has one: there, run the command),
     and in a script below `if __name__ == "__main__":`. Raises ConfigError for what is wrong before anything
     is started, and the AsyncrlError that ended the run; nothing that it started is left.
     """
     _refuse_place()
+    callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
     from asyncrl.job.loop import run_job
 
     if isinstance(config, str | Path):
-        name, loaded = Path(config).stem, load_config(config, overrides)
+        name, loaded = name_of_config(Path(config)), load_config(config, overrides)
     else:
         values = config.model_dump() if isinstance(config, RunConfig) else config
         name, loaded = "run", config_from(values, overrides)
     folder = Path(run_dir or new_run_dir(name))
-    callbacks = Callbacks(on_step, on_evaluation, on_sample, on_weights)
     mode = as_resume_mode(resume)
     with serving():
         run_job(loaded, folder, name=name, resume=mode, allow_change=allow_change, trackers=[callbacks])

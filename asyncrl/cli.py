@@ -21,9 +21,11 @@ from asyncrl.cli_of_runs import (
     Overrides,
     Text,
     Texts,
+    complete_key,
 )
 from asyncrl.config import load_config
 from asyncrl.config.harnesses import HARNESSES
+from asyncrl.config.load import name_of_config
 from asyncrl.errors import OF_TRAIN, AsyncrlError, without_train
 
 app = typer.Typer(
@@ -98,7 +100,9 @@ def run(
         from asyncrl.job.resume import as_resume_mode
 
         mode = as_resume_mode(resume)
-        code = run_job(loaded, run_dir, name=config.stem, resume=mode, allow_change=allow_change or [])
+        code = run_job(
+            loaded, run_dir, name=name_of_config(config), resume=mode, allow_change=allow_change or []
+        )
     _exit(code)
 
 
@@ -142,6 +146,7 @@ def keys(
         Argument(
             metavar="[WHAT]",
             help="Only this section (buffer), this key (buffer.max_staleness), or what has this word.",
+            autocompletion=complete_key,
         ),
     ] = None,
     schema: Annotated[bool, Option("--schema", help="All as a JSON schema, for editors.")] = False,
@@ -230,7 +235,7 @@ def serve_gateway(
     """
     from asyncrl.placement.fork_server import serving
 
-    loaded, name = load_config(config, overrides or []), config.stem
+    loaded, name = load_config(config, overrides or []), name_of_config(config)
     with serving():
         from asyncrl.job import serve
 
@@ -249,7 +254,7 @@ def serve_engine(config: ConfigPath, overrides: Overrides = None, run_dir: Serve
     with serving():
         from asyncrl.job import serve
 
-        code = serve.serve_engine(loaded, run_dir, name=config.stem)
+        code = serve.serve_engine(loaded, run_dir, name=name_of_config(config))
     _exit(code)
 
 

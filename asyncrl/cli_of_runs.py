@@ -17,11 +17,15 @@ File: TypeAlias = Path | None
 Number: TypeAlias = float | None
 
 
-def _complete_override(incomplete: str) -> list[str]:
+def complete_key(incomplete: str) -> list[str]:
     """Keys of settings, for the shell."""
     from asyncrl.config.load import all_keys
 
-    return [f"{key}=" for key in all_keys() if key.startswith(incomplete)]
+    return [key for key in all_keys() if key.startswith(incomplete)]
+
+
+def _complete_override(incomplete: str) -> list[str]:
+    return [f"{key}=" for key in complete_key(incomplete)]
 
 
 Overrides = Annotated[

@@ -85,12 +85,17 @@ def write_whole(path: Path, text: str, *, is_private: bool = False) -> None:
     `is_private`: only its owner may read it, at any moment.
     """
     unfinished = path.with_name(f".{path.name}.new")
-    if is_private:
-        unfinished.unlink(missing_ok=True)
-        unfinished.touch(mode=0o600)
-    unfinished.write_text(text, encoding="utf-8")
-    sync(unfinished)
-    unfinished.replace(path)
+    try:
+        if is_private:
+            unfinished.unlink(missing_ok=True)
+            unfinished.touch(mode=0o600)
+        unfinished.write_text(text, encoding="utf-8")
+        sync(unfinished)
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
     sync(path.parent)
 
 

@@ -95,10 +95,14 @@ def run(config: Path, run_dir: Path, *overrides: str, timeout_s: float = 240) ->
 
 def start(config: Path, run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     """Start, and return at once."""
-    process = popen(config, *overrides, "--run-dir", run_dir)
-    # read at the end alone: in 64 KiB a fast machine's lines of steps find no room
+    return roomy(popen(config, *overrides, "--run-dir", run_dir))
+
+
+def roomy(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    """What it says is read at the end alone: in 64 KiB the lines of a minute's steps find no room."""
     for pipe in (process.stdout, process.stderr):
-        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)  # type: ignore[arg-type]
+        if pipe is not None:
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
     return process
 
 
@@ -109,8 +113,10 @@ def wait_for_steps(
     wait_until(lambda: len(read_lines(run_dir / "metrics.jsonl")) >= num_steps, process, timeout_s)
 
 
-def wait_for_more_steps(run_dir: Path, more: int, process: subprocess.Popen[str]) -> None:
-    wait_for_steps(run_dir, len(read_lines(run_dir / "metrics.jsonl")) + more, process)
+def wait_for_more_steps(
+    run_dir: Path, more: int, process: subprocess.Popen[str], timeout_s: float = 240
+) -> None:
+    wait_for_steps(run_dir, len(read_lines(run_dir / "metrics.jsonl")) + more, process, timeout_s)
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 240) -> None:

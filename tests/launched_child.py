@@ -28,9 +28,9 @@ async def probe(request: web.Request) -> web.Response:
 
 
 def main() -> None:
-    die_with_parent()
     spec, fd = child_arguments()
     told = json.loads(spec)
+    die_with_parent(Path(told["clears"]).touch)
     if told["do"] == "refuse":
         fail("no such model", rule="a model must be there", way_out="give one.")
     if told["do"] == "crash":

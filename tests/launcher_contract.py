@@ -16,6 +16,8 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,11 @@ import pytest
 from job_runs import all_gone
 
 from asyncrl.errors import ConfigError, RoomError
+from asyncrl.placement.fit import PACKAGES
 from asyncrl.placement.launchers import opened
-from asyncrl.placement.nodes import Launcher, Node, Order, Process
+from asyncrl.placement.nodes import Launcher, Needs, Node, Order, Process
 from asyncrl.placement.on_ray import ray_launcher
+from asyncrl.placement.on_ray.ray_host import ask_each
 
 SECRET, OTHER = "the s3cret of its server", "an0ther s3cret"
 LIMIT_S = 60.0
@@ -44,8 +48,12 @@ class Stage:
     folder: Path
 
     def order(self, name: str, do: str = "serve", **more: Any) -> Order:
-        spec = json.dumps({"do": do, "lines": NUM_LINES})
+        spec = json.dumps({"do": do, "lines": NUM_LINES, "clears": str(self.cleared(name))})
         return Order(name, "launched_child", spec, self.folder, SECRET, secrets={"OTHER": OTHER}, **more)
+
+    def cleared(self, name: str) -> Path:
+        """Is there once the process has ended because its parent has."""
+        return self.folder / f"{name}.cleared"
 
     def make(self, name: str, do: str = "serve", **more: Any) -> Process:
         return self.launcher.process(self.number, self.order(name, do, **more))
@@ -96,6 +104,7 @@ async def it_serves_at_its_node_and_ends_when_it_is_closed(stage: Stage) -> None
     seen = await probed(process)
     assert seen["other secret"] == OTHER
     assert seen["environ"]["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+    assert "RAY_AUTH_TOKEN" not in seen["environ"]
     for secret in (SECRET, OTHER):
         assert secret not in seen["in the open"]
     await until_logged(process, "serving")
@@ -160,12 +169,43 @@ async def a_port_that_is_taken_is_refused_by_name(stage: Stage) -> None:
         await probed(first)
 
 
-async def a_file_is_seen_where_it_is_the_same(stage: Stage) -> None:
-    path = stage.folder / "token"
-    path.write_text("t0ken")
-    seen = [await stage.launcher.sees(stage.number, path, token) for token in ("t0ken", "other")]
-    assert seen == [True, False]
-    assert not await stage.launcher.sees(stage.number, stage.folder / "nothing", "")
+def find_listing(folder: Path) -> Path:
+    """A Python, as it were, that says what its PYTHONPATH holds."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} has no Python", way_out="install one.")
+    python = folder / "python"
+    python.write_text('#!/bin/sh\nfor one in "$PYTHONPATH"/*; do readlink "$one"; done\nexit 9\n')
+    python.chmod(0o755)
+    return python
+
+
+def folder_of(package: str) -> str:
+    return os.path.realpath(str(files(package)))
+
+
+async def a_start_that_is_given_up_leaves_no_process(stage: Stage) -> None:
+    """Whenever that is: a start beside it that fails gives it up."""
+    for delay_s in (0.0, 0.01, 0.05, 0.2, 1.0):
+        given_up = stage.make("given-up")
+        starting = asyncio.ensure_future(given_up.start())
+        await asyncio.sleep(delay_s)  # no wait for anything: it is when the start is given up
+        starting.cancel()
+        await asyncio.wait({starting})
+        await given_up.aclose()
+        async with stage.started("next") as process:  # whatever was under way there is over
+            await probed(process)
+        lines = [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
+        mine = [line for line in lines if "given-up" in line and "launched_child" in line]
+        assert mine == [], delay_s
+
+
+async def a_python_of_its_own_is_found_on_its_node_and_sees_our_packages_there_alone(stage: Stage) -> None:
+    async with stage.started("listing", python=partial(find_listing, stage.folder)) as process:
+        assert "exited with code 9" in (await end_of(process)).fault
+        assert log_of(process).split() == [folder_of(name) for name in PACKAGES]
+    with pytest.raises(ConfigError, match="nowhere has no Python") as caught:
+        await stage.make("lacking", python=partial(find_listing, stage.folder / "nowhere")).start()
+    assert caught.value.way_out == "install one."
 
 
 STORIES: dict[str, Story] = {
@@ -177,7 +217,8 @@ STORIES: dict[str, Story] = {
         a_killed_one_says_by_which_signal,
         its_stacks_come_into_its_log,
         a_port_that_is_taken_is_refused_by_name,
-        a_file_is_seen_where_it_is_the_same,
+        a_start_that_is_given_up_leaves_no_process,
+        a_python_of_its_own_is_found_on_its_node_and_sees_our_packages_there_alone,
     )
 }
 
@@ -197,16 +238,28 @@ async def outcome(play: Awaitable[Any]) -> str:
 async def play_all(launcher: Launcher, folder: Path) -> Mapping[str, str]:
     """All stories on two nodes, then the faults."""
     told = dict[str, str]()
-    for fault in (more_than_there_is_is_refused, what_others_hold_is_waited_for_and_named):
+    for fault in (
+        more_than_there_is_is_refused,
+        without_an_autoscaler_no_node_is_waited_for,
+        what_others_hold_is_waited_for_and_named,
+        what_a_node_does_not_see_is_refused,
+        a_node_without_the_engines_package_or_with_another_version_is_refused,
+    ):
         told[fault.__name__] = await outcome(fault(launcher))
     try:
-        await launcher.hold({0: ["cpu"], 1: ["cpu", "cuda:2", "cuda:3"]})
+        parts = {0: ["cpu"], 1: ["cpu", "cuda:2", "cuda:3"]}
+        await launcher.hold(parts, {}, {1: True})
         for number, node in enumerate(launcher.nodes):
             stage = Stage(launcher, node, number, folder / str(number))
             stage.folder.mkdir()
             for name, story in STORIES.items():
                 told[f"{name}/{number}"] = await outcome(story(stage))
-        for fault in (each_sees_its_devices_alone, an_actor_is_lost, a_node_is_lost):
+        for fault in (
+            each_sees_its_devices_alone,
+            an_elastic_node_is_given_back_and_comes_again,
+            an_actor_is_lost,
+            a_node_is_lost,
+        ):
             told[fault.__name__] = await outcome(fault(stage))
     finally:
         since_s = time.monotonic()
@@ -217,9 +270,46 @@ async def play_all(launcher: Launcher, folder: Path) -> Mapping[str, str]:
 
 async def more_than_there_is_is_refused(launcher: Launcher) -> None:
     with pytest.raises(ConfigError, match=r"takes 4 CPU of the node \S+, which has 3 for Ray"):
-        await launcher.hold({1: ["cpu"] * 4})
+        await launcher.hold({1: ["cpu"] * 4}, {})
     with pytest.raises(ConfigError, match=r"takes 1 GPU of the node \S+, which has 0 for Ray"):
-        await launcher.hold({0: ["cuda:0"]})
+        await launcher.hold({0: ["cuda:0"]}, {})
+
+
+async def without_an_autoscaler_no_node_is_waited_for(launcher: Launcher) -> None:
+    before = launcher.nodes
+    later = [Node("to-come-1", "", before[0].machine)]
+    assert not await asyncio.to_thread(launcher.bring, [["cpu"]], later, LIMIT_S)
+    assert launcher.nodes == before
+
+
+async def what_a_node_does_not_see_is_refused(launcher: Launcher) -> None:
+    here = {__file__: "what_a_node_does_not_see_is_refused"}
+    with pytest.raises(ConfigError, match=f"the node {launcher.nodes[1].name} does not see /nothing, "):
+        await launcher.hold({0: ["cpu"], 1: ["cpu"]}, {0: Needs(here), 1: Needs({**here, "/nothing": ""})})
+    await launcher.aclose()
+
+
+def lacking() -> dict[str, str]:
+    raise ConfigError("/bin/python cannot import vllm", way_out="install it.")
+
+
+async def a_node_without_the_engines_package_or_with_another_version_is_refused(launcher: Launcher) -> None:
+    """Where processes of the run are to be, and as one that takes the place of another."""
+    other = launcher.nodes[1]
+    old, new = Needs(package=partial(dict, vllm="1.0")), Needs(package=partial(dict, vllm="2.0"))
+    differs = f"the node {other.name} has vllm 2.0, the first node with engines has vllm 1.0"
+    with pytest.raises(ConfigError, match=differs):
+        await launcher.hold({0: ["cpu"], 1: ["cpu"]}, {0: old, 1: new})
+    await launcher.aclose()
+    ray, own = ray_launcher.import_ray(), dict[str, str]()
+    found = [node for node in ray.nodes() if node["NodeID"] == other.id]
+    (told,) = await asyncio.to_thread(ask_each, ray, found, own, old)
+    assert isinstance(told, Node), told
+    assert (told.id, own["vllm"]) == (other.id, "1.0")
+    lacks = f"the node {other.name} lacks what its engines need: /bin/python cannot import vllm"
+    for needs, why in ((new, differs), (Needs(package=lacking), lacks)):
+        (told,) = await asyncio.to_thread(ask_each, ray, found, own, needs)
+        assert why in str(told)
 
 
 async def what_others_hold_is_waited_for_and_named(launcher: Launcher) -> None:
@@ -232,7 +322,7 @@ async def what_others_hold_is_waited_for_and_named(launcher: Launcher) -> None:
         with pytest.raises(
             RoomError, match=r"did not give 2 CPU of \S+ within 2 s; free are 0 CPU"
         ) as caught:
-            await launcher.hold({0: ["cpu", "cpu"]})
+            await launcher.hold({0: ["cpu", "cpu"]}, {})
     assert "`ray status`" in caught.value.way_out
     await launcher.aclose()
     await asyncio.to_thread(remove_placement_group, other)
@@ -243,6 +333,26 @@ async def each_sees_its_devices_alone(stage: Stage) -> None:
     for devices, names in ((("cuda:2",), "0"), (("cuda:3", "cuda:2"), "1,0")):
         async with stage.started("seeing", devices=devices) as process:
             assert (await probed(process))["environ"]["CUDA_VISIBLE_DEVICES"] == names
+
+
+async def an_elastic_node_is_given_back_and_comes_again(stage: Stage) -> None:
+    """Others may have it meanwhile, and then there is none."""
+    import ray
+    from ray.util import placement_group, remove_placement_group
+
+    before = [one.address for one in stage.launcher.nodes]
+    for _ in range(2):
+        await stage.launcher.rest(stage.number)
+        other = await asyncio.to_thread(placement_group, [{"CPU": 1, "GPU": 2}])
+        assert await asyncio.to_thread(other.wait, LIMIT_S), ray.available_resources()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_launcher, "REPLACE_S", 1.0)
+            with pytest.raises(RoomError, match="is gone: Ray starts no actor of ours there: .* is free"):
+                await stage.launcher.come(stage.number)
+        await asyncio.to_thread(remove_placement_group, other)
+        await stage.launcher.come(stage.number)
+        assert [one.address for one in stage.launcher.nodes] == before
+        await it_serves_at_its_node_and_ends_when_it_is_closed(stage)
 
 
 async def an_actor_is_lost(stage: Stage) -> None:
@@ -266,14 +376,16 @@ async def an_actor_is_lost(stage: Stage) -> None:
 
 
 async def a_node_is_lost(stage: Stage) -> None:
-    """Its raylet is killed: all there ends, and a start says so at once."""
+    """Its raylet is killed: all there clears up and ends, and a start says so at once."""
     async with stage.started("orphan") as process:
         seen = await probed(process)
-        raylet = int(psutil.Process(seen["parent"]).environ()["RAY_RAYLET_PID"])
-        os.kill(raylet, signal.SIGKILL)
+        actor = psutil.Process(seen["parent"])
+        family = [actor, *actor.children()]
+        os.kill(int(actor.environ()["RAY_RAYLET_PID"]), signal.SIGKILL)
         death = str(await end_of(process))
         assert f"the node {stage.node.name} ({stage.node.address}) is gone" in death
-        assert all_gone([psutil.Process(pid) for pid in [seen["parent"]] if psutil.pid_exists(pid)])
+        assert all_gone(family)
+        assert stage.cleared("orphan").exists(), "Ray did not kill it"
         async with asyncio.timeout(LIMIT_S):
             with pytest.raises(RoomError, match="orphan: .* is gone: Ray "):
                 await process.renewed().start()
@@ -281,7 +393,7 @@ async def a_node_is_lost(stage: Stage) -> None:
 
 async def wait_to_be_killed(launcher: Launcher, folder: Path) -> None:
     """With one process, whose id and whose parent's are printed."""
-    await launcher.hold({0: ["cpu"]})
+    await launcher.hold({0: ["cpu"]}, {})
     async with Stage(launcher, launcher.nodes[0], 0, folder).started("orphan") as process:
         print(json.dumps([process.pid, (await probed(process))["parent"]]), flush=True)
         await asyncio.Event().wait()

@@ -28,7 +28,7 @@ CLONE_NEWNET = 0x40000000
 _networks = itertools.count()
 
 
-def _ip(*words: str) -> None:
+def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
@@ -110,6 +110,14 @@ class Host:
         )
         return [int(pid) for pid in listed.stdout.split()]
 
+    def commands(self) -> list[str]:
+        """Their command lines."""
+        found = list[str]()
+        for pid in self.pids():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
+        return found
+
     def kill(self) -> None:
         """SIGKILL to all of its processes, until none is left."""
         while pids := self.pids():
@@ -118,9 +126,26 @@ class Host:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
 
+    def kill_only(self, program: str) -> None:
+        """SIGKILL to the one process of this program."""
+        named = dict[str, list[int]]()
+        for pid in self.pids():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                name = Path(Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]).name
+                named.setdefault(name, []).append(pid)
+        (pid,) = named[program]
+        os.kill(pid, signal.SIGKILL)
+
+    def wait_empty(self, but: tuple[str, ...] = (), timeout_s: float = 600.0) -> None:
+        """Until all of its processes have ended by themselves. `but`: how those begin that may go on."""
+        until_s = time.monotonic() + timeout_s
+        while left := [command for command in self.commands() if not command.startswith(but)]:
+            assert time.monotonic() < until_s, left
+            time.sleep(0.1)
+
     def link(self, state: str) -> None:
         """`up` or `down`: its wire to the bridge."""
-        _ip("link", "set", f"{self.name}-w", state)
+        ip("link", "set", f"{self.name}-w", state)
 
     def shape(self, *how: str) -> bool:
         """What tc does to all that leaves it (`tbf rate 100mbit burst 256kb latency 400ms`, `netem delay
@@ -138,8 +163,7 @@ class Host:
 
     def sent_bytes(self) -> int:
         """What has left it over its wire so far."""
-        shown = self.run(["cat", "/sys/class/net/eth0/statistics/tx_bytes"], check=True)
-        return int(shown.stdout)
+        return int(Path(f"/sys/class/net/{self.name}-w/statistics/rx_bytes").read_text())
 
 
 @contextlib.contextmanager
@@ -151,8 +175,8 @@ def network(num: int) -> Iterator[list[Host]]:
     shm = Path(tempfile.mkdtemp(prefix="hosts-", dir="/dev/shm"))
     hosts = list[Host]()
     try:
-        _ip("link", "add", f"{tag}b", "type", "bridge")
-        _ip("link", "set", f"{tag}b", "up")
+        ip("link", "add", f"{tag}b", "type", "bridge")
+        ip("link", "set", f"{tag}b", "up")
         for number in range(num):
             host = Host(f"{tag}{number}", f"10.{second}.{third}.{number + 1}", folder / str(number))
             hosts.append(host)
@@ -160,12 +184,12 @@ def network(num: int) -> Iterator[list[Host]]:
                 (host.folder / name).mkdir(parents=True)
             (shm / str(number)).mkdir()
             (host.folder / "shm").symlink_to(shm / str(number))
-            _ip("netns", "add", host.name)
-            _ip("link", "add", f"{host.name}-w", "type", "veth", "peer", "name", "eth0", "netns", host.name)
-            _ip("link", "set", f"{host.name}-w", "master", f"{tag}b", "up")
-            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
-            _ip("-n", host.name, "link", "set", "eth0", "up")
-            _ip("-n", host.name, "link", "set", "lo", "up")
+            ip("netns", "add", host.name)
+            ip("link", "add", f"{host.name}-w", "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            ip("link", "set", f"{host.name}-w", "master", f"{tag}b", "up")
+            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+            ip("-n", host.name, "link", "set", "eth0", "up")
+            ip("-n", host.name, "link", "set", "lo", "up")
         yield hosts
     finally:
         for host in hosts:

@@ -35,3 +35,11 @@ class BeginsWithALetter(Letters):
 def begins_with(prompt: Prompt, completion: str, answer: str) -> float:
     """1 if the completion begins with the answer."""
     return float(completion.startswith(answer))
+
+
+class Unhurried(Letters):
+    """Its judge takes a while: a run of it waits more than it works, so that others can go on beside it."""
+
+    async def score(self, prompt: Prompt, completion: str) -> float:  # type: ignore[override]
+        await asyncio.sleep(6.0)  # no wait for anything: it is what this judge takes
+        return super().score(prompt, completion)

@@ -98,6 +98,7 @@ class House:
             beside=(),
             supervisors=(),
             supervisors_beside=(),
+            elastic=(),
             buffer=buffer,
             producers=producers,
             engines=pool,

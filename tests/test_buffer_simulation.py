@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rollout_cases import play_run
 
 from asyncrl.buffer.simulation import Simulation
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import Lognormal, SimulatedMachine
+from asyncrl.buffer.workload import Lognormal, RolloutPlan, SimulatedMachine, TurnPlan
 from asyncrl.config.generation import OnOverdue
 from asyncrl.messages.records import Prompt, SamplingRequest
 from asyncrl.tasks import Feed
@@ -68,6 +69,42 @@ def test_in_200_runs_nothing_is_late_nothing_is_lost_and_nothing_stands_still(on
             assert taken == sorted(taken), f"{where}: earliest deadline first is first in, first out"
     assert (num_handed_back > 20) == (on_overdue == "drop")
     assert (num_masked > 20) == (on_overdue == "mask")
+
+
+def test_an_engine_stands_still_for_what_it_reads_and_after_a_swap_for_all_that_runs() -> None:
+    """One rollout a batch, of two turns with a tool between them; a token takes a second."""
+    turns = TurnPlan(0.0, 10.0, 5.0), TurnPlan(2.0, 4.0, 5.0)
+    rule = StalenessRule(num_groups=1, num_batches=2, max_staleness=1, on_overdue="wait", look_ahead=1)
+    machine = SimulatedMachine(slots=1, admit_s=0.5, read_s=0.1, train_s=1.0, pause_s=0.25)
+    simulation = Simulation(rule, Always(RolloutPlan(turns)), machine)
+    simulation.run()
+    first_s = (0.5 + 1.0 + 5.0) + 2.0 + (0.5 + 0.4 + 5.0)
+    # The first swap comes 1 s after the first batch, when the next rollout has read 10 and waits for its
+    # first token since 1.5 s - 1 s = 0.5 s ago: it is stalled for 0.25 s and for the 10 tokens again.
+    assert simulation.taken_s == pytest.approx([first_s, 2 * first_s + 0.25 + 1.0])
+
+
+@pytest.mark.parametrize("num_last", [0, 4])
+def test_the_last_batches_which_wait_for_stragglers_alone_need_not_be_played(num_last: int) -> None:
+    rule = StalenessRule(num_groups=4, num_batches=24, max_staleness=3, on_overdue="wait", look_ahead=3)
+    machine = SimulatedMachine(slots=4, train_s=0.5)
+    short, long = (RolloutPlan((TurnPlan(0.0, 0.0, tokens),)) for tokens in (1.0, 1000.0))
+    simulation = Simulation(rule, Always(short, {95: long}), machine, num_last=num_last)
+    outcome = simulation.run()
+    assert len(simulation.batches) == 24 - num_last
+    assert outcome.batches_per_s == pytest.approx((24 - num_last) / simulation.now_s)
+    assert (simulation.now_s > 1000) == (num_last == 0), "prompt 95 is of the last batch"
+
+
+@dataclass(frozen=True)
+class Always:
+    """The same rollout again and again, but for some prompts."""
+
+    plan: RolloutPlan
+    others: Mapping[int, RolloutPlan] = field(default_factory=dict)
+
+    def group(self, prompt: int, num_handed_back: int, progress: float) -> list[RolloutPlan]:
+        return [self.others.get(prompt, self.plan)]
 
 
 def test_the_example_on_the_staleness_page_runs(capsys: pytest.CaptureFixture[str]) -> None:

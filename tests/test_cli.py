@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -29,6 +30,7 @@ keys bufer -> 2: did you mean buffer?
 keys buffer.max_staleness -> 0: buffer.max_staleness (integer, default 1)
 keys straggler -> 0: buffer.on_overdue (wait | mask | drop
 keys trainer.lr -> 2: did you mean trainer.learning_rate?
+keys buffer.max_stalenes -> 2: did you mean buffer.max_staleness?
 keys --schema -> 0: "max_staleness": {
 -h -> 0: simulate ... --install-completion
 run -h -> 0: --resume
@@ -53,3 +55,25 @@ def test_a_command_says_and_returns_what_it_should_where_torch_cannot_be_importe
     said = answer.stderr if answer.returncode else answer.stdout
     assert all(words in said for words in says.split(" ... ")), said
     assert "Traceback" not in answer.stderr
+
+
+BASH = """
+eval "$(_ASYNCRL_COMPLETE=source_bash asyncrl)"
+for line in "asyncrl wa" "asyncrl run --re" "asyncrl run c.yaml buffer.max_st" "asyncrl keys trainer.lear"; do
+    COMP_WORDS=($line); COMP_CWORD=$(( ${#COMP_WORDS[@]} - 1 )); COMPREPLY=(); COMP_LINE="$line"
+    $(complete -p asyncrl | sed 's/.*-F *//; s/ .*//') asyncrl "${COMP_WORDS[-1]}" ""
+    echo "${COMPREPLY[@]}"
+done
+"""
+
+
+def test_bash_completes_commands_options_and_keys_of_settings(tmp_path: Path) -> None:
+    command = tmp_path / "asyncrl"
+    command.write_text(f"#!{sys.executable}\nfrom asyncrl.cli import app\napp(prog_name='asyncrl')\n")
+    command.chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", BASH], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+    )
+    said = done.stdout.splitlines()
+    assert said == ["watch", "--resume", "buffer.max_staleness=", "trainer.learning_rate"], done.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl.config import load_config, run_config_yaml
-from asyncrl.config.load import OTHER_NAMES, all_keys, sections
+from asyncrl.config.load import OTHER_NAMES, all_keys, name_of_config, sections
 from asyncrl.errors import ConfigError
 
 GOOD = """
@@ -157,3 +157,15 @@ def test_all_problems_are_told_at_once_each_with_its_value(good: Path) -> None:
 
 def test_every_key_has_a_meaning() -> None:
     assert not [key.name for _, _, keys in sections() for key in keys if len(key.meaning) < 8]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("configs/quickstart.yaml", "quickstart"), ("runs/mine/config.yaml", "mine")]
+)
+def test_a_run_of_the_config_in_a_run_directory_is_called_as_that(path: str, name: str) -> None:
+    assert name_of_config(Path(path)) == name
+
+
+def test_a_config_beside_one_is_called_as_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert name_of_config(Path("config.yaml")) == tmp_path.name

@@ -140,7 +140,6 @@ def test_settings_that_exclude_each_other_are_refused_with_what_to_write(path: P
 
 ON_TWO_NODES = r"""
 weight_sync.transport=shm -> its file is in the shared memory of one machine
-rollout.engine=vllm weight_sync.transport=nccl -> find each other in a file of one machine
 rollout.engine=vllm weight_sync.transport=ipc -> handles name memory of one machine's devices
 """
 
@@ -161,6 +160,7 @@ def test_a_transport_that_ends_at_the_machine_is_refused_on_two_nodes(path: Path
         ("seed=1", "stream"),
         ("rollout.engine=vllm", "stream"),
         ("weight_sync.disk_dir=/data", "disk"),
+        ("rollout.engine=vllm weight_sync.transport=nccl", "stream"),
     ],
 )
 def test_on_two_nodes_auto_goes_from_node_to_node_or_by_the_disk_that_is_given(
@@ -169,8 +169,8 @@ def test_on_two_nodes_auto_goes_from_node_to_node_or_by_the_disk_that_is_given(
     config = load_config(path, settings(line))
     chosen = choose_transport(config, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)[0]
     assert chosen == transport
-    settled = load_config(path, [*settings(line), f"weight_sync.transport={chosen}"])
-    refuse_transport(settled, ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
+    for given in (settings(line), [*settings(line), f"weight_sync.transport={chosen}"]):
+        refuse_transport(load_config(path, given), ["cuda:0"], ["cuda:1"], is_turns=False, num_nodes=2)
 
 
 @pytest.mark.parametrize("line", TAKEN.strip().splitlines())

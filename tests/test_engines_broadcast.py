@@ -45,7 +45,9 @@ class Receivers:
 
     def __init__(self) -> None:
         self.sender = FakeSender()
-        self.broadcasts = Broadcasts(self.sender.broadcast, Path("/staging"), timeout_s=5.0)
+        self.store = ""
+        how: Any = {"timeout_s": 5.0, "store": lambda: self.store}
+        self.broadcasts = Broadcasts(self.sender.broadcast, Path("/staging"), **how)
         self.seats: dict[str, list[GroupSeat]] = {}
         self.failing: dict[str, Exception] = {}
         self.seconds = {"a": 1.0, "b": 1.0}
@@ -88,11 +90,14 @@ async def test_a_group_is_kept_while_the_same_processes_take_part_and_formed_aga
             engines.broadcasts.leave_nowait("b")  # its process was started again
         elif names == "trainer":
             engines.broadcasts.sender_gone_nowait()
+            engines.store = "10.0.0.2:4000"  # on another node
         else:
             await asyncio.gather(*engines.meet(version, names))
     are_new = [request.seat.is_new for request in engines.sender.asked]
     assert are_new == [True, False, True, True, False, True, True]
     assert len({request.seat.path for request in engines.sender.asked}) == are_new.count(True)
+    assert [request.seat.store for request in engines.sender.asked] == [""] * 6 + ["10.0.0.2:4000"]
+    assert [seat.store for seat in engines.seats["b"]][-2:] == ["", "10.0.0.2:4000"]
 
 
 @virtual

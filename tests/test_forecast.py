@@ -16,12 +16,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from rollout_cases import make_producers, single_turn
 from typer.testing import CliRunner
 
 from asyncrl.buffer.buffer import Buffer
-from asyncrl.buffer.workload import SimulationResult
+from asyncrl.buffer.simulation import Simulation
+from asyncrl.buffer.staleness import StalenessRule
+from asyncrl.buffer.workload import RolloutPlan, SimulatedMachine, SimulationResult, TurnPlan
 from asyncrl.cli import app
 from asyncrl.config import RunConfig, load_config, run_config_yaml
 from asyncrl.engines.pool import EnginePool
@@ -32,9 +35,9 @@ from asyncrl.messages.records import GroupId, Prompt
 from asyncrl.observe.forecast.forecast import Forecast, ForecastSetting
 from asyncrl.observe.forecast.forecast_case import Given, make_case
 from asyncrl.observe.forecast.forecast_shown import render_forecast
-from asyncrl.observe.forecast.run_timing import RecordedRollouts
+from asyncrl.observe.forecast.run_timing import Integral, RecordedRollouts, Requests
 from asyncrl.rollouts.rollout import RolloutAttempt
-from asyncrl.rollouts.timed import Timed
+from asyncrl.rollouts.timed import RolloutTimes, Timed
 from asyncrl.testing.fakes import FakeEngine, ask
 from asyncrl.testing.virtual_time import run_virtual
 from asyncrl_servers.simulated import SimulatedEngine, SimulatedSpec
@@ -47,12 +50,13 @@ SETTINGS = [
     *("rollout.engine=simulated", "rollout.slots=24", "rollout.group_size=4", "trainer.num_groups=4"),
     *("rollout.simulated.decode_step_s=0.01", "rollout.simulated.per_row_s=0.002", "rollout.max_tokens=200"),
     *("rollout.simulated.mean_tokens=20", "rollout.simulated.sigma=0.7", "rollout.simulated.swap_s=0"),
-    *("rollout.simulated.prefill_s_per_token=0", f"trainer.num_steps={NUM_BATCHES}", "buffer.look_ahead=2"),
+    *("rollout.simulated.prefill_s_per_token=0", f"trainer.num_steps={NUM_BATCHES}"),
+    *("weight_sync.interrupt=keep", "buffer.look_ahead=2"),
 ]
 
 
 class Figures(NamedTuple):
-    """Without the first fifth."""
+    """Without the first fifth, and the last ones, beside which no group starts."""
 
     steps_per_s: float
     age_mean: float
@@ -97,7 +101,7 @@ class Tools:
 
 def play_product(config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Figures:
     """A run without processes, which leaves what a forecast reads."""
-    steps, taken = list[dict[str, float]](), list[float]()
+    steps, taken, served = list[dict[str, float]](), list[float](), list[float]()
     run_dir.mkdir()
 
     async def story() -> None:
@@ -129,8 +133,10 @@ def play_product(config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPat
                 await asyncio.sleep(train_s)
                 await client.commit(version + 1)
                 buffer.set_served_nowait(version + 1)
+                served.append(clock())
                 oldest = [max(one.oldest_version, batch.min_version) for one in trajectories]
                 step = {"step": version, "time_s": clock(), "perf/train_s": train_s, "tokens/sampled": tokens}
+                step |= {"perf/packed_tokens": tokens}
                 step |= {"perf/wait_s": buffer.last_wait.total_s}
                 steps.append(step | {"sample/staleness_mean": fmean(version - one for one in oldest)})
             running.cancel()
@@ -144,10 +150,12 @@ def play_product(config: RunConfig, run_dir: Path, monkeypatch: pytest.MonkeyPat
         rows = [(version, 0, 0, 4, taken_s) for version, taken_s in enumerate(taken)]
         names = "version, min_version, mask_older, num_groups, taken_s"
         journal.executemany(f"INSERT INTO batches ({names}) VALUES (?, ?, ?, ?, ?)", rows)
+        pushes = [(version, "", served_s) for version, served_s in enumerate(served, 1)]
+        journal.executemany("INSERT INTO publishes VALUES (?, ?, ?)", pushes)
     first = NUM_BATCHES // 5
-    wall_s = steps[-1]["time_s"] - steps[first - 1]["time_s"]
-    ages = fmean(step["sample/staleness_mean"] for step in steps[first:])
-    return Figures((NUM_BATCHES - first) / wall_s, ages)
+    counted = steps[first : NUM_BATCHES - 1 - config.buffer.max_staleness]
+    wall_s = counted[-1]["time_s"] - steps[first - 1]["time_s"]
+    return Figures(len(counted) / wall_s, fmean(step["sample/staleness_mean"] for step in counted))
 
 
 def case_config(max_staleness: int, on_overdue: str) -> RunConfig:
@@ -231,7 +239,62 @@ def test_the_speeds_of_engine_and_trainer_are_found(truth: tuple[Path, Any]) -> 
     machine = make_case(truth[0], [], Given()).machine
     assert machine.step_s + 12 * machine.row_s == pytest.approx(0.01 + 12 * 0.002, rel=0.05)
     assert (machine.train_s, machine.train_token_s) == pytest.approx((TRAIN_S, TOKEN_S), rel=0.02)
-    assert (machine.train_drag, machine.decode_drag, machine.request_s) == pytest.approx((0, 0, 0), abs=0.02)
+    found = machine.train_drag, machine.decode_drag, machine.request_s, machine.admit_s
+    assert found == pytest.approx((0, 0, 0, 0), abs=0.02)
+
+
+class Recorded(Simulation):
+    """Leaves the lines that a run would."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.lines: dict[int, RolloutTimes] = {}
+        self.served_s: list[float] = []
+
+    def _decode(self, rollout: Any) -> None:
+        line = self.lines.setdefault(
+            id(rollout),
+            RolloutTimes(
+                group=rollout.group_id, sample=0, start_s=0.0, turns=[], held_s=0, end_s=0, how="done"
+            ),
+        )
+        super()._decode(rollout)
+        *_, (_, _, tokens) = rollout.sampled
+        line["turns"].append((self.now_s, 0.0, int(rollout.num_tokens - tokens), int(tokens)))
+        self.kept = [*getattr(self, "kept", []), rollout]  # or another one would get its id
+
+    def _leave(self, rollout: Any, engine: Any) -> None:
+        super()._leave(rollout, engine)
+        turns = self.lines[id(rollout)]["turns"]
+        turns[-1] = (turns[-1][0], self.now_s, *turns[-1][2:])
+
+    def _published(self, version: int) -> None:
+        super()._published(version)
+        self.served_s.append(self.now_s)
+
+
+def test_what_an_engine_reads_again_after_a_swap_is_found() -> None:
+    """Rollouts of two turns with a tool between them, on a machine that is known."""
+    draw = random.Random(0)
+    plans = [
+        RolloutPlan(
+            tuple(TurnPlan(wait_s, 20.0, float(draw.randint(5, 60))) for wait_s in (0.0, draw.random()))
+        )
+        for _ in range(400)
+    ]
+    rule = StalenessRule(num_groups=4, num_batches=60, max_staleness=3, on_overdue="mask", look_ahead=3)
+    machine = SimulatedMachine(
+        16, step_s=0.01, row_s=0.002, admit_s=0.02, read_s=5e-4, train_s=0.8, pause_s=0.05
+    )
+    recorded = Recorded(rule, RecordedRollouts([[plan] for plan in plans], 1), machine)
+    recorded.run()
+    lines = list(recorded.lines.values())
+    requests = Requests(lines, dict.fromkeys(range(rule.num_issued), 1), recorded.served_s, 1, "abort")
+    never = Integral(np.array([0.0, 1.0]), np.zeros(2))
+    found, drag = requests.fit(never, machine.pause_s)
+    assert found[0] + 8 * found[1] == pytest.approx(0.01 + 8 * 0.002, rel=0.05)
+    assert found[4] == pytest.approx(5e-4, rel=0.1)
+    assert drag == 0
 
 
 def test_what_was_cut_short_counts_as_long_as_what_took_longer(truth: tuple[Path, Any]) -> None:

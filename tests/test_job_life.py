@@ -43,7 +43,7 @@ def make_config(tmp_path: Path, **sections: Any) -> RunConfig:
 
 
 def make_job(tmp_path: Path, *, point: ResumePoint | None = None, **sections: Any) -> Job:
-    return Job(make_config(tmp_path, **sections), tmp_path, "test", point, None)  # type: ignore[arg-type]
+    return Job(make_config(tmp_path, **sections), tmp_path, "test", point, None, num_first=1)  # type: ignore[arg-type]
 
 
 def make_reporter(tmp_path: Path, *, num_steps: int = 0, console: str = "none") -> Reporter:
@@ -120,6 +120,7 @@ class House:
             journal=self.journal,
             supervisors=(),
             supervisors_beside=(),
+            elastic=(),
             scale=SimpleNamespace(is_fixed=True),
             feed=SimpleNamespace(order={}),
             buffer=SimpleNamespace(wait_batch=self.batches.get),
@@ -393,7 +394,7 @@ def test_weights_of_an_earlier_end_are_put_back_whatever_becomes_of_a_start(
         (run_dir / "summary.json").write_text('{"state": "done", "num_steps": 1000000}')
 
     refused = raising(RoomError("trainer-0", "cannot start"))
-    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=refused, say=ignore))
+    monkeypatch.setattr(job, "Job", lambda *_, **__: SimpleNamespace(run=refused, say=ignore))
     with pytest.raises((RoomError, ConfigError), match="is done" if is_done else "cannot start"):
         job.run_job(config, run_dir, name="test")
     assert (run_dir / "final" / "weights").read_text() == "whole"
@@ -405,7 +406,7 @@ def test_what_a_failed_start_has_left_goes_and_what_a_run_or_somebody_else_has_m
 ) -> None:
     config, left, said = make_config(tmp_path), ("model", MODEL_PIN, RUN_COPY), list[str]()
     begun, failed, foreign = begun_run(tmp_path, config), tmp_path / "failed", tmp_path / "foreign"
-    monkeypatch.setattr(job, "Job", lambda *_: SimpleNamespace(run=nothing, say=said.append))
+    monkeypatch.setattr(job, "Job", lambda *_, **__: SimpleNamespace(run=nothing, say=said.append))
     for folder, allowed, stays in ((begun, [], 1), (begun, ["model"], 1), (foreign, [], 1), (failed, [], 0)):
         (folder / "model").mkdir(parents=True, exist_ok=True)
         for name in left[1:]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +77,23 @@ def test_the_loop_goes_on_while_the_disk_is_slow_and_the_batch_alone_waits(tmp_p
     asyncio.run(story())
     (group,) = read_resume(tmp_path / "journal.sqlite", 0).running
     assert len(group.partials[0][1].token_ids) == 999 % 7
+
+
+def test_its_times_are_those_of_the_decisions_and_not_of_the_writing(tmp_path: Path) -> None:
+    async def story() -> tuple[float, float]:
+        journal, may_go = open_journal(tmp_path / "journal.sqlite"), threading.Event()
+        journal._put(lambda _: may_go.wait())
+        before_s = time.time()
+        journal.published_nowait(3, "digest")
+        after_s = time.time()
+        may_go.set()
+        await journal.aclose()
+        return before_s, after_s
+
+    before_s, after_s = asyncio.run(story())
+    with contextlib.closing(schema.connect(tmp_path / "journal.sqlite", is_read_only=True)) as journal:
+        ((served_s,),) = journal.execute("SELECT served_s FROM publishes")
+    assert before_s <= served_s <= after_s
 
 
 def test_a_decision_refused_halfway_has_changed_nothing_and_commits_are_on_the_disk(tmp_path: Path) -> None:

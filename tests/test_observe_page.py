@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import sqlite3
 import time
@@ -29,7 +31,7 @@ from asyncrl.observe.page.shape import Page, RunView, Timeline
 from asyncrl.observe.page.trace import trace_of
 from asyncrl.observe.recorder import Recorder, read_steps
 from asyncrl.observe.run_numbers import Steps
-from asyncrl.observe.samples import SampleFile
+from asyncrl.observe.samples import SampleFile, read_samples
 from asyncrl.observe.timeline import TIMELINE_FILE, Row, TimelineWriter, read_timeline
 from asyncrl.spans import TimedSpan
 
@@ -389,6 +391,34 @@ def test_a_damaged_file_is_a_problem_that_is_told_and_the_rest_is_shown(
     is_told = any(name in problem for problem in page["runs"][0]["problems"])
     may_be_missing = name in ("summary.json", "samples.jsonl", "metrics.jsonl", "status.json")
     assert is_told or (damage is Path.unlink and may_be_missing) or name in ("summary.json", "samples.jsonl")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_sample_with_no_number_is_told_and_left_out(tmp_path: Path, number: str) -> None:
+    make_run(tmp_path / "run")
+    line = json.dumps(make_sample(step=1)).replace('"metrics": {}', f'"metrics": {{"format": {number}}}')
+    assert number in line
+    with (tmp_path / "run" / "samples.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    (run,) = embedded(render(make_page([tmp_path / "run"])))["runs"]
+    assert [sample["step"] for sample in run["samples"]] == [0, 0]
+    problems = list[str]()
+    assert [sample["step"] for sample in read_samples(tmp_path / "run", problems)] == [0, 0]
+    for told in (run["problems"], problems):
+        assert ["no sample" in problem for problem in told] == [True]
+
+
+def test_a_page_that_does_not_fit_the_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    make_run(tmp_path / "run")
+    monkeypatch.setattr("asyncrl.files.sync", full)
+    with pytest.raises(ConfigError, match="the page cannot be written to .*: No space left on device"):
+        list(write_report([tmp_path / "run"], tmp_path / "page.html"))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])

@@ -78,7 +78,7 @@ def test_status_of_a_live_run_says_what_it_does_who_waits_and_how_far_it_is(tmp_
     assert status["last_metrics"]["reward/mean"] == 0.5
     assert status["verdict"]["bottleneck"] == "training"
     waits = "train loop waits in TrainerClient.train for the optimizer step of batch 3, 12 s, to be woken by"
-    for said in (f"as process {os.getpid()} on host", "3 of 9", waits, "g7/r1, 12.000"):
+    for said in (f"as process {os.getpid()} on host", "3 of 9", waits, "g7/r1, 12.0 s"):
         assert said in text
 
 
@@ -259,6 +259,14 @@ def test_what_is_of_a_wrong_type_is_left_out_and_told_and_nothing_else_is_lost(
     assert any(problem in line for line in problems) or not problem
     assert str(tmp_path) in "".join(render_status(tmp_path).replace("│", "").split())
     assert "3 steps" in words(render_inspect(tmp_path))
+
+
+def test_a_run_without_a_status_says_that_it_has_none(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "status.json").unlink()
+    said = words(render_status(tmp_path))
+    assert "unknown there is no status.json that can be read" in said
+    assert "None" not in said
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "trained.jsonl", "eval.jsonl", "status.json"])

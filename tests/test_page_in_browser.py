@@ -143,6 +143,18 @@ def test_what_a_model_wrote_stays_text(browser: Chrome, tmp_path: Path) -> None:
     is_well(browser)
 
 
+def test_control_characters_are_written_out_and_turn_no_text_around(browser: Chrome, tmp_path: Path) -> None:
+    run, told = make_run(num_steps=3), "1 \u202e2 + 3\u2066 \x1b[2J\x00 \t\n \x9b"
+    run["samples"][-1]["answer"], run["verdict"] = told, [told]
+    for sample in run["samples"]:
+        sample["messages"] = [{"role": "user", "content": told}]
+    show(browser, tmp_path, make_shown_page(run))
+    for place in ("#sample .turn pre", "#verdict .first"):
+        seen = browser.find_element(By.CSS_SELECTOR, place).get_property("textContent")
+        assert seen == "1 \\u202e2 + 3\\u2066 \\x1b[2J\\x00 \t\n \\x9b"
+    is_well(browser)
+
+
 def test_a_click_on_a_sample_shows_it(browser: Chrome, tmp_path: Path) -> None:
     page = make_shown_page()
     show(browser, tmp_path, page)

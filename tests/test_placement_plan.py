@@ -22,6 +22,7 @@ from asyncrl.placement import machine as machine_module
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import (
     find_python,
+    find_version,
     import_folder,
     needed_python,
     refuse_too_many_connections,
@@ -667,6 +668,20 @@ def test_a_python_that_is_named_must_be_there_and_have_vllm(python: Path) -> Non
         assert "make setup-vllm" in caught.value.way_out
 
 
+@pytest.mark.parametrize("version", ["0.32.0+cpu", ""])
+def test_its_version_is_what_its_distribution_says_and_nothing_is_imported(
+    tmp_path: Path, version: str
+) -> None:
+    packages, named = tmp_path / "packages", make_python(tmp_path / "python")
+    (packages / "vllm").mkdir(parents=True)
+    (packages / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')")
+    if version:  # else a checkout that was not installed
+        (packages / "vllm-0.dist-info").mkdir()
+        (packages / "vllm-0.dist-info" / "METADATA").write_text(f"Name: vllm\nVersion: {version}\n")
+    named.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
+    assert find_version(RolloutConfig(engine="vllm", vllm_python=str(named))) == {"vllm": version}
+
+
 def test_auto_takes_the_one_beside_the_checkout_or_the_folder_of_the_setup(
     python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -676,7 +691,7 @@ def test_auto_takes_the_one_beside_the_checkout_or_the_folder_of_the_setup(
     auto = RolloutConfig(engine="vllm")
     with pytest.raises(ConfigError, match="without and .* cannot import vllm"):
         find_python(auto)
-    fit.has_package.cache_clear()
+    fit.version_in.cache_clear()
     (tmp_path / ".venv-vllm").symlink_to(python.parent.parent)
     assert find_python(auto) == tmp_path / ".venv-vllm" / "bin" / "python"
     monkeypatch.setenv("VENV_VLLM", str(python.parent.parent))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import re
@@ -20,6 +21,7 @@ from job_runs import environment, write_config
 import asyncrl
 from asyncrl.errors import ConfigError
 from asyncrl.observe.run_record import table_of
+from asyncrl.observe.trackers import callbacks
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
@@ -109,6 +111,40 @@ def test_a_run_is_refused_where_it_could_not_handle_signals() -> None:
     thread.start()
     thread.join()
     assert "not the main one" in str(errors[0])
+
+
+async def _async(step: int, metrics: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "says"),
+    [
+        ("on_step", 5, "on_step of asyncrl.run is 5, which cannot be called"),
+        ("on_step", lambda step: None, r"cannot be called as on_step\(step, metrics\): too many positional"),
+        (
+            "on_sample",
+            lambda step, sample: None,
+            r"on_sample\(sample\): missing a required argument: 'sample'",
+        ),
+        ("on_weights", _async, "is a coroutine function, and nothing would await"),
+    ],
+)
+def test_a_callback_that_could_not_be_called_is_refused_before_anything_is_started(
+    name: str, function: Any, says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        asyncrl.run(ROOT / "configs/quickstart.yaml", run_dir=tmp_path / "run", **{name: function})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_callback_that_does_not_return_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, said = threading.Event(), io.StringIO()
+    monkeypatch.setattr(callbacks, "SLOW_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", said)
+    monkeypatch.setattr(said, "flush", told.set)
+    callbacks.Callbacks(on_weights=lambda version, digest: told.wait()).weights(1, "")
+    assert "on_weights of asyncrl.run has not returned for 0 s" in said.getvalue()
+    assert "kill -9" in said.getvalue()
 
 
 def test_a_table_has_columns_of_one_length_with_nan_where_a_line_has_no_number() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -229,6 +230,26 @@ def test_final_is_taken_while_it_is_the_newest(made: MadeRun, make_step: MakeSte
     made.checkpoint(step)  # it goes on
     source = find_source(made.path, made.config, "last", tell=no_words)
     assert (source.version, source.is_final) == (4, False)
+
+
+def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(
+    made: MadeRun, make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step()
+    train(step, 0, 3)
+    made.end(step)
+
+    def full(source: Path, target: Path) -> None:
+        target.mkdir()
+        why = str(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), source))
+        raise shutil.Error([(source, target, why), (source, target, why)])
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    with pytest.raises(ConfigError) as caught:
+        export_run(made.path, tmp_path / "out", tell=no_words)
+    assert "No space left on device" in str(caught.value)
+    assert "[(" not in str(caught.value)
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
 
 
 @pytest.mark.parametrize("when", ["compared", "loaded"])

@@ -205,6 +205,8 @@ def test_of_several_tasks_a_changed_key_is_named_with_its_task_and_may_change_as
     }
     assert all(resume._is_free(key, two(), run_dir) for key in ("task.b.reward_workers", "task.b.digest"))
     assert not resume._is_free("task.b.size", two(), run_dir)
+    assert resume._is_free("launcher", two(), run_dir), "another host is the head of the cluster now"
+    assert not resume._is_free("seed", two(), run_dir)
     assert resume._is_named("task.b.size", ["task"])
 
 

@@ -32,8 +32,9 @@ from asyncrl.messages.calls import EngineHealth
 from asyncrl.placement import launchers
 from asyncrl.placement.devices import place
 from asyncrl.placement.fork_server import KEY_ENV
+from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.machine import CudaDevice, Machine
-from asyncrl.placement.nodes import Node, Order, with_addresses
+from asyncrl.placement.nodes import Needs, Node, Order, look, with_addresses
 from asyncrl.placement.processes import ChildProcess, ForeignProcess
 from asyncrl.sync.publisher import Publisher
 from asyncrl.testing.fake_engine import FakeEngineServer
@@ -113,7 +114,8 @@ def test_the_trainer_is_asked_for_a_canary_that_fits_and_only_where_it_is_compar
     disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path}", "model.chat_template=own.jinja"]
     told = maker(tmp_path, *overrides.split(), *disk).trainer_spec(0, tmp_path / "asyncrl-1")
     assert (told.canary_tokens, told.transport) == (num, "disk")
-    assert (told.staging_dir, told.chat_template) == (tmp_path / "asyncrl-1", Path("own.jinja"))
+    assert told.staging_dir == tmp_path / "asyncrl-1"
+    assert told.chat_template == Path.cwd() / "own.jinja", "another node has another working folder"
 
 
 def test_vllm_runs_under_its_own_python_and_sees_our_two_packages_alone(tmp_path: Path) -> None:
@@ -207,17 +209,17 @@ def test_what_loads_a_large_model_may_take_longer_to_start(tmp_path: Path) -> No
     assert [server.start_s for server in servers] == [300.0 + 1000.0] * 2
 
 
-class OneNodeSees:
-    """A launcher of two nodes, of which the second has another file system."""
+class Holding:
+    """A launcher of two nodes that keeps what it is asked for."""
 
     def __init__(self) -> None:
-        self.held = dict[int, list[str]]()
+        self.held, self.needs = dict[int, list[str]](), dict[int, Needs]()
+        self.elastic = dict[int, bool]()
 
-    async def hold(self, parts: dict[int, list[str]]) -> None:
-        self.held = dict(parts)
-
-    async def sees(self, node: int, path: Path, token: str) -> bool:
-        return node == 0 and path.name == token
+    async def hold(
+        self, parts: dict[int, list[str]], needs: dict[int, Needs], elastic: dict[int, bool]
+    ) -> None:
+        self.held, self.needs, self.elastic = dict(parts), needs, elastic
 
     async def free_port(self, node: int) -> int:
         return 4000 + node
@@ -235,19 +237,42 @@ TWO_NODES = (
 )
 
 
+@pytest.mark.parametrize(
+    ("num_engines", "first", "elastic"),
+    [("2", 2, {}), ("{min: 1, max: 2}", 1, {1: False}), ("{min: 1, max: 2}", 2, {1: True})],
+)
+def test_a_node_with_engines_alone_is_held_while_one_of_them_is_wanted(
+    tmp_path: Path, num_engines: str, first: int, elastic: dict[int, bool]
+) -> None:
+    machine = Machine((), 8, 2**34, has_bfloat16=False)
+    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
+    placed = "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
+    config, holding = (
+        load(TWO_NODES[0], TWO_NODES[-1], placed, f"rollout.num_engines={num_engines}"),
+        Holding(),
+    )
+    launcher: Any = holding
+    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
+    for name in ("config.json", "run.id"):
+        (tmp_path / name).write_text(name)
+    asyncio.run(made.hold(tmp_path / "staging", first))
+    assert (holding.held, holding.elastic) == ({0: ["cpu"] * 2, 1: ["cpu"]}, elastic)
+
+
 def test_what_each_process_takes_is_held_on_its_node_and_ranks_are_told_where_they_meet(
     tmp_path: Path,
 ) -> None:
     machine = Machine((), 8, 2**34, has_bfloat16=False)
     nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
-    config, sees = load(*TWO_NODES), OneNodeSees()
-    launcher: Any = sees
+    config, holding = load(*TWO_NODES), Holding()
+    launcher: Any = holding
     made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
     for name in ("config.json", "run.id"):
         (tmp_path / name).write_text(name)
-    with pytest.raises(ConfigError, match=f"the node n1 does not see {tmp_path}/config.json"):
-        asyncio.run(made.hold())
-    assert sees.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
+    asyncio.run(made.hold(tmp_path / "staging"))
+    assert holding.held == {0: ["cpu"] * 3, 1: ["cpu"] * 3}
+    read = {str(tmp_path / name): name for name in ("config.json", "run.id")}
+    assert holding.needs == {0: Needs(read), 1: Needs(read)}
     store = asyncio.run(made.find_store())
     assert with_addresses(store, nodes) == "10.0.0.0:4000"
     ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", store)]
@@ -260,6 +285,30 @@ def test_what_each_process_takes_is_held_on_its_node_and_ranks_are_told_where_th
     assert json.loads(with_addresses(ranks[2].order.spec, moved))["address"] == "10.0.0.9"
     engines: Any = [server.child for server in made.engines()]
     assert [engine.node for engine in engines] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("transport", "rollout", "store"),
+    [
+        ("nccl", "{nodes: 1, gpus: 0}", "10.0.0.0:4000"),
+        ("nccl", "cpu", ""),
+        ("stream", "{nodes: 1, gpus: 0}", ""),
+    ],
+)
+def test_engines_of_other_nodes_meet_the_trainer_for_a_broadcast_at_the_address_of_its_node(
+    tmp_path: Path, transport: str, rollout: str, store: str
+) -> None:
+    machine = Machine((), 8, 2**34, has_bfloat16=False)
+    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(2))
+    how = [f"weight_sync.transport={transport}", "rollout.engine=vllm", "trainer.world_size=2"]
+    config = load("launcher=ray", *how, f"placement={{trainer: cpu, rollout: {rollout}}}")
+    launcher: Any = Holding()
+    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
+    found = asyncio.run(made.find_weights_store())
+    ranks: Any = [server.child for server in made.trainers(tmp_path / "staging", "", found)]
+    specs = [json.loads(with_addresses(rank.order.spec, nodes)) for rank in ranks]
+    assert {(spec["weights_store"], spec["store"]) for spec in specs} == {(store, "")}
+    assert {spec["address"] for spec in specs} == {"10.0.0.0" if store else "127.0.0.1"}
 
 
 # ---- whether it is ready
@@ -366,8 +415,47 @@ def test_the_model_of_a_new_run_is_hashed_beside_its_start_and_that_of_a_resumed
 
     monkeypatch.setattr(build, "bring_up", bring_up)
     job: Any = SimpleNamespace(config=load(), run_dir=tmp_path, tell=print)
-    parts = Parts(job, place(job.config, 0))
+    parts = Parts(job, place(job.config, 0), 1)
     parts.pin, parts._ranks, parts._engine_servers = SimpleNamespace(read=read), [], []  # type: ignore[assignment]
     parts.scale = SimpleNamespace(wanted=1)  # type: ignore[assignment]
     asyncio.run(parts.start_processes(tmp_path, is_new=is_new))
     assert hashed.is_set()
+
+
+def test_each_node_must_have_what_its_own_parts_read_or_run_under_and_no_more(tmp_path: Path) -> None:
+    machine = Machine((), 8, 2**34, has_bfloat16=False)
+    nodes = tuple(Node(f"n{number}", f"10.0.0.{number}", machine) for number in range(3))
+    for name in ("config.json", "run.id", "template.jinja"):
+        (tmp_path / name).write_text(name)
+    placement = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 1, gpus: 0}}"
+    disk = ["weight_sync.transport=disk", f"weight_sync.disk_dir={tmp_path}"]
+    vllm = ["rollout.engine=vllm", f"model.chat_template={tmp_path / 'template.jinja'}"]
+    config, holding = load("launcher=ray", placement, "trainer.world_size=2", *disk, *vllm), Holding()
+    launcher: Any = holding
+    made = ServerMaker(config, place(config, nodes), tmp_path, tmp_path, launcher=launcher)
+    asyncio.run(made.hold(tmp_path / "staging"))
+    read = {name: str(tmp_path / name) for name in ("config.json", "run.id", "template.jinja")}
+    lock = str(tmp_path / "staging" / "lock")
+    of_rank = {*read.values(), lock}
+    assert {node: ({*needs.files}, needs.package is not None) for node, needs in holding.needs.items()} == {
+        0: (of_rank, False),
+        1: (of_rank, False),
+        2: ({read["config.json"], lock}, True),
+    }
+    asyncio.run(made.hold())
+    assert {node: {*needs.files} for node, needs in holding.needs.items()} == {2: {read["config.json"]}}
+
+
+def test_a_file_that_is_not_there_or_holds_something_else_is_not_seen(tmp_path: Path) -> None:
+    path = tmp_path / "run.id"
+    path.write_bytes(b"t0ken \xff")
+    (tmp_path / "python").write_bytes(b"\x7fELF\xff")
+    there = {str(path): "t0ken", str(tmp_path / "python"): ""}
+    assert look(Needs(there)).unseen == []
+    lacking = {str(path): "other", str(tmp_path / "nothing"): "", str(tmp_path): ""}
+    assert look(Needs({**there, **lacking})).unseen == list(lacking)
+    launcher = LocalLauncher()
+    launcher.open()
+    asyncio.run(launcher.hold({0: ["cpu"]}, {0: Needs(there)}))
+    with pytest.raises(ConfigError, match=f"does not see {tmp_path}/nothing, or sees another file there"):
+        asyncio.run(launcher.hold({0: ["cpu"]}, {0: Needs({str(tmp_path / "nothing"): ""})}))

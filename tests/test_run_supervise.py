@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -212,6 +213,39 @@ def test_while_an_engine_works_a_node_that_is_gone_ends_no_run_and_is_looked_for
     error = str(fails(story, is_frozen=False))
     assert "the node far (10.0.0.2) is gone: no answer for 15 s" in error, "no engine is left"
     assert "supervision.max_restarts=3 is used up" in error
+
+
+def test_a_restart_that_finds_its_node_gone_is_given_back_and_none_that_worked() -> None:
+    is_at_the_last = asyncio.Event()
+
+    async def story(house: House) -> None:
+        process = house.processes[1]
+
+        async def told_without_its_node(lose: Callable[[], None]) -> list[str]:
+            house.told.clear()
+            await asyncio.sleep(1.0)
+            lose()
+            process.is_node_gone = True
+            await asyncio.sleep(30.0)
+            process.is_node_gone = False
+            await asyncio.sleep(5.0 + START_S + 1.0)
+            assert house.pool.down == ()
+            return [told.partition("; ")[2] for told in house.told]
+
+        later = "starting it again, once the node is there; the run goes on meanwhile"
+        broken = EngineLost("engine-1", "its node far gets no weights")  # a push sees it first
+        told = await told_without_its_node(lambda: house.supervisors["engine-1"].lost_nowait(broken))
+        assert told == ["starting it again, 1 of 1", later]
+        house.fakes[1].die()
+        await asyncio.sleep(1.0 + START_S + 1.0)
+        assert (house.told[-1][-6:], house.pool.down) == ("1 of 1", ())
+        assert await told_without_its_node(house.fakes[1].die) == [later], "what worked is not given back"
+        is_at_the_last.set()
+        house.fakes[1].die()
+        await asyncio.sleep(30.0)
+
+    assert "max_restarts=1 is used up" in str(fails(story, max_restarts=1))
+    assert is_at_the_last.is_set()
 
 
 def test_the_death_is_named_and_not_the_call_that_broke_because_of_it() -> None:

@@ -2,55 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import random
+import select
 import signal
-import subprocess
+import socket
+import struct
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import network_hosts
 import pytest
-from crash_fuzz import differences, fuzz_config, promise_of
+from crash_fuzz import differences, fuzz_config, new_seed, promise_of
+from host_provider import autoscaling
 from job_runs import (
-    RUN,
+    CONFIG,
     engine_events,
+    events,
     run,
     wait_for_more_steps,
     wait_for_steps,
     wait_until,
     write_config,
 )
-from ray_cluster import FRUGAL, ray_cluster, start_ray
+from ray_cluster import AGENTS, ray_cluster, start_ray, start_run
 from resume_checker import read_evidence, violations
+from slow_wire import slow_wire
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+from asyncrl.config import ScratchConfig
+from asyncrl.trainer.model.scratch import ScratchSpec, make_scratch_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RUN_S = 600.0
+UNHURRIED = {"python": "rewards_for_test:Unhurried", "size": 500}
 OVER_THREE = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 3, gpus: 0}}"
+TAUGHT_ELSEWHERE = """
+from asyncrl.placement import devices
+devices._beside_node = lambda config, hosts, *_: len(hosts.names) - 1 if config.teacher else 0
+from asyncrl.cli import main
+main()
+"""
+"""With GPUs a teacher is where one is free; here on the last node."""
+TEACHING = [sys.executable, "-c", TAUGHT_ELSEWHERE, "run"]
 OVER_BOTH = "placement={trainer: {nodes: 2, gpus: 0}, rollout: {nodes: 2, gpus: 0}}"
 
 
-def test_ranks_and_engines_of_three_hosts_do_what_those_of_one_do_bit_for_bit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def needs_hosts() -> None:
     if reason := network_hosts.reason_for_none():
         pytest.skip(reason)
-    config = write_config(tmp_path, trainer={"num_steps": 3, "world_size": 2}, rollout={"num_engines": 3})
-    here = run(config, tmp_path / "one", timeout_s=RUN_S)
+
+
+@pytest.fixture(scope="module")
+def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A config at max_staleness 0, and the directory of its run on this host."""
+    folder = tmp_path_factory.mktemp("one_host")
+    config = write_config(folder, trainer={"num_steps": 3, "world_size": 2}, rollout={"num_engines": 3})
+    here = run(config, folder / "run", timeout_s=RUN_S)
     assert here.returncode == 0, here.stderr
+    return config, folder / "run"
+
+
+def test_ranks_and_engines_of_three_hosts_do_what_those_of_one_do_bit_for_bit(
+    tmp_path: Path, on_one_host: tuple[Path, Path]
+) -> None:
+    config, here = on_one_host
     with network_hosts.network(3) as hosts:
         with ray_cluster(hosts, dict.fromkeys((0, 1, 2), ["--num-cpus=2"])) as address:
-            overrides = [f"launcher=ray:{address}", OVER_THREE, "--run-dir", str(tmp_path / "two")]
-            process = hosts[0].start(
-                [*RUN, str(config), *overrides],
-                env=FRUGAL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+            overrides = [f"launcher=ray:{address}", OVER_THREE, "--run-dir", "two"]
+            process = start_run(hosts[0], config, *overrides, cwd=tmp_path)
             output, _ = process.communicate(timeout=RUN_S)
             assert process.returncode == 0, output
-            left = [pid for host in hosts[1:] for pid in host.pids() if "asyncrl" in command_of(pid)]
-            assert left == []
+            assert [line for host in hosts[1:] for line in host.commands() if "asyncrl" in line] == []
             assert min(host.sent_bytes() for host in hosts[1:]) > 0
-    assert differences(tmp_path / "one", tmp_path / "two", of_metrics=False) == []
+    assert differences(here, tmp_path / "two", of_metrics=False) == []
     names = [f"{kind}-{number}" for kind in ("engine", "relay") for number in range(3)]
     names += ["trainer-0", "trainer-1"]
     logs = tmp_path / "two" / "logs"
@@ -62,67 +91,264 @@ def test_ranks_and_engines_of_three_hosts_do_what_those_of_one_do_bit_for_bit(tm
 
 
 @pytest.mark.parametrize(
-    ("has_rank", "comes"),
-    [(False, 1), (True, 2)],
-    ids=[
-        "engines alone, it dies and comes back",
-        "a rank of the trainer too, cut off for good, another comes",
+    ("has_rank", "losses", "head_dies"),
+    [
+        pytest.param(
+            False, [("raylet", 1)], False, id="engines alone, its wire slow and lossy, its raylet is killed"
+        ),
+        pytest.param(
+            False, [("all", 1)], False, id="engines alone, all of it is killed", marks=pytest.mark.faults
+        ),
+        pytest.param(True, [("wire", 2)], False, id="a rank and the teacher too, cut off for good"),
+        pytest.param(
+            True,
+            [("wire", 2), ("raylet", 2)],
+            True,
+            id="then the raylet of the next, then the head",
+            marks=pytest.mark.faults,
+        ),
     ],
 )
 def test_a_run_goes_on_when_a_host_is_cut_off_for_a_moment_and_when_it_is_lost(
-    tmp_path: Path, has_rank: bool, comes: int
+    tmp_path: Path, has_rank: bool, losses: list[tuple[str, int]], head_dies: bool
 ) -> None:
-    if reason := network_hosts.reason_for_none():
-        pytest.skip(reason)
+    """`losses`: of the host beside the controller's, how it is lost, and which one then comes. In the end the
+    controller is interrupted, or its host, Ray's head, is killed: then no process of it is left on any other,
+    and one of those goes on with the run.
+    """
     config = fuzz_config(
         tmp_path,
-        task={"size": 500},
+        task=UNHURRIED,
         buffer={"max_staleness": 3, "look_ahead": 3},
         rollout={"num_engines": 2, "max_tokens": 100},
         trainer={"num_steps": 100_000, "num_groups": 2, "world_size": 1 + has_rank},
+        **(with_teacher(tmp_path) if has_rank else {}),
     )
-    run_dir, options = tmp_path / "run", ["--num-cpus=3"]
+    run_dir, options = tmp_path / "run", ["--num-cpus=5"]
     with (
         network_hosts.network(3) as hosts,
         ray_cluster(hosts[:2], dict.fromkeys((0, 1), options)) as address,
+        contextlib.nullcontext()
+        if has_rank
+        else slow_wire(hosts[1], delay_ms=30, jitter_ms=5, loss=0.015, seed=new_seed()),
     ):
         placed = OVER_BOTH if has_rank else "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
-        process = hosts[0].start(
-            [*RUN, str(config), f"launcher=ray:{address}", placed, "--run-dir", str(run_dir)],
-            env=FRUGAL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        wait_for_steps(run_dir, 2, process)
+        overrides = [f"launcher=ray:{address}", placed, "--run-dir", run_dir]
+        process = start_run(hosts[0], config, *overrides, command=TEACHING)
+        wait_for_steps(run_dir, 2, process, RUN_S)
         hosts[1].link("down")
         time.sleep(1.0)  # no wait for anything: it is how long the wire is unplugged
         hosts[1].link("up")
-        wait_for_more_steps(run_dir, 2, process)
+        wait_for_more_steps(run_dir, 2, process, RUN_S)
         assert engine_events(run_dir) == [], "a second without a wire loses no one"
-        hosts[1].link("down") if has_rank else hosts[1].kill()
-        wait_until(lambda: ("engine lost", "engine-1") in engine_events(run_dir), process)
-        if not has_rank:
-            wait_for_more_steps(run_dir, 3, process)
-        start_ray(hosts[comes], f"--address={address}", *options)
-        wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
-        wait_for_more_steps(run_dir, 2, process)
-        assert any("asyncrl" in command_of(pid) for pid in hosts[comes].pids()), "it works there"
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=RUN_S)
-        assert process.returncode == 130, output
+        at = 1
+        for how, comes in losses:
+            lose(hosts[at], how)
+            wait_until(lambda: engine_events(run_dir)[-1:] == [("engine lost", "engine-1")], process, RUN_S)
+            if not has_rank:
+                wait_for_more_steps(run_dir, 3, process, RUN_S)
+            start_ray(hosts[comes], f"--address={address}", *options)
+            wait_until(lambda: engine_events(run_dir)[-1] == ("engine up", "engine-1"), process, RUN_S)
+            wait_for_more_steps(run_dir, 2, process, RUN_S)
+            working = ["engine-1", *(["teacher", "trainer"] if has_rank else [])]
+            assert {name for name in working if works_on(hosts[comes], name)} == {*working}
+            at = comes
+        if head_dies:
+            hosts[0].kill()
+            output, _ = process.communicate(timeout=RUN_S)
+            assert [weights_left_on(host) for host in hosts[1:]] == [[], []]
+            with ray_cluster(hosts[2:], {0: ["--num-cpus=8"]}) as address:
+                overrides = [f"launcher=ray:{address}", "placement={trainer: cpu, rollout: cpu}"]
+                process = start_run(hosts[2], config, *overrides, "--run-dir", run_dir, command=TEACHING)
+                wait_for_more_steps(run_dir, 2, process, RUN_S)
+                process.send_signal(signal.SIGINT)
+                again, _ = process.communicate(timeout=RUN_S)
+                assert process.returncode == 130, again
+        else:
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=RUN_S)
+            assert process.returncode == 130, output
+            assert not has_rank or weights_left_on(hosts[1]) == []
+        assert [*(hosts[at].folder / "shm").glob("asyncrl-*")] == []
+    log = (run_dir / "logs" / "controller.log").read_text().splitlines()
     later = "starting it again, once the node is there; the run goes on meanwhile"
-    (told,) = [line for line in output.splitlines() if "engine-1: " in line and later in line]
+    told = [line for line in log if "engine-1: " in line and later in line]
+    assert len(told) == len(losses)
     if has_rank:
-        assert "once the node is there: the run waits for it, supervision.node_wait_s=600 at most" in output
-    assert f"the node {hosts[1].address} ({hosts[1].address})" in told
+        waits = "once the node is there: the run waits for it, supervision.node_wait_s=600 at most"
+        assert any("teacher: " in line and waits in line for line in log)
+        assert any("the trainer again" in line and waits in line for line in log)
+        teacher = itertools.groupby(what for what, _ in events(run_dir) if what.startswith("teacher"))
+        assert [what for what, _ in teacher] == ["teacher lost", "teacher up"] * len(losses)
+    assert f"the node {hosts[1].address} ({hosts[1].address})" in told[0]
     assert "(raylet)" not in output
     assert violations(read_evidence(run_dir), promise_of(config)) == []
-    assert engine_events(run_dir)[-1] == ("engine up", "engine-1")
 
 
-def command_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
+def lose(host: network_hosts.Host, how: str) -> None:
+    """By its wire, by all of its processes, or by its raylet alone, after which no other is left."""
+    if how == "wire":
+        host.link("down")
+    elif how == "all":
+        host.kill()
+    else:
+        host.kill_only("raylet")
+        host.wait_empty()
+
+
+def with_teacher(folder: Path) -> dict[str, dict[str, object]]:
+    """The sections of a run with a teacher, whose model lies there."""
+    scratch = ScratchConfig.model_validate(CONFIG["model"]["scratch"])
+    make_scratch_model(ScratchSpec(out=folder / "teacher", seed=11, scratch=scratch))
+    return {"teacher": {"path": str(folder / "teacher")}, "algorithm": {"distill_weight": 1.0}}
+
+
+def weights_left_on(host: network_hosts.Host) -> list[Path]:
+    """In its shared memory, once all of its processes but Ray's agents have ended by themselves."""
+    host.wait_empty(but=AGENTS)
+    return [*(host.folder / "shm").glob("asyncrl-*")]
+
+
+def works_on(host: network_hosts.Host, name: str) -> bool:
+    """Whether a process of the run with this name is there."""
+    return any("asyncrl" in line and f"/{name}-" in line for line in host.commands())
+
+
+def test_a_slow_wire_takes_its_time_and_loses_its_share_of_the_frames_each_way() -> None:
+    """By counting: nothing overtakes here, so a lot is whole when the answer to its last datagram is there,
+    which is asked again until it is.
+    """
+    num_lots, size, delay_s, loss, form = 30, 60, 0.02, 0.2, struct.Struct("IId")
+    took_s, asked, answered = list[float](), 0, 0
+    with network_hosts.network(2) as hosts, slow_wire(hosts[1], delay_ms=delay_s * 1e3, loss=loss, seed=1):
+        here, there = (host.inside(lambda: socket.socket(type=socket.SOCK_DGRAM)) for host in hosts)
+        with here, there:
+            there.bind((hosts[1].address, 0))
+            here.connect(there.getsockname())
+            for lot in range(num_lots):
+                for number in range(size):
+                    here.send(form.pack(lot, number, time.monotonic()))
+                is_whole = False
+                while not is_whole:
+                    if not (ready := select.select([here, there], [], [], 2.5 * delay_s)[0]):
+                        here.send(form.pack(lot, size, time.monotonic()))
+                    if there in ready:
+                        data, sender = there.recvfrom(form.size)
+                        there.sendto(data, sender)
+                        asked += form.unpack(data)[1] < size
+                    if here in ready:
+                        of_lot, number, sent_s = form.unpack(here.recv(form.size))
+                        took_s.append(time.monotonic() - sent_s)
+                        answered += number < size
+                        is_whole = (of_lot, number) == (lot, size)
+    assert min(took_s) >= 2 * delay_s
+    assert asked / (num_lots * size) == pytest.approx(1 - loss, abs=0.06)
+    assert answered / asked == pytest.approx(1 - loss, abs=0.06)
+
+
+def test_a_slow_wire_that_loses_frames_and_is_cut_now_and_then_changes_nothing(
+    tmp_path: Path, on_one_host: tuple[Path, Path]
+) -> None:
+    (config, here), run_dir, chance = on_one_host, tmp_path / "run", random.Random(seed := new_seed())
+    wire = {"delay_ms": chance.uniform(20, 50), "jitter_ms": 5.0, "loss": chance.uniform(0.01, 0.02)}
+    with (
+        network_hosts.network(2) as hosts,
+        ray_cluster(hosts, dict.fromkeys((0, 1), ["--num-cpus=3"])) as address,
+        slow_wire(hosts[1], **wire, seed=seed),
+    ):
+        process = start_run(hosts[0], config, f"launcher=ray:{address}", OVER_BOTH, "--run-dir", run_dir)
+        for num_steps in range(3):
+            wait_for_steps(run_dir, num_steps, process, RUN_S)
+            hosts[1].link("down")
+            time.sleep(chance.uniform(0.1, 1.0))  # no wait for anything: it is how long the wire is unplugged
+            hosts[1].link("up")
+        output, _ = process.communicate(timeout=RUN_S)
+        assert process.returncode == 0, output
+    assert engine_events(run_dir) == [], "no engine was counted as lost"
+    assert violations(read_evidence(run_dir), promise_of(config), num_steps=3) == []
+    assert differences(here, run_dir, of_metrics=False) == []
+
+
+@pytest.mark.faults
+def test_rays_autoscaler_starts_the_nodes_that_a_run_lacks_and_ends_them_after_it(tmp_path: Path) -> None:
+    config = fuzz_config(
+        tmp_path,
+        task=UNHURRIED,
+        buffer={"max_staleness": 3, "look_ahead": 3},
+        rollout={"num_engines": 2, "max_tokens": 100},
+        trainer={"num_steps": 100_000, "num_groups": 2},
+    )
+    run_dir, cpus = tmp_path / "run", ["--num-cpus=3"]
+    with network_hosts.network(4) as hosts:
+        scaling = tmp_path / "autoscaling.yaml"
+        hidden = {hosts[2].address: [str(tmp_path)]}
+        scaling.write_text(autoscaling(hosts, cpus, {"CPU": 3}, hidden))
+        head = [*cpus, f"--autoscaling-config={scaling}"]
+        with ray_cluster(hosts[:1], {0: head}, AUTOSCALER_UPDATE_INTERVAL_S="1") as address:
+            placed = "placement={trainer: cpu, rollout: {nodes: 2, gpus: 0}}"
+            process = start_run(hosts[0], config, f"launcher=ray:{address}", placed, "--run-dir", run_dir)
+            wait_for_steps(run_dir, 2, process, RUN_S)
+            hosts[1].kill()
+            wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process, RUN_S)
+            wait_for_more_steps(run_dir, 2, process, RUN_S)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=RUN_S)
+            assert process.returncode == 130, output
+            deadline = time.monotonic() + RUN_S
+            while any("raylet" in line for host in hosts[1:] for line in host.commands()):
+                assert time.monotonic() < deadline, "the nodes are not ended"
+                time.sleep(0.1)
+    first, second, third = (host.address for host in hosts[1:])
+    said = [
+        f"{first} is gone; Ray is asked for a node with 1 CPU",
+        f"the node {second} is passed over, nothing of the run can be there: the node {second} does not see "
+        f"{run_dir}/model/config.json, or sees another file there",
+        f"{third} ({third}) takes the place of {first}",
+    ]
+    assert (
+        "waiting for 1 nodes of Ray's autoscaler (1 CPU), 600 s at most (supervision.node_wait_s)" in output
+    )
+    log = (run_dir / "logs" / "controller.log").read_text()  # what is read from the pipe late may lack lines
+    places = [log.find(words) for words in said]
+    assert -1 not in places, (said[places.index(-1)], log)
+    assert places == sorted(places)
+    assert violations(read_evidence(run_dir), promise_of(config)) == []
+
+
+@pytest.mark.faults
+def test_a_run_that_is_scaled_takes_nodes_from_rays_autoscaler_and_gives_them_back(tmp_path: Path) -> None:
+    config = fuzz_config(
+        tmp_path,
+        task=UNHURRIED,
+        buffer={"max_staleness": 3, "look_ahead": 3},
+        rollout={"num_engines": {"min": 1, "max": 3}, "max_tokens": 100},
+        trainer={"num_steps": 100_000, "num_groups": 2},
+    )
+    run_dir, cpus = tmp_path / "run", ["--num-cpus=3"]
+
+    with network_hosts.network(3) as hosts:
+        scaling = tmp_path / "autoscaling.yaml"
+        scaling.write_text(autoscaling(hosts, cpus, {"CPU": 3}, {}))
+        head = [*cpus, f"--autoscaling-config={scaling}"]
+        with ray_cluster(hosts[:1], {0: head}, AUTOSCALER_UPDATE_INTERVAL_S="1") as address:
+            placed = "placement={trainer: cpu, rollout: {nodes: 3, gpus: 0}}"
+            process = start_run(hosts[0], config, f"launcher=ray:{address}", placed, "--run-dir", run_dir)
+            wait_for_steps(run_dir, 2, process, RUN_S)
+            assert [bool(host.pids()) for host in hosts] == [True, False, False]
+            for num in (3, 1, 2):
+                asked = ["scale", str(run_dir), f"engines={num}"]
+                scaled = hosts[0].run([sys.executable, "-m", "asyncrl.cli", *asked], timeout=RUN_S)
+                assert scaled.returncode == 0, scaled.stderr
+                wait_until(partial(has_nodes, hosts, num), process, RUN_S)
+                wait_for_more_steps(run_dir, 2, process, RUN_S)
+            process.send_signal(signal.SIGINT)
+            output, _ = process.communicate(timeout=RUN_S)
+            assert process.returncode == 130, output
+    assert violations(read_evidence(run_dir), promise_of(config)) == []
+    ups = [name for what, name in engine_events(run_dir) if what == "engine unparked"]
+    assert (sorted(ups[:2]), ups[2:]) == (["engine-1", "engine-2"], ["engine-1"])
+
+
+def has_nodes(hosts: list[network_hosts.Host], num: int) -> bool:
+    """Whether Ray, or anything, is on so many of them."""
+    return sum(bool(host.pids()) for host in hosts) == num

@@ -209,6 +209,24 @@ def test_each_engine_reads_what_lies_on_its_node_and_a_node_that_gets_nothing_lo
     assert live_ones == [names, names, names, ["engine-1"]]
 
 
+def test_a_file_beside_weights_that_the_trainer_sends_itself_is_brought_to_no_engine() -> None:
+    async def locate(engine: str, sent: Any, live: Sequence[str] = ()) -> Any:
+        raise AssertionError(f"{engine} reads no file")
+
+    async def story(house: House) -> None:
+        export = house.trainer.export
+
+        async def held() -> ExportResponse:
+            return (await export()).model_copy(update={"is_held": True, "path": "for evaluation"})
+
+        house.trainer.export = held  # type: ignore[method-assign]
+        house.trainer.step()
+        await house.publisher.wait_announced(1)
+        assert house.versions() == [1, 1]
+
+    live(story, 0.5, 0.5, locate=locate)
+
+
 @pytest.mark.parametrize("num_losses", [1, 2])
 def test_weights_that_are_lost_with_the_trainers_node_are_exported_anew_once_for_each_start_of_it(
     num_losses: int,

@@ -18,8 +18,7 @@ from numbers_task import Numbers
 from asyncrl.errors import TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.epochs import FLOOR, ByDifficulty
-from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.mixed_feed import MixedFeed, Rota
+from asyncrl.tasks.feed import Feed, MixedFeed, Rota
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6).map(
     lambda found: {f"t{number}": share for number, share in enumerate(found)}

@@ -194,7 +194,8 @@ def test_a_signal_ends_the_wait_for_trackers_and_not_the_exit_code(tmp_path: Pat
         **dict.fromkeys(("say", "say_secret", "tell", "warn", "finish"), lambda *_: None)
     )
     voice.aclose = waits
-    life = Short(None, tmp_path, voice)  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(launcher="local")
+    life = Short(config, tmp_path, voice)
     assert asyncio.run(life.run()) == 0
 
 

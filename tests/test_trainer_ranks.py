@@ -42,11 +42,12 @@ from asyncrl.trainer.model.packing import pack_texts
 from asyncrl.trainer.model.parts import sharded_policy
 from asyncrl.trainer.model.policy import find_plan
 from asyncrl.trainer.offload import local_of
-from asyncrl.trainer.ranks import Rendezvous, interface_of, join_ranks
+from asyncrl.trainer.ranks import Rendezvous, join_ranks
 from asyncrl.trainer.step import TrainStep
 from asyncrl.trainer.trainer_client import LOST_STATUS
 from asyncrl.weights.export import digest_of
 from asyncrl.weights.ipc import open_file, views
+from asyncrl.weights.nccl import interface_of
 from asyncrl.weights.tensor_files import digest_tensors
 
 

@@ -155,6 +155,7 @@ SCRIPT = """
     import asyncio, signal, sys, threading
     from asyncrl import user_code
     user_code.GRACE_S = 0.1
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
     async def never_ends():
         while True:
             try: await asyncio.sleep(3600)

@@ -131,7 +131,7 @@ def test_only_get_of_this_machine_is_answered(tmp_path: Path) -> None:
             assert "Access-Control-Allow-Origin" not in answer.headers
         for host in ("localhost:7", "[::1]:7"):
             assert (await client.get("/", headers={"Host": host})).status == 200
-        for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.7:80", ""):
+        for host in ("evil.example", "127.0.0.1.evil.example", "10.0.0.7:80", "", "[::1", "[x]"):
             assert (await client.get("/", headers={"Host": host})).status == 403
             assert (await client.get("/events", headers={"Host": host})).status == 403
         for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):

@@ -18,7 +18,7 @@ from statistics import fmean
 
 from asyncrl.buffer.look_ahead import LookAhead
 from asyncrl.buffer.staleness import StalenessRule
-from asyncrl.buffer.workload import RolloutPlan, SimulatedMachine, SimulationResult, Workload
+from asyncrl.buffer.workload import EngineClock, RolloutPlan, SimulatedMachine, SimulationResult, Workload
 from asyncrl.messages.records import GroupId
 
 
@@ -28,10 +28,14 @@ class _Rollout:
     group_id: GroupId
     turn: int = 0
     version: int = -1
-    """That was served when it had its slot."""
+    """That was served when it had its slot; from its first request on, when that came."""
     has_slot: bool = False
     engine: _Engine | None = None
     """That decodes it, and nothing else."""
+    num_tokens: float = 0.0
+    """That it has, or will have after this turn."""
+    read_version: int = 0
+    """That was served when its last turn ended: a swap while it runs has its tokens read again."""
     sampled: list[tuple[_Engine, float, float]] = field(default_factory=list)
     """(engine, its clock at the start, tokens) of each turn."""
 
@@ -51,37 +55,11 @@ class _Group:
         return min(rollout.version for rollout in self.rollouts)
 
 
-class _Engine:
-    """All that runs gets a token a step, so one clock of steps tells how far each is, as in the simulated
-    engine server.
-    """
-
+class _Engine(EngineClock):
     def __init__(self, machine: SimulatedMachine) -> None:
-        self.machine = machine
-        self.clock = self.busy_s = 0.0
-        self.num_running = 0
+        super().__init__(machine)
         self.ends: list[tuple[float, int, _Rollout]] = []  # heap; what was dropped is skipped
-        self.served_at = [0.0]
-        """By version: the clock when it came."""
-        self.drag, self.timer = 1.0, 0
-        self._at_s = self._stalled_until_s = 0.0
-
-    @property
-    def _token_s(self) -> float:
-        return (self.machine.step_s + self.num_running * self.machine.row_s) * self.drag
-
-    def advance(self, now_s: float) -> None:
-        if self.num_running:
-            self.busy_s += now_s - self._at_s
-            self.clock += max(0.0, now_s - max(self._at_s, self._stalled_until_s)) / self._token_s
-        self._at_s = now_s
-
-    def stall(self, seconds: float) -> None:
-        self._stalled_until_s = max(self._stalled_until_s, self._at_s) + seconds
-
-    def next_s(self) -> float:
-        """When the next sequence ends."""
-        return max(self._at_s, self._stalled_until_s) + (self.ends[0][0] - self.clock) * self._token_s
+        self.timer = 0
 
 
 class Simulation:
@@ -98,12 +76,15 @@ class Simulation:
         auto: LookAhead | None = None,
         max_hand_backs: int = 3,
         num_first: int = 0,
+        num_last: int = 0,
     ) -> None:
         """`auto` finds the look-ahead. The prompt of a dropped group comes again before any new one,
-        `max_hand_backs` times at most. `num_first` batches are played and not counted.
+        `max_hand_backs` times at most. `num_first` batches are played and not counted; the `num_last` of the
+        run, beside which no group starts any more, are not played.
         """
         self.rule, self.workload, self.machine, self.auto = rule, workload, machine, auto
         self.max_hand_backs, self.num_first = max_hand_backs, num_first
+        self._end = rule.num_batches - num_last
         self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # heap; numbered in the order of calls
         self._numbers = count()
@@ -132,9 +113,9 @@ class Simulation:
         """When each batch was taken."""
 
     def run(self) -> SimulationResult:
-        """Play until the last batch has been trained."""
+        """Play until the last batch that is played has been trained."""
         self._settle()
-        while self.rule.next_batch < self.rule.num_batches or self._is_training:
+        while self.rule.next_batch < self._end or self._is_training:
             if not self._events:
                 waits_for = self.rule.waits_for
                 raise RuntimeError(f"deadlock: batch {self.rule.next_batch} waits for {waits_for}")
@@ -187,7 +168,7 @@ class Simulation:
         if rollout.turn == len(rollout.plan.turns):
             self._after(rollout.plan.held_s, partial(self._stopped, rollout))
         else:
-            wait_s = rollout.plan.turns[rollout.turn][0] + self.machine.request_s
+            wait_s = rollout.plan.turns[rollout.turn].wait_s + self.machine.request_s
             self._after(wait_s, partial(self._decode, rollout))
 
     def _decode(self, rollout: _Rollout) -> None:
@@ -196,17 +177,23 @@ class Simulation:
         if group.engine < 0 or self._engines[group.engine].num_running >= self.machine.slots:
             group.engine = min(range(len(self._engines)), key=lambda index: self._engines[index].num_running)
         engine = rollout.engine = self._engines[group.engine]
-        tokens = rollout.plan.turns[rollout.turn][1]
+        _, num_read, tokens = rollout.plan.turns[rollout.turn]
         engine.advance(self.now_s)
-        engine.num_running += 1
+        if not rollout.turn:
+            rollout.version = self.rule.served
+        rollout.num_tokens += num_read
+        is_stale = self.machine.reads_again and rollout.turn > 0 and rollout.read_version < self.rule.served
+        engine.enter(rollout.num_tokens, rollout.num_tokens if is_stale else num_read)
+        rollout.num_tokens += tokens
         rollout.sampled.append((engine, engine.clock, tokens))
         heapq.heappush(engine.ends, (engine.clock + tokens, next(self._numbers), rollout))
         self._changed(engine, was_busy=engine.num_running > 1)
 
     def _leave(self, rollout: _Rollout, engine: _Engine) -> None:
         engine.advance(self.now_s)
-        engine.num_running -= 1
-        rollout.engine = None
+        _, clock, tokens = rollout.sampled[-1]
+        engine.leave(clock - (rollout.num_tokens - tokens))
+        rollout.engine, rollout.read_version = None, self.rule.served
 
     def _changed(self, engine: _Engine, *, was_busy: bool) -> None:
         """Set its timer for the next end: what runs there, or how fast, is another."""
@@ -214,7 +201,7 @@ class Simulation:
             heapq.heappop(engine.ends)
         engine.timer += 1
         if engine.ends:
-            self._at(engine.next_s(), partial(self._ended, engine, engine.timer))
+            self._at(engine.ends_s(engine.ends[0][0]), partial(self._ended, engine, engine.timer))
         if self.machine.decode_drag and was_busy != (engine.num_running > 0):
             self._pace_training()
 
@@ -273,7 +260,7 @@ class Simulation:
 
     def _take_if_formed(self) -> None:
         rule = self.rule
-        if self._is_training or rule.next_batch == rule.num_batches or rule.waits_for is not None:
+        if self._is_training or rule.next_batch == self._end or rule.waits_for is not None:
             return
         self._waited_s += self.now_s - self._waits_since_s
         self.look_aheads.append(rule.look_ahead)
@@ -324,12 +311,13 @@ class Simulation:
         self._at(ends_s, partial(self._train_done, self._train_timer))
 
     def _weigh(self, version: int, group: _Group) -> float:
-        """Count ages and masked tokens of a group in batch `version`. Returns its tokens."""
+        """Count ages and masked tokens of a group in batch `version`. Returns tokens that are computed."""
         masks, max_staleness = self.rule.overdue.masks, self.rule.max_staleness
-        min_version, tokens = version - max_staleness, 0.0
+        min_version, computed = version - max_staleness, 0.0
         for rollout in group.rollouts:
             num = sum(num for _, _, num in rollout.sampled)
-            tokens += num
+            self._tokens += num
+            computed += num * rollout.plan.trained
             oldest = rollout.version
             if masks and oldest < min_version:
                 lost = (
@@ -341,8 +329,7 @@ class Simulation:
                     continue
             self._counts["late"] += version - oldest > max_staleness
             self._ages.append(version - oldest)
-        self._tokens += tokens
-        return tokens
+        return computed
 
     def _train_done(self, timer: int) -> None:
         if timer != self._train_timer:
@@ -368,17 +355,15 @@ class Simulation:
         self._is_publishing = False
         for engine in self._engines:
             engine.advance(self.now_s)
-            engine.served_at += [engine.clock] * (version - self.rule.served)
-            if self.machine.pause_s:
-                engine.stall(self.machine.pause_s)
-                self._changed(engine, was_busy=engine.num_running > 0)
+            engine.swap(version)
+            self._changed(engine, was_busy=engine.num_running > 0)
         self.rule.set_served_nowait(version)
         self._publish()
 
     def _result(self) -> SimulationResult:
         began_s, busy_s, waited_s = self._before
         wall_s, counts = self.now_s - began_s, self._counts
-        num_batches = self.rule.num_batches - self.num_first
+        num_batches = self._end - self.num_first
         busy_s = sum(engine.busy_s for engine in self._engines) - busy_s
         num_again = counts["handed_back"] - counts["handed_back_before"]
         return SimulationResult(

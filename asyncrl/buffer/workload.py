@@ -7,18 +7,27 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class TurnPlan(NamedTuple):
+    """`wait_s` before a turn, for a tool say, then the tokens that the engine reads, and that it samples."""
+
+    wait_s: float
+    num_read: float
+    num_sampled: float
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutPlan:
-    """What one rollout takes. `turns`: (seconds before it, for a tool say; tokens that it samples) of each,
-    and `held_s` after the last, all with its slot; then `reward_s` without.
+    """What one rollout takes: its turns, and `held_s` after the last, with its slot; then `reward_s` without.
+    `trained`: share of its tokens that the trainer computes; a group without a gradient costs it nothing.
     """
 
-    turns: tuple[tuple[float, float], ...]
+    turns: tuple[TurnPlan, ...]
     held_s: float = 0.0
     reward_s: float = 0.0
+    trained: float = 1.0
 
 
 class Workload(Protocol):
@@ -60,7 +69,7 @@ class Lognormal:
             tokens = min(self.most, self.length(prompt, num_handed_back, index))
             wait_s = self.wait_s(prompt, num_handed_back, index)
             with_slot_s = wait_s if self.holds_slot else 0.0
-            plans.append(RolloutPlan(((0.0, tokens),), with_slot_s, wait_s - with_slot_s))
+            plans.append(RolloutPlan((TurnPlan(0.0, 0.0, tokens),), with_slot_s, wait_s - with_slot_s))
         return plans
 
     def length(self, prompt: int, num_handed_back: int, sample_index: int) -> float:
@@ -82,13 +91,15 @@ class Lognormal:
 class SimulatedMachine:
     """How fast its parts are; times in seconds.
 
-    An engine has `slots` places, gives each of the n sequences that run there one token in `step_s + n *
-    row_s`, and a request waits `request_s` for its first one. A rollout without a place waits for one in
+    An engine has `slots` places and gives each of the n sequences that run there one token in `step_s + n *
+    row_s`. A request waits `request_s` by itself, then it costs its engine `admit_s`, and `read_s` for each
+    token that is read, in which all that runs there stands still. A rollout without a place waits for one in
     order of admission; a group is admitted when a place is free and no rollout waits. A batch trains for
     `train_s + tokens * train_token_s`, and takes `overhead_s` besides, half of it before and half after; its
-    version is served `publish_s` later, and stops decoding for `pause_s`. While a publish is under way newer
-    versions wait and are skipped over. Where both sides share cores, engines lose the share `train_drag` of
-    their speed while the trainer works, and it loses the share `decode_drag` of its own while they do.
+    version is served `publish_s` later, and stops decoding for `pause_s`, and, if it `reads_again`, for all
+    tokens of what runs. While a publish is under way newer versions wait and are skipped over. Where both
+    sides share cores, engines lose the share `train_drag` of their speed while the trainer works, and it
+    loses the share `decode_drag` of its own while they do.
     """
 
     slots: int
@@ -96,6 +107,9 @@ class SimulatedMachine:
     step_s: float = 1.0
     row_s: float = 0.0
     request_s: float = 0.0
+    admit_s: float = 0.0
+    read_s: float = 0.0
+    reads_again: bool = True
     train_s: float = 1.0
     train_token_s: float = 0.0
     overhead_s: float = 0.0
@@ -103,6 +117,57 @@ class SimulatedMachine:
     pause_s: float = 0.0
     train_drag: float = 0.0
     decode_drag: float = 0.0
+
+
+class EngineClock:
+    """All that runs gets a token a step, so one clock of steps tells how far each is, as in the simulated
+    engine server.
+    """
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        self.machine = machine
+        self.clock = self.busy_s = 0.0
+        self.num_running = 0
+        self.served_at = [0.0]
+        """By version: the clock when it came."""
+        self.drag = 1.0
+        """How many times longer all takes, beside the trainer."""
+        self._at_s = self._stalled_until_s = self._origins = 0.0
+
+    @property
+    def _token_s(self) -> float:
+        return (self.machine.step_s + self.num_running * self.machine.row_s) * self.drag
+
+    def advance(self, now_s: float) -> None:
+        """Before anything changes."""
+        if self.num_running:
+            self.busy_s += now_s - self._at_s
+            self.clock += max(0.0, now_s - max(self._at_s, self._stalled_until_s)) / self._token_s
+        self._at_s = now_s
+
+    def enter(self, num_tokens: float, num_read: float) -> None:
+        """A sequence that has so many tokens begins to sample; the last `num_read` are read now."""
+        self.num_running += 1
+        self._origins += self.clock - num_tokens
+        self._stall(self.machine.admit_s + num_read * self.machine.read_s)
+
+    def leave(self, origin: float) -> None:
+        """It ends; `origin`: the clock when it entered, less the tokens that it had."""
+        self.num_running -= 1
+        self._origins -= origin
+
+    def swap(self, version: int) -> None:
+        """To newer weights."""
+        self.served_at += [self.clock] * (version + 1 - len(self.served_at))
+        num_tokens = self.num_running * self.clock - self._origins if self.machine.reads_again else 0.0
+        self._stall(self.machine.pause_s + num_tokens * self.machine.read_s)
+
+    def ends_s(self, clock: float) -> float:
+        """When its clock will be there, if nothing changes."""
+        return max(self._at_s, self._stalled_until_s) + (clock - self.clock) * self._token_s
+
+    def _stall(self, seconds: float) -> None:
+        self._stalled_until_s = max(self._stalled_until_s, self._at_s) + seconds * self.drag
 
 
 @dataclass(frozen=True, slots=True)

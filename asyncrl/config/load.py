@@ -74,6 +74,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return config_from(values, overrides, str(path))
 
 
+def name_of_config(path: Path) -> str:
+    """What its runs are called: as the file, or, as each run directory has a config.yaml, as the folder."""
+    return path.resolve().parent.name if path.name == "config.yaml" else path.stem
+
+
 def config_from(values: Any, overrides: Sequence[str] = (), path: str = "the config") -> RunConfig:
     """Check a config that is a mapping. `overrides` are `section.key=value`, the value as YAML (`none` =
     null); `path` is how errors call it.
@@ -237,7 +242,7 @@ def schema_text() -> str:
 
 def describe_keys(wanted: str | None = None) -> str:
     """All settings, those of a section, one by its full name, or those that have a word in their name or
-    meaning; a line or two each. Raises ConfigError if there are none.
+    meaning; a line or two each. What has a dot is a name and no word. Raises ConfigError if there are none.
     """
     word = (wanted or "").lower()
 
@@ -246,7 +251,8 @@ def describe_keys(wanted: str | None = None) -> str:
 
     found = [(name, about, keys) for name, about, keys in sections() if wanted in (None, name)]
     found = found or _chosen(is_exact)
-    found = found or _chosen(lambda key: word in f"{key.name} {key.meaning}".lower())
+    if "." not in word:
+        found = found or _chosen(lambda key: word in f"{key.name} {key.meaning}".lower())
     if not found:
         closest = _closest((str(wanted),)) or next(
             iter(difflib.get_close_matches(word, [name for name, _, _ in sections()], n=1)), None

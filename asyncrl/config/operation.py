@@ -143,7 +143,8 @@ class SupervisionConfig(FrozenConfig):
     """Seconds before the first restart of a process; doubled each time, 30 at most."""
     node_wait_s: float = Field(default=600.0, ge=0)
     """Seconds that a run waits for a node that is gone and that it cannot do without; then restarts there
-    count. While other engines work it goes on without a node of engines for as long as it takes."""
+    count. While other engines work it goes on without a node of engines for as long as it takes. At the
+    start: for all nodes that Ray's autoscaler is asked for."""
     watchdog_s: float = Field(default=900.0, gt=0)
     """Seconds without any progress after which the run says who waits for whom, and dumps its stacks into the
     log.

@@ -51,9 +51,7 @@ TRANSPORTS: dict[TransportName, TransportFacts] = {
     "disk": TransportFacts(is_file_shared=True),
     "stream": TransportFacts(is_relayed=True),
     "lora": TransportFacts(sends_adapters=True, is_relayed=True),
-    "nccl": TransportFacts(
-        is_transfer=True, is_one_kept=True, bound="its processes find each other in a file of one machine"
-    ),
+    "nccl": TransportFacts(is_transfer=True, is_one_kept=True),
     "ipc": TransportFacts(
         is_transfer=True, shares_device=True, bound="its handles name memory of one machine's devices"
     ),
@@ -69,8 +67,8 @@ class WeightSyncConfig(FrozenConfig):
     a safetensors file in shared memory. stream: the same file, which goes from node to node, to the shared
     memory of each node once. disk: the same file in disk_dir, for engines on other machines. lora: the
     adapters alone, in shared memory, from node to node where there are several (needs trainer.lora). For
-    vLLM, nccl: one broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo). ipc:
-    chunks in memory of the CUDA devices on which both sides take turns."""
+    vLLM, nccl: one broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo), from
+    node to node, too. ipc: chunks in memory of the CUDA devices on which both sides take turns."""
     disk_dir: str | None = None
     """Folder for transport=disk (auto is disk with it), on a file system that trainer and engines share under
     the same path."""
@@ -121,6 +119,12 @@ class WeightSyncConfig(FrozenConfig):
                 "and no other does; give a folder that trainer and engines share, or none"
             )
         return self
+
+
+def has_relays(config: RunConfig) -> bool:
+    """Whether, on several nodes, files of weights go from node to node: for evaluation too."""
+    facts = config.weight_sync.facts
+    return facts.is_relayed or (facts.is_one_kept and config.eval is not None)
 
 
 def choose_transport(

@@ -119,7 +119,8 @@ class Link:
                 self._has_news.clear()
                 asked, self._asked = self._asked, []
                 # Taken at once: what is said of a request goes after the request.
-                said = {"resume": self._resumed, "abort": self._aborted}
+                # Two may abort the same one: each engine that comes up has the queues balanced.
+                said = {"resume": self._resumed, "abort": [*dict.fromkeys(self._aborted)]}
                 self._resumed, self._aborted = [], []
                 for first in range(0, len(asked), FRAME_REQUESTS):
                     if first:

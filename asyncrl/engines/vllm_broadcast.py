@@ -67,11 +67,13 @@ class Broadcasts:
         never keeps a part of a version unnoticed.
     """
 
-    def __init__(self, send: Send, folder: Path, *, timeout_s: float) -> None:
+    def __init__(self, send: Send, folder: Path, *, timeout_s: float, store: Callable[[], str] = str) -> None:
         """`send` is the trainer's, and raises TrainerError. `folder`: where a group's file may lie; no other
-        user may write there.
+        user may write there. `store`: where its processes meet instead if they are on several nodes, at
+        ADDRESS:PORT of the trainer's, which may be another one after a loss.
         """
         self._send_all, self._folder, self._timeout_s = send, folder, min(timeout_s, STEP_S)
+        self._store = store
         self._version = -1
         self._expected: dict[str, int] = {}
         self._here: dict[str, asyncio.Future[_Round]] = {}
@@ -128,7 +130,8 @@ class Broadcasts:
         is_kept = last is not None and last.members == members and not last.is_broken
         path = last.sender.path if last and is_kept else str(self._folder / f"group-{uuid.uuid4().hex}")
         size = 1 + sum(num for _, num in members)
-        sender = GroupSeat(path=path, size=size, rank=0, is_new=not is_kept, timeout_s=self._timeout_s)
+        meet: Any = {"path": path, "store": self._store(), "is_new": not is_kept}
+        sender = GroupSeat(**meet, size=size, rank=0, timeout_s=self._timeout_s)
         rank, seats = 1, {}
         for name, num_workers in members:
             seats[name] = sender.model_copy(update={"rank": rank})

@@ -22,7 +22,7 @@ from asyncrl.job.harnessing import Harnessing, make_generator, num_rollouts
 from asyncrl.job.life import Life, run_id
 from asyncrl.job.scale import EngineScale
 from asyncrl.job.servers.evaluating import make_evaluation
-from asyncrl.job.servers.relaying import Relaying, make_relaying
+from asyncrl.job.servers.relaying import ElasticNode, Relaying, make_relaying
 from asyncrl.job.servers.server_maker import ServerMaker
 from asyncrl.job.servers.teaching import Teaching, make_teaching
 from asyncrl.job.start import Server, bring_up, end_all, end_server
@@ -33,6 +33,7 @@ from asyncrl.messages.calls import ExportResponse
 from asyncrl.messages.records import Prompt
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.lease import ROUTINE
+from asyncrl.placement.nodes import with_addresses
 from asyncrl.rollouts.evaluation import EvalResult, Evaluation
 from asyncrl.rollouts.generators import Replay, Taught
 from asyncrl.rollouts.producers import Producers
@@ -62,8 +63,9 @@ class Parts:
     given a method of this class.
     """
 
-    def __init__(self, job: Life, placement: Placement) -> None:
+    def __init__(self, job: Life, placement: Placement, num_first: int) -> None:
         self._job, self._config, self._placement = job, job.config, placement
+        self._num_first = num_first
         self.checkpoints = Checkpoints(job.run_dir, job.config.checkpoint)
         self.eval_server: Server | None = None
         """Not one of `servers`: the run goes on without it."""
@@ -94,9 +96,9 @@ class Parts:
 
     @property
     def supervisors_beside(self) -> list[Supervisor]:
-        """Of the teacher and the relays; the eval engine has none."""
+        """Of the teacher and the relays of nodes that stay; the eval engine has none."""
         taught = [] if self.teaching is None else [self.teaching.supervisor]
-        return [*taught, *([] if self.relaying is None else self.relaying.supervisors)]
+        return [*taught, *([] if self.relaying is None else self.relaying.supervisors.values())]
 
     async def open_journal(self) -> None:
         """And the folder where weights are staged."""
@@ -153,9 +155,10 @@ class Parts:
         """Trainer and engines, not started yet, and their clients, the trainer's under its supervisor."""
         config, job, sync = self._config, self._job, self._config.weight_sync
         maker = ServerMaker(config, self._placement, model_path, job.run_dir, job.warn, job.launcher)
-        await maker.hold()
+        await maker.hold(self.staging_dir, self._num_first)
         self.tokenizer = await asyncio.to_thread(lambda: maker.tokenizer)
-        self._ranks = maker.trainers(self.staging_dir, await maker.find_store())
+        store = await maker.find_weights_store()
+        self._ranks = maker.trainers(self.staging_dir, await maker.find_store(), store)
         self._engine_servers = maker.engines()
         client = TrainerClient(self._ranks[0].caller, timeout_s=config.trainer.timeout_s)
         self.trainer = SupervisedTrainer(
@@ -168,12 +171,23 @@ class Parts:
             ),
         )
         if sync.facts.is_one_kept:
-            self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, timeout_s=sync.timeout_s)
+            how: Any = {"timeout_s": sync.timeout_s}
+            how["store"] = lambda: with_addresses(store, job.launcher.nodes)
+            self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, **how)
         self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]
         """The clients that sample for training: all but that of the eval engine."""
         self.engines = EnginePool(self.targets, slots=config.rollout.slots, on_lost=self._on_lost)
-        self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, on_change=self._resize)
+        how = {"on_change": self._resize, "placement": self._placement, "num_first": self._num_first}
+        self.scale = EngineScale(config, job.run_dir, self.engines, job.voice, **how)
         self.relaying = make_relaying(maker, self.staging_dir, self.supervision)
+        relays = {} if self.relaying is None else self.relaying.supervisors
+        self.elastic = [
+            ElasticNode(
+                node, self.scale, job.launcher, relays.pop(node, None), config.supervision.node_wait_s
+            )
+            for node in self.scale.elastic
+        ]
+        """The nodes that come and go; the others stay to the end."""
         if config.eval is not None:
             self.eval_server = maker.eval_engine()
             self.eval_target = maker.client(self.eval_server)
@@ -182,9 +196,10 @@ class Parts:
 
     async def start_processes(self, model_path: Path, *, is_new: bool) -> None:
         """Returns when all answer. A run that goes on checks its model before they load it."""
-        job, beside, engines = self._job, self.beside, self._engine_servers[: self.scale.wanted]
-        for server in (*self.servers, *beside):
+        job, engines = self._job, self._engine_servers[: self.scale.wanted]
+        for server in (*self.servers, *self.beside):
             job.closes(server.name, partial(end_server, server, job.warn))
+        beside = [server for server in self.beside if server.name not in self.scale.parked]
         hashing = asyncio.ensure_future(asyncio.to_thread(self.pin.read, model_path))
         try:
             if not is_new:
@@ -326,12 +341,17 @@ class Parts:
 
 
 async def open_parts(
-    job: Life, placement: Placement, point: ResumePoint | None, evaluated: Callable[[EvalResult], None]
+    job: Life,
+    placement: Placement,
+    point: ResumePoint | None,
+    evaluated: Callable[[EvalResult], None],
+    *,
+    num_first: int,
 ) -> Parts:
     """Start the processes and make the parts; `job` closes them. `evaluated` is called with each evaluation.
-    Raises AsyncrlError with nothing left behind once `job` is closed.
+    `num_first`: engines to begin with. Raises AsyncrlError with nothing left behind once `job` is closed.
     """
-    parts = Parts(job, placement)
+    parts = Parts(job, placement, num_first)
     await parts.open_journal()
     held_out = await parts.read_tasks(may_change=point is not None and point.may_change_data)
     model_path = await parts.find_model(may_change=point is not None and point.may_change_model)

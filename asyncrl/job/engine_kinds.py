@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +23,7 @@ from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
 from asyncrl.placement.devices import NO_DEVICE, Placement
-from asyncrl.placement.fit import find_python, import_folder
+from asyncrl.placement.fit import find_python, find_version
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.plan import EVAL_ENGINE, engine_threads
 from asyncrl.placement.process_memory import item_bytes
@@ -44,8 +44,6 @@ CANARY_TOKENS = 160
 """Longer than vLLM's block on the CPU, so that its prefix cache takes part."""
 VLLM_START_TIMEOUT_S = 900.0
 """vLLM compiles kernels at its first start, and reads large models."""
-IMPORTS = "imports"
-"""Folder in the specs of a run, with links to our packages, for a server with another Python."""
 
 
 class Embedded:
@@ -95,11 +93,13 @@ class Embedded:
             **({"returns_routing": True} if is_replayed else {}),
         }
 
-    def process(self, run_dir: Path) -> Body:
-        """Arguments of its ChildProcess beside those of every other. Raises ConfigError if it needs a program
-        that is not there.
-        """
-        return {}
+    def python(self) -> Callable[[], Path] | None:
+        """What finds the Python of its server, on the node where it is to start; None: ours."""
+        return None
+
+    def package(self) -> Callable[[], dict[str, str]] | None:
+        """What finds there the package that its server runs under, and its version; None: it needs none."""
+        return None
 
     def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
         """The client of a server that is not started yet. `meeting`: where it receives what the trainer
@@ -160,11 +160,13 @@ class Vllm(Embedded):
             "args": args,
         }
 
-    def process(self, run_dir: Path) -> Body:
-        """The Python of vLLM sees our two packages alone."""
-        imports = import_folder((run_dir / "specs" / IMPORTS).absolute())
-        python = find_python(self.rollout)
-        return {"python": python, "env": {"PYTHONPATH": str(imports)}}
+    def python(self) -> Callable[[], Path]:
+        """The one that has vLLM."""
+        return partial(find_python, self.rollout)
+
+    def package(self) -> Callable[[], dict[str, str]]:
+        """Finds the version of vLLM, without importing it."""
+        return partial(find_version, self.rollout)
 
     def client(self, server: Server, maker: ServerMaker, meeting: Broadcasts | None) -> EngineClient:
         """The server is ready once its settings are what the run counts on."""

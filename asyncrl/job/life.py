@@ -112,7 +112,9 @@ class Life(ABC):
         voice: Voice | None = None,
         launcher: Launcher | None = None,
     ) -> None:
-        self.config, self.run_dir, self.voice = config, run_dir, voice or Voice()
+        # on other nodes processes have another working folder
+        self.run_dir = run_dir if config.launcher == "local" else run_dir.absolute()
+        self.config, self.voice = config, voice or Voice()
         self.launcher: Launcher = launcher or LocalLauncher()
         self.say, self.say_secret = self.voice.say, self.voice.say_secret
         self.tell, self.warn = self.voice.tell, self.voice.warn
@@ -167,6 +169,7 @@ class Life(ABC):
 
     async def _live(self) -> int:
         async with self.stack:
+            self.launcher.say = self.warn
             self.closes("launcher", self.launcher.aclose)
             try:
                 async with asyncio.TaskGroup() as self._group:

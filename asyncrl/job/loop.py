@@ -29,6 +29,7 @@ from asyncrl.job.life import Life, logging_to, make_run_dir, new_run_dir, rare_c
 from asyncrl.job.parts_read import processes, reported
 from asyncrl.job.report import Reporter
 from asyncrl.job.resume import ResumeMode, ResumePoint, begun_dtype, find_resume, restore, settle_saved
+from asyncrl.job.scale import first_wanted
 from asyncrl.job.supervision.supervise import heartbeat
 from asyncrl.messages.records import Batch, UnfinishedGroup
 from asyncrl.observe.metrics import batch_metrics
@@ -37,7 +38,7 @@ from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.observe.watchdog import ChildState, Watchdog
 from asyncrl.placement.devices import Placement
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share, start_words
-from asyncrl.placement.launchers import opened
+from asyncrl.placement.launchers import bring_nodes, opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
 from asyncrl.spans import span
@@ -74,6 +75,8 @@ def run_job(
     passed_env(config.generator.pass_env)  # and so is a variable that is not set
     check_trackers(config.observe)
     with opened(config.launcher) as launcher:
+        num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may ask for others meanwhile
+        bring_nodes(config, launcher, num_first)
         config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
         plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
         refuse_what_cannot_fit(plan, config)
@@ -94,7 +97,9 @@ def run_job(
             if point is None:
                 write_whole(folder / "config.yaml", run_config_yaml(config))
             with logging_to(folder):
-                job = Job(config, folder, name, point, plan.placement, launcher, trackers)
+                job = Job(
+                    config, folder, name, point, plan.placement, launcher, trackers, num_first=num_first
+                )
                 for words in filter(None, (*settled, share_words, *start_words(plan, config))):
                     job.say(words)
                 return asyncio.run(end_what_is_left(job.run()))
@@ -121,10 +126,14 @@ class Job(Life):
         placement: Placement,
         launcher: Launcher | None = None,
         trackers: Sequence[Tracker] = (),
+        *,
+        num_first: int,
     ) -> None:
+        """`num_first`: engines that it begins with."""
         self.reporter = Reporter(config, run_dir, name, trackers, goes_on=point is not None)
         super().__init__(config, run_dir, self.reporter, launcher)
         self._point, self._placement = point, placement
+        self._num_first = num_first
 
     async def live(self) -> int:
         """The run, from its parts to its end."""
@@ -135,7 +144,9 @@ class Job(Life):
         self.stack.callback(self.reporter.close_console)
         for text in () if self._point is None else self._point.told:
             self.warn(text)
-        parts = await open_parts(self, self._placement, self._point, self.reporter.evaluated)
+        parts = await open_parts(
+            self, self._placement, self._point, self.reporter.evaluated, num_first=self._num_first
+        )
         self.servers = parts.servers
         self.stack.enter_context(rare_collections())
         self.closes("producers", parts.producers.aclose)
@@ -157,6 +168,8 @@ class Job(Life):
         workers = () if parts.harnessing is None else parts.harnessing.supervisors
         for supervisor in (*parts.supervisors, *parts.supervisors_beside, *workers):
             self.spawn(supervisor.run(), name=f"watch {supervisor.name}")
+        for node in parts.elastic:
+            self.spawn(node.run(), name=f"watch {node.name}")
         if parts.harnessing is not None:
             self.spawn(self.wait_broken(), name="watch gateway")
 

@@ -15,10 +15,12 @@ from asyncrl.observe.watchdog import Reported
 
 
 def processes(parts: Parts) -> tuple[Server, ...]:
-    """All child processes, those of evaluation and teacher included; parked engines have none."""
+    """All child processes, those of evaluation and teacher included; parked engines have none, nor have nodes
+    that are away.
+    """
     workers = () if parts.harnessing is None else parts.harnessing.workers
-    servers = (server for server in parts.servers if server.name not in parts.scale.parked)
-    return (*servers, *parts.beside, *workers)
+    servers = (*parts.servers, *parts.beside)
+    return (*(server for server in servers if server.name not in parts.scale.parked), *workers)
 
 
 def gauges(parts: Parts) -> dict[str, float | Mapping[str, float]]:

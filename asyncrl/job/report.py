@@ -350,6 +350,8 @@ class Reporter(Voice):
             self._console.say(f"all of it as a page: {shlex.join(['asyncrl', 'report', str(self.run_dir)])}")
             if state == "done" and (final := self.run_dir / "final").is_dir():
                 self._console.say(f"weights: {final}")
+                export = shlex.join(["asyncrl", "export", str(self.run_dir)])
+                self._console.say(f"to share them, with a model card: {export} OUT")
         sync_records(self.run_dir)
         write_trace(self.run_dir, steps)
         write_whole(self.run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")

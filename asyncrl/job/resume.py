@@ -217,7 +217,7 @@ def _is_free(key: str, config: RunConfig, run_dir: Path) -> bool:
         return (run_dir / MODEL_PIN).exists()
     if key == "trainer.num_steps":  # with a schedule that falls to 0 it is part of every learning rate
         return config.trainer.schedule == "constant"
-    section, *_, name = key.split(".")  # task.KEY, or task.NAME.KEY
+    section, name = key.partition(".")[0], key.rpartition(".")[2]  # seed, task.KEY, or task.NAME.KEY
     return section in FREE_SECTIONS or name in FREE_KEYS.get(section, "").split()
 
 

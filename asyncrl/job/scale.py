@@ -5,6 +5,7 @@ looks there each second, starts engines and ends them, and begins with what it f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -23,6 +24,7 @@ from asyncrl.job.life import Voice, run_again
 from asyncrl.job.start import Server, end_all
 from asyncrl.job.supervision.supervise import NO_LOSS, EngineSupervisor, Supervision, in_short
 from asyncrl.observe.status import judge_state, read_config, read_status
+from asyncrl.placement.devices import Placement
 from asyncrl.waits import waiting
 
 logger = logging.getLogger("asyncrl.job.scale")
@@ -36,12 +38,13 @@ KEY = "engines"
 class EngineScale:
     """How many of a run's engines work: the first `wanted` of those that have a place. The others are parked.
 
-    Life: made with what the config says, or with what was asked for before -> set_nowait(), any number of
-        times. An engine is parked -> wanted, and starting -> it works -> not wanted, and leaving -> parked.
-        Those of the highest numbers leave first: what is left are the engines of a run that was started with
-        so many, on their devices and ports.
+    Life: made with what the run begins with (first_wanted) -> set_nowait(), any number of times. An engine is
+        parked -> wanted, and starting -> it works -> not wanted, and leaving -> parked. Those of the highest
+        numbers leave first: what is left are the engines of a run that was started with so many, on their
+        devices and ports.
     Waits: wait_wanted and wait_leave sleep until another number is wanted, or an engine has come up, is lost
         or has left.
+        Or until its node is there: `away` are those that have no engine that works (ElasticNode).
     Invariant: an engine that is up leaves only while as many others as are wanted are up (wait_leave). So
         `min` engines are left at least, and requests have somewhere to go.
 
@@ -56,17 +59,21 @@ class EngineScale:
         voice: Voice,
         *,
         on_change: Callable[[int], None],
+        placement: Placement,
+        num_first: int,
     ) -> None:
         self.range, self.is_fixed = config.rollout.engine_range, not config.rollout.is_scaled
         self._run_dir, self._pool, self._voice, self._on_change = run_dir, pool, voice, on_change
         self._number = {server.name: number for number, server in enumerate(pool.servers)}
         self._changed, self._refused = asyncio.Event(), ""
-        self.wanted = self.range.first
-        if not self.is_fixed:
-            self.wanted = self._read() or self.wanted
+        self.wanted = num_first
         self._working = {name for name in self._number if self.wants(name)}
         self.parked = self._number.keys() - self._working
-        """Those without a process."""
+        """Those without a process, and without a start; of a node that is away its relay, too."""
+        self._nodes = {name: placement.engine_node(number) for name, number in self._number.items()}
+        self.elastic = {} if self.is_fixed else placement.elastic(self.wanted)
+        """The nodes that may be away, and whether they were there from the first."""
+        self.away = {node for node, is_there in self.elastic.items() if not is_there}
 
     def supervisor(
         self, process: Server, client: EngineClient, turns: Turns, supervision: Supervision
@@ -88,7 +95,8 @@ class EngineScale:
     def words(self, name: str) -> str:
         """What becomes of an engine that is not simply up or down."""
         if self.wants(name):
-            return "" if name in self._working else "starting"
+            starting = "waiting for a node" if self._nodes[name] in self.away else "starting"
+            return "" if name in self._working else starting
         return "parked" if name in self.parked else "leaving"
 
     async def follow(self) -> None:
@@ -105,6 +113,10 @@ class EngineScale:
         self.wanted = num
         self.changed_nowait()
 
+    def say(self, text: str) -> None:
+        """Tell people."""
+        self._voice.say(text)
+
     def gives_up_nowait(self, name: str, error: AsyncrlError) -> None:
         """An engine does not come up: those before it are wanted, until others are asked for."""
         num, asked = self._number[name], self.wanted
@@ -120,9 +132,31 @@ class EngineScale:
         self.set_nowait(num)
 
     async def wait_wanted(self, name: str) -> None:
-        """Return once this engine is to work."""
-        while not self.wants(name):
+        """Return once this engine is to work, and its node is there: it stays until the engine is parked."""
+        while not self.wants(name) or self._nodes[name] in self.away:
             await self._changed.wait()
+        self.parked.discard(name)
+
+    async def wait_node_wanted(self, node: int) -> None:
+        """Return once an engine of this node is to work."""
+        while not self.engines_of(node, is_wanted=True):
+            await self._changed.wait()
+
+    async def wait_node_left(self, node: int) -> None:
+        """Return once all engines of this node are parked, and are to be; none starts there any more then."""
+        while self.engines_of(node, is_wanted=True) or not self.parked.issuperset(self.engines_of(node)):
+            await self._changed.wait()
+        self.away.add(node)
+
+    def engines_of(self, node: int, *, is_wanted: bool = False) -> list[str]:
+        """Those of this node, or those of them that are wanted, in their order."""
+        engines = [name for name in self._number if self._nodes[name] == node]
+        return [name for name in engines if self.wants(name)] if is_wanted else engines
+
+    def node_comes_nowait(self, node: int) -> None:
+        """It is there, and its engines may start."""
+        self.away.discard(node)
+        self.changed_nowait()
 
     async def wait_leave(self, name: str) -> None:
         """Return once this engine is to leave; it gets no new work any more then."""
@@ -133,7 +167,6 @@ class EngineScale:
 
     def up_nowait(self, name: str) -> None:
         """It is up, and the pool has work for it."""
-        self.parked.discard(name)
         self._works(name, True)
 
     def parked_nowait(self, name: str) -> None:
@@ -200,25 +233,12 @@ class ScaledEngine(EngineSupervisor):
         while True:
             await self._scale.wait_wanted(self.name)
             try:
-                await self._while_wanted(super().run())
+                await until_left(super().run(), self._scale.wait_leave(self.name), self.name)
             except (RoomError, ConfigError) as error:  # the port that it is to have may be taken by now
                 if not self._is_new or isinstance(error, NO_LOSS):
                     raise
                 self._scale.gives_up_nowait(self.name, error)
             await self._park()
-
-    async def _while_wanted(self, work: Coroutine[Any, Any, None]) -> None:
-        """`work`, which is given up once the engine is to leave. Raises what it raises."""
-        working = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(self._scale.wait_leave(self.name))
-        for task in (working, leaving):
-            task.set_name(f"watch {self.name}")
-        try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await end_all([working, leaving])
-        if not working.cancelled():
-            working.result()
 
     async def _park(self) -> None:
         if self.is_up and (lost := await self._until_lost(self._hand_over())) is not None:
@@ -246,6 +266,30 @@ class ScaledEngine(EngineSupervisor):
             self._is_new = False
             self._on_event("engine unparked", {"name": self.name, "wanted": self._scale.wanted})
         await self._pool.balance()
+
+
+async def until_left(work: Coroutine[Any, Any, None], left: Coroutine[Any, Any, None], name: str) -> None:
+    """`work`, which is given up once `left` returns. Raises what it raises. `name`: of what is watched."""
+    tasks = working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left)
+    for task in tasks:
+        task.set_name(f"watch {name}")
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await end_all(tasks)
+    if not working.cancelled():
+        working.result()
+
+
+def first_wanted(config: RunConfig, run_dir: Path | None) -> int:
+    """How many engines a run begins with: what the config says, or was asked for before. Of what cannot be
+    EngineScale warns.
+    """
+    limits, asked = config.rollout.engine_range, None
+    if config.rollout.is_scaled and run_dir is not None:
+        with contextlib.suppress(ConfigError):
+            asked = read_wanted(run_dir, limits)
+    return asked or limits.first
 
 
 def read_wanted(run_dir: Path, limits: EngineRange) -> int | None:

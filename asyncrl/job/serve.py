@@ -35,7 +35,7 @@ from asyncrl.job.start import Server, start_all
 from asyncrl.job.supervision.supervise import Supervision, heartbeat
 from asyncrl.placement.devices import place
 from asyncrl.placement.fit import settle
-from asyncrl.placement.launchers import opened
+from asyncrl.placement.launchers import bring_nodes, opened
 from asyncrl.placement.nodes import Launcher
 from asyncrl.rollouts.recording import RolloutRecorder
 from asyncrl.tasks.from_config import make_feed
@@ -83,6 +83,7 @@ def open_folder(
         rollout, num = config.rollout, config.rollout.engine_range.first  # nothing scales what is served
         given = {"num_engines": num, "ports": rollout.ports and rollout.ports[:num]}
         config = config.model_copy(update={"rollout": rollout.model_copy(update=given)})
+        bring_nodes(config, launcher, num)
         config, settled = settle(config, launcher.nodes)
         for words in settled:
             Voice().say(words)
@@ -116,7 +117,7 @@ class Serving(Life):
         placement = place(config, self.launcher.nodes)
         maker = ServerMaker(config, placement, model_path, self.run_dir, self.warn, self.launcher)
         await asyncio.to_thread(lambda: maker.tokenizer)
-        await maker.hold(serves_only=True)
+        await maker.hold()
         return maker
 
     async def start(self, servers: Sequence[Server]) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,10 @@ Ended = Literal["ready", "failed", "filtered", "handed_back"]
 _GROUPS_A_STEP = 200
 EPOCH = "epoch/"
 """What the keys of epochs begin with; their number and their task follow."""
+
+
+decided_s: ContextVar[float] = ContextVar("decided_s")
+"""When what is written was decided, seconds since the epoch: earlier than it is written."""
 
 
 def text(given: object) -> str:
@@ -38,7 +42,7 @@ def admitted(connection: sqlite3.Connection, ticket: Ticket, prompt: Prompt) -> 
         "INSERT INTO groups"
         " (group_id, prompt_id, start_version, state, num_handed_back, messages, admitted_s)"
         " VALUES (?, ?, ?, 'running', ?, ?, ?)",
-        (*key, prompt.num_handed_back, json.dumps([*map(dict, prompt.messages)]), time.time()),
+        (*key, prompt.num_handed_back, json.dumps([*map(dict, prompt.messages)]), decided_s.get()),
     )
 
 
@@ -152,7 +156,7 @@ def group_ended(
         raise JournalError(f"group {group_id} cannot become {state}: it is {found}")
     connection.execute(
         "UPDATE groups SET state = ?, reason = ?, requeued = ?, ended_s = ? WHERE group_id = ?",
-        (state, text(reason), requeued, time.time(), group_id),
+        (state, text(reason), requeued, decided_s.get(), group_id),
     )
     _lose(connection, "group_id = ?", group_id)
 
@@ -181,7 +185,7 @@ def batch_taken(connection: sqlite3.Connection, batch: Batch) -> Literal["taken"
             raise _not_this_batch(version, f"group {group_id} is {state}")
     connection.execute(
         "INSERT INTO batches (version, min_version, mask_older, num_groups, taken_s) VALUES (?, ?, ?, ?, ?)",
-        (version, *this[:2], len(group_ids), time.time()),
+        (version, *this[:2], len(group_ids), decided_s.get()),
     )
     places = [(version, position, group_id) for position, group_id in enumerate(group_ids)]
     connection.executemany("INSERT INTO batch_groups VALUES (?, ?, ?)", places)
@@ -195,14 +199,16 @@ def trained(connection: sqlite3.Connection, version: int, metrics: Mapping[str, 
     loss = metrics.get("policy/loss")
     changed = connection.execute(
         "UPDATE batches SET trained_s = ?, loss = ? WHERE version = ?",
-        (time.time(), None if loss is None else float(loss), version),
+        (decided_s.get(), None if loss is None else float(loss), version),
     ).rowcount
     assert changed, f"a step of batch {version}, which was never taken"
 
 
 def published(connection: sqlite3.Connection, version: int, digest: str) -> None:
     """Every engine serves it; said again after a resume."""
-    connection.execute("INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, time.time()))
+    connection.execute(
+        "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?)", (version, digest, decided_s.get())
+    )
 
 
 def checkpointed(
@@ -210,7 +216,7 @@ def checkpointed(
 ) -> None:
     """The checkpoint is whole on disk; of the others only those in `beside` still exist."""
     connection.execute(
-        "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), time.time())
+        "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 'whole')", (version, text(path), decided_s.get())
     )
     connection.execute(
         "UPDATE checkpoints SET state = 'removed' WHERE version NOT IN (SELECT value FROM json_each(?))",
@@ -231,7 +237,7 @@ def event(
     """
     connection.execute(
         "INSERT INTO events (s, what, detail) VALUES (?, ?, ?)",
-        (time.time(), text(what), json.dumps(detail, default=str)),
+        (decided_s.get(), text(what), json.dumps(detail, default=str)),
     )
     if keep is not None:
         older = "SELECT id FROM events WHERE what = ? ORDER BY id DESC LIMIT -1 OFFSET ?"

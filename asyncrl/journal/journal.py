@@ -36,6 +36,7 @@ class _Job(NamedTuple):
 
     decide: Callable[[sqlite3.Connection], Any]
     answer: Future[Any] | None
+    decided_s: float
 
 
 def _later(
@@ -150,7 +151,7 @@ class Journal:
             raise self._failed.result()
         if self._is_closed:
             raise JournalError(f"{self.path} is closed")
-        self._queue.put(_Job(decide, answer))
+        self._queue.put(_Job(decide, answer, time.time()))
         if answer is not None:
             self._is_awaited.set()
 
@@ -170,7 +171,7 @@ class Journal:
             jobs = [job]
             while not self._queue.empty() and (job := self._queue.get()) is not None:
                 jobs.append(job)
-            for (_, answer), outcome in zip(jobs, self._write(jobs), strict=True):
+            for (_, answer, _), outcome in zip(jobs, self._write(jobs), strict=True):
                 if answer is None or not answer.set_running_or_notify_cancel():
                     continue
                 if isinstance(outcome, JournalError):
@@ -202,6 +203,7 @@ class Journal:
 
     def _apply(self, job: _Job) -> Any:
         """What the decision returns; one that is asked for and refused has changed nothing."""
+        decisions.decided_s.set(job.decided_s)
         if job.answer is None:
             return job.decide(self._connection)
         self._connection.execute("SAVEPOINT decision")

@@ -134,11 +134,13 @@ class GroupSeat(Message):
     """The place of one participant in the group that weights are sent through: the trainer has rank 0, an
     engine's workers the ranks from `rank` on.
 
-    `path` is the file in which they find each other, one a group; `is_new`: the group is to be formed first.
-    `timeout_s` bounds forming it, and each buffer that is sent.
+    `path` is the file in which they find each other, one a group; with `store`, which is ADDRESS:PORT on the
+    trainer's node, the group's name there. `is_new`: the group is to be formed first. `timeout_s` bounds
+    forming it, and each buffer that is sent.
     """
 
     path: str
+    store: str = ""
     size: int = Field(ge=2)
     rank: int = Field(ge=0)
     is_new: bool

@@ -89,8 +89,14 @@ class ShownRollout(TypedDict):
     error: str | None
 
 
-SHOWN = TypeAdapter(ShownRollout)
-"""Checks a line of the file."""
+_SHOWN = TypeAdapter(ShownRollout)
+
+
+def as_sample(line: object) -> ShownRollout:
+    """Checks what a line of the file says. Raises ValueError; for NaN and infinity too: a page takes none."""
+    sample = _SHOWN.validate_python(line)
+    json.dumps(sample, allow_nan=False)
+    return sample
 
 
 def read_samples(
@@ -116,10 +122,10 @@ def read_samples(
         if kinds and sample.get("kind") not in kinds:
             continue
         try:
-            found.append(SHOWN.validate_python(sample))
-        except ValidationError as error:
-            where = error.errors()[0]["loc"]
-            tell(problems, f"a line of {path.name} is no sample and is left out: {where}")
+            found.append(as_sample(sample))
+        except ValueError as error:
+            why = error.errors()[0]["loc"] if isinstance(error, ValidationError) else error
+            tell(problems, f"a line of {path.name} is no sample and is left out: {why}")
         if len(found) == newest:
             break
     found.reverse()

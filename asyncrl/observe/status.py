@@ -7,6 +7,7 @@ seen: on its own machine.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -120,6 +121,11 @@ def judge_state(status: Mapping[str, Any], folder: Path) -> tuple[State, str]:
     age_s = max(0.0, time.time() - float(status.get("updated_s", 0.0)))
     if said in ("done", "failed", "interrupted"):
         return said, f"{said} {age_s:.0f} s ago: {status.get('why') or 'no reason is given'}"
+    if not status:
+        return (
+            "unknown",
+            f"there is no {STATUS_FILE} that can be read: whether it was ever started is not known.",
+        )
     if said not in ("starting", "running"):
         return "unknown", f"{STATUS_FILE} says {said!r}, which is no state of a run."
     here, is_held = socket.gethostname(), _is_held(folder / LOCK_FILE)
@@ -206,15 +212,17 @@ def _table(files: RunFiles) -> RenderableType:
             rows.append(("eval", Text(f"{evaluation_text(lines[-1])}\n{sparkline(rewards)}")))
     for name, value in files.status.items():
         if name not in _LEFT_OUT and value is not None:
-            rows.append((name, Text(_waits(value) if name == "waits" else plain(value))))
+            rows.append((name, Text(_said(name, value))))
     rows += [("problem", Text(problem, style="red")) for problem in files.problems]
     panel = boxed(rows, str(files.run_dir))
     return Group(panel, summary_panel(files.verdict, title="so far")) if files.verdict else panel
 
 
-def _waits(value: Any) -> str:
-    """A sentence each; what is no list of waits is shown as it is."""
-    try:
-        return "\n".join(str(Wait(**entry)) for entry in value) or "none"
-    except (TypeError, ValueError):
-        return plain(value)
+def _said(name: str, value: Any) -> str:
+    """A sentence each wait, the age of each rollout; what has not their form is shown as it is."""
+    with contextlib.suppress(TypeError, ValueError):
+        if name == "waits":
+            return "\n".join(str(Wait(**entry)) for entry in value) or "none"
+        if name == "oldest_rollouts":
+            return "\n".join(f"{rollout}, {age_s:.1f} s" for rollout, age_s in value) or "none"
+    return plain(value)

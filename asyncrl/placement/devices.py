@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -104,6 +105,28 @@ class Placement:
         each = enumerate(self.engines)
         num = sum(self.engine_node(other) == node and first in devices for other, devices in each)
         return None if self.share is None else self.share / num
+
+    def parts(self, *, has_engines: bool, serves_only: bool = False) -> dict[int, list[str]]:
+        """What is on each node, the first one always: a device for each process, of an engine all of its own.
+        `has_engines`: the run starts them; `serves_only`: and nothing else.
+        """
+        parts = defaultdict[int, list[str]](list, {0: []})
+        for number, devices in enumerate(self.engines if has_engines else ()):
+            parts[self.engine_node(number)] += devices
+        if not serves_only:
+            for node, device in self.ranks:
+                parts[node].append(device)
+            parts[self.beside_node] += filter(None, (self.evaluation, self.teacher))
+        return parts
+
+    def elastic(self, num_engines: int) -> dict[int, bool]:
+        """The nodes that have engines and nothing else, but the first: whether one of them is among the first
+        `num_engines`.
+        """
+        others = {0, *(device.node for device in self.ranks)}
+        others |= {self.beside_node} if self.evaluation or self.teacher else set()
+        nodes = [self.engine_node(number) for number in range(len(self.engines))]
+        return {node: node in nodes[:num_engines] for node in nodes if node not in others}
 
     @property
     def rollout(self) -> tuple[str, ...]:

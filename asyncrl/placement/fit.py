@@ -284,7 +284,15 @@ def refuse_too_many_connections(config: RunConfig) -> None:
 # The Python of servers that have their own.
 
 CHECKOUT = Path(asyncrl.__file__).resolve().parent.parent
-ASK = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+ASK = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec(sys.argv[1]) is None:
+    sys.exit(1)
+try:
+    print(importlib.metadata.version(sys.argv[1]))
+except importlib.metadata.PackageNotFoundError:
+    pass
+"""
 ASK_TIMEOUT_S = 30.0
 PACKAGES = ("asyncrl", "asyncrl_servers")
 
@@ -311,7 +319,7 @@ def find_python(rollout: RolloutConfig) -> Path:
     own = Path(folder) / "bin" / "python"
     # not resolved: a venv's python is a link to one that does not have its packages
     pythons = [python.absolute() for python in ([Path(sys.executable), own] if given == "auto" else [named])]
-    found = next((python for python in pythons if has_package(python, package)), None)
+    found = next((python for python in pythons if version_in(python, package) is not None), None)
     if found is None:
         raise ConfigError(
             f"rollout.{package}_python={given}: {' and '.join(map(str, pythons))} cannot import {package}",
@@ -320,22 +328,31 @@ def find_python(rollout: RolloutConfig) -> Path:
     return found
 
 
+def find_version(rollout: RolloutConfig) -> dict[str, str]:
+    """The engine's package, and its version in the Python that has it. Raises ConfigError as find_python."""
+    package = rollout.facts.package or ""
+    return {package: version_in(find_python(rollout), package) or ""}
+
+
 @functools.cache
-def has_package(python: Path, package: str) -> bool:
-    """Asks that Python where it is, without importing it, which would take seconds."""
+def version_in(python: Path, package: str) -> str | None:
+    """The version of a package in that Python, "" if it tells none; None: it lacks the package. Looks where
+    it is, without importing it, which would take seconds.
+    """
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
         asking = [str(python), "-c", ASK, package]
-        done = subprocess.run(asking, env=environ, capture_output=True, timeout=ASK_TIMEOUT_S)
+        done = subprocess.run(asking, env=environ, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+        return None
+    return None if done.returncode else done.stdout.strip()
 
 
 def import_folder(folder: Path) -> Path:
     """`folder` with links to our two packages and nothing else, for PYTHONPATH: another Python must not see
     our site-packages.
     """
+    folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     for name in PACKAGES:
         link, target = folder / name, Path(str(files(name))).resolve()

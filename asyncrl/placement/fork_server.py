@@ -43,8 +43,9 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """Where the user's environment lacks it: threads that ask torch for no number of their own (those that hash
 or copy weights beside a step) would each make a team as large as the machine, which spins while it waits.
 """
-NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV)
-"""Keys that the run itself may be given: an environment in /proc is open to every process of this user."""
+NEVER_INHERITED = (KEY_ENV, WORKER_KEY_ENV, SECRET_ENV, "RAY_AUTH_TOKEN")
+"""Keys that the run itself may be given: an environment in /proc is open to every process of this user. No
+child of ours speaks to Ray."""
 PRELOADED = (
     "asyncrl.trainer.model.scratch",
     "asyncrl.trainer.rank_process",
@@ -222,11 +223,13 @@ def _serve_or_exit(requests: socket.socket, modules: Sequence[str], parent: int)
     """Import `modules`, then fork a child for each request, until `parent` is gone."""
     try:
         _be_a_server(requests.fileno(), parent)
+        gc.disable()  # imports leave next to nothing to collect, and looking takes a fifth of their time
         for name in modules:
             importlib.import_module(name)
         assert is_fork_safe(), "an import has started a thread or opened a device, which a fork would lose"
         gc.collect()
         gc.freeze()  # what the children share is not written to by their collectors
+        gc.enable()
         while True:
             request, files, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 8)
             if not request:

@@ -8,7 +8,7 @@ there are, holds what a Placement takes of them, and makes processes there: on t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,13 +22,19 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True, slots=True)
 class Node:
     """One machine of the run. `name`: for people. `address`: under which the others reach its servers;
-    servers of a run on one machine listen on loopback alone. `id`: what its launcher calls it.
+    servers of a run on one machine listen on loopback alone; "": it is to come. `id`: what its launcher calls
+    it.
     """
 
     name: str
     address: str
     machine: Machine
     id: str = ""
+
+    @property
+    def is_to_come(self) -> bool:
+        """It is not there yet, and taken to be like the first."""
+        return not self.address
 
 
 def address_of(node: int) -> str:
@@ -75,7 +81,8 @@ class Order:
     """A process to be started: what is the same wherever it runs. `module` is run as `python -m module` with
     `spec` (JSON) in a file and a listening socket, at `port` or any free one; `devices` (cpu, cuda:1, ...)
     are those of its node that it sees, and no others. Its log is RUN_DIR/logs/NAME.log on the controller's
-    machine.
+    machine. `python`: called on its node, finds the Python that it runs under (None: ours); raises
+    ConfigError.
     """
 
     name: str
@@ -87,7 +94,74 @@ class Order:
     port: int | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict)
-    python: Path | None = None
+    python: Callable[[], Path] | None = None
+
+
+NOTHING: Mapping[int, bool] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a node must have for the processes of the run there. `files`: by their absolute paths, and what
+    each holds ("": anything). `package`: called there, finds what its engines run under, by its name, and the
+    version, which is the same on all nodes with engines; raises ConfigError where there is none.
+    """
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    package: Callable[[], Mapping[str, str]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHas:
+    """What a node has of its Needs. `unseen`: the files that are not there, or hold something else."""
+
+    unseen: Sequence[str]
+    package: Mapping[str, str]
+    refusal: ConfigError | None = None
+    """That it has no such package."""
+
+
+def look(needs: Needs) -> NodeHas:
+    """On this machine. Blocks."""
+    unseen = [path for path, token in needs.files.items() if not _holds(Path(path), token)]
+    try:
+        return NodeHas(unseen, needs.package() if needs.package else {})
+    except ConfigError as error:
+        return NodeHas(unseen, {}, error)
+
+
+def _holds(path: Path, token: str) -> bool:
+    try:
+        return token in path.read_text(encoding="utf-8", errors="replace") if token else path.is_file()
+    except OSError:
+        return False
+
+
+def misfit(name: str, seen: NodeHas, versions: dict[str, str]) -> ConfigError | None:
+    """Why nothing of the run can be on the node of this name, if so. The `versions` of packages are those of
+    the first node that has them: they are put into it.
+    """
+    if seen.unseen:
+        return ConfigError(
+            f"the node {name} does not see {', '.join(seen.unseen)}, or sees another file there",
+            rule="every node reads what its parts need at the path that the controller has: the model, the "
+            "run directory and model.chat_template (trainer ranks), weight_sync.disk_dir",
+            way_out="put them on a file system that all nodes mount (--run-dir, model.path).",
+        )
+    if (error := seen.refusal) is not None:
+        return ConfigError(
+            f"the node {name} lacks what its engines need: {error.what}", way_out=error.way_out
+        )
+    for package, version in seen.package.items():
+        if (first := versions.setdefault(package, version)) != version:
+            theirs, ours = (f"{package} {number or 'of no known version'}" for number in (version, first))
+            return ConfigError(
+                f"the node {name} has {theirs}, the first node with engines has {ours}",
+                rule="all engines of a run are of one version",
+                way_out=f"install {ours} there, name a Python that has it (rollout.{package}_python, "
+                f"VENV_{package.upper()}), or place no engine there (placement.rollout).",
+            )
+    return None
 
 
 class Process(Protocol):
@@ -143,16 +217,42 @@ class Launcher(Protocol):
 
     nodes: tuple[Node, ...]
     """Those that there are, the controller's own first."""
+    say: Callable[[str], None]
+    """Is told what people are to know of the nodes."""
 
     def open(self) -> None:
         """Look at the nodes. Blocks; raises ConfigError."""
         ...
 
-    async def hold(self, parts: Mapping[int, Sequence[str]]) -> None:
-        """Reserve, for each node (by its place in `nodes`), these devices: one entry for each
-        process, `cpu` or `cuda:K`. Raises ConfigError for more than there is, RoomError, with what is
-        missing, where they do not become free in time.
+    def bring(self, parts: Sequence[Sequence[str]], later: Sequence[Node], wait_s: float) -> bool:
+        """Have a node started for each of `parts`, what will be there as for hold(), where something starts
+        nodes; else nothing is done, and the answer is False. Blocks until they are among `nodes`, of which
+        those that are to come `later` are the last. Raises RoomError after `wait_s` seconds
+        (supervision.node_wait_s).
         """
+        ...
+
+    async def hold(
+        self,
+        parts: Mapping[int, Sequence[str]],
+        needs: Mapping[int, Needs],
+        elastic: Mapping[int, bool] = NOTHING,
+    ) -> None:
+        """Reserve, for each node (by its place in `nodes`), these devices: one entry for each
+        process, `cpu` or `cuda:K`. `elastic`: nodes that may rest, and whether each is there from the first.
+        Raises ConfigError for more than there is, and for `needs` that a node does not have, RoomError, with
+        what is missing, where they do not become free in time.
+        """
+        ...
+
+    async def come(self, node: int) -> None:
+        """Reserve again what an elastic node is to have, on this or any other machine that fits. Raises
+        RoomError (NodeLost) as long as there is none: the next call goes on asking.
+        """
+        ...
+
+    async def rest(self, node: int) -> None:
+        """Give an elastic node back, on which no process is any more, or ask for it no longer."""
         ...
 
     def process(self, node: int, order: Order) -> Process:
@@ -161,10 +261,6 @@ class Launcher(Protocol):
 
     async def free_port(self, node: int) -> int:
         """A TCP port that nothing on this node listens on now."""
-        ...
-
-    async def sees(self, node: int, path: Path, token: str) -> bool:
-        """Whether the file at `path` (absolute) holds `token` on this node: that both see one file system."""
         ...
 
     async def aclose(self) -> None: ...

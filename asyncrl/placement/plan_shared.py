@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 
 from asyncrl.config import RunConfig
+from asyncrl.config.weight_sync import has_relays
 from asyncrl.placement.choice import NodeDevice
 from asyncrl.placement.devices import NO_DEVICE, Placement, chunk_devices
 from asyncrl.placement.model_shape import ModelShape
@@ -28,7 +29,7 @@ def shared_memory(
     is_turns, evaluates = placement.mode == "colocated", config.eval is not None
     beside = {placement.beside_node} if evaluates else set[int]()
     receivers = {device.node for device in placement.engine_devices if device.name != NO_DEVICE}
-    has_relays = sync.facts.is_relayed and placement.num_nodes > 1
+    is_relayed = has_relays(config) and placement.num_nodes > 1
     on_way, note = Memory(weights=size), "weights on their way, in shared memory"
     if is_turns:
         on_way, note = Memory(weights=min(sync.chunk_bytes, size)), "a chunk of weights"
@@ -42,9 +43,9 @@ def shared_memory(
         receivers = set()
     is_file = is_turns or not (sync.facts.is_file_shared or (sync.facts.is_one_kept and not evaluates))
     nodes = receivers if is_turns else receivers | beside | {first.node}
-    for node in sorted({first.node} if has_relays else nodes) if is_file and not memories else ():
+    for node in sorted({first.node} if is_relayed else nodes) if is_file and not memories else ():
         yield _on(placement, NodeDevice(node, "cpu"), "staging", "staging", on_way, note)
-    for node in sorted({0, first.node, *nodes, *beside}) if has_relays else ():
+    for node in sorted({0, first.node, *nodes, *beside}) if is_relayed else ():
         kept = Memory(weights=RELAY_FILES * on_way.weights) if node in nodes - {first.node} else Memory()
         kept = Memory() if memories else kept
         note = f"weights from node to node{', two versions in shared memory' if kept.total else ''}"

@@ -120,6 +120,8 @@ class Push:
         names = [target.name for target in self.live]
 
         async def prepare(target: EngineClient) -> str:
+            if manifest.is_held:  # the trainer sends them; a file is for evaluation alone
+                return await target.prepare(manifest)
             return await target.prepare(await self._locate(target.name, manifest, names))
 
         digests = await self._on(self.live, "prepare", prepare)

@@ -106,7 +106,8 @@ class Spread:
         before = [other for other in getting if other < node] or [one for one in having if one != node]
         chain = dict.fromkeys([*sorted(before, reverse=True), self.trainer, 0])  # 0: what evaluation has kept
         chain.pop(node, None)
-        return [self.relays[number].source for number in chain]
+        relays = [self.relays[number] for number in chain]
+        return [relay.source for relay in relays if relay.caller.url]  # else its node is away
 
     async def _fetched(self, node: int, who: str, sent: Sent, sources: Sequence[WeightSource]) -> str:
         relay = self.relays[node]

@@ -13,8 +13,7 @@ from asyncrl.config.run_config import key_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.messages.records import Prompt
 from asyncrl.tasks.epochs import ByDifficulty
-from asyncrl.tasks.feed import Feed
-from asyncrl.tasks.mixed_feed import MixedFeed
+from asyncrl.tasks.feed import Feed, MixedFeed
 from asyncrl.tasks.pinned_data import check_digest, whole_digest
 from asyncrl.tasks.sources import GymTask, VerifiersTask, math_reward, read_dataset, read_files
 from asyncrl.tasks.task import PromptTask, RowTask, Score, UserCodeFailed, no_reward, user_code

@@ -11,20 +11,15 @@ What can be done here is done: the store listens at one address, and gloo and NC
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,6 +29,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.base import ErrorBody
 from asyncrl.serving import Refused
 from asyncrl.trainer.trainer_client import RENDEZVOUS, TrainerSpec
+from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interface
 
 T = TypeVar("T")
 BEATS = 2
@@ -42,7 +38,6 @@ START_S = 240.0
 """How long a rank waits for the others to be there; less than its process is given to answer, so that the
 rank says what it lacks.
 """
-OPEN_PORTS = "let the trainer's nodes reach each other at every TCP port of their own network"
 
 
 @dataclass(frozen=True)
@@ -177,7 +172,8 @@ class Rendezvous:
         host, _, port = spec.store.rpartition(":")
         options: dict[str, Any] = {"world_size": size, "wait_for_workers": False, "timeout": self._left}
         if spec.rank == 0:
-            options |= {"is_master": True, "master_listen_fd": self._listen(host, int(port))}
+            rule = "there it opens the store in which the trainer's ranks meet"
+            options |= {"is_master": True, "master_listen_fd": listen_at(spec.store, rule)}
         what = f"{self._me} cannot reach rank 0 at {spec.store}"
         return self._in_time(what, lambda: dist.TCPStore(host, int(port), **options))  # type: ignore[attr-defined]
 
@@ -205,60 +201,16 @@ class Rendezvous:
         """What `connect` makes with the others: groups of processes."""
         return self._in_time(f"{self._me} has met the others, and cannot connect to each of them", connect)
 
-    def _listen(self, host: str, port: int) -> int:
-        """A descriptor, which the store closes."""
-        try:
-            return socket.create_server((host, port)).detach()
-        except OSError as error:
-            what = f"rank 0 cannot listen at {self.spec.store}: {error.strerror or error}"
-            rule = "there it opens the store in which the trainer's ranks meet"
-            way_out = f"end what listens there (`ss -ltnp sport = :{port}`), or give another port."
-            raise ConfigError(what, rule=rule, way_out=way_out) from error
-
     def _in_time(self, what: str, work: Callable[[], T]) -> T:
         """The limits of torch do not cover a server that is silent, or a connection that breaks."""
-        done: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except (RuntimeError, OSError, ConfigError) as error:
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="rendezvous", daemon=True).start()
         try:
-            return done.result(self._left.total_seconds() + 1.0)
+            return run_within(self._left.total_seconds() + 1.0, work, name="rendezvous")
         except (RuntimeError, OSError) as error:  # a TimeoutError is one
             why = str(error).partition("\n")[0] or "no answer"
             within = f"within {self.start_s:g} s: {why[:300]}"
             rule = f"the ranks of a trainer meet at {self._where}, then each connects to each"
             way_out = f"read the log of rank 0; {OPEN_PORTS}."
             raise ConfigError(f"{what} {within}", rule=rule, way_out=way_out) from error
-
-
-def interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address. Raises ConfigError."""
-    found = {
-        one.address: name.partition(":")[0]
-        for name, ones in psutil.net_if_addrs().items()
-        for one in ones
-        if one.family == socket.AF_INET
-    }
-    if address in found:
-        return found[address]
-    what = f"no network interface here has {address}, the address of this rank"
-    rule = f"ranks reach each other at IPv4 addresses of their nodes; here are {', '.join(sorted(found))}"
-    raise ConfigError(what, rule=rule, way_out="give the trainer's nodes by such addresses.")
-
-
-def use_interface(address: str, *, is_apart: bool) -> None:
-    """Have gloo, and with several nodes (`is_apart`) NCCL, listen on the interface of `address`, unless the
-    environment names another: no host name is looked up. Raises ConfigError.
-    """
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
-    if is_apart and "NCCL_SOCKET_IFNAME" not in os.environ:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"  # this name, not all that begin so
 
 
 def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> Ranks:
@@ -272,7 +224,7 @@ def join_ranks(spec: TrainerSpec, device: torch.device, dtype: torch.dtype) -> R
     ordinal = spec.rank if spec.local_rank is None else spec.local_rank
     if is_cuda:
         torch.cuda.set_device(ordinal)
-    use_interface(spec.address, is_apart=bool(spec.store))
+    use_interface(spec.address, is_apart=bool(spec.store or spec.weights_store))
     meeting = Rendezvous(spec)
     store = meeting.open()
     meeting.here(store)

@@ -75,7 +75,8 @@ class TrainStep(Learner):
         self._pieces: Pieces | None = None
         on_all = spec.chunks == "memories"
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)
-        end = TrainerEnd(self.device, self.dtype, spec.chunk_bytes, ranks.is_first, spec.is_file_wanted)
+        how = (spec.chunk_bytes, ranks.is_first, spec.is_file_wanted, spec.weights_store)
+        end = TrainerEnd(self.device, self.dtype, *how)
         self.transport = make_transport(spec.transport, end)
         self._exporting: Future[ExportResponse] | None = None
 

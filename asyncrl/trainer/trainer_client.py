@@ -50,6 +50,7 @@ RECOVERED_TIMEOUT_S = 60.0
 LOST_STATUS = 503
 """Rank 0's answer when it has lost the others: new ranks can go on."""
 RENDEZVOUS = "rendezvous"
+_STORE = r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$"
 """File in the staging folder through which the ranks of a trainer find each other. New ranks need a new
 file.
 """
@@ -79,7 +80,7 @@ class TrainerSpec(FrozenConfig):
     address: str = "127.0.0.1"
     """IPv4 address of its node, at which the other ranks reach it; until the process is started, what stands
     for it (placement/nodes.py)."""
-    store: str = Field(default="", pattern=r"^(([0-9.]+|<address of node [0-9]+>):[0-9]+)?$")
+    store: str = Field(default="", pattern=_STORE)
     """Where the ranks find each other: ADDRESS:PORT of rank 0's node, '' = a file in the staging folder,
     which all of them see.
     """
@@ -97,6 +98,9 @@ class TrainerSpec(FrozenConfig):
     """
     is_file_wanted: bool = False
     """With transport=nccl: write the file too, for the eval engine."""
+    weights_store: str = Field(default="", pattern=_STORE)
+    """With transport=nccl on several nodes: ADDRESS:PORT at which rank 0 opens the store in which it meets
+    the engines, '' = each group meets in a file."""
     chunk_bytes: int = Field(default=2**28, ge=1)
     """weight_sync.chunk_bytes: what /export_chunk writes at once."""
     chunks: Literal["file", "memory", "memories"] = "file"

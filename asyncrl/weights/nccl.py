@@ -13,27 +13,33 @@ engine. So a group has a stream of its own, which waits for the event of the buf
 else.
 
 Why not vLLM's own helpers (nccl_common.trainer_init and PyNcclCommunicator): their processes meet in a TCP
-store to which any program that reaches the port may write, and they unpickle its content; the trainer would
-have to import vLLM; and nothing in them ends a wait for a process that has died. Here they meet in a file of
-a folder that is ours alone, nothing is pickled, and every wait has an end.
+store whose content they unpickle, which any program that reaches the port may write; the trainer would have
+to import vLLM; and nothing in them ends a wait for a process that has died. Here nothing is pickled, every
+wait has an end, and on one machine they meet in a file of a folder that is ours alone. On several nodes they
+meet in a TCP store, too, which rank 0 opens at its node's address. Neither that nor gloo nor NCCL asks who
+comes: a program that reaches their ports can read and change weights.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncrl.errors import ConfigError
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat, SentChunk, SentWeights
 from asyncrl.messages.calls import ExportResponse
 from asyncrl.serving import Refused
@@ -48,9 +54,13 @@ from asyncrl.weights.export import (
 from asyncrl.weights.ipc import copy_placed, lay_out, views
 from asyncrl.weights.transport import Exported, TrainerEnd, Transport, done, only_gathered
 
+T = TypeVar("T")
 SENDER = 0
+_LATE_S = 1.0
+"""By how much more a thread of torch may take than its limit, so that its own words are told."""
 _LOOK_S = 0.0005
 """How often an unfinished NCCL call is looked at."""
+OPEN_PORTS = "let the nodes of the run reach each other at every TCP port of their own network"
 
 
 class BroadcastTransport(Transport):
@@ -65,8 +75,12 @@ class BroadcastTransport(Transport):
     """
 
     def __init__(self, end: TrainerEnd, cuda: Any = None) -> None:
-        """`cuda`: what has streams and events, torch.cuda unless it is given; on the CPU there is none."""
+        """`cuda`: what has streams and events, torch.cuda unless it is given; on the CPU there is none.
+        Raises ConfigError where no store can be opened.
+        """
         super().__init__(end)
+        self._store = _open_store(end.store) if end.store and end.is_first else None
+        """Where groups of several nodes meet: it is there as long as this object is."""
         self._cuda = cuda or _cuda_of(end.device)
         self._filled: Any = None
         """The event after which the buffers hold what was exported last."""
@@ -160,10 +174,14 @@ class WeightGroup:
         # of high priority: its kernels are few and short, and engines stand still until they are done
         self._stream = None if self._cuda is None else self._cuda.Stream(device, priority=-1)
         try:
-            self._group = _connect(seat, device, self._timeout)
-        except (RuntimeError, OSError) as error:
-            what = f"no group of {seat.size} processes within {seat.timeout_s} s"
-            raise GroupBroken(f"{what}: {error}") from error
+            # The limits of torch do not cover a store that is silent.
+            connect = partial(_connect, seat, device, self._timeout)
+            self._group = run_within(seat.timeout_s + _LATE_S, connect, name="join")
+        except (RuntimeError, OSError, ConfigError) as error:  # a TimeoutError is an OSError
+            where, way_out = (f" at {seat.store}", f"; {OPEN_PORTS}") if seat.store else ("", "")
+            what = f"no group of {seat.size} processes{where} within {seat.timeout_s} s"
+            why = str(error).partition("\n")[0] or "no answer"  # behind it are frames of torch
+            raise GroupBroken(f"{what}: {why}{way_out}") from error
 
     def close(self) -> None:
         """Leave. Idempotent; the others notice at their next call."""
@@ -235,8 +253,7 @@ def _cuda_of(device: torch.device) -> Any:
 
 
 def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
-    store = dist.FileStore(seat.path, seat.size)  # type: ignore[attr-defined]
-    store.set_timeout(timeout)
+    store, interfaces = _meet(seat, timeout)
     if device.type == "cuda":
         if device.index is not None:  # of this thread; a trainer's rank 0 has no number, and is on the first
             torch.cuda.set_device(device)
@@ -254,5 +271,85 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
             if before is not None:
                 os.environ[name] = before
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    gloo._timeout, gloo._devices = timeout, [dist.ProcessGroupGloo.create_device(interface="lo")]
+    make = dist.ProcessGroupGloo.create_device
+    gloo._timeout, gloo._devices = timeout, [make(interface=name) for name in interfaces]
     return dist.ProcessGroupGloo(store, seat.rank, seat.size, gloo)
+
+
+def _meet(seat: GroupSeat, timeout: timedelta) -> tuple[Any, list[str]]:
+    """Where the members find each other, and the interfaces on which gloo listens. On several nodes those are
+    of the address from which this node reaches the trainer's.
+    """
+    if not seat.store:
+        store: Any = dist.FileStore(seat.path, seat.size)  # type: ignore[attr-defined]
+        interfaces = ["lo"]
+    else:
+        host, _, port = seat.store.rpartition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:  # to which nothing is sent
+            route.connect((host, int(port)))
+            use_interface(route.getsockname()[0], is_apart=True)
+        interfaces = os.environ["GLOO_SOCKET_IFNAME"].split(",")
+        server = dist.TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(seat.path, server)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    return store, interfaces
+
+
+def _open_store(where: str) -> Any:
+    """A store at ADDRESS:PORT that is open as long as the object is. Raises ConfigError."""
+    host, _, port = where.rpartition(":")
+    descriptor = listen_at(where, "there it opens the store in which trainer and engines meet")
+    options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "master_listen_fd": descriptor}
+    return dist.TCPStore(host, int(port), **options)  # type: ignore[attr-defined]
+
+
+def listen_at(where: str, rule: str) -> int:
+    """A descriptor for rank 0's store at ADDRESS:PORT, which closes it. Raises ConfigError."""
+    host, _, port = where.rpartition(":")
+    try:
+        return socket.create_server((host, int(port))).detach()
+    except OSError as error:
+        what = f"rank 0 cannot listen at {where}: {error.strerror or error}"
+        way_out = f"end what listens there (`ss -ltnp sport = :{port}`), or give another port."
+        raise ConfigError(what, rule=rule, way_out=way_out) from error
+
+
+def run_within(timeout_s: float, work: Callable[[], T], *, name: str) -> T:
+    """What `work` returns, for calls of torch whose own limits do not hold: it runs in a thread, which the
+    process leaves behind if it takes longer. Raises what it raises, and TimeoutError.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:  # the caller's
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done.result(timeout_s)
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has this IPv4 address. Raises ConfigError."""
+    found = {
+        one.address: name.partition(":")[0]
+        for name, ones in psutil.net_if_addrs().items()
+        for one in ones
+        if one.family == socket.AF_INET
+    }
+    if address in found:
+        return found[address]
+    what = f"no network interface here has {address}, the address of this rank"
+    rule = f"ranks reach each other at IPv4 addresses of their nodes; here are {', '.join(sorted(found))}"
+    raise ConfigError(what, rule=rule, way_out="give the trainer's nodes by such addresses.")
+
+
+def use_interface(address: str, *, is_apart: bool) -> None:
+    """Have gloo, and with several nodes (`is_apart`) NCCL, listen on the interface of `address`, unless the
+    environment names another: no host name is looked up. Raises ConfigError.
+    """
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface_of(address)
+    if is_apart and "NCCL_SOCKET_IFNAME" not in os.environ:
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(address)}"  # this name, not all that begin so

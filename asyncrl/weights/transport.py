@@ -28,13 +28,16 @@ from asyncrl.weights.export import LazyWeights, begin_export, gather_along
 
 @dataclass(frozen=True, slots=True)
 class TrainerEnd:
-    """What a transport needs of the trainer. `is_file_wanted`: evaluation reads each export as a file."""
+    """What a transport needs of the trainer. `is_file_wanted`: evaluation reads each export as a file.
+    `store`: ADDRESS:PORT at which rank 0 opens where it meets engines of several nodes.
+    """
 
     device: torch.device
     dtype: torch.dtype
     chunk_bytes: int
     is_first: bool = True
     is_file_wanted: bool = False
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)

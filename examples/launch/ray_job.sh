@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Submits a run as a job of a Ray cluster that is there already. The controller runs on the cluster's head, so this machine may leave.
 #   examples/launch/ray_job.sh http://HEAD:8265
+#   CONFIG=my.yaml RUN_DIR=/shared/runs/mine examples/launch/ray_job.sh http://HEAD:8265 placement.rollout='{nodes: 4, gpus: 8}' rollout.num_engines=32
 # The head needs Ray's dashboard (pip install 'ray[default]'), every node asyncrl with its extras train and ray (and vllm), all of the same
 # version, and /shared, where the run and the model lie. This folder goes to the nodes as it is (runtime_env.yaml says what is left out):
-# configs, tasks and agents of yours come from here, asyncrl itself does not.
-# The same command again goes on with the run where it stood. `ray job stop asyncrl-...` interrupts it, `ray job logs -f ...` shows it.
+# configs, tasks and agents of yours come from here, and asyncrl/ too, before the one that is installed.
+# The same command again goes on with the run where it stood. `ray job stop asyncrl-...` interrupts it, which writes a checkpoint first;
+# `ray job logs -f ...` shows it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-dashboard=${1:?usage: examples/launch/ray_job.sh http://HEAD:8265}
+dashboard=${1:?usage: examples/launch/ray_job.sh http://HEAD:8265 [KEY=VALUE ...]}
+shift
 config=${CONFIG:-configs/gpu-8-apart.yaml}
 model=${MODEL:-/shared/models/Qwen2.5-7B-Instruct}
 run_dir=${RUN_DIR:-/shared/runs/first}
@@ -18,4 +21,4 @@ ray job submit --address "$dashboard" --submission-id "asyncrl-$(basename "$run_
     --runtime-env examples/launch/runtime_env.yaml --entrypoint-num-cpus 0 --no-wait -- \
     asyncrl run "$config" launcher=ray model.path="$model" \
     placement.trainer='{nodes: 2, gpus: 8}' placement.rollout='{nodes: 2, gpus: 8}' \
-    trainer.world_size=16 rollout.num_engines=16 --run-dir "$run_dir"
+    trainer.world_size=16 rollout.num_engines=16 --run-dir "$run_dir" "$@"

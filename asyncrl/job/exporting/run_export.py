@@ -206,7 +206,10 @@ def _told(source: WeightsSource, out: Path) -> Iterator[None]:
     except Refused as error:
         raise CheckpointError(error.body.error, rule=error.body.rule, way_out=error.body.way_out) from error
     except (OSError, SafetensorError) as error:
-        what = f"cannot export {source.folder} to {out}: {type(error).__name__}: {str(error)[:500]}"
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, shutil.Error):  # a list of (from, to, why)
+            why = str(error.args[0][0][-1])
+        what = f"cannot export {source.folder} to {out}: {why[:500]}"
         way_out = "free space on the disk of OUT, or name another folder; the run is as it was."
         raise ConfigError(what, way_out=way_out) from error
 

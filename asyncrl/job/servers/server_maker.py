@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import secrets
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,20 +17,21 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.engines.engine import EngineClient
 from asyncrl.engines.vllm_broadcast import Broadcasts
-from asyncrl.errors import ConfigError
 from asyncrl.http import SHORT_S, Caller
 from asyncrl.job.engine_kinds import engine_kind
+from asyncrl.job.servers.teaching import KEY
 from asyncrl.job.start import START_TIMEOUT_S, Server
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.placement.devices import Placement, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
 from asyncrl.placement.launchers import LocalLauncher
 from asyncrl.placement.machine import find_cuda_devices
-from asyncrl.placement.nodes import LOOPBACK, Launcher, Order, Process, address_of
+from asyncrl.placement.nodes import LOOPBACK, Launcher, Needs, Order, Process, address_of
 from asyncrl.placement.plan import EVAL_ENGINE, OWN_BYTES, TEACHER, engine_threads, threads_on
 from asyncrl.placement.processes import ForeignProcess
 from asyncrl.rollouts.tokenizer import HFChatTokenizer
-from asyncrl.trainer.model_folder import load_limit_s
+from asyncrl.staging import LOCK
+from asyncrl.trainer.model_folder import find_model, load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
 
 
@@ -54,15 +54,26 @@ class ServerMaker:
         placement, num = self.placement, self.config.trainer.world_size
         if num == 1 or not any(placement.rank_node(rank) for rank in range(num)):
             return ""
-        first = placement.rank_node(0)
+        return await self._free_place()
+
+    async def find_weights_store(self) -> str:
+        """Where trainer and engines meet for a broadcast, if not in the staging folder."""
+        is_far = self.placement.num_nodes > 1 and self.config.weight_sync.facts.is_one_kept
+        return await self._free_place() if is_far else ""
+
+    async def _free_place(self) -> str:
+        """A port of rank 0's node, which stands for its address."""
+        first = self.placement.rank_node(0)
         return f"{address_of(first)}:{await self.launcher.free_port(first)}"
 
-    def trainers(self, staging_dir: Path, store: str = "") -> list[Server]:
-        """The ranks of the trainer, of which the first takes requests; they meet at `store`."""
+    def trainers(self, staging_dir: Path, store: str = "", weights_store: str = "") -> list[Server]:
+        """The ranks of the trainer, of which the first takes requests; they meet at `store`, and the engines
+        at `weights_store`.
+        """
         servers, module = list[Server](), "asyncrl.trainer.rank_process"
         for rank in range(self.config.trainer.world_size):
             name, port = f"trainer-{rank}", None if rank else self.config.trainer.port
-            spec = self.trainer_spec(rank, staging_dir, store).model_dump_json()
+            spec = self.trainer_spec(rank, staging_dir, store, weights_store).model_dump_json()
             devices = [self.placement.trainer[other] for other in self._ranks_beside(rank)]
             child = self._process(name, module, spec, devices, port, self.placement.rank_node(rank))
             caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
@@ -74,9 +85,12 @@ class ServerMaker:
         node_of = self.placement.rank_node
         return [other for other in range(len(self.placement.trainer)) if node_of(other) == node_of(rank)]
 
-    def trainer_spec(self, rank: int, staging_dir: Path, store: str = "") -> TrainerSpec:
+    def trainer_spec(
+        self, rank: int, staging_dir: Path, store: str = "", weights_store: str = ""
+    ) -> TrainerSpec:
         """The spec of a rank. It sees the devices of all ranks of its node and no others."""
         config, kind = self.config, engine_kind(self.config)
+        template = config.model.chat_template
         num_memories = len(chunk_devices(config, self.placement))
         return TrainerSpec(
             model_path=str(self.model_path),
@@ -87,8 +101,9 @@ class ServerMaker:
             threads=threads_on(config, self.placement, self.placement.rank_node(rank))[1],
             rank=rank,
             local_rank=self._ranks_beside(rank).index(rank),
-            address=address_of(self.placement.rank_node(rank)) if store else LOOPBACK,
+            address=address_of(self.placement.rank_node(rank)) if store or weights_store else LOOPBACK,
             store=store,
+            weights_store=weights_store,
             trainer=config.trainer,
             algorithm=config.algorithm,
             temperature=config.rollout.temperature,
@@ -102,7 +117,7 @@ class ServerMaker:
             staging_dir=staging_dir,
             record_path=self.run_dir / "trained.jsonl",
             failed_dir=self.run_dir / "failed_batches",
-            chat_template=config.model.chat_template and Path(config.model.chat_template),
+            chat_template=template and Path(template).absolute(),
         )
 
     def engines(self) -> list[Server]:
@@ -182,7 +197,7 @@ class ServerMaker:
         cores = self._cores(node)
         spec = json.dumps(kind.spec(self.model_path, name, devices[0], cores=cores, **turns))
         module = f"asyncrl_servers.{self.config.rollout.engine}"
-        child = self._process(name, module, spec, devices, port, node, **kind.process(self.run_dir))
+        child = self._process(name, module, spec, devices, port, node, python=kind.python())
         return self._engine_server(child, self.secret)
 
     def _cores(self, node: int) -> int | None:
@@ -221,32 +236,38 @@ class ServerMaker:
         order = Order(name, module, spec, self.run_dir, self.secret, devices, port, **more)
         return self.launcher.process(node, order)
 
-    async def hold(self, *, serves_only: bool = False) -> None:
-        """Have the launcher reserve what these servers take (`serves_only`: the engines), then see that each
-        node can read what its processes read. Raises ConfigError or RoomError.
+    async def hold(self, staging_dir: Path | None = None, num_engines: int = 0) -> None:
+        """Have the launcher reserve what these servers take, on nodes that can read what they read. None: of
+        a command that has engines alone. `num_engines`: those that work at first, where that may change.
+        Raises ConfigError or RoomError.
         """
-        placement, parts = self.placement, defaultdict[int, list[str]](list, {0: []})
-        if self.config.rollout.urls is None:
-            for number, devices in enumerate(placement.engines):
-                parts[self.placement.engine_node(number)] += devices
-        files = [(node, self.model_path / "config.json") for node, devices in parts.items() if devices]
-        if not serves_only:
-            for rank, device in enumerate(placement.trainer):
-                parts[node := self.placement.rank_node(rank)].append(device)
-                files += [(node, self.model_path / "config.json"), (node, self.run_dir / "run.id")]
-            beside = (placement.evaluation, placement.teacher)
-            parts[placement.beside_node] += [device for device in beside if device is not None]
-        await self.launcher.hold(parts)
-        for node, path in dict.fromkeys(files):
-            await self._refuse_unseen(node, path)
+        serves_only = staging_dir is None
+        parts = self.placement.parts(has_engines=self.config.rollout.urls is None, serves_only=serves_only)
+        needs = {
+            node: await asyncio.to_thread(self._needs, node, staging_dir)
+            for node, devices in parts.items()
+            if devices
+        }
+        elastic = self.placement.elastic(num_engines) if num_engines and self.config.rollout.is_scaled else {}
+        await self.launcher.hold(parts, needs, elastic)
 
-    async def _refuse_unseen(self, node: int, path: Path) -> None:
-        path = await asyncio.to_thread(path.absolute)
-        token = await asyncio.to_thread(path.read_text, encoding="utf-8")
-        if not await self.launcher.sees(node, path, token):
-            name = self.placement.nodes[node].name if self.placement.nodes else "of the controller"
-            raise ConfigError(
-                f"the node {name} does not see {path}, or sees another file there",
-                rule="all nodes read the model at one path, those of the trainer the run directory, too",
-                way_out="put model and run directory on a file system that all nodes mount (--run-dir).",
-            )
+    def _needs(self, node: int, staging_dir: Path | None) -> Needs:
+        """What the processes on this node read, of the model one file, and what its engines run under.
+        Blocks.
+        """
+        config, placement, run_dir = self.config, self.placement, self.run_dir
+        has_rank = staging_dir is not None and node in {one.node for one in placement.ranks}
+        is_beside = staging_dir is not None and placement.beside_node == node
+        own_engines = placement.engine_devices if config.rollout.urls is None else ()
+        has_engine = node in {one.node for one in own_engines}
+        has_engine |= is_beside and placement.evaluation is not None
+        whole = [self.model_path / "config.json"]
+        if has_rank:
+            chat_template = config.model.chat_template
+            whole += [run_dir / "run.id", *([Path(chat_template)] if chat_template else [])]
+        if is_beside and node and config.teacher is not None:
+            whole.append(find_model(config.teacher.path, config.teacher.revision, KEY) / "config.json")
+        files = {str(path.absolute()): path.read_text(encoding="utf-8") for path in whole}
+        if staging_dir is not None and config.weight_sync.disk_dir is not None:
+            files[str((staging_dir / LOCK).absolute())] = ""
+        return Needs(files, engine_kind(config).package() if has_engine else None)

@@ -16,7 +16,7 @@ class Restarts:
     Invariant: a restart counts until the part has worked for restart_window_s after it: one that dies once a
         day never uses up max_restarts, one that does not come up, or dies after each long recovery, always
         does. One whose node is gone does not count while the run goes on without it, nor in the first
-        node_wait_s.
+        node_wait_s; nor does one that finds its node gone, for that is why the part was lost.
     """
 
     def __init__(self, config: SupervisionConfig) -> None:
@@ -47,6 +47,8 @@ class Restarts:
         if self._works_since_s is not None:
             self._worked_s += now_s - self._works_since_s
             self._works_since_s = None
+        elif isinstance(lost, NodeLost) and not self.is_node_gone and self._counting:
+            self._counting.pop()
         window_s, most = self._config.restart_window_s, self._config.max_restarts
         while self._counting and window_s is not None and self._worked_s - self._counting[0] >= window_s:
             self._counting.popleft()

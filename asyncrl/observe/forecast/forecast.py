@@ -19,7 +19,7 @@ from asyncrl.config.generation import OnOverdue
 from asyncrl.observe.forecast.run_timing import RecordedRollouts, RunTiming
 
 BOUNDS = (0, 1, 2, 4, 8)
-MANY_BATCHES, FEW_BATCHES, MAX_ROLLOUTS = 120, 30, 7700
+MANY_BATCHES, FEW_BATCHES, MAX_ROLLOUTS = 200, 30, 12_800
 """Batches of a simulated run: the fewer, the larger they are."""
 NUM_SEEDS = 2
 """Simulated runs of the present setting, and of those among which is chosen, whose means are given: what
@@ -91,10 +91,11 @@ class Case:
     def play(self, setting: ForecastSetting, *, seed: int = 0) -> SimulationResult:
         """One simulated run."""
         bound, ahead = setting.max_staleness, setting.look_ahead
+        num_last = bound + 1
         auto = LookAhead(bound) if ahead == "auto" else None
         rule = StalenessRule(
             num_groups=self.config.trainer.num_groups,
-            num_batches=self.num_batches,
+            num_batches=self.num_batches + num_last,
             max_staleness=bound,
             on_overdue=setting.on_overdue,
             look_ahead=LookAhead(bound).current if ahead == "auto" else ahead,
@@ -106,6 +107,7 @@ class Case:
             auto=auto,
             max_hand_backs=self.config.rollout.max_hand_backs,
             num_first=self.num_batches // 5,
+            num_last=num_last,
         ).run()
 
     def machine_of(self, setting: ForecastSetting) -> SimulatedMachine:

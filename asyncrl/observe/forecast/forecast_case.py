@@ -49,7 +49,7 @@ def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
         )
     config = load_config(run_dir / CONFIG_FILE, overrides) if overrides else own
     slots, group_size = _slots(config), config.rollout.group_size
-    timing = read_timing(run_dir, slots=slots, num_engines=own.rollout.max_engines, group_size=group_size)
+    timing = read_timing(run_dir, own, slots=slots, group_size=group_size)
     machine, in_turns = timing.machine, timing.handover_s > 0
     is_shared = config.placement.trainer == "cpu" or machine.train_drag + machine.decode_drag > 0
     handover_s = timing.handover_s or machine.publish_s
@@ -59,7 +59,8 @@ def _measured(run_dir: Path, overrides: Sequence[str], given: Given) -> Case:
     sources = [
         f"measured in {timing.num_steps} steps of {run_dir}: {slots / max(full_s, 1e-9):,.0f} tokens/s of an "
         f"engine with {slots} busy slots, {machine.train_s:.3g} s and {machine.train_token_s * 1e3:.3g} ms a "
-        f"token for a training step, {machine.publish_s:.3g} s for a push"
+        f"token for a training step, {machine.publish_s:.3g} s for a push, {machine.read_s * 1e3:.3g} ms to "
+        f"read a token"
     ]
     if machine.train_drag + machine.decode_drag > 0:
         sources.append(
@@ -116,11 +117,11 @@ class _Numbers:
 
 def _assumed(config: RunConfig, given: Given) -> Case:
     rollout, engine, numbers = config.rollout, config.rollout.simulated, _Numbers()
-    step_s, row_s, pause_s = engine.decode_step_s, engine.per_row_s, engine.swap_s
+    step_s, row_s, pause_s, read_s = engine.decode_step_s, engine.per_row_s, engine.swap_s, 0.0
     lengths, tool_s = _pair(given.lengths, "--lengths"), _pair(given.tool_s, "--tool-s")
     if rollout.engine == "simulated":
         numbers.words["known"].append("speed and lengths of the simulated engine")
-        lengths = lengths or (engine.mean_tokens, engine.sigma)
+        lengths, read_s = lengths or (engine.mean_tokens, engine.sigma), engine.prefill_s_per_token
     else:
         words = "{} tokens/s of an engine with all slots busy --tokens-per-s"
         step_s, row_s, pause_s = rollout.slots / numbers.take(given.tokens_per_s, 2000.0, words), 0.0, 0.0
@@ -139,7 +140,14 @@ def _assumed(config: RunConfig, given: Given) -> Case:
     return Case(
         config,
         SimulatedMachine(
-            rollout.slots, step_s=step_s, row_s=row_s, train_s=train_s, publish_s=push_s, pause_s=pause_s
+            rollout.slots,
+            step_s=step_s,
+            row_s=row_s,
+            read_s=read_s,
+            train_s=train_s,
+            publish_s=push_s,
+            pause_s=pause_s,
+            reads_again=config.interrupt in ("abort", "keep"),
         ),
         Lognormal(
             sigma=lengths[1],

@@ -7,6 +7,7 @@ import math
 from array import array
 from collections.abc import Mapping
 from itertools import repeat
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class Curves:
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
         self._names: dict[str, None] = {"step": None, "time_s": None}
+        self._get_all = itemgetter(*self._names)
         self._rows, self._size, self._newest = array("d"), 1, -math.inf
         self._done: Numbers = np.empty((4, 0, len(self._names)))
         """Of each bucket and metric: sum, number of values, least and largest."""
@@ -71,9 +73,8 @@ class Curves:
             tell(problems, f"step {line['step']:.0f} is there again, far behind, and is left out")
             return
         self._steps.last = line
-        if not line.keys() <= self._names.keys():
-            self._name(name for name, value in line.items() if is_number(value))
-        self._rows.extend(list(map(line.get, self._names, repeat(_NAN))))
+        row = self._row_of(line)  # it may put another array in the place of _rows
+        self._rows.fromlist(row)
         if len(self._rows) >= max(_CHUNK, self._size) * len(self._names):
             self._newest = line["step"]
             self.close()
@@ -111,10 +112,23 @@ class Curves:
                 found[name] |= {"low": _short(lows[:, index]), "high": _short(highs[:, index])}
         return found
 
+    def _row_of(self, line: Mapping[str, Any]) -> list[float]:
+        """Its values in the order of the names, NaN for one that it lacks."""
+        try:
+            row = self._get_all(line)  # in C: most lines have what the one before had
+        except KeyError:
+            row = ()
+        if len(row) == len(line):
+            return [*row]
+        if not line.keys() <= self._names.keys():
+            self._name(name for name, value in line.items() if is_number(value))
+        return list(map(line.get, self._names, repeat(_NAN)))
+
     def _name(self, names: Any) -> None:
         """Make room for metrics that come for the first time."""
         before = len(self._names)
         self._names |= dict.fromkeys(list(names)[: MAX_NAMES - before])
+        self._get_all = itemgetter(*self._names)
         if more := len(self._names) - before:
             rows = np.frombuffer(self._rows).reshape(-1, before)  # not yet with the new ones
             self._rows = array("d", np.pad(rows, ((0, 0), (0, more)), constant_values=_NAN).tobytes())

@@ -10,15 +10,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from asyncrl.config import RunConfig
 from asyncrl.config.load import sections
 from asyncrl.files import lines_from_end
 from asyncrl.observe.page.lanes import Events, event_text
 from asyncrl.observe.page.shape import Failure, Setting
 from asyncrl.observe.recorder import SAMPLES_FILE, parse_line, reading, tell
-from asyncrl.observe.samples import SHOWN, ShownRollout
+from asyncrl.observe.samples import ShownRollout, as_sample
 
 HIDDEN = "(hidden)"
 NUM_NEWEST, NUM_SPREAD, MAX_SAMPLE_BYTES = 60, 60, 2**20
@@ -144,8 +142,8 @@ def some_samples(run_dir: Path, problems: list[str]) -> list[ShownRollout]:
     with reading(path, problems):
         for begin, line in _some_lines(path):
             try:
-                found[begin] = SHOWN.validate_json(line)
-            except ValidationError:
+                found[begin] = as_sample(parse_line(line))
+            except ValueError:
                 tell(problems, f"{path.name} has a line that is no sample, at byte {begin}")
     return [found[begin] for begin in sorted(found)]
 

@@ -108,7 +108,11 @@ def verdict_of(state: str, why: str, verdict: Verdict | None) -> list[str]:
         return [*ended, "No step is taken yet: there is nothing to judge."]
     learnt = []
     if verdict.reward_first is not None and verdict.reward_last is not None:
-        learnt = [f"The reward went from {verdict.reward_first:.3f} to {verdict.reward_last:.3f}."]
+        first, last = (
+            f"{verdict.reward_first:.3f} in the first steps",
+            f"{verdict.reward_last:.3f} in the last",
+        )
+        learnt = [f"The reward went from {first} to {last}."]
     return [*ended, *verdict.sentences[:2], *learnt, *verdict.sentences[2:]]
 
 
@@ -120,7 +124,7 @@ def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]])
         {"label": "steps", "value": f"{num:,}", "note": f"of {config.trainer.num_steps}{pace}"}
     ]
     if rewards := steps.values("reward/mean"):
-        note = f"{rewards[0]:.3f} at first, {max(rewards):.3f} at best"
+        note = f"of the last batch; {rewards[0]:.3f} of the first, {max(rewards):.3f} of the best"
         tiles.insert(0, {"label": "reward", "value": f"{rewards[-1]:.3f}", "note": note})
     decides = [line for line in evaluations if line.get("name", "") == (config.best_eval or "")]
     if means := [line["eval/reward_mean"] for line in decides if "eval/reward_mean" in line]:
@@ -128,9 +132,8 @@ def tiles_of(steps: Steps, config: RunConfig, evaluations: list[dict[str, Any]])
         label = f"last evaluation {config.best_eval or ''}".strip()
         tiles.insert(1, {"label": label, "value": f"{means[-1]:.3f}", "note": note})
     if num:
-        wall_s, train_s = float(steps.last.get("time_s", 0.0)), steps.total("perf/train_s")
-        share = f"{train_s / wall_s:.0%} of it training" if wall_s > 0 else ""
-        tiles.append({"label": "time", "value": duration(wall_s), "note": share})
+        wall_s, in_steps = float(steps.last.get("time_s", 0.0)), duration(steps.total("perf/step_s"))
+        tiles.append({"label": "time", "value": duration(wall_s), "note": f"{in_steps} of it in steps"})
         if (tokens := steps.total("tokens/trained")) and wall_s > 0:
             note = f"{tokens:,.0f} in all, {masked_tokens(steps):,} masked"
             tiles.append(

@@ -215,10 +215,13 @@ def make_watch_app(live: LivePage, key: str | None) -> web.Application:
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
         if key is None:
-            if not is_local(urlsplit(f"//{request.host}").hostname or ""):
-                raise web.HTTPForbidden(
-                    text=f"{request.host} is not this machine: use 127.0.0.1 or localhost\n"
-                )
+            try:
+                host = urlsplit(f"//{request.host}").hostname or ""
+            except ValueError:  # "[::1"
+                host = ""
+            if not is_local(host):
+                text = f"{request.host} is not this machine: use 127.0.0.1 or localhost\n"
+                raise web.HTTPForbidden(text=text)
         else:
             cookie = f"asyncrl-watch-{request.url.port}"
             bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")

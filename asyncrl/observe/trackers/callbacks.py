@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import CallbackError
+from asyncrl.errors import CallbackError, ConfigError
 from asyncrl.observe.samples import ShownRollout
 from asyncrl.observe.trackers.tracker import TrackedRun
+from asyncrl.user_code import check_call
 
+SLOW_S = 30.0
+"""Seconds after which a call that has not returned is told."""
+USAGE = {
+    "on_step": ("step", "metrics"),
+    "on_evaluation": ("policy_version", "metrics"),
+    "on_sample": ("sample",),
+    "on_weights": ("policy_version", "digest"),
+}
 Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Callbacks:
     """Calls what is given of them. What one raises comes out as CallbackError: the program is not to go on as
-    if it had been told.
+    if it had been told. One that does not return holds up the run, and is told on stderr.
+
+    Raises ConfigError, when made, for one that cannot be called so.
     """
 
     on_step: Callable[[int, Metrics], None] | None = None
     on_evaluation: Callable[[int, Metrics], None] | None = None
     on_sample: Callable[[ShownRollout], None] | None = None
     on_weights: Callable[[int, str], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, parameters in USAGE.items():
+            if (function := getattr(self, name)) is None:
+                continue
+            usage = f"{name}({', '.join(parameters)})"
+            check_call(function, parameters, {}, said=f"{name} of asyncrl.run", usage=usage)
+            if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+                what = (
+                    f"{name} of asyncrl.run is a coroutine function, and nothing would await what it returns"
+                )
+                raise ConfigError(what, rule=f"it is called as {usage}", way_out="give a plain function.")
 
     def start(self, run: TrackedRun) -> None:
         """Nothing is called."""
@@ -54,6 +81,9 @@ class Callbacks:
     def _call(self, name: str, *arguments: Any) -> None:
         if (function := getattr(self, name)) is None:
             return
+        late = threading.Timer(SLOW_S, _tell_late, (name,))  # the loop itself cannot: the call blocks it
+        late.daemon = True
+        late.start()
         try:
             function(*arguments)
         except Exception as error:
@@ -61,3 +91,12 @@ class Callbacks:
             failure = CallbackError(what, way_out="mend it; with the same run_dir the run goes on.")
             failure.error = error
             raise failure from error
+        finally:
+            late.cancel()
+
+
+def _tell_late(name: str) -> None:
+    what = (
+        f"{name} of asyncrl.run has not returned for {SLOW_S:g} s: the run waits for it, and so does Ctrl-C"
+    )
+    print(f"{what}; `kill -9 {os.getpid()}` ends the run, which can be resumed", file=sys.stderr, flush=True)

@@ -1,7 +1,9 @@
-"""The actor of Ray that holds the processes of a run on one node; the controller's end is ray_node.py.
+"""The actor of Ray that holds the processes of a run on one node; what a node is asked before it gets one.
+The controller's end is ray_node.py.
 
 Our processes are ordinary children of it: when it ends, in whatever way, their standard inputs do, and they
-exit. All arguments and answers are plain data, and an error of ours is one, too.
+clear up and exit; a guard ends those that do not. All arguments and answers are plain data, and an error of
+ours is one, too.
 """
 
 from __future__ import annotations
@@ -12,23 +14,50 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import asyncrl
 from asyncrl.errors import AsyncrlError, ConfigError, RoomError
 from asyncrl.placement import fork_server
 from asyncrl.placement.devices import child_environ
-from asyncrl.placement.launchers import child_of, free_port_at, holds
+from asyncrl.placement.launchers import child_of, free_port_at
 from asyncrl.placement.machine import CudaDevice, Machine, find_cuda_devices, this_machine
-from asyncrl.placement.nodes import Order
+from asyncrl.placement.nodes import Needs, Node, NodeHas, Order, look, misfit
 from asyncrl.placement.processes import ChildProcess
 from asyncrl.waits import TimeLimit
 
+DESCRIBE_S = 120.0
+"""For the first answer of each node: Ray starts a Python there."""
 MAX_LOG_BYTES = 2**18
 """Of each process in one answer."""
+ORPHANS_S = 20
+"""For processes whose actor has ended: longer than a vLLM server and all of its group take to end."""
+RUNTIME_ENV = {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "0"}}
+"""Of the actor. Ray would send SIGKILL to our processes, and they would leave weights in shared memory."""
+_GUARD = """
+while read -r line; do groups=$line; done
+left=$(($1 * 10))
+for group in $groups; do
+    while kill -s 0 -- "-$group"; do
+        [ "$left" -gt 0 ] || { kill -s KILL -- "-$group"; break; }
+        left=$((left - 1))
+        sleep 0.1
+    done
+done
+rm -rf "$2"
+"""
+"""Reads the process groups that there are, all of them in each line, until the actor ends, in whatever way;
+then it waits for $1 seconds at most until they have ended, kills what is left, frozen or not, and removes the
+folder $2.
+"""
+EVERYWHERE = ("asyncrl", "python", "torch")
+"""What has one version on all nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +77,12 @@ class RefusedStart:
     way_out: str
     is_config: bool
 
-    def error(self, name: str) -> AsyncrlError:
+    def error(self, name: str, node: str) -> AsyncrlError:
         """To be raised on the other side."""
         words = {"rule": self.rule, "way_out": self.way_out}
-        return ConfigError(self.what, **words) if self.is_config else RoomError(name, self.what, **words)
+        if self.is_config:
+            return ConfigError(f"on the node {node}: {self.what}", **words)
+        return RoomError(name, self.what, **words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +93,69 @@ class News:
     returncode: int | None
 
 
-def describe(num_cuda: int) -> tuple[Machine, dict[str, str]]:
-    """The node, with so many CUDA devices as Ray gives away there, and the versions of what has to be the
-    same on all nodes. Runs in a task of Ray, from which Ray hides the devices.
+def start_guard(folder: Path, wait_s: int = ORPHANS_S) -> subprocess.Popen[bytes]:
+    """The guard of all processes whose groups are written to its standard input."""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, "guard", str(wait_s), str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        bufsize=0,
+    )
+
+
+def describe(num_cuda: int, needs: Needs) -> tuple[Machine, dict[str, str], NodeHas]:
+    """The node, with so many CUDA devices as Ray gives away there, the versions of what has to be the same on
+    all nodes, and what it has of its needs. Runs in a task of Ray, from which Ray hides the devices.
     """
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     found = find_cuda_devices()[:num_cuda]
     versions = {"asyncrl": asyncrl.__version__, "python": platform.python_version()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         versions["torch"] = importlib.metadata.version("torch")
-    return replace(this_machine(), cuda=found), versions
+    return replace(this_machine(), cuda=found), versions, look(needs)
+
+
+def ask_each(
+    ray: Any, found: Sequence[Mapping[str, Any]], own: dict[str, str], needs: Needs
+) -> list[Node | ConfigError]:
+    """Each node that Ray has found, or why nothing of the run can be there: it does not answer, lacks some of
+    these needs, or has other versions than `own`. Those of the first are put into that while it is empty.
+    """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = []
+    for node in found:
+        on = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = ray.remote(describe).options(num_cpus=0, scheduling_strategy=on)
+        asked.append(task.remote(int(node["Resources"].get("GPU", 0)), needs))
+    ray.wait(asked, num_returns=len(asked), timeout=DESCRIBE_S)
+    told = list[Node | ConfigError]()
+    for node, ref in zip(found, asked, strict=True):
+        name = node["NodeName"]
+        try:
+            machine, versions, seen = ray.get(ref, timeout=0)
+        except (ray.exceptions.RayError, ImportError) as error:
+            why = str(error).strip().splitlines()[-1][:300] or f"no answer within {DESCRIBE_S:g} s"
+            way_out = "install asyncrl there, in the Python that Ray runs under, or take the node out of Ray."
+            told.append(ConfigError(f"the node {name} cannot run asyncrl: {why}", way_out=way_out))
+            continue
+        own |= versions if not own else {}
+        unfit = other_versions(name, versions, own) or misfit(name, seen, own)
+        told.append(unfit or Node(name, node["NodeManagerAddress"], machine, node["NodeID"]))
+    return told
+
+
+def other_versions(name: str, versions: Mapping[str, str], own: Mapping[str, str]) -> ConfigError | None:
+    """That the node of this name has others than the controller's, if so."""
+    own = {key: value for key, value in own.items() if key in EVERYWHERE}
+    if versions == own:
+        return None
+    theirs, ours = (", ".join(f"{key} {value}" for key, value in one.items()) for one in (versions, own))
+    what = f"the node {name} has {theirs}, the controller's has {ours}"
+    way_out = "install the same versions on all nodes, in the Python that Ray runs under."
+    return ConfigError(what, rule="all nodes run the same code", way_out=way_out)
 
 
 class Host:
@@ -87,7 +171,10 @@ class Host:
         """
         self._address, self._numbers = address, numbers
         self._folder = Path(tempfile.mkdtemp(prefix="asyncrl-host-"))
+        self._guard = start_guard(self._folder)
         self._children = dict[str, ChildProcess]()
+        self._starts = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        """Held by a start, and by the end that has to wait for it."""
         self._ends = dict[str, asyncio.Future[None]]()
         self._changed = asyncio.Event()
         self._cuda = dict[int, CudaDevice]()
@@ -101,16 +188,22 @@ class Host:
 
     async def start(self, key: str, order: Order) -> Started | RefusedStart:
         """Start a process, under a key that no other had. Its log and its spec lie in a folder of its own."""
+        async with self._starts[key]:
+            return await self._start(key, order)
+
+    async def _start(self, key: str, order: Order) -> Started | RefusedStart:
         if fork_server.current is None and order.python is None and fork_server.preloads(order.module):
             fork_server.current = fork_server.ForkServer()
         order = replace(order, run_dir=self._folder / key)
-        child = child_of(order, child_environ(order.devices, self._cuda), self._address)
+        environ = child_environ(order.devices, self._cuda)
         try:
+            child = await asyncio.to_thread(child_of, order, environ, self._address)
             await child.start()
         except AsyncrlError as error:
             what = error.fault if isinstance(error, RoomError) else error.what
             return RefusedStart(what, error.rule, error.way_out, isinstance(error, ConfigError))
         self._children[key] = child
+        self._tell_guard()
         self._ends[key] = asyncio.ensure_future(child.wait())
         self._ends[key].add_done_callback(lambda _: self._changed.set())
         self._changed.set()
@@ -130,16 +223,28 @@ class Host:
         return {key: _news_of(child, offsets[key]) for key, child in known.items()}
 
     async def end(self, key: str) -> str:
-        """End a process and its group; what is left of it, in words."""
-        child = self._children[key]
-        await child.aclose()
-        return child.left
+        """End a process and its group; what is left of it, in words. Of one that is being started, because
+        its caller has given that up, once it is.
+        """
+        async with self._starts[key]:
+            if (child := self._children.get(key)) is None:  # its start was refused, or never got here
+                return ""
+            await child.aclose()
+            return child.left
 
     async def forget(self, key: str) -> None:
         """Its log is read."""
-        self._children.pop(key)
-        self._ends.pop(key).cancel()
+        self._starts.pop(key, None)
+        if self._children.pop(key, None) is not None:
+            self._tell_guard()
+            self._ends.pop(key).cancel()
         shutil.rmtree(self._folder / key, ignore_errors=True)
+
+    def _tell_guard(self) -> None:
+        assert self._guard.stdin is not None, "it has a pipe"
+        groups = " ".join(str(child.pid) for child in self._children.values())
+        with contextlib.suppress(BrokenPipeError):  # it was killed: processes that are frozen may stay
+            self._guard.stdin.write(f"{groups}\n".encode())
 
     async def kill(self, key: str) -> None:
         """SIGKILL."""
@@ -153,9 +258,9 @@ class Host:
         """Of this node's address."""
         return free_port_at(self._address)
 
-    async def sees(self, path: str, token: str) -> bool:
-        """Whether that file is here, and holds `token`."""
-        return await asyncio.to_thread(holds, Path(path), token)
+    async def look(self, needs: Needs) -> NodeHas:
+        """What is here of it."""
+        return await asyncio.to_thread(look, needs)
 
     async def leave(self) -> None:
         """Nothing of ours is left on the disk."""

@@ -13,31 +13,38 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import ConfigError, RoomError, install_extra
-from asyncrl.placement.nodes import Node, Order, with_addresses
-from asyncrl.placement.on_ray.ray_host import Host, describe
+from asyncrl.placement.nodes import NOTHING, Needs, Node, Order, misfit, with_addresses
+from asyncrl.placement.on_ray.ray_groups import (
+    PIN,
+    TRY_S,
+    Found,
+    Wanted,
+    alive,
+    bundle_of,
+    free_words,
+    give_back_all,
+    has_autoscaler,
+    in_words,
+    pin_of,
+)
+from asyncrl.placement.on_ray.ray_host import DESCRIBE_S, RUNTIME_ENV, Host, ask_each
 from asyncrl.placement.on_ray.ray_node import LOST_S, RayNode, RayProcess
 from asyncrl.waits import TimeLimit, waiting
 
 logger = logging.getLogger("asyncrl.placement.on_ray.ray_launcher")
 
-DESCRIBE_S = 120.0
-"""For the first answer of each node: Ray starts a Python there."""
 HOLD_S = 600.0
-"""For what others hold to become free, or for nodes that an autoscaler starts."""
-TRY_S = 1.0
+"""For what others hold to become free."""
 REPLACE_S = 10.0
-"""For the bundle of a node that takes the place of another."""
+"""For the bundle of a node that takes the place of another, until it is looked for again."""
 ANSWER_S = 5.0
 """For the head to take a connection."""
 CLOSE_S = 10.0
-PIN = 0.001
-"""Of the resource that a node alone has, so that a bundle can be nowhere else."""
 
 
 def import_ray() -> Any:
@@ -58,23 +65,95 @@ class RayLauncher:
     def __init__(self, address: str) -> None:
         self.address = address
         self.nodes: tuple[Node, ...] = ()
+        self.say: Callable[[str], None] = print
         self._resources = list[dict[str, float]]()
         self._versions = dict[str, str]()
-        """Of what is the same on all nodes."""
+        """Of what is the same on all nodes, and of what engines run under."""
         self._held = dict[int, RayNode]()
+        """Those that rest, too."""
         self._places = dict[int, tuple[Any, int]]()
-        """Of each node: its placement group, and which of its bundles."""
-        self._has_asked = False
-        """The autoscaler, for a node."""
+        """Of each node that is reserved: its placement group, and which of its bundles."""
+        self._coming = dict[int, asyncio.Future[None]]()
+        self._needs: Mapping[int, Needs] = {}
+        self._asked = dict[int, Wanted]()
+        """For the nodes that are gone; below 0, those that a start waits for."""
+        self._unfit = set[str]()
+        """Ids of nodes on which nothing of the run can be."""
+        self._turn = threading.Lock()
+        """Of the threads that look for nodes, to change who has which."""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> None:
         """Join the cluster, and ask each of its nodes what it is."""
-        ray = self._join(import_ray())
+        self._look(self._join(import_ray()))
+
+    def _look(self, ray: Any) -> None:
         own = ray.get_runtime_context().get_node_id()
-        found = [node for node in ray.nodes() if node["Alive"]]
+        found = [node for node in alive(ray) if node["NodeID"] not in self._unfit]
         found.sort(key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
-        self._resources = [node["Resources"] for node in found]
-        self.nodes = tuple(_ask_each(ray, found, self._versions))
+        fit = list[tuple[Node, dict[str, float]]]()
+        for node, told in zip(found, ask_each(ray, found, self._versions, Needs()), strict=True):
+            if isinstance(told, Node):
+                fit.append((told, node["Resources"]))
+            elif node["NodeID"] == own:
+                raise told
+            else:
+                self._pass_over(node, told)
+        self.nodes, self._resources = tuple(node for node, _ in fit), [has for _, has in fit]
+
+    def _pass_over(self, node: Mapping[str, Any], why: ConfigError) -> None:
+        self._unfit.add(node["NodeID"])
+        self._tell(f"the node {node['NodeName']} is passed over, nothing of the run can be there: {why}")
+
+    def _tell(self, text: str) -> None:
+        """From any thread."""
+        logger.warning("%s", text)
+        if self._loop is None:
+            self.say(text)
+        else:
+            self._loop.call_soon_threadsafe(self.say, text)
+
+    def bring(self, parts: Sequence[Sequence[str]], later: Sequence[Node], wait_s: float) -> bool:
+        """Ask Ray's autoscaler, if there is one."""
+        import ray
+
+        if not (parts or later) or not has_autoscaler(ray):
+            return False
+        if parts:
+            self._wait_for(ray, parts, wait_s)
+            self._look(ray)
+        self.nodes = (*(node for node in self.nodes if not node.is_to_come), *later)
+        self._resources = [*self._resources[: len(self.nodes) - len(later)], *({} for _ in later)]
+        return True
+
+    def _wait_for(self, ray: Any, parts: Sequence[Sequence[str]], wait_s: float) -> None:
+        """Until they are there, or one of the others is not any more: then others may be lacking."""
+        bundles, before = [bundle_of(devices) for devices in parts], alive(ray)
+        words = ", ".join(map(in_words, bundles))
+        limit = f"{wait_s:.0f} s at most (supervision.node_wait_s)"
+        self.say(f"waiting for {len(bundles)} nodes of Ray's autoscaler ({words}), {limit}")
+        known, start = {node["NodeID"] for node in before}, min(self._asked, default=0) - 1
+
+        def tell(found: Found) -> None:
+            for node in found:
+                if node["NodeID"] not in known:
+                    known.add(node["NodeID"])
+                    self.say(f"the node {node['NodeName']} ({node['NodeManagerAddress']}) has come")
+
+        wanted = self._asked[start] = Wanted(bundles, before)
+        if wanted.wait(ray, wait_s, tell):
+            return
+        self._asked.pop(start).give_back()
+        if wanted.can_be(alive(ray)):
+            raise RoomError(
+                "launcher",
+                f"of {len(bundles)} nodes more that the run needs ({words}) "
+                f"{len(known) - len(before)} have come within {wait_s:.0f} s",
+                rule="Ray's autoscaler was asked for them, and supervision.node_wait_s is the limit",
+                way_out="see what `ray status` says of them and which types of node the autoscaler may "
+                "start; place less, or raise the limit.",
+            )
+        self.say("a node that was there is gone: looking anew at what the run lacks")
 
     def _join(self, ray: Any) -> Any:
         logging.getLogger("ray").setLevel(logging.ERROR)
@@ -101,20 +180,56 @@ class RayLauncher:
             ) from error
         return ray
 
-    async def hold(self, parts: Mapping[int, Sequence[str]]) -> None:
-        """One bundle for each node."""
+    async def hold(
+        self,
+        parts: Mapping[int, Sequence[str]],
+        needs: Mapping[int, Needs],
+        elastic: Mapping[int, bool] = NOTHING,
+    ) -> None:
+        """One bundle for each node; of a group of its own for each that may be given back alone."""
         import ray
 
-        wanted = {number: _bundle(devices) for number, devices in parts.items()}
-        for number, bundle in wanted.items():
+        self._needs, self._loop = needs, asyncio.get_running_loop()
+        wanted = {number: bundle_of(devices) for number, devices in parts.items()}
+        there = {number: bundle for number, bundle in wanted.items() if elastic.get(number, True)}
+        for number, bundle in there.items():
             self._refuse_too_little(number, bundle)
-        await self._reserve(wanted)
+        for start in [number for number in self._asked if number < 0]:  # what they reserve is reserved now
+            await asyncio.to_thread(self._asked.pop(start).give_back)
+        await self._reserve({number: there[number] for number in there if number not in elastic})
+        for number in [one for one in there if one in elastic]:
+            await self._reserve({number: there[number]})
         for number, bundle in wanted.items():
             numbers = sorted({int(name[5:]) for name in parts[number] if name.startswith("cuda:")})
             make = partial(self._make_actor, number, bundle, numbers)
             kill = partial(ray.kill, no_restart=True)
             self._held[number] = RayNode(self.nodes[number], make, kill, self._addressed)
-        await asyncio.gather(*(held.open() for held in self._held.values()))
+        await asyncio.gather(*(self._held[number].open() for number in there))
+        for number in [one for one in needs if one in there]:
+            seen = await self._held[number].call("look", needs[number], timeout_s=DESCRIBE_S)
+            if why := misfit(self.nodes[number].name, seen, self._versions):
+                raise why
+
+    async def come(self, node: int) -> None:
+        """A bundle for it again, on any node that fits; until there is one, Ray is asked for it."""
+        if node not in self._coming:  # Ray is asked in a thread, which no one can end
+            self._coming[node] = asyncio.ensure_future(self._held[node].open())
+        coming = self._coming[node]
+        await asyncio.wait({coming})
+        del self._coming[node]
+        coming.result()
+
+    async def rest(self, node: int) -> None:
+        """Without an actor, and without a bundle."""
+        if (coming := self._coming.pop(node, None)) is not None:
+            await asyncio.wait({coming})
+            if not coming.cancelled():
+                coming.exception()
+        await self._held[node].aclose()
+        groups = [] if node not in self._places else [self._places.pop(node)[0]]
+        if node in self._asked:
+            groups.append(self._asked.pop(node).group)
+        await asyncio.to_thread(give_back_all, groups)
 
     def _refuse_too_little(self, number: int, bundle: Mapping[str, float]) -> None:
         for name, value in bundle.items():
@@ -130,18 +245,18 @@ class RayLauncher:
         from ray.util import placement_group, remove_placement_group
 
         pinned = [
-            {name: value for name, value in bundle.items() if value} | {_pin(self._resources[number]): PIN}
+            {name: value for name, value in bundle.items() if value} | {pin_of(self._resources[number]): PIN}
             for number, bundle in wanted.items()
         ]
-        words = ", ".join(f"{_in_words(bundle)} of {self.nodes[key].name}" for key, bundle in wanted.items())
+        words = ", ".join(f"{in_words(bundle)} of {self.nodes[key].name}" for key, bundle in wanted.items())
         group = await asyncio.to_thread(placement_group, pinned, strategy="PACK")
-        self._places = {number: (group, index) for index, number in enumerate(wanted)}
+        self._places |= {number: (group, index) for index, number in enumerate(wanted)}
         with waiting(f"{words}, until Ray has them free", on="Ray"):
             for _ in range(int(HOLD_S / TRY_S)):  # short, so that a command that ends leaves no thread in Ray
                 if await asyncio.to_thread(group.wait, TRY_S):
                     return
-        free = await asyncio.to_thread(_free_words, self.nodes)
-        self._places = {}
+        free = await asyncio.to_thread(free_words, self.nodes)
+        self._places = {number: place for number, place in self._places.items() if number not in wanted}
         await asyncio.to_thread(remove_placement_group, group)
         raise RoomError(
             "launcher",
@@ -159,47 +274,83 @@ class RayLauncher:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        found = [node for node in ray.nodes() if node["Alive"]]
-        if not any(node["NodeManagerAddress"] == self.nodes[number].address for node in found):
+        found = alive(ray)
+        if number not in self._places or not self._is_there(ray, number, found):
             self._replace(ray, number, bundle, found)
+        elif number in self._asked:  # it is back
+            self._asked.pop(number).give_back()
         group, index = self._places[number]
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
         options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
-        actor = ray.remote(Host).options(scheduling_strategy=place, **options)
+        actor = ray.remote(Host).options(scheduling_strategy=place, runtime_env=RUNTIME_ENV, **options)
         return self.nodes[number], actor.remote(self.nodes[number].address, numbers)
+
+    def _is_there(self, ray: Any, number: int, found: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a node of this address is; one that has come back is looked at as at the start."""
+        own = self.nodes[number]
+        node = next((node for node in found if node["NodeManagerAddress"] == own.address), None)
+        if node is None or node["NodeID"] in self._unfit:
+            return False
+        if node["NodeID"] != own.id:
+            (told,) = ask_each(ray, [node], self._versions, self._needs.get(number, Needs()))
+            if isinstance(told, ConfigError):
+                self._pass_over(node, told)
+                return False
+            with self._turn:
+                self.nodes = (*self.nodes[:number], told, *self.nodes[number + 1 :])
+        return True
 
     def _replace(
         self, ray: Any, number: int, bundle: Mapping[str, float], found: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Another node of the cluster takes the place of one that is gone: one that the run has nothing on,
-        has as much, and runs the same code. Raises ConnectionError if there is none; then the autoscaler is
-        asked for one, where there is an autoscaler.
+        """Another node of the cluster takes the place of one that is gone, or that was given back: one that
+        the run has nothing on, has as much, runs the same code and sees the same files. Raises
+        ConnectionError as long as there is none; Ray, and its autoscaler, are asked for it meanwhile.
         """
-        from ray.autoscaler.sdk import request_resources
-        from ray.util import placement_group, remove_placement_group
+        gone, is_new = self.nodes[number], number not in self._places
+        tell = logger.info if is_new else self._tell
+        while True:
+            used = {self.nodes[other].address for other in self._places}
+            but = [one for one in found if one["NodeManagerAddress"] in used or one["NodeID"] in self._unfit]
+            wanted = self._asked.get(number)
+            if wanted is None or wanted.but != {one["NodeID"] for one in but}:
+                if wanted is None:
+                    asked = f"Ray is asked for a node with {in_words(bundle)}"
+                    tell(asked if is_new else f"{gone.name} is gone; {asked}")
+                else:
+                    wanted.give_back()
+                wanted = self._asked[number] = Wanted([bundle], but)
+            if not wanted.wait(ray, REPLACE_S):
+                found = alive(ray)
+                if not wanted.can_be(found):
+                    continue
+                where = "" if is_new else f" at {gone.address} any more, and none to take its place"
+                raise ConnectionError(f"Ray has no node{where or ' that is free for it'}")
+            found = alive(ray)
+            node = next((one for one in found if one["NodeID"] == wanted.node_id()), None)
+            if node is None:
+                raise ConnectionError(f"the node that was to take the place of {gone.name} is gone, too")
+            (told,) = ask_each(ray, [node], self._versions, self._needs.get(number, Needs()))
+            if isinstance(told, ConfigError):
+                self._pass_over(node, told)
+            elif self._takes(number, told, node["Resources"]):
+                break  # else it has taken another's place meanwhile
+        tell(f"{told.name} ({told.address}) takes the place of {gone.name}")
 
-        gone, used = self.nodes[number], {held.node.address for held in self._held.values()}
-        for node in found:
-            has, is_used = node["Resources"], node["NodeManagerAddress"] in used
-            if is_used or any(has.get(name, 0.0) < value for name, value in bundle.items()):
-                continue
-            try:
-                (other,) = _ask_each(ray, [node], self._versions)
-            except ConfigError as error:
-                logger.warning("%s does not take the place of %s: %s", node["NodeName"], gone.name, error)
-                continue
-            group = placement_group([{**bundle, _pin(has): PIN}], strategy="PACK")
-            if not group.wait(REPLACE_S):
-                remove_placement_group(group)
-                continue
-            self._places[number], self._resources[number] = (group, 0), has
-            self.nodes = (*self.nodes[:number], other, *self.nodes[number + 1 :])
-            logger.warning("%s (%s) takes the place of %s", other.name, other.address, gone.name)
-            return
-        if not self._has_asked:
-            self._has_asked = True
-            request_resources(bundles=[dict(bundle)])
-        raise ConnectionError(f"Ray has no node at {gone.address} any more, and none to take its place")
+    def _takes(self, number: int, told: Node, resources: dict[str, float]) -> bool:
+        """Give this node the place that was asked for, unless another place has it: Ray may have found the
+        same one for both.
+        """
+        with self._turn:
+            if told.address in {self.nodes[other].address for other in self._places}:
+                return False
+            left, _ = self._places.get(number, (None, 0))
+            self._places[number] = (self._asked.pop(number).group, 0)
+            self._resources[number] = resources
+            self.nodes = (*self.nodes[:number], told, *self.nodes[number + 1 :])
+        if left is not None and all(group is not left for group, _ in self._places.values()):
+            give_back_all([left])
+        return True
 
     def process(self, node: int, order: Order) -> RayProcess:
         """One that the actor of that node starts."""
@@ -210,19 +361,19 @@ class RayLauncher:
         port: int = await self._held[node].call("free_port")
         return port
 
-    async def sees(self, node: int, path: Path, token: str) -> bool:
-        """Asked there."""
-        answer: bool = await self._held[node].call("sees", str(path), token)
-        return answer
-
     async def aclose(self) -> None:
         """End the actors, and give back what was reserved."""
+        if self._coming:
+            await asyncio.wait(self._coming.values(), timeout=LOST_S)
         await asyncio.gather(*(held.aclose() for held in self._held.values()))
         self._held.clear()
         groups, self._places = {group for group, _ in self._places.values()}, {}
+        groups |= {wanted.group for wanted in self._asked.values()}
+        self._asked.clear()
+        self._loop = None
         with contextlib.suppress(TimeoutError):
             async with TimeLimit(LOST_S):
-                await asyncio.to_thread(_give_back, groups, has_asked=self._has_asked)
+                await asyncio.to_thread(give_back_all, groups)
 
     def close(self) -> None:
         """Leave the cluster. A head that is gone is not waited for."""
@@ -232,75 +383,3 @@ class RayLauncher:
             leaving = threading.Thread(target=ray.shutdown, name="leave Ray", daemon=True)
             leaving.start()
             leaving.join(CLOSE_S)
-
-
-def _ask_each(ray: Any, found: Sequence[Mapping[str, Any]], own: dict[str, str]) -> list[Node]:
-    """The nodes that Ray has found. Raises ConfigError for one that does not answer, or has other versions
-    than `own`; those of the first, where that is empty, are put into it.
-    """
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    asked = []
-    for node in found:
-        on = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        task = ray.remote(describe).options(num_cpus=0, scheduling_strategy=on)
-        asked.append(task.remote(int(node["Resources"].get("GPU", 0))))
-    ray.wait(asked, num_returns=len(asked), timeout=DESCRIBE_S)
-    nodes = list[Node]()
-    for node, ref in zip(found, asked, strict=True):
-        name = node["NodeName"]
-        try:
-            machine, versions = ray.get(ref, timeout=0)
-        except (ray.exceptions.RayError, ImportError) as error:
-            why = str(error).strip().splitlines()[-1][:300] or f"no answer within {DESCRIBE_S:g} s"
-            way_out = "install asyncrl there, in the Python that Ray runs under, or take the node out of Ray."
-            raise ConfigError(f"the node {name} cannot run asyncrl: {why}", way_out=way_out) from error
-        own |= versions if not own else {}
-        refuse_other_versions(name, versions, own)
-        nodes.append(Node(name, node["NodeManagerAddress"], machine, node["NodeID"]))
-    return nodes
-
-
-def _pin(resources: Mapping[str, float]) -> str:
-    return next(name for name in resources if name.startswith("node:") and "__" not in name)
-
-
-def _give_back(groups: Iterable[Any], *, has_asked: bool) -> None:
-    """What was reserved, and what the autoscaler was asked for."""
-    from ray.autoscaler.sdk import request_resources
-    from ray.util import remove_placement_group
-
-    for group in groups:
-        remove_placement_group(group)
-    if has_asked:
-        request_resources(bundles=[])
-
-
-def refuse_other_versions(name: str, versions: Mapping[str, str], own: Mapping[str, str]) -> None:
-    """Raise ConfigError unless the node of this name has those of the controller's."""
-    if versions != own:
-        theirs, ours = (", ".join(f"{key} {value}" for key, value in one.items()) for one in (versions, own))
-        what = f"the node {name} has {theirs}, the controller's has {ours}"
-        way_out = "install the same versions on all nodes, in the Python that Ray runs under."
-        raise ConfigError(what, rule="all nodes run the same code", way_out=way_out)
-
-
-def _bundle(devices: Sequence[str]) -> dict[str, float]:
-    """What Ray reserves for processes with these devices."""
-    num_cuda = len({name for name in devices if name.startswith("cuda:")})
-    return {"CPU": float(len(devices)), **({"GPU": float(num_cuda)} if num_cuda else {})}
-
-
-def _in_words(bundle: Mapping[str, float]) -> str:
-    return " and ".join(f"{value:g} {name}" for name, value in bundle.items())
-
-
-def _free_words(nodes: Sequence[Node]) -> str:
-    """What Ray has free on each node."""
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
-    return ", ".join(
-        f"{_in_words({name: free.get(node.id, {}).get(name, 0.0) for name in ('CPU', 'GPU')})} of {node.name}"
-        for node in nodes
-    )

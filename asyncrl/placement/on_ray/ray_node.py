@@ -65,14 +65,14 @@ class RayNode:
 
     def gone(self, name: str) -> NodeLost:
         """That this node is lost, as the end of a process on it."""
-        return self._away(name, f"is gone: {self._lost}")
+        how = "is not there" if self.node.is_to_come else "is gone"
+        return self._away(name, f"{how}: {self._lost}")
 
     def _away(self, name: str, how: str) -> NodeLost:
         rule = "all processes there end with it"
         way_out = "see `ray status`; start Ray there again, or on another node that has as much."
-        return NodeLost(
-            name, f"the node {self.node.name} ({self.node.address}) {how}", rule=rule, way_out=way_out
-        )
+        where = f"{self.node.name} ({self.node.address})" if self.node.address else self.node.name
+        return NodeLost(name, f"the node {where} {how}", rule=rule, way_out=way_out)
 
     async def open(self) -> None:
         """Make the actor, if there is none that answers. Raises RoomError."""
@@ -170,8 +170,8 @@ class RayNode:
 
     def forget_nowait(self, process: RayProcess) -> None:
         """All of its log is read, and no one asks for it."""
-        if self._processes.pop(process.key, None) is not None:
-            self.tell_nowait("forget", process.key)
+        self._processes.pop(process.key, None)
+        self.tell_nowait("forget", process.key)
 
     def _lose(self, error: Exception) -> None:
         self._lost = _why_lost(error, LOST_S)
@@ -195,7 +195,7 @@ class RayProcess:
         self._pid: int | None = None
         self._ended = asyncio.Event()
         self._gone: RoomError | None = None
-        self._is_closed = False
+        self._is_asked = self._is_closed = False
         self._log_start = 0
 
     @property
@@ -227,11 +227,12 @@ class RayProcess:
         try:
             await self._on.open()  # which may move the node to another machine
             order = replace(order, spec=self._on.addressed(order.spec))
+            self._is_asked = True
             answer = await self._on.start(self, order)
         except RoomError as error:
             raise type(error)(self.name, error.fault, rule=error.rule, way_out=error.way_out) from error
         if isinstance(answer, RefusedStart):
-            raise answer.error(self.name)
+            raise answer.error(self.name, self._on.node.name)
         self.url, self._pid = answer.url, answer.pid
 
     def renewed(self) -> RayProcess:
@@ -257,15 +258,18 @@ class RayProcess:
         return tail_of(read_log(self.log_path, self._log_start))
 
     async def aclose(self) -> None:
-        """End it and all of its group. Idempotent. One that does not die is named in `left`."""
-        if self._pid is None or self._gone is not None or self._is_closed:
+        """End it and all of its group, also where its start was given up. Idempotent. One that does not die
+        is named in `left`.
+        """
+        if not self._is_asked or self._gone is not None or self._is_closed:
             return
         self._is_closed = True
         with contextlib.suppress(RoomError):  # a node that is gone has ended it
             self.left = await self._on.call("end", self.key, timeout_s=END_S)
-            with contextlib.suppress(TimeoutError):
-                async with TimeLimit(DRAIN_S):
-                    await self.wait()
+            if self._pid is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with TimeLimit(DRAIN_S):
+                        await self.wait()
         self._on.forget_nowait(self)
 
     def kill_nowait(self) -> None:

@@ -139,7 +139,7 @@ function sampledStretch(part, first, versions, step, said) {
   const tell = at => {
     const logprob = part.logprobs?.[at], version = part.versions?.[at];
     tokens.forEach((token, other) => token.classList.toggle("here", other === at));
-    said.textContent = [`token ${first + at} ${JSON.stringify(pieces[at])}`, version !== undefined && `version ${version} (${step - version} behind)`, logprob !== undefined && `logprob ${logprob.toFixed(3)} nats (${amount(Math.exp(logprob), "0..1")})`, part.in_loss && (part.in_loss[at] ? "in the loss" : "masked: too old")].filter(Boolean).join(" · ");
+    said.textContent = [`token ${first + at} ${written(JSON.stringify(pieces[at]))}`, version !== undefined && `version ${version} (${step - version} behind)`, logprob !== undefined && `logprob ${logprob.toFixed(3)} nats (${amount(Math.exp(logprob), "0..1")})`, part.in_loss && (part.in_loss[at] ? "in the loss" : "masked: too old")].filter(Boolean).join(" · ");
   };
   let here = -1;
   const block = h("pre", { class: "tokens", tabindex: "0", "aria-label": "Sampled tokens; arrow keys step through them",

@@ -318,7 +318,7 @@ function tellText(lines, x, y) {
   const box = bodyOf("timeline").querySelector(".canvas"), tip = box?.querySelector(".tip");
   if (!tip) return;
   tip.hidden = !lines;
-  byId("timeline-told").textContent = lines ? lines.join(". ") : "";
+  byId("timeline-told").textContent = lines ? written(lines.join(". ")) : "";
   if (!lines) return;
   tip.replaceChildren(h("strong", {}, lines[0]), ...lines.slice(1).filter(Boolean).map(line => h("div", {}, line)));
   tip.style.left = `${Math.max(0, Math.min(x + 8, box.clientWidth - tip.offsetWidth - 2))}px`;

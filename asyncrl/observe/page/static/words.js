@@ -8,8 +8,14 @@ function h(tag, props, ...children) {
     else if (value === true) node.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) node.setAttribute(name, value);
   }
-  node.append(...children.flat().filter(child => child !== null && child !== undefined));
+  node.append(...children.flat().filter(child => child !== null && child !== undefined).map(child => typeof child === "string" ? written(child) : child));
   return node;
+}
+
+/* Control characters written out, but line end and tab: some turn text around, and one would read what the model did not write. */
+const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
+function written(text) {
+  return text.replace(CONTROL, one => { const code = one.charCodeAt(0); return code < 256 ? `\\x${code.toString(16).padStart(2, "0")}` : `\\u${code.toString(16).padStart(4, "0")}`; });
 }
 
 const byId = id => document.getElementById(id);
@@ -84,7 +90,7 @@ function choice(legend, options, chosen, onChange) {
 function table(heads, rows, kind) {
   const cells = (row, tag) => row.map((cell, at) => {
     const node = h(at === 0 && tag === "td" ? "th" : tag, at === 0 && tag === "td" ? { scope: "row" } : tag === "th" ? { scope: "col" } : {});
-    node.append(cell instanceof Node ? cell : String(cell));
+    node.append(cell instanceof Node ? cell : written(String(cell)));
     return node;
   });
   return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `${kind || ""} table` },
