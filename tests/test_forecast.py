@@ -297,6 +297,31 @@ def test_what_an_engine_reads_again_after_a_swap_is_found() -> None:
     assert drag == 0
 
 
+def test_a_token_takes_time_though_the_fit_finds_that_the_requests_alone_do() -> None:
+    """Longer requests that were answered sooner, by chance: a run of an agent with few steps had them."""
+    lines = [
+        RolloutTimes(
+            group=index,
+            sample=0,
+            start_s=10.0 * index,
+            turns=[(0.0, 2.0 - index / 10, 0, 1 + index)],
+            held_s=2.0,
+            end_s=2.0,
+            how="done",
+        )
+        for index in range(8)
+    ]
+    requests = Requests(lines, dict.fromkeys(range(8), 1), [], 1, "abort")
+    never = Integral(np.array([0.0, 1.0]), np.zeros(2))
+    (step_s, *others), drag = requests.fit(never, 0.0)
+    assert step_s == pytest.approx(sum(2.0 - index / 10 for index in range(8)) / sum(range(1, 9)))
+    assert ([*others], drag) == ([0.0] * 4, 0.0)
+    rule = StalenessRule(num_groups=1, num_batches=6, max_staleness=1, on_overdue="wait", look_ahead=1)
+    plans = [[RolloutPlan((TurnPlan(0.0, 0.0, 1.0 + index),))] for index in range(8)]
+    result = Simulation(rule, RecordedRollouts(plans, 1), SimulatedMachine(2, step_s=step_s)).run()
+    assert 0 < result.batches_per_s < 1 / step_s
+
+
 def test_what_was_cut_short_counts_as_long_as_what_took_longer(truth: tuple[Path, Any]) -> None:
     """At max_staleness 1 groups that wait for long are dropped: to leave them out would make tools fast."""
     short = make_case(truth[0].parent / "1-mask", [], Given()).workload

@@ -43,6 +43,10 @@ ALWAYS_AT_ONCE = (
     "the trainer and the engines nearly always worked at once: where they share cores, what waits for the "
     "other side (max_staleness 0, turns) is faster than told"
 )
+ALL_FOR_TOKENS = (
+    "the requests on record are too few, or too much alike, to tell the time of a token from that of a "
+    "request: all of it is taken for tokens"
+)
 PACKED = "perf/packed_tokens"
 _NEEDED = PACKED, "step", "time_s", "perf/train_s", "tokens/sampled"
 _CHECK = TypeAdapter(RolloutTimes)
@@ -247,7 +251,7 @@ class Requests:
 
     def fit(self, training: Integral, pause_s: float) -> tuple[list[float], float]:
         """[step_s, row_s, request_s, admit_s, read_s] of SimulatedMachine, and train_drag. `pause_s`: of each
-        swap.
+        swap. A token always takes time: where the fit finds none, it takes all that requests took.
 
         The load of a request is that at its mean token, not at its mean moment: where more run, a token takes
         longer. So each round takes the speeds of the one before.
@@ -260,6 +264,8 @@ class Requests:
             columns = (self.tokens, self.tokens * load, np.ones(len(load)), self.num_admitted, self.num_read)
             found, drag = _fit_beside(seconds, beside, *columns)
             rate = 1.0 / np.maximum(found[0] + found[1] * self.running, 1e-9)
+        if not found[0] + found[1]:
+            return [float(self.seconds.sum() / max(self.tokens.sum(), 1.0)), *[0.0] * 4], 0.0
         return found, drag
 
 
@@ -332,12 +338,16 @@ def _timing(
         steps_per_s=len(counted) / wall_s,
         age_mean=float(_column(counted, "sample/staleness_mean").mean()),
         handover_s=handover_s,
-        notes=_notes(float(busy.mean())),
+        notes=_notes(float(busy.mean()), is_split=any((row_s, request_s, admit_s, read_s))),
     )
 
 
-def _notes(busy: float) -> tuple[str, ...]:
-    found = {NEVER_AT_ONCE: busy < LEAST_BESIDE, ALWAYS_AT_ONCE: busy > MOST_BESIDE}
+def _notes(busy: float, *, is_split: bool) -> tuple[str, ...]:
+    found = {
+        NEVER_AT_ONCE: busy < LEAST_BESIDE,
+        ALWAYS_AT_ONCE: busy > MOST_BESIDE,
+        ALL_FOR_TOKENS: not is_split,
+    }
     return tuple(words for words, is_so in found.items() if is_so)
 
 
