@@ -46,11 +46,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def killed(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run that was killed with all its processes, and two checkpoints in it."""
+    """The directory of a run that was killed with all its processes, and two checkpoints in it or three."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
     process = start(on_policy, run_dir)
-    # the older ones are removed a moment later
-    wait_until(lambda: len(checkpoints(run_dir)) == 2 and checkpoints(run_dir)[-1] >= 9, process)
+    # the older ones are removed a moment later, and it may come to one more before the kill
+    wait_until(lambda: len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 9, process)
     kill_tree(process)
     return run_dir
 
@@ -79,7 +79,7 @@ def assert_nothing_lost(config: Path, run_dir: Path) -> None:
 def test_a_copy_elsewhere_whose_newest_checkpoint_has_a_wrong_byte_goes_on_from_the_one_before(
     whole: Path, run_dir: Path
 ) -> None:
-    older, newest = checkpoints(run_dir)
+    *_, older, newest = checkpoints(run_dir)
     files = (run_dir / "checkpoints" / f"step_{newest}" / "trainer").iterdir()
     file = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
