@@ -24,9 +24,9 @@ from ray_cluster import FRUGAL, ray_cluster
 from asyncrl.errors import ConfigError, RoomError
 from asyncrl.placement.launchers import LocalLauncher, opened
 from asyncrl.placement.machine import Machine
-from asyncrl.placement.nodes import Needs, Node, NodeHas, misfit
+from asyncrl.placement.nodes import Needs, Node, NodeHas, Order, misfit
 from asyncrl.placement.on_ray import ray_groups, ray_launcher
-from asyncrl.placement.on_ray.ray_host import other_versions, start_guard
+from asyncrl.placement.on_ray.ray_host import Host, RefusedStart, Started, other_versions, start_guard
 from asyncrl.placement.on_ray.ray_launcher import RayLauncher
 
 RUN_S = 600.0
@@ -162,6 +162,29 @@ def test_what_outlives_its_actor_is_ended(
     assert child.wait(LIMIT_S) == returncode
     assert guard.wait(LIMIT_S) == 0
     assert not folder.exists()
+
+
+def test_the_end_of_a_start_that_is_given_up_may_come_before_it(tmp_path: Path) -> None:
+    """Ray calls the methods of an actor that awaits in any order."""
+    order = Order("given-up", "launched_child", json.dumps({"do": "crash", "clears": ""}), tmp_path, SECRET)
+
+    async def play() -> None:
+        host = Host("127.0.0.1", [])
+        try:
+            assert await host.end("given-up-0") == ""
+            await host.forget("given-up-0")
+            answer = await host.start("given-up-0", order)
+            assert isinstance(answer, RefusedStart), "nobody would end it"
+            other = await host.start("given-up-1", order)
+            assert isinstance(other, Started)
+        finally:
+            for key in ("given-up-0", "given-up-1"):
+                await host.end(key)
+            await host.leave()
+            with host._guard as guard:
+                guard.kill()
+
+    asyncio.run(play())
 
 
 def test_a_node_of_another_run_may_have_other_engines_but_one_of_this_has_their_version() -> None:

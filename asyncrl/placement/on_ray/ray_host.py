@@ -161,7 +161,8 @@ def other_versions(name: str, versions: Mapping[str, str], own: Mapping[str, str
 class Host:
     """Starts, watches and ends the processes of a run on its node.
 
-    Life: ready() -> start(), any number -> their ends, told by news() -> forgotten by end().
+    Life: ready() -> start(), any number -> their ends, told by news() -> forgotten by end(). Ray may call an
+        actor that awaits in another order than it was asked: a start comes to nothing after its own end.
     Waits: news() sleeps for at most as long as its caller says.
     """
 
@@ -175,6 +176,8 @@ class Host:
         self._children = dict[str, ChildProcess]()
         self._starts = defaultdict[str, asyncio.Lock](asyncio.Lock)
         """Held by a start, and by the end that has to wait for it."""
+        self._given_up = set[str]()
+        """Keys of all whose end was asked for."""
         self._ends = dict[str, asyncio.Future[None]]()
         self._changed = asyncio.Event()
         self._cuda = dict[int, CudaDevice]()
@@ -189,6 +192,9 @@ class Host:
     async def start(self, key: str, order: Order) -> Started | RefusedStart:
         """Start a process, under a key that no other had. Its log and its spec lie in a folder of its own."""
         async with self._starts[key]:
+            if key in self._given_up:
+                self._starts.pop(key)
+                return RefusedStart("its end was asked for before its start", "", "", is_config=False)
             return await self._start(key, order)
 
     async def _start(self, key: str, order: Order) -> Started | RefusedStart:
@@ -226,6 +232,7 @@ class Host:
         """End a process and its group; what is left of it, in words. Of one that is being started, because
         its caller has given that up, once it is.
         """
+        self._given_up.add(key)
         async with self._starts[key]:
             if (child := self._children.get(key)) is None:  # its start was refused, or never got here
                 return ""
