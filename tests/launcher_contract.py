@@ -185,8 +185,9 @@ def folder_of(package: str) -> str:
 
 async def a_start_that_is_given_up_leaves_no_process(stage: Stage) -> None:
     """Whenever that is: a start beside it that fails gives it up."""
+    name = f"given-up-{os.getpid()}-here"  # these tests may run beside themselves
     for delay_s in (0.0, 0.01, 0.05, 0.2, 1.0):
-        given_up = stage.make("given-up")
+        given_up = stage.make(name)
         starting = asyncio.ensure_future(given_up.start())
         await asyncio.sleep(delay_s)  # no wait for anything: it is when the start is given up
         starting.cancel()
@@ -195,7 +196,7 @@ async def a_start_that_is_given_up_leaves_no_process(stage: Stage) -> None:
         async with stage.started("next") as process:  # whatever was under way there is over
             await probed(process)
         lines = [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])]
-        mine = [line for line in lines if "given-up" in line and "launched_child" in line]
+        mine = [line for line in lines if name in line and "launched_child" in line]
         assert mine == [], delay_s
 
 
