@@ -147,6 +147,12 @@ class Host:
         """`up` or `down`: its wire to the bridge."""
         ip("link", "set", f"{self.name}-w", state)
 
+    def unplug(self, seconds: float) -> None:
+        """Its wire is out for that long, which is no wait for anything."""
+        self.link("down")
+        time.sleep(seconds)
+        self.link("up")
+
     def shape(self, *how: str) -> bool:
         """What tc does to all that leaves it (`tbf rate 100mbit burst 256kb latency 400ms`, `netem delay
         20ms`); none: as before. False where this kernel has no such discipline.

@@ -46,7 +46,8 @@ def slow_wire(
     wire, own, taps = f"{host.name}-w", f"{host.name}-o", [f"{host.name}-{end}" for end in "xy"]
     shared = Path(f"/sys/class/net/{wire}/master").resolve().name
     asked = [*taps, str(delay_ms / 1e3), str(jitter_ms / 1e3), str(loss), str(seed)]
-    process = subprocess.Popen([sys.executable, __file__, *asked], stdout=subprocess.PIPE)
+    command = [sys.executable, __file__, *asked]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"ready\n"
@@ -78,12 +79,15 @@ def _tap(name: str) -> int:
 
 
 def _carry(one: int, other: int, delay_s: float, jitter_s: float, loss: float, chance: random.Random) -> None:
-    """Frames from each to the other, for ever."""
+    """Frames from each to the other, until standard input ends: whoever wanted it is gone."""
     other_end, order = {one: other, other: one}, itertools.count()
     under_way = list[tuple[float, int, int, bytes]]()  # (due, order, to, frame)
     while True:
         wait_s = max(0.0, under_way[0][0] - time.monotonic()) if under_way else None
-        for end in select.select([one, other], [], [], wait_s)[0]:
+        ready = select.select([one, other, sys.stdin], [], [], wait_s)[0]
+        if sys.stdin in ready:
+            return
+        for end in ready:
             with contextlib.suppress(OSError):  # no more; or it is down
                 for _ in range(READ_AT_ONCE):
                     frame = os.read(end, LARGEST_FRAME_BYTES)

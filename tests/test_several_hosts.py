@@ -136,9 +136,7 @@ def test_a_run_goes_on_when_a_host_is_cut_off_for_a_moment_and_when_it_is_lost(
         overrides = [f"launcher=ray:{address}", placed, "--run-dir", run_dir]
         process = start_run(hosts[0], config, *overrides, command=TEACHING)
         wait_for_steps(run_dir, 2, process, RUN_S)
-        hosts[1].link("down")
-        time.sleep(1.0)  # no wait for anything: it is how long the wire is unplugged
-        hosts[1].link("up")
+        hosts[1].unplug(1.0)
         wait_for_more_steps(run_dir, 2, process, RUN_S)
         assert engine_events(run_dir) == [], "a second without a wire loses no one"
         at = 1
@@ -259,9 +257,7 @@ def test_a_slow_wire_that_loses_frames_and_is_cut_now_and_then_changes_nothing(
         process = start_run(hosts[0], config, f"launcher=ray:{address}", OVER_BOTH, "--run-dir", run_dir)
         for num_steps in range(3):
             wait_for_steps(run_dir, num_steps, process, RUN_S)
-            hosts[1].link("down")
-            time.sleep(chance.uniform(0.1, 1.0))  # no wait for anything: it is how long the wire is unplugged
-            hosts[1].link("up")
+            hosts[1].unplug(chance.uniform(0.1, 1.0))
         output, _ = process.communicate(timeout=RUN_S)
         assert process.returncode == 0, output
     assert engine_events(run_dir) == [], "no engine was counted as lost"
