@@ -157,16 +157,16 @@ class Part:
             cwd=REPO,
         )
         assert child.stdout is not None
-        late = threading.Timer(limit_s, end_session, [child])
+        is_late = threading.Event()
+        late = threading.Timer(limit_s, lambda: (is_late.set(), end_session(child)))
         late.start()
         try:
             lines = self.read(row, child.stdout)
         finally:
-            is_late = not late.is_alive()
             late.cancel()
             end_session(child)  # what the row has left running
         if (code := child.wait()) != 0:
-            why = f"was ended after {limit_s:.0f} s" if is_late else f"ended with {code}"
+            why = f"was ended after {limit_s:.0f} s" if is_late.is_set() else f"ended with {code}"
             self.tell(
                 row, {"what": "", "value": f"{why}: {lines[-1] if lines else 'no output'}", "ok": False}
             )

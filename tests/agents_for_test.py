@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -16,15 +18,17 @@ _begun = itertools.count()
 """Attempts of plays_then_holds in this worker."""
 
 
-async def blocks_once(task: Task, session: Session, *, mark: str) -> Outcome:
-    """The lookup agent; the first to come while the mark is there takes it away, and holds its worker's loop
-    for ever.
+async def loses_two_workers(task: Task, session: Session, *, marks: str) -> Outcome:
+    """The lookup agent; the first to come while `blocks` is in this folder takes it away, and holds its
+    worker's loop for ever; of those that come later the first does so with `dies`, and kills its worker.
     """
-    path = Path(mark)
-    if path.exists():  # noqa: ASYNC240
-        path.unlink()  # noqa: ASYNC240
-        while True:
-            time.sleep(3600.0)  # noqa: ASYNC251  that is the point
+    for mark in (Path(marks) / "blocks", Path(marks) / "dies"):
+        if mark.exists():
+            mark.unlink()
+            if mark.name == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            while True:
+                time.sleep(3600.0)  # noqa: ASYNC251  that is the point
     return await run(task, session)
 
 

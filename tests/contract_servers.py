@@ -26,9 +26,11 @@ from asyncrl.http import Caller
 from asyncrl.messages.calls import GenerateRequest
 from asyncrl.testing.fake_engine import FakeEngineServer
 
-SLOTS, MAX_LENGTH, VOCAB_SIZE = 4, 2600, 50
+SLOTS, VOCAB_SIZE = 4, 50
 LONG = 2500
 """Tokens that take any server more than a second: time for a story to interrupt them."""
+ENDLESS = 100_000
+"""Tokens of a server whose speed is that of the clock, not of the machine: a hundred seconds."""
 WEIGHTS = {"w": np.ones((3, 2), dtype=np.float32), "b": np.zeros(5, dtype=np.float32)}
 OURS = ["simulated", "embedded"]
 """Those that speak our own protocol over connections."""
@@ -43,6 +45,8 @@ class Traits:
     """Tokens that take it longer than a story takes to begin a commit that waits for them."""
     kept: int = LONG
     """Tokens that outlast the beginning of any commit, and are sampled to their end after it."""
+    long: int = LONG
+    """Tokens that are not over before a story has interrupted them; a sequence may have a few more."""
     has_weights: bool = True
     """The simulated server draws from seeds alone: a latency model."""
     reads_files: bool = True
@@ -69,10 +73,14 @@ class Traits:
     client makes a seed of (seed, position) for each segment: what a resumed request draws can be reproduced,
     and is not what the uninterrupted one draws."""
 
+    @property
+    def max_length(self) -> int:
+        return self.long + 100
+
 
 TRAITS = {
     "fake": Traits(reads_files=False, knows_prompts=False),
-    "simulated": Traits(has_weights=False),
+    "simulated": Traits(long=ENDLESS, has_weights=False),
     "embedded": Traits(waited=LONG),
     "vllm": Traits(
         kept=1000,  # some seconds
@@ -151,7 +159,8 @@ def server_of(kind: str, child: EngineProcess | VllmProcess, folder: Path) -> Se
 
 def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
     """A server whose requests do not end before max_tokens."""
-    spec: dict[str, Any] = {"name": f"{kind}-0", "slots": SLOTS, "max_length": MAX_LENGTH, **overrides}
+    spec: dict[str, Any] = {"name": f"{kind}-0", "slots": SLOTS, **overrides}
+    spec = {"max_length": TRAITS[kind].max_length, **spec}
     if kind == "simulated":
         constant = {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": 0.001, "per_row_s": 0.0}
         return {"vocab_size": VOCAB_SIZE, **constant, **spec}
@@ -170,7 +179,7 @@ def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
 def caller_of(server: Server) -> Caller:
     """Connections of one's own to the server; the fake is its own caller, and a new one each time."""
     if server.kind == "fake":
-        return FakeEngineServer(slots=SLOTS, decode_s=0.001, max_length=MAX_LENGTH)
+        return FakeEngineServer(slots=SLOTS, decode_s=0.001, max_length=server.traits.max_length)
     assert server.process is not None
     return Caller(f"{server.kind}-0", server.process.url, SECRET)
 
@@ -198,6 +207,6 @@ async def another_client(server: Server, engine: EngineClient) -> AsyncIterator[
 
 
 def vllm_client(server: Server, caller: Caller, policy_version: int = 0) -> VllmServer:
-    facts = VllmFacts(str(server.folder / "model"), "float32", SLOTS, MAX_LENGTH, (), "cpu")
+    facts = VllmFacts(str(server.folder / "model"), "float32", SLOTS, server.traits.max_length, (), "cpu")
     rules = PushRules(1e-3, chunk_bytes=16384, warn=pytest.fail)
     return VllmServer(caller, facts=facts, rules=rules, policy_version=policy_version)

@@ -5,19 +5,21 @@ after every kill.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import yaml
-from job_runs import all_gone, children_of, read_lines, run, staging_of, start, write_config
+from job_runs import all_gone, children_of, read_lines, run, staging_of, start, wait_for_steps, write_config
 from resume_checker import Evidence, Promise, changes, effective, read_evidence, violations
 from safetensors.numpy import load_file
 
@@ -201,6 +203,21 @@ def kill_tree(
                 victim.kill()
         assert all_gone(family, timeout_s=PATIENCE_S)
     process.communicate(timeout=PATIENCE_S)
+
+
+def killed_on_the_way(begin: Callable[[], subprocess.Popen[str]], num_steps: int, run_dir: Path) -> None:
+    """Kill a run with its children once it has recorded so many steps; where it was done by then, for the one
+    who looks got no core, another one is begun in its place.
+    """
+    for _ in range(5):
+        process = begin()
+        wait_for_steps(run_dir, num_steps, process, PATIENCE_S)
+        kill_tree(process)
+        summary = run_dir / "summary.json"
+        if not summary.exists() or json.loads(summary.read_text())["state"] != "done":
+            return
+        shutil.rmtree(run_dir)
+    raise AssertionError("it was done before it could be killed, each time")
 
 
 def never_killed(config: Path, run_dir: Path) -> Path:

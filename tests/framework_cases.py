@@ -32,7 +32,7 @@ OFFLINE = {
     "HF_HUB_OFFLINE": "1",
 }
 """What keeps frameworks from other servers than the gateway."""
-PLAY_S = 60.0
+PLAY_S = 240.0
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contract_servers import LONG, MAX_LENGTH, SLOTS, VOCAB_SIZE, Server, another_client
+from contract_servers import LONG, SLOTS, VOCAB_SIZE, Server, another_client
 from engine_contract import (
     abort,
     check_whole,
@@ -71,12 +71,12 @@ async def test_a_resumed_request_goes_on(server: Server, engine: EngineClient, t
 async def test_a_request_that_cannot_fit_is_refused(
     server: Server, engine: EngineClient, on_chunk: Any
 ) -> None:
-    sample = partial(engine.generate_segment, on_chunk=on_chunk)
+    sample, most = partial(engine.generate_segment, on_chunk=on_chunk), server.traits.max_length
     with pytest.raises(RequestRefused) as refusal:
-        await sample(server.request(prompt_ids=[1] * 10, max_tokens=MAX_LENGTH - 9))
-    for number in ("10", str(MAX_LENGTH - 9), str(MAX_LENGTH + 1), str(MAX_LENGTH)):
+        await sample(server.request(prompt_ids=[1] * 10, max_tokens=most - 9))
+    for number in ("10", str(most - 9), str(most + 1), str(most)):
         assert number in refusal.value.what
-    fitting = server.request(prompt_ids=[1] * (MAX_LENGTH - 2), max_tokens=2)
+    fitting = server.request(prompt_ids=[1] * (most - 2), max_tokens=2)
     assert (await sample(fitting)).finish_reason == "length"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from contract_servers import LONG, SLOTS, Server
+from contract_servers import SLOTS, Server
 from engine_contract import (
     BOTH,
     abort,
@@ -77,7 +77,7 @@ async def test_after_sleep_and_wake_every_bit_is_as_before(server: Server, engin
 @contract
 async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engine: EngineClient) -> None:
     version = await be_awake(engine, server)
-    requests = [server.request(max_tokens=LONG, seed=seed) for seed in range(SLOTS)]
+    requests = [server.request(max_tokens=server.traits.long, seed=seed) for seed in range(SLOTS)]
     running = [asyncio.create_task(engine.generate_segment(request)) for request in requests]
     await until_decoding(engine, SLOTS)
     queued = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
@@ -88,7 +88,7 @@ async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engi
     for answer in await asyncio.gather(*running):
         check_whole(answer, server)
         assert answer.finish_reason == "abort"
-        assert 0 < len(answer.token_ids) < LONG
+        assert 0 < len(answer.token_ids) < server.traits.long
     late = asyncio.create_task(engine.generate_segment(server.request(max_tokens=6)))
     num_queued = 1 + server.traits.keeps_queue
     await until(engine, lambda now: now.num_queued == num_queued)
@@ -144,11 +144,12 @@ async def test_restore_refuses_what_has_changed_meanwhile(server: Server, engine
 @contract
 async def test_sleep_ends_a_commit_that_waited_for_what_ran(server: Server, engine: EngineClient) -> None:
     old = await be_awake(engine, server)
-    running = asyncio.create_task(engine.generate_segment(server.request(max_tokens=LONG)))
+    running = asyncio.create_task(engine.generate_segment(server.request(max_tokens=server.traits.long)))
     await until_decoding(engine, 1)
     digest = await prepare(engine, server, old + 1, scale=1.25)
     committing, num_queued = asyncio.create_task(engine.commit(old + 1, digest, "wait")), 0
     while not num_queued:  # requests may overtake the commit, and those run
+        assert not running.done(), "it ended before the story could put the server to sleep"
         queued = asyncio.create_task(engine.generate_segment(server.request(max_tokens=5)))
         num_queued = (
             await until(engine, lambda now, new=queued: now.num_queued == 1 or new.done())

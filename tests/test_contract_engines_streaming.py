@@ -49,15 +49,34 @@ async def test_a_streamed_answer_is_bit_for_bit_the_other(server: Server, engine
         check_whole(last, server)
         assert joined(chunks, last) == expected
         assert last.token_ids, "the token that ends an answer comes with its finish_reason"
-    assert all(len(chunks) > 5 for chunks in came[3:])
+    few = 5 if server.kind == "fake" else 1  # others sample by the clock, however seldom they get to tell
+    assert all(len(chunks) > few for chunks in came[3:])
 
 
 @pytest.mark.parametrize("interrupt", ["abort", "keep", "keep_kv", "wait"])
 @contract
 async def test_a_publish_in_mid_stream(server: Server, engine: EngineClient, interrupt: Interrupt) -> None:
     """The version changes once."""
-    old = engine.policy_version
     max_tokens = server.traits.waited if interrupt == "wait" else LONG
+    goes_on = interrupt.startswith("keep") and server.traits.keeps_streams
+    for _ in range(5):  # a server may be done before a process that gets no core asks for the commit
+        old = engine.policy_version
+        answers = await _answers_over_a_commit(server, engine, interrupt, max_tokens)
+        too_late = [answer.finish_reason == "length" and versions_of(answer) == [old] for answer in answers]
+        if interrupt == "wait" or not any(too_late):
+            break
+    for answer in answers:
+        check_whole(answer, server)
+        assert versions_of(answer) == ([old, old + 1] if goes_on else [old])
+        assert (len(answer.token_ids) == max_tokens) == (goes_on or interrupt == "wait")
+        assert answer.finish_reason == ("length" if goes_on or interrupt == "wait" else "abort")
+
+
+async def _answers_over_a_commit(
+    server: Server, engine: EngineClient, interrupt: Interrupt, max_tokens: int
+) -> list[GenerateResponse]:
+    """Of as many requests as run at once, to which a version is committed once each has told of tokens."""
+    old = engine.policy_version
     digest = await prepare(engine, server, old + 1, scale=1.25)
     came: list[list[GenerateChunk]] = [[] for _ in range(SLOTS)]
     requests = [server.request(max_tokens=max_tokens, seed=seed) for seed in range(SLOTS)]
@@ -67,13 +86,7 @@ async def test_a_publish_in_mid_stream(server: Server, engine: EngineClient, int
     ]
     await until(engine, lambda _: all(came))
     await engine.commit(old + 1, digest, interrupt)
-    goes_on = interrupt.startswith("keep") and server.traits.keeps_streams
-    for task, chunks in zip(tasks, came, strict=True):
-        answer = joined(chunks, await task)
-        check_whole(answer, server)
-        assert versions_of(answer) == ([old, old + 1] if goes_on else [old])
-        assert (len(answer.token_ids) == max_tokens) == (goes_on or interrupt == "wait")
-        assert answer.finish_reason == ("length" if goes_on or interrupt == "wait" else "abort")
+    return [joined(chunks, await task) for task, chunks in zip(tasks, came, strict=True)]
 
 
 @pytest.mark.parametrize("how", ["abort", "keep", "sleep"])

@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import job_runs
 import numpy as np
 import pytest
 import torch
+from crash_fuzz import killed_on_the_way
 from engine_processes import SECRET, engine_process
 from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, changed, make_batch, naive
@@ -209,13 +211,15 @@ def test_a_student_comes_nearer_to_its_teacher_whichever_of_both_is_killed_on_th
 ) -> None:
     trainer = {"num_steps": 40, "learning_rate": 0.01}
     config, run_dir = taught(tmp_path, other, trainer=trainer, checkpoint={"every": 20}), tmp_path / "run"
-    process = job_runs.start(config, run_dir)
-    job_runs.wait_for_steps(run_dir, 3, process)
-    (teacher,) = job_runs.children_of(process, "teacher")
-    teacher.kill()
-    job_runs.wait_for_more_steps(run_dir, 5, process)
-    process.kill()
-    job_runs.ended(process)
+
+    def without_its_teacher() -> subprocess.Popen[str]:
+        process = job_runs.start(config, run_dir)
+        job_runs.wait_for_steps(run_dir, 1, process)
+        (teacher,) = job_runs.children_of(process, "teacher")
+        teacher.kill()
+        return process
+
+    killed_on_the_way(without_its_teacher, 8, run_dir)
     before = of_steps(run_dir, "policy/kl_teacher")
     ended = job_runs.run(config, run_dir)
     assert ended.returncode == 0, ended.stderr

@@ -29,7 +29,7 @@ from asyncrl.config import RunConfig, load_config
 ROOT = Path(__file__).parent.parent
 LAUNCH = ROOT / "examples/launch"
 RECORD = """#!/bin/bash
-said() { printf '%q ' "$@" >> "$CALLS"; echo >> "$CALLS"; }
+said() { local line; printf -v line '%q ' "$@"; echo "$line" >> "$CALLS"; } # in one write: some call at once
 called() { said "$(basename "$0")" "$@"; }
 until_said() { for _ in $(seq 400); do grep -q -e "$1" "$CALLS" && return; /bin/sleep 0.05; done; exit 9; }
 """

@@ -220,7 +220,7 @@ async def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(ow
 async def test_what_dies_with_its_process_is_no_result(own_temp: Path) -> None:
     """A worker that loses its run kills its commands; one that is killed has not failed."""
     began = own_temp.parent / "began"
-    harness = shell(f"touch {began}; sleep 3600")
+    harness = shell(f"touch {began}; while :; do sleep 3600; done")
     running = asyncio.ensure_future(harness.run(TASK, SESSION))
     await settled(began.exists)
     harness.kill_all_nowait()

@@ -17,13 +17,11 @@ import pytest
 from hostile_agents_for_test import BODIES, WAYS
 from job_runs import (
     ROOT,
-    children_of,
     environment,
     read_lines,
     run,
     start,
     variant,
-    wait_for_more_steps,
     wait_until,
     write_config,
 )
@@ -41,14 +39,15 @@ PATIENCE_S = 240.0
 
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The directory of a run of the lookup agent. Its worker is blocked by a rollout, and killed later."""
-    folder = tmp_path_factory.mktemp("agent")
-    mark, run_dir = folder / "mark", folder / "run"
-    mark.touch()
+    """The directory of a run of the lookup agent. A rollout blocks its worker, another kills the next."""
+    folder, run_dir = tmp_path_factory.mktemp("agent"), tmp_path_factory.mktemp("agent") / "run"
+    marks = [folder / "blocks", folder / "dies"]
+    for mark in marks:
+        mark.touch()
     config = variant(
         ROOT / "configs" / "agent.yaml",
         folder,
-        generator={"python": "agents_for_test:blocks_once", "args": {"mark": str(mark)}},
+        generator={"python": "agents_for_test:loses_two_workers", "args": {"marks": str(folder)}},
         gateway={"lease_timeout_s": 6},
         rollout={"slots": 16, "threads": 1, "retries": 8},
         trainer={"num_steps": NUM_STEPS, "num_groups": 2, "threads": 1},
@@ -57,12 +56,9 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     )
     process = start(config, run_dir)
     try:
-        wait_for_more_steps(run_dir, 2, process)
-        assert not mark.exists()
-        (worker,) = children_of(process, "asyncrl.agents.worker")
-        worker.kill()
         _, stderr = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, stderr
+        assert not any(mark.exists() for mark in marks)
         yield run_dir
     finally:
         process.kill()
@@ -77,7 +73,7 @@ def test_a_worker_that_is_blocked_or_killed_is_started_again_and_the_run_goes_on
         last["rollout/failed"],
         last["gateway/edited"] + last["gateway/uncut"],
     ) == (1, 0, 0)
-    assert min(last["harness/restarts"], last["harness/lost"], last["rollout/retried"]) > 0
+    assert min(last["harness/restarts"] - 1, last["harness/lost"], last["rollout/retried"]) > 0
     assert last["gateway/calls"] >= sum(step["task/tool_calls"] for step in metrics) * 16
     assert last["gateway/realigned"] + last["gateway/extended"] > 0
     names = {"task/tool_calls", "task/right_name", "task/right_room", "harness/leased"}

@@ -46,10 +46,9 @@ def test_a_run_goes_on_without_what_it_can_lose_and_ends_when_an_engine_is_lost_
     """One after the other: the eval engine is killed, the trainer is killed, an engine is frozen, and killed
     once it is back.
     """
-    ports = []
-    for _ in range(2):  # given ones, which the second process of an engine takes again
-        with socket.create_server(("127.0.0.1", 0)) as holder:
-            ports.append(holder.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        # given ones, which the second process of an engine takes again
+        ports = [holder.getsockname()[1] for holder in (one, other)]
     config = write_config(
         tmp_path,
         eval={"task": {"python": "asyncrl.tasks.letters:Letters"}, "every": 3, "num_prompts": 4, "slots": 4},

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from crash_fuzz import differences, kill_tree
-from job_runs import read_lines, run, start, wait_for_steps, write_config
+from crash_fuzz import differences, killed_on_the_way
+from job_runs import read_lines, run, start, write_config
 from resume_checker import read_evidence
 
 from asyncrl.messages.records import task_of
@@ -84,9 +84,7 @@ def test_killed_and_resumed_it_draws_and_computes_the_same_and_refuses_data_that
     whole: Path, tmp_path: Path
 ) -> None:
     config, run_dir = whole.parent / "config-for-test.yaml", tmp_path / "run"
-    process = start(config, run_dir)
-    wait_for_steps(run_dir, 6, process)
-    kill_tree(process)
+    killed_on_the_way(lambda: start(config, run_dir), 6, run_dir)
     data = whole.parent / "words.jsonl"
     content = data.read_text()
     data.write_text(content.replace("f 2", "e 9"))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from crash_fuzz import differences, kill_tree, promise_of
+from crash_fuzz import differences, killed_on_the_way, promise_of
 from job_runs import (
     all_gone,
     children_of,
@@ -27,7 +27,6 @@ from job_runs import (
     read_lines,
     run,
     start,
-    wait_until,
     write_config,
 )
 from resume_checker import read_evidence, violations
@@ -69,6 +68,15 @@ def lines_until(process: subprocess.Popen[str], text: str) -> list[str]:
         if text in line:
             return lines
     raise AssertionError(f"{lines} {process.communicate()[1]}")
+
+
+def rest_of(process: subprocess.Popen[str]) -> list[str]:
+    """What else it says, up to its end; `communicate` would leave out what was read with an earlier line."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    said, stderr = process.stdout.read().splitlines(), process.stderr.read()
+    assert process.wait(240) == 0, stderr
+    return said
 
 
 def shell(line: str, exports: str) -> Any:
@@ -172,13 +180,12 @@ def test_the_configs_own_agent_is_run_on_some_prompts_and_recorded(tmp_path: Pat
     process = serve("gateway", config, "--rollouts", "2", "--record", file, "--run-dir", tmp_path / "served")
     said = lines_until(process, "[1/6]")
     children = children_of(process)  # fewer, or none, where it has gone on to its end meanwhile
-    stdout, stderr = process.communicate(timeout=240)
-    assert process.returncode == 0, stderr
+    said += rest_of(process)
     assert all_gone(children)
     for name in ("engine-0", "worker-0"):
         assert (tmp_path / "served" / "logs" / f"{name}.log").is_file(), name
-    said += stdout.splitlines()
-    assert re.search(r"\[6/6\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", stdout)
+    last = next(line for line in said if "[6/6]" in line)
+    assert re.search(r"\[6/6\] 0/\d+ sample \d: reward \S+, 2 turns, \d+ sampled tokens", last)
     records = read_recording(file).rollouts
     mean = np.mean([record.reward for record in records])
     assert f"mean reward {mean:.4f} over 6 rollouts" in said
@@ -269,9 +276,7 @@ def test_a_killed_run_neither_loses_nor_repeats_a_recorded_rollout(
     recorded: Path, whole: Path, tmp_path: Path
 ) -> None:
     config, run_dir = replay_config(tmp_path, recorded, checkpoint={"every": 2}), tmp_path / "run"
-    process = start(config, run_dir)
-    wait_until(lambda: (run_dir / "journal.sqlite").exists() and read_evidence(run_dir).groups, process)
-    kill_tree(process)
+    killed_on_the_way(lambda: start(config, run_dir), 1, run_dir)
     recorded.rename(recorded.with_suffix(".away"))  # the run has what it began with
     try:
         answer = run(config, run_dir)

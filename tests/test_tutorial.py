@@ -105,7 +105,8 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     notebook = nbformat.from_dict(json.loads(json.dumps(NOTEBOOK)))
     setting = next(cell for cell in notebook.cells if "STEPS = " in cell.source)
     setting.source = re.sub(r"STEPS = \d+", f"STEPS = {NUM_STEPS}", setting.source)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    given = {"timeout": 300, "startup_timeout": 300, "resources": {"metadata": {"path": str(tmp_path)}}}
+    NotebookClient(notebook, **given).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs)
     said = "".join(output.get("text", "") for output in outputs)

@@ -45,7 +45,9 @@ def _run(folder: Path) -> Any:
 
 def begin_run(folder: Path, num_steps: int = 3) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text(f"{num_steps}")
+    beside = folder / "metrics.new"  # a page may be made at any moment
+    beside.write_text(f"{num_steps}")
+    beside.replace(folder / "metrics.jsonl")
     (folder / "config.yaml").write_text("")
     return folder
 

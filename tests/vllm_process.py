@@ -78,7 +78,7 @@ class VllmProcess(EngineProcess):
 
     def wait_group(self, is_so: Callable[[int], bool]) -> None:
         """Until its group has such a number of processes."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + 400
         while not is_so(len(self.group())):
             assert time.monotonic() < end, f"{self.group()}\n{self.read_log()[-3000:]}"
             time.sleep(0.05)
