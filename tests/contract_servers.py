@@ -159,8 +159,8 @@ def server_of(kind: str, child: EngineProcess | VllmProcess, folder: Path) -> Se
 
 def spec_of(kind: str, folder: Path, **overrides: Any) -> dict[str, Any]:
     """A server whose requests do not end before max_tokens."""
-    spec: dict[str, Any] = {"name": f"{kind}-0", "slots": SLOTS, **overrides}
-    spec = {"max_length": TRAITS[kind].max_length, **spec}
+    spec: dict[str, Any] = {"name": f"{kind}-0", "slots": SLOTS, "max_length": TRAITS[kind].max_length}
+    spec |= overrides
     if kind == "simulated":
         constant = {"mean_tokens": 1e9, "sigma": 0.0, "decode_step_s": 0.001, "per_row_s": 0.0}
         return {"vocab_size": VOCAB_SIZE, **constant, **spec}

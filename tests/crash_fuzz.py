@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 import yaml
-from job_runs import all_gone, children_of, read_lines, run, staging_of, start, wait_for_steps, write_config
+from job_runs import all_gone, children_of, read_lines, run, staging_of, start, wait_until, write_config
 from resume_checker import Evidence, Promise, changes, effective, read_evidence, violations
 from safetensors.numpy import load_file
 
@@ -205,13 +205,15 @@ def kill_tree(
     process.communicate(timeout=PATIENCE_S)
 
 
-def killed_on_the_way(begin: Callable[[], subprocess.Popen[str]], num_steps: int, run_dir: Path) -> None:
-    """Kill a run with its children once it has recorded so many steps; where it was done by then, for the one
-    who looks got no core, another one is begun in its place.
+def killed_on_the_way(
+    begin: Callable[[], subprocess.Popen[str]], is_there: Callable[[], Any], run_dir: Path
+) -> None:
+    """Kill a run with its children once it is there; where it was done by then, for the one who looks got no
+    core, another one is begun in its place.
     """
     for _ in range(5):
         process = begin()
-        wait_for_steps(run_dir, num_steps, process, PATIENCE_S)
+        wait_until(is_there, process, PATIENCE_S)
         kill_tree(process)
         summary = run_dir / "summary.json"
         if not summary.exists() or json.loads(summary.read_text())["state"] != "done":

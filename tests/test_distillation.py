@@ -219,7 +219,9 @@ def test_a_student_comes_nearer_to_its_teacher_whichever_of_both_is_killed_on_th
         teacher.kill()
         return process
 
-    killed_on_the_way(without_its_teacher, 8, run_dir)
+    killed_on_the_way(
+        without_its_teacher, lambda: len(job_runs.read_lines(run_dir / "metrics.jsonl")) >= 8, run_dir
+    )
     before = of_steps(run_dir, "policy/kl_teacher")
     ended = job_runs.run(config, run_dir)
     assert ended.returncode == 0, ended.stderr

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 from conftest import NUM_STEPS
-from crash_fuzz import PATIENCE_S, Crashes, differences, fuzz_config, kill_tree, new_seed, promise_of
+from crash_fuzz import (
+    PATIENCE_S,
+    Crashes,
+    differences,
+    fuzz_config,
+    kill_tree,
+    killed_on_the_way,
+    new_seed,
+    promise_of,
+)
 from job_runs import (
     RUN,
     all_gone,
@@ -29,7 +38,6 @@ from job_runs import (
     variant,
     wait_for_more_steps,
     wait_for_steps,
-    wait_until,
     write_config,
 )
 from resume_checker import effective, read_evidence, violations
@@ -48,10 +56,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def killed(on_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that was killed with all its processes, and two checkpoints in it or three."""
     run_dir = tmp_path_factory.mktemp("killed") / "run"
-    process = start(on_policy, run_dir)
-    # the older ones are removed a moment later, and it may come to one more before the kill
-    wait_until(lambda: len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 9, process)
-    kill_tree(process)
+
+    def has_two() -> bool:  # the older ones are removed a moment later, and one more may come before the kill
+        return len(checkpoints(run_dir)) >= 2 and checkpoints(run_dir)[-1] >= 9
+
+    killed_on_the_way(lambda: start(on_policy, run_dir), has_two, run_dir)
     return run_dir
 
 

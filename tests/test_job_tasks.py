@@ -84,7 +84,9 @@ def test_killed_and_resumed_it_draws_and_computes_the_same_and_refuses_data_that
     whole: Path, tmp_path: Path
 ) -> None:
     config, run_dir = whole.parent / "config-for-test.yaml", tmp_path / "run"
-    killed_on_the_way(lambda: start(config, run_dir), 6, run_dir)
+    killed_on_the_way(
+        lambda: start(config, run_dir), lambda: len(read_lines(run_dir / "metrics.jsonl")) >= 6, run_dir
+    )
     data = whole.parent / "words.jsonl"
     content = data.read_text()
     data.write_text(content.replace("f 2", "e 9"))

@@ -276,7 +276,11 @@ def test_a_killed_run_neither_loses_nor_repeats_a_recorded_rollout(
     recorded: Path, whole: Path, tmp_path: Path
 ) -> None:
     config, run_dir = replay_config(tmp_path, recorded, checkpoint={"every": 2}), tmp_path / "run"
-    killed_on_the_way(lambda: start(config, run_dir), 1, run_dir)
+
+    def has_groups() -> bool:
+        return (run_dir / "journal.sqlite").exists() and bool(read_evidence(run_dir).groups)
+
+    killed_on_the_way(lambda: start(config, run_dir), has_groups, run_dir)
     recorded.rename(recorded.with_suffix(".away"))  # the run has what it began with
     try:
         answer = run(config, run_dir)
