@@ -203,6 +203,34 @@ async def test_processes_survive_whatever_the_reward_function_does(rewards: Path
     assert multiprocessing.active_children() == []
 
 
+def kill_reward_processes() -> None:
+    for process in multiprocessing.active_children():
+        os.kill(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_idle_processes_that_the_kernel_kills_are_replaced(rewards: Path) -> None:
+    async with process_scorer("rewards_here:moody", reward_workers=2, reward_timeout_s=60.0) as scorer:
+        for _ in range(2):
+            assert await scorer.score(PROMPT, "fine") == 1.0
+            kill_reward_processes()
+        calls = (scorer.score(PROMPT, "fine") for _ in range(4))
+        assert await asyncio.gather(*calls) == [1.0] * 4
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_processes_that_never_get_to_a_call_end_the_run(rewards: Path) -> None:
+    async with process_scorer("rewards_here:plain", reward_workers=1) as scorer:
+        (rewards / "rewards_here.py").write_text("import os; os._exit(9)")
+        with pytest.raises(TaskError, match="died outside of any call, twice"):
+            await scorer.score(PROMPT, "x")
+    assert multiprocessing.active_children() == []
+
+
 @pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(rewards: Path) -> None:

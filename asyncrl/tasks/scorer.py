@@ -11,7 +11,6 @@ import os
 import pickle
 import threading
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
 
@@ -187,6 +186,8 @@ class ProcessPool:
     """At most reward_workers calls at once, each in a process that is ended when the call takes too long.
 
     Life: processes start with the first call and live until aclose(); one that is ended or dies is replaced.
+        pebble gives up the whole pool where one dies while none is known to be in a call (an idle one that
+        the kernel kills for memory): then all are replaced, and what they had is called again, once.
     Waits: callers wait for a worker, woken by one whose call is over. No call outlives limit plus
         START_LIMIT_S.
     """
@@ -196,30 +197,49 @@ class ProcessPool:
 
         self._timeout_s = config.reward_timeout_s
         self._free = asyncio.Semaphore(config.reward_workers)
-        self._pool = PebblePool(
+        self._make = partial(
+            PebblePool,
             max_workers=config.reward_workers,
             initializer=_start,
             initargs=(config, seed),
             context=multiprocessing.get_context("spawn"),
         )
+        self._pool = self._make()
 
     async def run(self, prompt: Prompt, completion: str) -> float:
         """Raises UserCodeFailed, or TaskError if the processes cannot start or build the score function."""
         late = f"did not start within {START_LIMIT_S} s"
         limit = TimeLimit(self._timeout_s + START_LIMIT_S, or_raise=lambda: self._broken(late))
         async with self._free, limit:
-            return await self._run(prompt, completion)
+            pool = self._pool
+            try:
+                return await self._run(pool, prompt, completion)
+            except RuntimeError:  # BrokenProcessPool is one
+                await self._replace(pool)
+            try:
+                return await self._run(self._pool, prompt, completion)
+            except RuntimeError as error:
+                what = f"died outside of any call, twice ({error}); memory is the usual cause"
+                raise self._broken(what) from error
 
     async def aclose(self) -> None:
         """End the processes."""
-        self._pool.stop()
-        await asyncio.to_thread(self._pool.join)
+        await self._end(self._pool)
 
-    async def _run(self, prompt: Prompt, completion: str) -> float:
+    async def _replace(self, pool: Any) -> None:
+        if pool is self._pool:  # else another call has done it
+            self._pool = self._make()
+            await self._end(pool)
+
+    async def _end(self, pool: Any) -> None:
+        pool.stop()
+        await asyncio.to_thread(pool.join)
+
+    async def _run(self, pool: Any, prompt: Prompt, completion: str) -> float:
         from pebble import ProcessExpired
 
         try:
-            future = self._pool.schedule(_work, args=(prompt, completion), timeout=self._timeout_s)
+            future = pool.schedule(_work, args=(prompt, completion), timeout=self._timeout_s)
             answer: float | str = await asyncio.wrap_future(future)
         except TimeoutError:
             raise UserCodeFailed(TOO_SLOW.format(self._timeout_s)) from None
@@ -228,8 +248,6 @@ class ProcessPool:
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             what = f"cannot be called in a process: its prompt cannot be sent there: {error}"
             raise UserCodeFailed(what) from error
-        except (BrokenProcessPool, RuntimeError) as error:
-            raise self._broken(f"died outside of any call ({error}); memory is the usual cause") from error
         if isinstance(answer, str):
             raise self._broken(f"cannot build the score function: {answer}")
         return answer
