@@ -216,6 +216,16 @@ async def test_cancelling_ends_the_whole_family_also_one_that_ignores_sigterm(ow
     assert find_group(harness.token) == []
 
 
+def test_a_process_that_execs_again_and_again_is_found_at_each_look(tmp_path: Path) -> None:
+    (tmp_path / "again").write_text(f"exec /bin/sh {tmp_path}/again")
+    environment = {MARK_ENV: "it.1."}
+    with subprocess.Popen(["/bin/sh", str(tmp_path / "again")], env=environment) as process:
+        try:
+            assert all(find_group("it.") == [process.pid] for _ in range(300))
+        finally:
+            process.kill()
+
+
 @in_loop
 async def test_what_dies_with_its_process_is_no_result(own_temp: Path) -> None:
     """A worker that loses its run kills its commands; one that is killed has not failed."""

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ GRACE_S = 2.0
 """Between SIGTERM and SIGKILL; less than the worker itself is given."""
 _POLL_S, _KILL_WAIT_S = 0.02, 5.0
 _KILL_ROUNDS = 20
+_EXEC_LOOKS, _EXEC_LOOK_S = 200, 0.0005
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 _GUARD = """
@@ -80,9 +82,26 @@ def find_group(mark: str, group: int | None = None) -> list[int]:
         with contextlib.suppress(OSError, psutil.Error):  # it is gone, or another user's
             if pid == os.getpid() or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
                 continue
-            if os.getpgid(pid) == group or wanted in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
+            if os.getpgid(pid) == group or wanted in b"\0" + _environment(pid):
                 found.append(pid)
     return found
+
+
+def _environment(pid: int) -> bytes:
+    """What it was started with. In the middle of an exec it has none for a moment, and no arguments either:
+    one that execs again and again would be missed every twentieth time.
+    """
+    process, num_settled = Path(f"/proc/{pid}"), 0
+    for _ in range(_EXEC_LOOKS):
+        has_arguments = bool((process / "cmdline").read_bytes())
+        if environment := (process / "environ").read_bytes():
+            return environment
+        (process / "exe").readlink()  # a thread of the kernel has none: OSError
+        num_settled = num_settled + 1 if has_arguments else 0
+        if num_settled == 3:  # more than once: an exec may have begun between the two readings
+            break
+        time.sleep(_EXEC_LOOK_S)
+    return b""
 
 
 async def end_group(mark: str, group: int | None) -> list[int]:
