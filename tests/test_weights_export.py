@@ -39,6 +39,7 @@ from asyncrl.trainer.step import TrainStep
 from asyncrl.weights import tensor_files
 from asyncrl.weights.export import (
     LazyWeights,
+    after_what_was_begun,
     cut,
     digest_of,
     export_weights,
@@ -426,3 +427,64 @@ def test_a_file_of_another_writer_is_read_and_a_torn_one_is_refused(tmp_path: Pa
         path.write_bytes(torn)
         with pytest.raises(ValueError, match="w.safetensors|empty file"):
             read_tensors(path)
+
+
+class PlayedDevices:
+    """What torch's own contexts of devices and streams call, on a machine without a device: each thread
+    begins on the first one, and to go to one makes a context there.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, current: int) -> None:
+        self.contexts, self._of_thread = {current}, threading.local()
+        self._of_thread.index = current
+        for name in ("_exchange_device", "_maybe_exchange_device", "current_device", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "_get_device_index", self._index_of)
+        monkeypatch.setattr(torch.cuda, "_set_stream_by_id", self._set_stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self._stream(self._index_of(device), 7))
+
+    def current_device(self) -> int:
+        index: int = getattr(self._of_thread, "index", 0)
+        return index
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self._stream(self._index_of(device), getattr(self._of_thread, "stream", 0))
+
+    def _index_of(self, device: Any, *flags: bool, optional: bool = False) -> int:
+        index = device if device is None or isinstance(device, int) else torch.device(device).index
+        return self.current_device() if index is None else index
+
+    def _stream(self, index: int, stream_id: int) -> Any:
+        names = {"stream_id": stream_id, "device_index": index, "device_type": 1}
+        return SimpleNamespace(**names, device=torch.device("cuda", index), wait_stream=lambda other: None)
+
+    def _exchange_device(self, index: int) -> int:
+        before, self._of_thread.index = self.current_device(), index
+        self.contexts.add(index)
+        return before
+
+    def _maybe_exchange_device(self, index: int) -> int:
+        return self._exchange_device(index) if index in self.contexts else self.current_device()
+
+    def _set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        self._exchange_device(device_index)
+        self._of_thread.stream = stream_id
+
+
+def test_a_thread_that_reads_a_device_leaves_no_context_on_the_first_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    devices = PlayedDevices(monkeypatch, current=3)
+    found = []
+
+    def read() -> None:
+        with reading:
+            found.append((devices.current_device(), devices.current_stream().stream_id))
+
+    for device in ("cuda", "cuda:3"):
+        reading = after_what_was_begun(torch.device(device))
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+    assert found == [(3, 7)] * 2
+    assert devices.contexts == {3}

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -351,6 +353,33 @@ def test_weights_go_in_a_stream_of_their_own_after_their_fill_and_what_training_
     assert loads == [engine.default] * num_buffers, "the caller works where it worked before"
     waits = [sent.waited_for for sent in engine.sent[-num_buffers:]]
     assert waits == [1 + num for num in range(num_buffers)], "memory is written after what still reads it"
+
+
+class SilentNccl:
+    """One member of several, none of which answers, as torch has NCCL's: made at once, connected later."""
+
+    asked: ClassVar[SimpleQueue[torch.device]] = SimpleQueue()
+    Options = SimpleNamespace
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None: ...
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.asked.put(device)
+        threading.Event().wait()
+
+
+def test_members_of_an_nccl_group_connect_as_they_join_within_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", SilentNccl, raising=False)
+    monkeypatch.setattr(nccl, "_LATE_S", 0.1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    seat = seats(tmp_path, 2)[0].model_copy(update={"timeout_s": 0.1})
+    for device, number in ((torch.device("cuda"), 3), (torch.device("cuda", 1), 1)):
+        with pytest.raises(GroupBroken, match="no group of 2 processes"):
+            WeightGroup(seat, device, PlayedCuda())
+        assert SilentNccl.asked.get(timeout=60) == torch.device("cuda", number)
 
 
 @pytest.mark.gpu

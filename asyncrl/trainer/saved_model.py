@@ -4,9 +4,11 @@ with, on the CPU of this process, as folders like those that a run saves at its 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +16,33 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from asyncrl.config import LoraConfig
+from asyncrl.files import open_as, whole_folder
 from asyncrl.serving import Refused
 from asyncrl.trainer.model.loading import load_tokenizer, loading
 from asyncrl.trainer.model.lora import ADAPTER, save_adapter
 from asyncrl.trainer.state import READ_BYTES, read_state, read_weights
 from asyncrl.weights.adapters import merge
-from asyncrl.weights.export import in_export_dtype, named_weights, save_folder
-from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules
+from asyncrl.weights.export import in_export_dtype, named_weights
+from asyncrl.weights.tensor_files import SUFFIXES, adapted_modules, dtype_name
 
 Shapes = Mapping[str, Sequence[int]]
+
+
+def save_folder(
+    model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
+) -> None:
+    """Write a Hugging Face folder of `model` with these weights, in_export_dtype, complete or not at all;
+    replaces one. Raises OSError.
+    """
+    with whole_folder(path) as unfinished:
+        model.save_pretrained(unfinished, state_dict=weights)
+        config_file = unfinished / "config.json"
+        config = json.loads(config_file.read_text(encoding="utf-8"))
+        # save_pretrained notes the dtype of the master weights, not of the state_dict that it was given.
+        config["dtype"] = dtype_name(dtype)
+        config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        tokenizer.save_pretrained(unfinished)
+        open_as(unfinished, config_file)
 
 
 def save_model(

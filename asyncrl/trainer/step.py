@@ -39,6 +39,7 @@ from asyncrl.trainer.model.parts import reshard
 from asyncrl.trainer.model_folder import hub_source
 from asyncrl.trainer.offload import Offload
 from asyncrl.trainer.ranks import ALONE, Ranks
+from asyncrl.trainer.saved_model import save_folder
 from asyncrl.trainer.state import Progress, TrainerState
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.export import (
@@ -51,7 +52,6 @@ from asyncrl.weights.export import (
     gather_along,
     in_export_dtype,
     named_weights,
-    save_folder,
 )
 from asyncrl.weights.ipc import ChunkFile, SharedChunk
 from asyncrl.weights.tensor_files import Pieces, stored_pieces

@@ -12,13 +12,11 @@ asked for at any time, of a trainer that was started again too. Beside it a tens
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast
 
@@ -27,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncrl.files import open_as, whole_folder
 from asyncrl.messages.calls import ExportChunkResponse, ExportResponse
 from asyncrl.messages.digest import joint_digest
 from asyncrl.serving import Refused
@@ -108,7 +105,8 @@ def whole_tensors(
         is_sharded = isinstance(tensor, DTensor)
         whole = _gathered(cast(DTensor, tensor.to(target)), on_all=on_all) if is_sharded else tensor
         if whole is not None:
-            moved = whole.detach().to(device=device, dtype=target).contiguous()
+            # cast where it lies: one to() of both moves it first, and casts on the CPU
+            moved = whole.detach().to(target).to(device).contiguous()
             yield from ((one, piece.contiguous()) for one, piece in pieces_of({name: moved}, pieces).items())
 
 
@@ -227,15 +225,24 @@ def _write_export(
     return manifest_of(weights, dtype, version, digests, str(path))
 
 
-def after_what_was_begun(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+def after_what_was_begun(device: torch.device | None) -> AbstractContextManager[Any]:
     """A context for another thread, in which tensors of a CUDA device are read as they are now, beside what
     this thread begins later.
     """
     if device is None or device.type != "cuda":
-        return contextlib.nullcontext()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
+        return nullcontext()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(index))
+    return _beside(index, stream)
+
+
+@contextmanager
+def _beside(index: int, stream: Any) -> Iterator[None]:
+    # A new thread is on the first device. A stream alone would go back to it as it ends, and so make a
+    # context there, of half a GB for each rank: a device goes back only to one that has a context already.
+    with torch.cuda.device(index), torch.cuda.stream(stream):
+        yield
 
 
 def manifest_of(
@@ -250,23 +257,6 @@ def manifest_of(
         num_bytes=sum(sizes_of(weights, dtype).values()),
         is_held=not path,
     )
-
-
-def save_folder(
-    model: Any, weights: dict[str, Tensor], tokenizer: Any, dtype: torch.dtype, path: Path
-) -> None:
-    """Write a Hugging Face folder of `model` with these weights, in_export_dtype, complete or not at all;
-    replaces one. Raises OSError.
-    """
-    with whole_folder(path) as unfinished:
-        model.save_pretrained(unfinished, state_dict=weights)
-        config_file = unfinished / "config.json"
-        config = json.loads(config_file.read_text(encoding="utf-8"))
-        # save_pretrained notes the dtype of the master weights, not of the state_dict that it was given.
-        config["dtype"] = dtype_name(dtype)
-        config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        tokenizer.save_pretrained(unfinished)
-        open_as(unfinished, config_file)
 
 
 def _export_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -265,11 +265,15 @@ def _connect(seat: GroupSeat, device: torch.device, timeout: timedelta) -> Any:
         before = os.environ.get(name)
         os.environ[name] = "0"
         try:
-            return dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
+            group = dist.ProcessGroupNCCL(store, seat.rank, seat.size, nccl)
         finally:
             del os.environ[name]
             if before is not None:
                 os.environ[name] = before
+        # Else it connects in its first broadcast, which has no limit where a member is gone by then.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        group.eager_connect_single_device(torch.device("cuda", index))
+        return group
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     make = dist.ProcessGroupGloo.create_device
     gloo._timeout, gloo._devices = timeout, [make(interface=name) for name in interfaces]
