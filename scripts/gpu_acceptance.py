@@ -22,11 +22,12 @@ so tests run the same code.
 
 Packages: --need prints what each row lacks in this Python. Where there is no pip, carry wheels, for that
 machine's Python, in a folder: --wheels DIR unpacks them for this call alone. Beside torch and transformers
-pydantic, pydantic-core and annotated-types may be missing, and for the agent openai, distro, jiter and
-sniffio; TRL is optional. On a machine with pip:
+pydantic, pydantic-core, annotated-types and typing-inspection may be missing (typing-extensions too old), and
+for the agent openai (below 3, which needs httpx2), distro, jiter and sniffio; TRL is optional. With pip:
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d DIR
-    pydantic==X pydantic-core==Y annotated-types openai distro jiter sniffio
+    pydantic==X pydantic-core==Y annotated-types typing-inspection typing-extensions
+    "openai<3" distro jiter sniffio
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Part:
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
-        self.started_s, self.has_failed = time.monotonic(), False
+        self.started_s, self.has_failed, self.is_ok = time.monotonic(), False, True
         self._waiting: list[str] = []
         self._file: Path | None = None
 
@@ -142,6 +143,7 @@ class Part:
 
     def run_row(self, row: Row, limit_s: float) -> None:
         """Measure in a child; what it tells is written as it comes."""
+        self.is_ok = True
         own = self.folder / f"{row.part}-{row.name}"
         own.mkdir()
         options, started_s = self.options, time.monotonic()
@@ -165,14 +167,17 @@ class Part:
         finally:
             late.cancel()
             end_session(child)  # what the row has left running
-        if (code := child.wait()) != 0:
+        child.stdout.close()
+        code = child.wait()
+        if code != 0:
             why = f"was ended after {limit_s:.0f} s" if is_late.is_set() else f"ended with {code}"
             self.tell(
                 row, {"what": "", "value": f"{why}: {lines[-1] if lines else 'no output'}", "ok": False}
             )
-            print("\n".join(f"    {line}" for line in lines))
         else:
             self.tell(row, {"what": "seconds of the row", "value": f"{time.monotonic() - started_s:.1f}"})
+        if code != 0 or not self.is_ok:
+            print("\n".join(f"    {line}" for line in lines), flush=True)
 
     def read(self, row: Row, output: TextIO) -> deque[str]:
         """Write what it tells until its output ends; returns the last other lines."""
@@ -193,7 +198,8 @@ class Part:
                 self.write(told["machine"])
             return
         ok = {True: "ok", False: "NOT ok", None: ""}[told.get("ok")]
-        self.has_failed |= told.get("ok") is False
+        self.is_ok &= told.get("ok") is not False
+        self.has_failed |= not self.is_ok
         against = f"  ({told['against']})" if told.get("against") else ""
         self.write(
             f"{row.part} {row.name:<20} {told['what']:<46} {told['value']:>12}{against}  {ok}".rstrip()

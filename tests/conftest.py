@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What benchmarks, Ray and MLflow set when imported, and no fork can have by itself: forked_processes.py.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "RAY_CLIENT_MODE": "0", "MLFLOW_DISABLE_TELEMETRY": "true"}
+os.environ |= {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}  # scikit-learn
 
 settings.register_profile("whatever the machine does", deadline=None)
 settings.load_profile("whatever the machine does")

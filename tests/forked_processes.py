@@ -93,4 +93,5 @@ def _started() -> ForkServer:
     return server
 
 
-_ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+_PATHS = filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+_ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(_PATHS), "OMP_NUM_THREADS": "1"}

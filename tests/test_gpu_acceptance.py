@@ -4,6 +4,7 @@ device runs.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -163,6 +164,27 @@ def test_what_breaks_is_told_and_the_other_rows_still_run(
     assert "ended with 1  NOT ok" in text
     assert "missing peft" in text
     assert "1.0  (2.0)  ok" in text
+
+
+@pytest.mark.parametrize("is_ok", [False, True])
+def test_a_row_that_is_not_ok_says_what_it_printed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_ok: bool,
+) -> None:
+    told = MARK + json.dumps({"what": "it", "value": "1", "ok": is_ok})
+    begin, code = subprocess.Popen, f"print({told!r}); print('because')"
+    monkeypatch.setattr(
+        gpu_acceptance.subprocess,
+        "Popen",
+        lambda _, **options: begin([sys.executable, "-c", code], **options),
+    )
+    options = argparse.Namespace(part=1, out=tmp_path, tiny=True, budget_s=None)
+    part = gpu_acceptance.Part(options, tmp_path)
+    part.run_row(ROWS[0], 60.0)
+    assert part.has_failed is not is_ok
+    assert ("    because\n" in capsys.readouterr().out) is not is_ok
 
 
 @pytest.mark.slow

@@ -210,6 +210,7 @@ def _start_by_exec(requests: socket.socket, modules: Sequence[str]) -> int:
     """`python -m` of this module, in an environment where loading a library starts no thread."""
     inherited = {name: value for name, value in os.environ.items() if name not in NEVER_INHERITED}
     inherited |= {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    inherited["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # of pyarrow, which scikit-learn imports
     inherited = ONE_THREAD | inherited
     command = [sys.executable, "-m", "asyncrl.placement.fork_server", str(os.getpid()), *modules, _TITLE_ROOM]
     actions = [(os.POSIX_SPAWN_DUP2, requests.fileno(), 3)]

@@ -65,6 +65,8 @@ def marked_tests(bench: Bench) -> None:
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     last = (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
     if done.returncode != 0:
+        bench.out.mkdir(parents=True, exist_ok=True)
+        (bench.out / "tests.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         print(done.stdout[-3000:], done.stderr[-1000:])
     is_right = done.returncode == 0 and (bench.device != "cuda" or " passed" in last)
     bench.tell(f"tests marked gpu, of {len(tests)} files", last, ok=is_right)

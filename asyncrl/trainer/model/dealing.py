@@ -33,7 +33,7 @@ BUNDLE_SIZES = (1, 2, 4, 8, math.inf)
 
 @dataclass(frozen=True)
 class PassSize:
-    """What a pass computes: packed tokens, pairs of a token and one of its sequence, tokens at the head."""
+    """What a pass computes: packed tokens, pairs of a token and one it attends to, tokens at the head."""
 
     num_tokens: int
     num_pairs: int
@@ -57,9 +57,10 @@ class Costs:
         return length - shared + self.key * num_pairs + self.loss_token * num_loss
 
     def flops(self, size: PassSize, *, has_backward: bool) -> float:
-        """Model FLOPs of a pass as PaLM counts them (https://arxiv.org/abs/2204.02311, appendix B): 6 a
-        weight and token, and 12 L H D T a token for attention to all T tokens of its sequence. A third of it
-        without a backward pass; 4 a weight that is frozen; what is computed once more counts once.
+        """Model FLOPs of a pass, after PaLM (https://arxiv.org/abs/2204.02311, appendix B): 6 a weight and
+        token, and 12 L H D a pair of a token and one that it attends to: the half of PaLM's pairs that causal
+        attention needs. A third of it without a backward pass; 4 a weight that is frozen; what is computed
+        once more counts once.
         """
         linear = size.num_tokens + self.loss_token * size.num_targets
         attention = self.key * size.num_pairs

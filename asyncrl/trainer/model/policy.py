@@ -239,11 +239,11 @@ class Policy(nn.Module):
         """What forward() computes of it."""
         layout = micro.layout
         if self._packs(layout):
-            pieces = [piece for one in layout.passes for piece in one.pieces]
-            num_pairs = sum(piece.num_queries * piece.num_keys for piece in pieces)
+            num_pairs = sum(one.num_pairs for one in layout.passes)
             return PassSize(layout.num_tokens, num_pairs, len(micro.target_U))
         lengths = [sum(length for _, length in runs) for runs in layout.rows]
-        return PassSize(sum(lengths), sum(length**2 for length in lengths), len(micro.pair_M))
+        num_pairs = sum(length * (length + 1) // 2 for length in lengths)
+        return PassSize(sum(lengths), num_pairs, len(micro.pair_M))
 
     def _packs(self, layout: Layout) -> bool:
         window = self.plan.window

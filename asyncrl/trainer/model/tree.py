@@ -65,6 +65,14 @@ class KernelPass:
     pieces: tuple[Piece, ...]
     is_causal: bool
 
+    @property
+    def num_pairs(self) -> int:
+        """Of a query and a key that it attends to."""
+        sizes = ((one.num_queries, one.num_keys) for one in self.pieces)
+        if self.is_causal:
+            return sum(length * (length + 1) // 2 for length, _ in sizes)
+        return sum(queries * keys for queries, keys in sizes)
+
 
 Runs = tuple[tuple[int, int], ...]
 """(start, length) of the stretches in which the tokens of a sequence stand, in its order."""
