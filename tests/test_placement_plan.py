@@ -16,6 +16,7 @@ import pytest
 from placement_cases import EVAL, TURNS, URLS, VLLM, load, machine, make_python
 
 from asyncrl.config import RolloutConfig
+from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.errors import ConfigError
 from asyncrl.placement import fit
 from asyncrl.placement import machine as machine_module
@@ -94,8 +95,14 @@ def test_what_a_trainer_holds_depends_on_its_ranks_its_type_and_its_adapters() -
         assert getattr(third, name) == pytest.approx(getattr(whole, name) / 3, rel=0.01)
     shape = planned(0).shape
     gathered = shape.gathered_bytes(4, 3, is_trained=True)
-    head_gradient = shape.vocab * shape.hidden * 4
-    assert third.activations == whole.activations - head_gradient + gathered
+    step = {
+        is_trained: shape.step_bytes(
+            CPU_MICRO_BATCH_TOKENS, 4, "cpu", is_checkpointed=False, is_trained=is_trained
+        )
+        for is_trained in (True, False)  # FSDP has the head's gradient in what is gathered
+    }
+    assert whole.activations == step[True]
+    assert third.activations == step[False] + gathered
     adapted, merged = (
         memory(planned(0, f"trainer.lora={{rank: 2, merge: {when}}}"), "trainer-0")
         for when in ("pass", "step")
@@ -345,13 +352,19 @@ def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
 
 def test_what_a_trainer_works_in_has_the_recomputed_layer_and_the_slices_of_the_head() -> None:
     token, layers, hidden = 2, 28, 3584
-    layer = (14 * hidden + 4 * 18944) * 16384 * token
-    head = 2**26 * (4 + token) + 16384 * hidden * (2 * token + 4)
+    layer = (4 * hidden + 3 * 128 * (28 + 4) + 3 * 18944) * 16384 * token
+    work = 18944 * 16384 * token
+    head = 2**26 * (4 + token) + 16384 * hidden * (2 * token + 4) + 16384 * hidden * 8
     adapters = "trainer.lora={rank: 16}"
     found = (memory(on_h200(adapters, *more), "trainer-0").activations for more in ([CHECKPOINTING], []))
     kept, all_kept = found
-    assert kept == layers * hidden * 16384 * token + max(layer, head)
-    assert all_kept == layers * layer + head
+    assert kept == layers * hidden * 16384 * token + max(layer + work, head)
+    assert all_kept == layers * layer + max(work, head)
+    without = on_h200(adapters, "trainer.compile=false")
+    eager = (8 * hidden + 5 * 128 * (28 + 4) + 4 * 18944) * 16384 * token
+    assert memory(without, "trainer-0").activations == layers * (eager - layer) + all_kept + (
+        max((2 * 18944 + hidden) * 16384 * token, head) - max(work, head)
+    )
 
 
 def test_a_trainer_on_cuda_holds_what_is_gathered_beside_what_it_works_in() -> None:

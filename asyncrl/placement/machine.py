@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ class Machine:
     memory: int
     has_bfloat16: bool
     is_here: bool = True
+    has_compiler: bool = True
+    """Whether a C compiler is found."""
 
 
 def num_cores() -> int:
@@ -58,7 +61,13 @@ def num_cores() -> int:
 
 def this_machine() -> Machine:
     """What is here now."""
-    return Machine(find_cuda_devices(), num_cores(), psutil.virtual_memory().available, cpu_has_bfloat16())
+    return Machine(
+        find_cuda_devices(),
+        num_cores(),
+        psutil.virtual_memory().available,
+        cpu_has_bfloat16(),
+        has_compiler=has_c_compiler(),
+    )
 
 
 def described_machine(devices: str | None, cores: int | None, memory: str | None) -> Machine | None:
@@ -106,6 +115,11 @@ def cpu_has_bfloat16() -> bool:
     lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return not BFLOAT16_FLAGS.isdisjoint(flags.partition(":")[2].split())
+
+
+def has_c_compiler() -> bool:
+    """Whether one is found here that torch.compile takes."""
+    return any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,25 +23,39 @@ LAYER = re.compile(r"\.\d+\.")
 """In the name of one that is a layer's."""
 
 
+QK_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe")
+"""Beginnings of model types that norm queries and keys, where no stored tensor tells."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama-like decoder: attention and gated MLP. `kv_per_token`: K plus V entries of one token in all
-    layers; `largest_tensor`, `largest_layer`: its parameters; `outside`: those that are in no layer but in
-    embeddings and head; `is_converted`: transformers stacks what is stored, experts one by one, so that no
-    rank can read its part alone. All 0: not even its config.json is on disk (a hub id that is not fetched),
-    and its memory is not known.
+    """A Llama-like decoder: attention and gated MLP. `queries`, `keys`: entries of a token in one layer, in
+    all heads, `has_qk_norm`: they are normed; `routed`: experts to which a token is sent (0: the MLP is
+    dense), `width`: of the MLP for one token, all its experts together; `largest_tensor`, `largest_layer`:
+    its parameters; `outside`: those that are in no layer but in embeddings and head; `is_converted`:
+    transformers stacks what is stored, experts one by one, so that no rank can read its part alone. All 0:
+    not even its config.json is on disk (a hub id that is not fetched), and its memory is not known.
     """
 
     num_parameters: int = 0
     hidden: int = 0
     intermediate: int = 0
     layers: int = 0
-    kv_per_token: int = 0
+    queries: int = 0
+    keys: int = 0
+    has_qk_norm: bool = False
+    routed: int = 0
+    width: int = 0
     vocab: int = 0
     largest_tensor: int = 0
     largest_layer: int = 0
     outside: int = 0
     is_converted: bool = False
+
+    @property
+    def kv_per_token(self) -> int:
+        """K plus V entries of one token in all layers."""
+        return 2 * self.layers * self.keys
 
     @property
     def num_linear(self) -> int:
@@ -52,23 +66,48 @@ class ModelShape:
         """Of adapters on every linear layer of the decoder, at most: seven a layer, as wide as the MLP."""
         return self.layers * rank * 7 * (self.hidden + self.intermediate)
 
+    def layer_entries(self, item_bytes: int, kind: str, *, is_compiled: bool) -> tuple[int, int]:
+        """What a layer keeps of a token for its backward pass, and what that works in beside it, in entries
+        of the weights' type. Compiled, on this kind of device, or operation by operation: then a norm keeps
+        copies in float32, and on a CPU nothing but its input if that is float32 already.
+        """
+        norms, qk_norms = {2: (8, 3), 4: (4, 1) if kind == "cpu" else (6, 2)}[item_bytes]
+        if is_compiled:
+            norms, qk_norms = 4, 1
+        kept = norms * self.hidden + (2 + qk_norms * self.has_qk_norm) * (self.queries + self.keys)
+        kept += 2 * self.routed * self.hidden + (3 if is_compiled else 4) * self.width
+        return kept, self.width if is_compiled else 2 * self.width + self.hidden
+
     def step_bytes(
-        self, num_tokens: int, item_bytes: int, kind: str, *, is_checkpointed: bool, is_trained: bool
+        self,
+        num_tokens: int,
+        item_bytes: int,
+        kind: str,
+        *,
+        is_checkpointed: bool,
+        is_trained: bool,
+        is_compiled: bool = False,
     ) -> int:
-        """Of a forward-backward on this kind of device: of each layer about 14 vectors and 4 of its MLP; or
-        its input alone, and all of the one that is computed once more, which comes after the head. The head,
-        if every token is predicted, makes a slice of float32 logits with their exponentials; then one with
+        """Of a forward-backward on this kind of device: what each layer keeps, or its input alone, and all of
+        the one that is computed once more, which comes after the head. The head has a norm before it; if
+        every token is predicted, it makes a slice of float32 logits with their exponentials; then one with
         its copy in the weights' type, the gradients of hidden states, and its own before that is added up.
         """
-        layer = num_tokens * (14 * self.hidden + 4 * self.intermediate) * item_bytes
+        layer, work = (
+            num_tokens * entries * item_bytes
+            for entries in self.layer_entries(item_bytes, kind, is_compiled=is_compiled)
+        )
+        head = num_tokens * self.hidden * (item_bytes + 8)
+        head += self._logits_bytes(num_tokens, item_bytes, kind, is_trained=is_trained)
+        if is_checkpointed:
+            return self.layers * num_tokens * self.hidden * item_bytes + max(layer + work, head)
+        return self.layers * layer + max(work, head)
+
+    def _logits_bytes(self, num_tokens: int, item_bytes: int, kind: str, *, is_trained: bool) -> int:
         logits = min(max(MOST_LOGITS[kind], MIN_SLICE * num_tokens), num_tokens * self.vocab)
         gradients = num_tokens * self.hidden * (item_bytes + 4)
         gradients += self.vocab * self.hidden * item_bytes if is_trained else 0
-        head = num_tokens * self.hidden * item_bytes
-        head += max(logits * 2 * 4, logits * (4 + item_bytes % 4) + gradients)
-        if is_checkpointed:
-            return self.layers * num_tokens * self.hidden * item_bytes + max(layer, head)
-        return self.layers * layer + head
+        return max(logits * 2 * 4, logits * (4 + item_bytes % 4) + gradients)
 
     def gathered_bytes(self, item_bytes: int, num_ranks: int, *, is_trained: bool) -> int:
         """Of what FSDP gathers from shards while a step computes: all that is in no layer, and the layer at
@@ -83,6 +122,13 @@ class ModelShape:
                 self.vocab * self.hidden * item_bytes + layer * (item_bytes + 4) + -(-layer * 4 // num_ranks)
             )
         return size
+
+    def reduced_bytes(self, item_bytes: int, num_ranks: int) -> int:
+        """At the end of a backward pass, when the layers have gone: of all that is in none, weights and
+        gradients as they were computed, these in float32 to be added up over the ranks, and a rank's part of
+        the sums.
+        """
+        return self.outside * (2 * item_bytes + 4) + -(-self.outside * 4 // num_ranks)
 
     def forward_bytes(self, num_tokens: int, item_bytes: int) -> int:
         """At once in a pass that keeps nothing: about 4 vectors and 3 of the MLP of a token."""
@@ -125,32 +171,83 @@ def _folder(path: str, revision: str | None) -> Path:
 
 
 def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_converted: bool) -> ModelShape:
-    hidden, layers = int(architecture.get("hidden_size", 0)), int(architecture.get("num_hidden_layers", 0))
-    intermediate = int(architecture.get("intermediate_size", 4 * hidden))
-    heads = int(architecture.get("num_attention_heads", 1))
-    head_dim = int(architecture.get("head_dim") or hidden // heads)
-    kv_heads = int(architecture.get("num_key_value_heads", heads))
-    attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-    vocab = int(architecture.get("vocab_size", 0))
+    given = Sizes(architecture)
+    hidden, layers, heads = given("hidden_size"), given("num_hidden_layers"), given("num_attention_heads", 1)
+    intermediate, vocab = given("intermediate_size", 4 * hidden), given("vocab_size")
+    head_dim = given("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, given("num_key_value_heads", heads) * head_dim
+    experts = given("num_experts") or given("num_local_experts") or given("n_routed_experts")
+    expert = given("moe_intermediate_size", intermediate) if experts else 0
     embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
-    estimate = embeddings + layers * (attention + 3 * hidden * intermediate)  # norms are too small to count
-    largest = max(stored.values(), default=hidden * max(intermediate, vocab))
+    attention = _attention_parameters(given, queries, keys)
+    dense, sparse = attention + 3 * hidden * intermediate, attention
+    sparse += experts * hidden * (3 * expert + 1)  # and a row of the router
+    shared = given("shared_expert_intermediate_size", given("n_shared_experts") * expert)
+    sparse += 3 * hidden * shared
+    num_sparse, routed = 0, 0
+    if experts:
+        num_sparse = sum(_is_sparse(given, layer) for layer in range(layers))
+        routed = given("num_experts_per_tok", 1) if num_sparse else 0
+    estimate = (
+        embeddings + num_sparse * sparse + (layers - num_sparse) * dense
+    )  # norms are too small to count
+    largest = max(stored.values(), default=hidden * max(intermediate, vocab, 2 * experts * expert))
     by_layer = Counter[str]()
     for name, size in stored.items():
         found = LAYER.search(name)
         by_layer[name[: found.end()] if found else ""] += size
     outside = by_layer.pop("", 0)
     if not by_layer:
-        by_layer[""], outside = attention + 3 * hidden * intermediate, embeddings
+        by_layer[""], outside = (
+            max(sparse if num_sparse else 0, dense if num_sparse < layers else 0),
+            embeddings,
+        )
+    kind = str(architecture.get("model_type", ""))
     return ModelShape(
         num_parameters=sum(stored.values()) or estimate,
         hidden=hidden,
         intermediate=intermediate,
         layers=layers,
-        kv_per_token=2 * layers * kv_heads * head_dim,
+        queries=queries,
+        keys=keys,
+        has_qk_norm=any("q_norm" in name for name in stored) if stored else kind.startswith(QK_NORMED),
+        routed=routed,
+        width=routed * expert + shared if num_sparse else intermediate,
         vocab=vocab,
         largest_tensor=largest,
         largest_layer=max(by_layer.values()),
         outside=outside,
         is_converted=is_converted,
     )
+
+
+class Sizes:
+    """Numbers of a config.json, in which null is as good as nothing."""
+
+    def __init__(self, architecture: Mapping[str, Any]) -> None:
+        self._architecture = architecture
+
+    def __call__(self, name: str, default: int = 0) -> int:
+        value = self._architecture.get(name)
+        return default if value is None else int(value)
+
+    def layers(self, name: str) -> Sequence[int]:
+        """A list of layers."""
+        return self._architecture.get(name) or ()
+
+
+def _attention_parameters(given: Sizes, queries: int, keys: int) -> int:
+    """Of one layer. With `kv_lora_rank`: of the latent kind, where both ways go through fewer dimensions."""
+    hidden, heads, latent = given("hidden_size"), given("num_attention_heads", 1), given("kv_lora_rank")
+    if not latent:
+        return 2 * hidden * (queries + keys)
+    rotary, plain, value = given("qk_rope_head_dim"), given("qk_nope_head_dim"), given("v_head_dim")
+    wide, rank = heads * (plain + rotary), given("q_lora_rank")
+    to_queries = rank * (hidden + wide) if rank else hidden * wide
+    return to_queries + hidden * (latent + rotary) + latent * heads * (plain + value) + heads * value * hidden
+
+
+def _is_sparse(given: Sizes, layer: int) -> bool:
+    """Whether a layer of a model with experts has them."""
+    is_dense = layer < given("first_k_dense_replace") or layer in given.layers("mlp_only_layers")
+    return not is_dense and (layer + 1) % given("decoder_sparse_step", 1) == 0

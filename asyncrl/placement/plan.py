@@ -24,6 +24,7 @@ from asyncrl.placement.process_memory import (
     Phase,
     ProcessPlan,
     Side,
+    compiles_layers,
     item_bytes,
     trainer_memory,
 )
@@ -177,7 +178,10 @@ def lay_out(
     what = "weights and AdamW state" if config.trainer.lora is None else "weights, AdamW state of adapters"
     for rank, device in enumerate(placement.ranks):
         node, name = device.node, f"trainer-{rank}"
-        memory, note = trainer_memory(config, shape, device.name), _part(what, config.trainer.world_size)
+        has_compiler = nodes[node].machine.has_compiler
+        memory = trainer_memory(config, shape, device.name, has_compiler=has_compiler)
+        is_compiled = compiles_layers(config, shape, device.name, has_compiler=has_compiler)
+        note = f"{_part(what, config.trainer.world_size)}; layers {'' if is_compiled else 'not '}compiled"
         if config.trainer.cpu_offload:
             shards, note = replace(memory, activations=0), f"{note}, between uses"
             host = label(NodeDevice(node, "cpu"))

@@ -128,9 +128,18 @@ def start_memory(config: RunConfig, shape: ModelShape, device: str, ranks: int) 
     return memory, f"{note}, as it is loaded"
 
 
-def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
+def compiles_layers(config: RunConfig, shape: ModelShape, device: str, *, has_compiler: bool = True) -> bool:
+    """What trainer.compile stands for, as far as the shape tells it."""
+    asked, is_half = config.trainer.compile, item_bytes(config.model.dtype, device) == 2
+    on_cuda = device != "cpu"
+    can = has_compiler and not shape.routed and (is_half or not on_cuda)
+    return can and asked is not False and (asked is True or on_cuda)
+
+
+def trainer_memory(config: RunConfig, shape: ModelShape, device: str, *, has_compiler: bool = True) -> Memory:
     """Of one rank: weights that compute, AdamW's two moments (and float32 masters, where they are not the
-    model's own), one micro-batch, with what is gathered of shards meanwhile.
+    model's own), one micro-batch, with what is gathered of shards meanwhile, or what of those outside layers
+    is reduced over the ranks at the end.
     """
     trainer, lora, item = config.trainer, config.trainer.lora, item_bytes(config.model.dtype, device)
     trained, is_sharded = num_trained(config, shape), is_trainer_sharded(config, device)
@@ -150,9 +159,18 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str) -> Memory:
     kind, is_checkpointed = device.partition(":")[0], trainer.gradient_checkpointing
     is_trained = lora is None
     frees_gradients = is_trained and not is_sharded
-    work = shape.step_bytes(tokens, item, kind, is_checkpointed=is_checkpointed, is_trained=frees_gradients)
+    is_compiled = compiles_layers(config, shape, device, has_compiler=has_compiler)
+    work = shape.step_bytes(
+        tokens,
+        item,
+        kind,
+        is_checkpointed=is_checkpointed,
+        is_trained=frees_gradients,
+        is_compiled=is_compiled,
+    )
     if is_sharded:
         work += shape.gathered_bytes(item, trainer.world_size, is_trained=is_trained)
+        work = max(work, shape.reduced_bytes(item, trainer.world_size) if is_trained else 0)
     return replace(whole.split(trainer.world_size), activations=work)
 
 

@@ -9,8 +9,6 @@ model's own function.
 
 from __future__ import annotations
 
-import os
-import shutil
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -18,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
+
+from asyncrl.placement.machine import has_c_compiler
 
 ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
@@ -60,7 +60,7 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
         return "what its layers compute depends on the data (experts)"
     if device.type == "cuda" and dtype == torch.float32:
         return "packed attention on CUDA has no kernel for float32"
-    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+    if not has_c_compiler():
         return "there is no C compiler, which torch.compile needs"
     return ""
 

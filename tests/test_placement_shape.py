@@ -1,0 +1,182 @@
+"""What config.json tells of a model, against the model itself: its parameters, and what its layers keep of a
+token for a backward pass.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from placement_cases import load
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from asyncrl.config import ModelConfig
+from asyncrl.placement.machine import has_c_compiler
+from asyncrl.placement.model_shape import ModelShape, model_shape
+from asyncrl.placement.process_memory import compiles_layers, trainer_memory
+from asyncrl.trainer.model import fused
+from asyncrl.trainer.model import policy as policy_module
+from asyncrl.trainer.model.packing import pack_texts
+from asyncrl.trainer.model.policy import ForwardPlan, Policy
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 8}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "num_hidden_layers": 2}
+SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NUM_TOKENS = 256
+
+
+def shape_of(folder: Path, **architecture: Any) -> ModelShape:
+    """Of a folder with nothing but this config.json."""
+    (folder / "config.json").write_text(json.dumps(architecture))
+    return model_shape(ModelConfig(path=str(folder)))
+
+
+def kept_bytes(architecture: dict[str, Any], dtype: torch.dtype, *, is_compiled: bool) -> int:
+    """Of all tensors that a forward pass saves, the parameters left out."""
+    torch._dynamo.reset()
+    config = AutoConfig.for_model(**architecture)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(True)
+    policy = Policy(model, ForwardPlan(True, True), is_compiled=is_compiled)
+    given = pack_texts([[np.random.default_rng(0).integers(3, 100, NUM_TOKENS)]], torch.device("cpu"))
+    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    kept, held = dict[int, int](), list[Tensor]()
+
+    def save(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held.append(tensor)  # no other takes its address
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        policy(given, 1.0)
+    return sum(kept.values())
+
+
+def assert_kept(folder: Path, model_type: str, dtype: torch.dtype, kind: str, **how: bool) -> None:
+    """What one layer more keeps is what the plan counts, within a tenth."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    given = {"model_type": model_type, **SIZES, **(experts if "moe" in model_type else {})}
+    sizes = [kept_bytes({**given, "num_hidden_layers": num}, dtype, **how) for num in (2, 3)]
+    measured = (sizes[1] - sizes[0]) / NUM_TOKENS / dtype.itemsize
+    counted, _ = shape_of(folder, **given).layer_entries(dtype.itemsize, kind, **how)
+    assert counted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)]
+)
+def test_layers_that_are_not_compiled_keep_what_the_plan_counts(
+    model_type: str, kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "cuda":  # nothing is exchanged there
+        monkeypatch.setattr(policy_module, "fuse", lambda _: None)
+    assert_kept(tmp_path, model_type, dtype, kind, is_compiled=False)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked by dynamo
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor imports it
+@pytest.mark.skipif(not has_c_compiler(), reason="torch.compile needs a C compiler")
+@pytest.mark.parametrize(
+    ("model_type", "backend"), [("qwen3", "inductor"), ("qwen2", "aot_eager"), ("llama", "aot_eager")]
+)
+def test_compiled_layers_keep_what_the_plan_counts(
+    model_type: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which backend it is does not matter: what is kept is chosen before."""
+    monkeypatch.setattr(fused, "BACKEND", backend)
+    assert_kept(tmp_path, model_type, torch.bfloat16, "cuda", is_compiled=True)
+
+
+QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16}
+QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128}
+LARGER = {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32}
+QWEN2 = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+A3B = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+A3B |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "compiled", "eager"),
+    [
+        ("qwen3", QWEN3, 45_056, 71_680),
+        ("qwen3", QWEN3 | LARGER, 109_568, 169_984),
+        ("qwen2", QWEN2, 158_720, 225_280),
+        ("qwen3_moe", A3B, None, 193_458),
+    ],
+)
+def test_bytes_that_were_measured_of_a_token_and_layer_of_large_models(
+    model_type: str, sizes: dict[str, int], compiled: int | None, eager: int, tmp_path: Path
+) -> None:
+    shape = shape_of(tmp_path, model_type=model_type, num_hidden_layers=1, vocab_size=100, **sizes)
+    for is_compiled, measured in ((True, compiled), (False, eager)):
+        counted, _ = shape.layer_entries(2, "cuda", is_compiled=is_compiled)
+        assert measured is None or 2 * counted == pytest.approx(measured, rel=0.001)
+
+
+DEEP = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DEEP |= {"first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+DEEP |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
+SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("qwen3_moe", SPARSE),
+        ("qwen3_moe", {**SPARSE, "decoder_sparse_step": 2}),
+        ("qwen3_moe", {**SPARSE, "mlp_only_layers": [0, 1]}),
+        ("qwen2_moe", {**SPARSE, "shared_expert_intermediate_size": 96}),
+        ("mixtral", {"num_local_experts": 8}),
+        ("deepseek_v3", DEEP),
+        ("deepseek_v3", {**DEEP, "q_lora_rank": None}),
+        ("qwen3", {}),
+    ],
+)
+def test_config_json_alone_tells_how_many_parameters_a_model_has(
+    model_type: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    architecture = {**SIZES, "hidden_size": 256, "model_type": model_type, **more}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+    shape = shape_of(tmp_path, **architecture)
+    num, layers = sum(one.numel() for one in model.parameters()), model.model.layers
+    assert shape.num_parameters == pytest.approx(num, rel=0.02)
+    largest = max(sum(one.numel() for one in layer.parameters()) for layer in layers)
+    assert shape.largest_layer == pytest.approx(largest, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "routed", "has_compiler", "is_compiled"),
+    [
+        ("cuda:0", ["model.dtype=auto"], 0, True, True),
+        ("cuda:0", ["model.dtype=auto"], 0, False, False),
+        ("cuda:0", ["model.dtype=auto"], 8, True, False),
+        ("cuda:0", ["model.dtype=float32"], 0, True, False),
+        ("cuda:0", ["trainer.compile=false", "model.dtype=bfloat16"], 0, True, False),
+        ("cpu", ["model.dtype=float32"], 0, True, False),
+        ("cpu", ["model.dtype=float32", "trainer.compile=true"], 0, True, True),
+    ],
+)
+def test_the_plan_counts_compiled_layers_where_the_trainer_compiles_them(
+    device: str, overrides: list[str], routed: int, has_compiler: bool, is_compiled: bool
+) -> None:
+    shape = ModelShape(hidden=64, layers=1, width=64, routed=routed)
+    config = load(*overrides)
+    assert compiles_layers(config, shape, device, has_compiler=has_compiler) == is_compiled
+
+
+def test_at_the_end_of_a_backward_pass_all_that_is_outside_layers_is_reduced_at_once() -> None:
+    config = load("model.dtype=bfloat16", "trainer.world_size=4")
+    shape = ModelShape(num_parameters=10**9, hidden=64, vocab=100, outside=10**9)
+    counted = 10**9 * (2 + 2 + 4) + 10**9 * 4 // 4
+    assert trainer_memory(config, shape, "cuda:0").activations == counted
+    adapted = load("model.dtype=bfloat16", "trainer.world_size=4", "trainer.lora={rank: 2}")
+    assert trainer_memory(adapted, shape, "cuda:0").activations < counted
