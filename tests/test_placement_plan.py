@@ -258,8 +258,8 @@ EXPERTS = "model.scratch.architecture.num_experts=4"
         (3, ["model.dtype=bfloat16"], 0, 1),
         (3, ["model.dtype=bfloat16", "trainer.lora={rank: 2}"], 0.5, 0),
         (3, ["trainer.world_size=2"], 0, 2),
-        (3, ["trainer.world_size=2", EXPERTS], 2, 0),
-        (3, ["trainer.world_size=2", EXPERTS, "algorithm.kl_coefficient=0.1"], 4, 0),
+        (3, ["trainer.world_size=2", EXPERTS], 0, 2),
+        (3, ["trainer.world_size=2", EXPERTS, "algorithm.kl_coefficient=0.1"], 0, 2),
     ],
 )
 def test_the_start_counts_what_ranks_load_into_host_memory_before_it_is_on_their_device(

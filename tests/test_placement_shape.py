@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.config import ModelConfig
-from asyncrl.placement.machine import has_c_compiler
 from asyncrl.placement.model_shape import ModelShape, model_shape
 from asyncrl.placement.process_memory import compiles_layers, trainer_memory
 from asyncrl.trainer.model import fused
@@ -82,16 +81,12 @@ def test_layers_that_are_not_compiled_keep_what_the_plan_counts(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # asked by dynamo
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # inductor imports it
-@pytest.mark.skipif(not has_c_compiler(), reason="torch.compile needs a C compiler")
-@pytest.mark.parametrize(
-    ("model_type", "backend"), [("qwen3", "inductor"), ("qwen2", "aot_eager"), ("llama", "aot_eager")]
-)
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama"])
 def test_compiled_layers_keep_what_the_plan_counts(
-    model_type: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which backend it is does not matter: what is kept is chosen before."""
-    monkeypatch.setattr(fused, "BACKEND", backend)
+    """What is kept is chosen before inductor, which changes this process's environment."""
+    monkeypatch.setattr(fused, "BACKEND", "aot_eager")
     assert_kept(tmp_path, model_type, torch.bfloat16, "cuda", is_compiled=True)
 
 

@@ -14,22 +14,23 @@ import torch.distributed as dist
 from rank_processes import running
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_model import TINY_ARCHITECTURE, make_tiny_model
+from tiny_model import STACKED, make_tiny_model, make_tiny_moe
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trainer_cases import make_spec
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
+from asyncrl.trainer.model import loading
 from asyncrl.trainer.model.loading import load_model, meta_model, stored_weights
 from asyncrl.trainer.model.parts import TrainedModel
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.step import TrainStep
 
 CPU = torch.device("cpu")
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WHOLE = "each rank loads the whole"
 
 
 @contextlib.contextmanager
@@ -72,14 +73,6 @@ def bin_file(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def experts(folder: Path) -> None:
-    shape = {name: value for name, value in TINY_ARCHITECTURE.items() if name != "model_type"}
-    config = AutoConfig.for_model("qwen3_moe", **shape, **MOE, vocab_size=52)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        assert any(".experts.0." in name for name in file.keys()), "one by one, and stacked in the model"  # noqa: SIM118
-
-
 @pytest.mark.parametrize("rank", [0, 2, 4])
 @pytest.mark.parametrize(
     ("architecture", "change", "values"),
@@ -88,9 +81,8 @@ def experts(folder: Path) -> None:
         ({"tie_word_embeddings": False, "attention_bias": True}, None, {"dtype": "bfloat16"}),
         ({}, None, {"trainer": {"lora": {"rank": 2}}, "dtype": "bfloat16"}),
         ({}, bin_file, {}),
-        ({}, experts, {}),
     ],
-    ids=["tied, many files", "untied, biases", "adapters", "converted by transformers", "experts"],
+    ids=["tied, many files", "untied, biases", "adapters", "converted by transformers"],
 )
 def test_a_rank_has_its_rows_of_each_tensor_and_all_buffers(
     tmp_path: Path, architecture: dict[str, Any], change: Any, values: dict[str, Any], rank: int
@@ -113,6 +105,152 @@ def test_a_rank_has_its_rows_of_each_tensor_and_all_buffers(
         model = made.policy.model
         is_tied = model.lm_head.weight is model.get_input_embeddings().weight
         assert is_tied is model.config.tie_word_embeddings
+
+
+class Asked:
+    """What is read of safetensors files: bytes by name, over all that open them."""
+
+    def __init__(self) -> None:
+        self.sizes = dict[str, int]()
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        return AskedFile(safe_open(*args, **options), self)
+
+    def count(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self.sizes[name] = self.sizes.get(name, 0) + tensor.nbytes
+        return tensor
+
+
+class AskedFile:
+    def __init__(self, file: Any, asked: Asked) -> None:
+        self._file, self._asked, self.keys = file, asked, file.keys
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._asked.count(name, self._file.get_tensor(name))
+
+    def get_slice(self, name: str) -> Any:
+        return AskedSlice(self._file.get_slice(name), name, self._asked)
+
+
+class AskedSlice:
+    def __init__(self, rows: Any, name: str, asked: Asked) -> None:
+        self._rows, self._name, self._asked, self.get_shape = rows, name, asked, rows.get_shape
+
+    def __getitem__(self, key: slice) -> torch.Tensor:
+        return self._asked.count(self._name, self._rows[key])
+
+
+def many_files(folder: Path, tensors: dict[str, Any]) -> None:
+    """Of one file, several; the experts of a layer are not in the same."""
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: f"model-{number % 3}.safetensors" for number, name in enumerate(tensors)}
+    for file in {*weight_map.values()}:
+        save_file(
+            {name: one for name, one in tensors.items() if weight_map[name] == file},
+            folder / file,
+            metadata={"format": "pt"},
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("model_type", STACKED)
+def test_a_rank_stacks_its_own_experts_and_reads_no_others(
+    tmp_path: Path,
+    model_type: str,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """4 experts: of 3 ranks the last has none. Of a tensor that is no expert's each reads its rows."""
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
+    stored = load_file(folder / "model.safetensors")
+    many_files(folder, stored)
+    whole, spec = whole_model(folder), make_spec(folder, tmp_path, trainer={"world_size": size})
+    buffers = {name for name, _ in whole.named_buffers()}
+    asked_by_all, per_rank = dict.fromkeys(stored, 0), -(-4 // size)
+    for rank in range(size):
+        asked = Asked()
+        monkeypatch.setattr(loading, "safe_open", asked.open)
+        with place_of(rank, size) as ranks:
+            made = TrainedModel(spec, ranks, needs_reference=False)
+            assert_shards(made.policy.model, whole, rank, size)
+        read = {name for name in asked.sizes if ".experts." in name}
+        own = {f".experts.{number}." for number in range(rank * per_rank, min(4, (rank + 1) * per_rank))}
+        assert read == {name for name in stored if any(one in name for one in own)}
+        for name, num_bytes in asked.sizes.items():
+            asked_by_all[name] += num_bytes
+    assert WHOLE not in caplog.text
+    for name, one in stored.items():
+        times = size if name in buffers else 1
+        assert asked_by_all[name] == times * one.nbytes, name
+
+
+@pytest.mark.parametrize(
+    ("values", "base"),
+    [
+        ({}, torch.float32),
+        ({"dtype": "bfloat16", "trainer": {"lora": {"rank": 2}}}, torch.bfloat16),
+    ],
+)
+def test_stacked_experts_of_bfloat16_files_are_as_transformers_loads_them(
+    tmp_path: Path, values: dict[str, Any], base: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For the policy and, where there is one, the reference; and so are those that were saved stacked."""
+    folder = make_tiny_moe(tmp_path / "model")
+    whole_model(folder, torch.bfloat16).save_pretrained(folder)
+    stacked = whole_model(folder, torch.bfloat16)
+    stacked.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "stacked/model.safetensors")
+    for path in (folder, tmp_path / "stacked"):
+        trainer = {"world_size": 3, **values.get("trainer", {})}
+        spec = make_spec(path, tmp_path, **{**values, "trainer": trainer})
+        with place_of(1, 3) as ranks:
+            made = TrainedModel(spec, ranks, needs_reference=True)
+            assert_shards(made.policy.model, whole_model(path, base), 1, 3)
+            if made.reference is not None:
+                assert_shards(made.reference.model, whole_model(path, made.dtype), 1, 3)
+    assert WHOLE not in caplog.text
+
+
+def joined(views: Any) -> Any:
+    """Two tensors of the model are one in the checkpoint."""
+    return {name: cuts for name, cuts in views.items() if "q_proj" not in name}
+
+
+def turned(views: Any) -> Any:
+    """A tensor of the checkpoint is one of the model, transposed."""
+    name = "model.layers.0.mlp.gate.weight"
+    one = views[name][name]
+    return {**views, name: {name: one._replace(shape=one.shape[::-1], stride=one.stride[::-1])}}
+
+
+@pytest.mark.parametrize("change", [joined, turned])
+def test_what_transformers_computes_is_loaded_whole_by_each_rank(
+    tmp_path: Path, change: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, found = make_tiny_moe(tmp_path / "model"), loading.stored_views
+    monkeypatch.setattr(loading, "stored_views", lambda *args: change(found(*args)))
+    with place_of(1, 2) as ranks:
+        made = TrainedModel(
+            make_spec(folder, tmp_path, trainer={"world_size": 2}), ranks, needs_reference=False
+        )
+        assert_shards(made.policy.model, whole_model(folder), 1, 2)
+    assert WHOLE in caplog.text
+
+
+def test_names_that_only_transformers_may_know_are_left_to_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = make_tiny_moe(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    other = {name.replace(".experts.3.", ".experts.other."): one for name, one in tensors.items()}
+    save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
+    spec = make_spec(folder, tmp_path)
+    assert stored_weights(meta_model(spec, CPU, torch.float32), spec) is None
+    assert WHOLE in caplog.text
 
 
 def test_a_rank_never_holds_more_than_its_shard_and_one_tensor(tmp_path: Path) -> None:
@@ -190,6 +328,36 @@ def test_a_tensor_that_is_missing_too_many_or_of_another_shape_is_named(
             load()
 
 
+EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop(EXPERT), f"lack 1 tensors, e.g. {EXPERT}"),
+        (
+            lambda tensors: tensors.update({EXPERT: torch.zeros(7, 32)}),
+            rf"{EXPERT} of .* has shape \[7, 32\]",
+        ),
+        (
+            lambda tensors: tensors.update({EXPERT.replace(".2.", ".4."): tensors[EXPERT].clone()}),
+            "1 tensors that its config.json has no place for, e.g. model.layers.1.mlp.experts.4.up_proj",
+        ),
+    ],
+    ids=["missing", "misshapen", "too many"],
+)
+def test_an_expert_that_is_missing_too_many_or_of_another_shape_is_named(
+    tmp_path: Path, change: Any, words: str
+) -> None:
+    folder = make_tiny_moe(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    spec = make_spec(folder, tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        stored_weights(meta_model(spec, CPU, torch.float32), spec)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -227,3 +395,18 @@ def test_two_ranks_start_with_the_bytes_of_one_process(
             )
             assert found.keys() == wanted.keys()
             assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("model_type", STACKED)
+def test_ranks_together_have_the_experts_that_transformers_loads(
+    tmp_path: Path, model_type: str, size: int
+) -> None:
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
+    with running(folder, tmp_path / "ranks", size) as group:
+        group.save(tmp_path / "saved")
+        assert not any(WHOLE in group.log(rank) for rank in range(size))
+    found, expected = whole_model(tmp_path / "saved").state_dict(), whole_model(folder).state_dict()
+    assert found.keys() == expected.keys()
+    assert any(name.endswith(".experts.gate_up_proj") for name in found)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())

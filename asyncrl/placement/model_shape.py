@@ -17,8 +17,6 @@ from safetensors import SafetensorError, safe_open
 from asyncrl.config import ModelConfig
 from asyncrl.config.learning import MIN_SLICE, MOST_LOGITS
 
-EXPERT = re.compile(r"\.experts\.\d+\.")
-"""In the name of a stored tensor that is one expert's."""
 LAYER = re.compile(r"\.\d+\.")
 """In the name of one that is a layer's."""
 
@@ -32,9 +30,9 @@ class ModelShape:
     """A Llama-like decoder: attention and gated MLP. `queries`, `keys`: entries of a token in one layer, in
     all heads, `has_qk_norm`: they are normed; `routed`: experts to which a token is sent (0: the MLP is
     dense), `width`: of the MLP for one token, all its experts together; `largest_tensor`, `largest_layer`:
-    its parameters; `outside`: those that are in no layer but in embeddings and head; `is_converted`:
-    transformers stacks what is stored, experts one by one, so that no rank can read its part alone. All 0:
-    not even its config.json is on disk (a hub id that is not fetched), and its memory is not known.
+    its parameters; `outside`: those that are in no layer but in embeddings and head; `is_converted`: what is
+    stored is quantized, or in .bin files, so that no rank can read its part alone. All 0: not even its
+    config.json is on disk (a hub id that is not fetched), and its memory is not known.
     """
 
     num_parameters: int = 0
@@ -141,7 +139,7 @@ def model_shape(model: ModelConfig) -> ModelShape:
     """
     if model.scratch is not None:
         architecture = {"vocab_size": len(model.scratch.characters) + 8, **model.scratch.architecture}
-        return _shape(architecture, {}, is_converted=any("experts" in key for key in architecture))
+        return _shape(architecture, {}, is_converted=False)
     folder = _folder(model.path or "", model.revision)
     try:
         architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -153,10 +151,8 @@ def model_shape(model: ModelConfig) -> ModelShape:
                 stored |= {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, KeyError, SafetensorError):
         return ModelShape()
-    is_converted = any(EXPERT.search(name) for name in stored)
-    if not stored:
-        is_converted = any(folder.glob("*.bin")) or any("experts" in key for key in architecture)
-    return _shape(architecture, stored, is_converted=is_converted or "quantization_config" in architecture)
+    is_converted = "quantization_config" in architecture or (not stored and any(folder.glob("*.bin")))
+    return _shape(architecture, stored, is_converted=is_converted)
 
 
 def _folder(path: str, revision: str | None) -> Path:

@@ -253,9 +253,16 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 
 def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
-    """How the checkpoint of a transformers model has these weights of it: the inverse of what transformers
-    does at load, where it stacks the experts of a layer and renames. A tensor that it computes, or joins with
-    others, keeps the model's name.
+    """How the checkpoint of a transformers model has these weights of it, where transformers stacks the
+    experts of a layer at load and renames. A tensor that it computes, or joins with others, keeps the model's
+    name.
+    """
+    return {name: found for name, found in stored_views(model, weights).items() if found.keys() != {name}}
+
+
+def stored_views(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
+    """What the checkpoint has of each of these weights, one piece where it is as in the model: the inverse of
+    what transformers does at load. What it computes, or joins with others, is left out.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -276,11 +283,7 @@ def stored_pieces(model: Any, weights: Mapping[str, Tensor]) -> Pieces:
                 tuple(one.shape), one.stride(), one.storage_offset()
             )
     sizes = {name: sum(math.prod(one.shape) for one in found.values()) for name, found in pieces.items()}
-    return {
-        name: found
-        for name, found in pieces.items()
-        if found.keys() != {name} and sizes[name] == like[name].numel()
-    }
+    return {name: found for name, found in pieces.items() if sizes[name] == like[name].numel()}
 
 
 def pieces_of(tensors: Mapping[str, Tensor], pieces: Pieces) -> dict[str, Tensor]:

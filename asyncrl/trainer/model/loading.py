@@ -1,19 +1,20 @@
 """A model from its folder: whole, or the shards of a rank.
 
 A model that is sharded never lies whole in a rank: it is made on `meta` (meta_model), cut, and filled with
-this rank's rows of each tensor (fill). Only a folder that transformers has to convert, like one of .bin
-files, is loaded whole by each rank and then cut.
+this rank's rows of each tensor (fill), experts that transformers stacks from the files of each. Only a folder
+of which it has to compute tensors, or one of .bin files, is loaded whole by each rank and then cut.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -27,6 +28,7 @@ from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.trainer_client import TrainerSpec
+from asyncrl.weights.tensor_files import StoredPiece, stored_views
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -122,58 +124,126 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-class StoredWeights:
-    """The tensors of a folder of safetensors files, by the names of a model: read when they are asked for,
-    and only the rows that are.
+class _Cut(NamedTuple):
+    """A stored tensor as a piece of one of the model, and the rows of that one in which it lies: one after
+    the other along its first dimension, or all of it in one.
     """
 
-    def __init__(self, model: Any, folder: Path) -> None:
-        """Reads the files' heads. Raises ConfigError where a tensor is missing, too many, or of another shape
-        than in `model`, OSError and what else a broken file raises.
+    name: str
+    piece: StoredPiece
+    rows: range
+
+
+def _cuts_of(model: Any) -> dict[str, list[_Cut]] | None:
+    """How the checkpoint of a model has each of its tensors; None where one is not made of pieces that lie in
+    rows of it, so that transformers has to compute it.
+    """
+    wanted = model.state_dict(keep_vars=True)
+    found = stored_views(model, wanted)
+    cuts = {
+        name: [_Cut(stored, piece, _rows_of(piece, wanted[name])) for stored, piece in pieces.items()]
+        for name, pieces in found.items()
+    }
+    is_whole = cuts.keys() == wanted.keys() and all(one.rows for some in cuts.values() for one in some)
+    return cuts if is_whole else None
+
+
+def _cut_of_all(name: str, tensor: Tensor) -> _Cut:
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return _Cut(name, StoredPiece(tuple(tensor.shape), stride, 0), range(*tensor.shape[:1] or (1,)))
+
+
+def _rows_of(piece: StoredPiece, tensor: Tensor) -> range:
+    """Empty where the piece lies in no rows as a _Cut does."""
+    row_size = max(1, math.prod(tensor.shape[1:]))
+    first, column = divmod(piece.start, row_size)
+    is_by_row = piece.stride[:1] == (row_size,)
+    steps = [(size - 1) * stride for size, stride in zip(piece.shape, piece.stride, strict=True)]
+    if column + sum(steps[is_by_row:]) >= row_size:
+        return range(0)
+    return range(first, first + (piece.shape[0] if is_by_row else 1))
+
+
+class StoredWeights:
+    """The tensors of a folder of safetensors files, by the names of a model: read when they are asked for,
+    and only the rows that are; of stacked experts, those that lie in these rows.
+    """
+
+    def __init__(self, model: Any, folder: Path, cuts: Mapping[str, list[_Cut]]) -> None:
+        """Reads the heads of the files, where tensors are as in `cuts`, or as in `model`. Raises OSError
+        and what else a broken file raises.
         """
+        self._folder, self._cuts = folder, dict[str, list[_Cut]]()
         self._files: dict[str, Any] = {}
-        """Of each tensor: the open file, and its name in there."""
-        tied: dict[int, list[str]] = {}
-        wanted = model.state_dict(keep_vars=True)
+        """Of each tensor that is stored: the open file, and its name in there."""
+        self._twins: list[list[str]] = []
+        """Names of a tensor that is stored under each of them."""
+        self.missing: list[str] = []
+        wanted, tied = model.state_dict(keep_vars=True), dict[int, list[str]]()
         for name, tensor in wanted.items():
             tied.setdefault(id(tensor), []).append(name)
-        found, prefix = dict[str, Any](), f"{model.base_model_prefix}."
+        known = {*wanted, *(cut.name for some in cuts.values() for cut in some)}
         for path in _files_of(folder):
             file = safe_open(path, framework="pt")
             for stored in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118
-                name = prefix + stored if stored not in wanted and prefix + stored in wanted else stored
-                found[name] = (file, stored)
-        ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-        others = found.keys() - wanted.keys()
-        unexpected = [name for name in others if not any(re.search(one, name) for one in ignored)]
-        missing = [names[0] for names in tied.values() if found.keys().isdisjoint(names)]
-        _refuse_others(folder, missing, unexpected)
+                longer = f"{model.base_model_prefix}.{stored}"
+                name = longer if stored not in known and longer in known else stored
+                self._files[name] = (file, stored)
         for names in tied.values():
-            first, *twins = [name for name in names if name in found]
-            self._files |= dict.fromkeys(names, found[first])
-            shape, expected = self._slice(first).get_shape(), [*wanted[first].shape]
+            for name in names:
+                if all(cut.name in self._files for cut in cuts[name]):
+                    self._cuts[name] = cuts[name]
+                elif name in self._files:
+                    self._cuts[name] = [_cut_of_all(name, wanted[name])]
+            twins = [name for name in names if name in self._cuts]
+            if twins:
+                self._cuts |= {name: self._cuts[twins[0]] for name in names if name not in twins}
+                self._twins += [twins][: len(twins) - 1]
+            else:
+                self.missing += [cut.name for cut in cuts[names[0]] if cut.name not in self._files]
+        ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        used = {cut.name for some in (*cuts.values(), *self._cuts.values()) for cut in some}
+        others = self._files.keys() - used
+        self.unexpected = [name for name in others if not any(re.search(one, name) for one in ignored)]
+
+    def check(self) -> None:
+        """Raise ConfigError where a tensor is missing, too many, of another shape than in the model, or
+        stored twice in different ways.
+        """
+        _refuse_others(self._folder, self.missing, self.unexpected)
+        for cut in (cut for some in self._cuts.values() for cut in some):
+            shape, expected = self._slice(cut).get_shape(), [*cut.piece.shape]
             if shape != expected:
-                what = f"{first} of {folder} has shape {shape}, and the model's is {expected}"
+                what = f"{cut.name} of {self._folder} has shape {shape}, and the model's is {expected}"
                 way_out = "put the config.json of these weights there."
                 raise ConfigError(what, rule="config.json is of the weights beside it", way_out=way_out)
+        for first, *twins in self._twins:
             for twin in twins:
-                pair = [found[name][0].get_tensor(found[name][1]) for name in (first, twin)]
-                if not torch.equal(*pair):
-                    what = f"{first} and {twin} of {folder} differ, and its config.json ties them"
+                pairs = zip(self._cuts[first], self._cuts[twin], strict=True)
+                if not all(torch.equal(self._whole(one), self._whole(other)) for one, other in pairs):
+                    what = f"{first} and {twin} of {self._folder} differ, and its config.json ties them"
                     raise ConfigError(what, way_out="set tie_word_embeddings to false there.")
 
-    def _slice(self, name: str) -> Any:
-        file, stored = self._files[name]
+    def copy_rows(self, name: str, start: int, rows: Tensor) -> None:
+        """Fill contiguous `rows` of a tensor, the first of which is row `start`. What is read is memory of
+        the files.
+        """
+        row_size = math.prod(rows.shape[1:])
+        for cut in self._cuts[name]:
+            low, high = max(cut.rows.start, start), min(cut.rows.stop, start + len(rows))
+            if low >= high:
+                continue
+            first, is_by_row = cut.rows.start, cut.piece.shape[:1] == (len(cut.rows),)
+            part = self._slice(cut)[low - first : high - first] if is_by_row else self._whole(cut)
+            offset = (low - start) * row_size + cut.piece.start - first * row_size
+            rows.as_strided(part.shape, cut.piece.stride, rows.storage_offset() + offset).copy_(part)
+
+    def _slice(self, cut: _Cut) -> Any:
+        file, stored = self._files[cut.name]
         return file.get_slice(stored)
 
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """These rows, as they are stored, in memory that is the file's."""
-        rows: Tensor = self._slice(name)[start:stop]
-        return rows
-
-    def whole(self, name: str) -> Tensor:
-        """All of a tensor."""
-        file, stored = self._files[name]
+    def _whole(self, cut: _Cut) -> Tensor:
+        file, stored = self._files[cut.name]
         tensor: Tensor = file.get_tensor(stored)
         return tensor
 
@@ -189,17 +259,20 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def stored_weights(model: Any, spec: TrainerSpec) -> StoredWeights | None:
-    """None where transformers has to convert what is stored. Raises ConfigError."""
-    folder, name = Path(spec.model_path), type(model).__name__
+    """None where transformers has to compute tensors from what is stored. Raises ConfigError."""
+    folder, why = Path(spec.model_path), f"transformers converts what is stored of a {type(model).__name__}"
     with loading(spec.model_path):
         if not _files_of(folder):
             why = "it has no safetensors files"
         elif getattr(model.config, "quantization_config", None):
             why = "its weights are quantized"
-        elif get_model_conversion_mapping(model, add_legacy=False):
-            why = f"transformers converts what is stored of a {name}"
-        else:
-            return StoredWeights(model, folder)
+        elif (cuts := _cuts_of(model)) is not None:
+            stored = StoredWeights(model, folder, cuts)
+            is_converted = bool(get_model_conversion_mapping(model, add_legacy=False))
+            # Where others are in the place of some, they may be what transformers converts in another way.
+            if not (is_converted and stored.missing and stored.unexpected):
+                stored.check()
+                return stored
     log.warning("each rank loads the whole of %s into host memory before it takes its shard: %s", folder, why)
     return None
 
@@ -218,8 +291,7 @@ def fill(policy: Policy, stored: StoredWeights, device: torch.device) -> None:
             num_rows = -(-len(parameter) // size)  # of each shard but the last ones
             start, stop = (min(edge * num_rows, len(parameter)) for edge in (rank, rank + 1))
             local = torch.empty((stop - start, *parameter.shape[1:]), dtype=parameter.dtype, device=device)
-            if stop > start:
-                local.copy_(stored.rows(_stored_name(name), start, stop))
+            stored.copy_rows(_stored_name(name), start, local)
             sharded = DTensor.from_local(
                 local,
                 parameter.device_mesh,
@@ -232,7 +304,9 @@ def fill(policy: Policy, stored: StoredWeights, device: torch.device) -> None:
         state[name] = made[id(parameter)]
     for name, tensor in policy.state_dict(keep_vars=True).items():
         if not isinstance(tensor, nn.Parameter):
-            tensor.copy_(stored.whole(_stored_name(name)))
+            whole = torch.empty(tensor.shape or (1,), dtype=tensor.dtype)
+            stored.copy_rows(_stored_name(name), 0, whole)
+            tensor.copy_(whole.view(tensor.shape))
     # Tied parameters are one object on both sides, and FSDP takes what it finds before the first pass.
     policy.load_state_dict(state, strict=False, assign=True)
 
