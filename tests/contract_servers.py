@@ -62,10 +62,6 @@ class Traits:
     keeps_queue: bool = True
     """What is queued when the server goes to sleep runs after the wake. vLLM's sleep aborts its own queue
     too: what waits there ends without a token, and the pool sends it again."""
-    reads_again: bool = True
-    """Weights that came in a file and slept are restored from it. vLLM keeps a copy on the host, which no
-    file can spoil.
-    """
     frees_memory: bool = True
     """vLLM's sleep mode is for CUDA: on CPU it pauses, and frees nothing."""
     resumes_draws: bool = True
@@ -87,7 +83,6 @@ TRAITS = {
         aborts_queued=True,
         keeps_streams=False,
         keeps_queue=False,
-        reads_again=False,
         frees_memory=False,
         resumes_draws=False,
     ),

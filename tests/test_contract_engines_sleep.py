@@ -13,13 +13,11 @@ from engine_contract import (
     check_whole,
     chunks_of,
     contract,
-    flip_last_bit,
     health,
     load,
     prepare,
     push,
     refused,
-    said,
     staged,
     until,
     until_decoding,
@@ -34,7 +32,7 @@ pytest_plugins = ["engine_under_test"]
 
 @contract
 async def test_sleep_says_how_much_it_freed_and_twice_is_once(server: Server, engine: EngineClient) -> None:
-    await be_awake(engine, server)
+    version = await be_awake(engine, server)
     assert (await health(engine)).asleep == []
     kv = await engine.sleep(["kv"])
     assert (kv.num_bytes > 0) == server.traits.frees_memory
@@ -44,34 +42,30 @@ async def test_sleep_says_how_much_it_freed_and_twice_is_once(server: Server, en
     weights = await engine.sleep(BOTH)
     assert (weights.num_bytes > 0) == server.traits.frees_memory
     assert (await health(engine)).asleep == BOTH
-    assert (await engine.wake(["weights"], restore=True)).num_bytes == weights.num_bytes
-    assert (await engine.wake(["weights"], restore=True)).num_bytes == 0
+    assert (await engine.wake(["weights"])).num_bytes == weights.num_bytes
+    assert (await engine.wake(["weights"])).num_bytes == 0
     assert (await health(engine)).asleep == ["kv"]
     assert (await engine.wake(["kv"])).num_bytes == kv.num_bytes
     assert (await engine.wake(BOTH)).num_bytes == 0
     assert (await health(engine)).asleep == []
+    await push(engine, server, version)
 
 
 @contract
-async def test_after_sleep_and_wake_every_bit_is_as_before(server: Server, engine: EngineClient) -> None:
+async def test_after_sleep_wake_and_push_every_bit_is_as_before(server: Server, engine: EngineClient) -> None:
     version = await be_awake(engine, server)
     requests = [server.request(max_tokens=100, seed=seed, temperature=0.9) for seed in range(SLOTS + 2)]
     before = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
-    for parts in (BOTH[:1], BOTH):
+    for parts, pushed in ((BOTH[:1], None), (BOTH, version), (["weights"], version), (BOTH, version + 1)):
         await engine.sleep(parts)
-        await engine.wake(parts, restore=True)
-        assert await asyncio.gather(*(engine.generate_segment(request) for request in requests)) == before
-    await engine.sleep(BOTH)
-    await engine.wake(["weights"])
-    await push(engine, server, version + 1)
-    await engine.wake(["kv"])
-    after = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
-    for old, new in zip(before, after, strict=True):
-        assert (new.token_ids, new.logprobs) == (old.token_ids, old.logprobs)
-        assert versions_of(new) == [version + 1]
-    await engine.sleep(["weights"])
-    await refused(engine.wake(["weights"], restore=True), "lies in no file")
-    assert (await health(engine)).asleep == ["weights"]
+        await engine.wake([part for part in parts if part == "weights"])
+        if pushed is not None:
+            await push(engine, server, pushed)
+        await engine.wake([part for part in parts if part == "kv"])
+        after = await asyncio.gather(*(engine.generate_segment(request) for request in requests))
+        for old, new in zip(before, after, strict=True):
+            assert (new.token_ids, new.logprobs) == (old.token_ids, old.logprobs)
+            assert versions_of(new) == [pushed or version]
 
 
 @contract
@@ -92,7 +86,8 @@ async def test_sleep_aborts_what_runs_and_keeps_what_queues(server: Server, engi
     late = asyncio.create_task(engine.generate_segment(server.request(max_tokens=6)))
     num_queued = 1 + server.traits.keeps_queue
     await until(engine, lambda now: now.num_queued == num_queued)
-    await engine.wake(["weights"], restore=True)
+    await engine.wake(["weights"])
+    await push(engine, server, version)
     now = await health(engine)
     assert (now.num_running, now.num_queued, now.asleep) == (0, num_queued, ["kv"])
     await engine.wake(["kv"])
@@ -118,30 +113,6 @@ async def test_a_request_at_a_sleeping_server_can_end(server: Server, engine: En
 
 
 @contract
-async def test_restore_refuses_what_has_changed_meanwhile(server: Server, engine: EngineClient) -> None:
-    """And brings back what served."""
-    server.needs(server.traits.reads_files, "it reads no file")
-    version = await be_awake(engine, server)
-    before = await engine.generate_segment(server.request())
-    await engine.sleep(BOTH)
-    path = server.folder / f"staged-{version}.safetensors"
-    good = path.read_bytes()
-    flip_last_bit(path)
-    if server.traits.reads_again:
-        await refused(engine.wake(["weights"], restore=True), "digest")
-        assert (await health(engine)).asleep == BOTH
-        await engine.wake(["weights"])
-        await refused(engine.wake(["weights"], restore=True), "digest")
-        assert (await health(engine)).asleep == ["kv"]
-        path.unlink()
-        await refused(engine.wake(["weights"], restore=True), "no weights file|cannot read")
-        path.write_bytes(good)
-    await engine.wake(BOTH, restore=True)
-    after = await engine.generate_segment(server.request())
-    assert said(after) == said(before)
-
-
-@contract
 async def test_sleep_ends_a_commit_that_waited_for_what_ran(server: Server, engine: EngineClient) -> None:
     old = await be_awake(engine, server)
     running = asyncio.create_task(engine.generate_segment(server.request(max_tokens=server.traits.long)))
@@ -157,7 +128,8 @@ async def test_sleep_ends_a_commit_that_waited_for_what_ran(server: Server, engi
     await engine.sleep(BOTH)
     assert (await committing).version == old + 1
     assert versions_of(await running) == [old]
-    await engine.wake(BOTH, restore=True)
+    await engine.wake(BOTH)
+    await push(engine, server, old + 1, scale=1.25)
     assert versions_of(await queued) == [old + 1]
 
 

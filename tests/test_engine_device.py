@@ -251,7 +251,7 @@ def test_replayed_steps_draw_what_computed_ones_do_across_a_publish(
     assert recorded.num_captured - again <= MOST_GRAPHS
 
 
-def test_a_sleep_frees_the_graphs_and_steps_after_it_are_captured_again(folder: Path) -> None:
+def test_a_sleep_frees_the_graphs_and_steps_after_it_are_captured_again(folder: Path, tmp_path: Path) -> None:
     made: list[Recorded] = []
 
     def make() -> Recorded:
@@ -267,7 +267,10 @@ def test_a_sleep_frees_the_graphs_and_steps_after_it_are_captured_again(folder: 
     graphs = engine.runner.graphs
     assert graphs is not None
     assert not graphs._replays
-    engine.wake(WakeRequest(parts=["weights", "kv"], restore=True))
+    engine.wake(WakeRequest(parts=["weights", "kv"]))
+    engine.turn()
+    staged = engine.weights.prepare(stage_file(folder, 0, tmp_path))
+    engine.commit(CommitRequest(version=0, digest=staged.digest))
     engine.turn()
     check_same(answers(engine), expected)
     assert len(made) == 2

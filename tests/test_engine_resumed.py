@@ -83,12 +83,13 @@ def commit(engine: Engine, weights: Weights, interrupt: str = "abort") -> int:
     return committed.result().num_interrupted
 
 
-def sleep_and_wake(engine: Engine, parts: Any = BOTH) -> None:
-    slept, woken = (
-        engine.sleep(SleepRequest(parts=parts)),
-        engine.wake(WakeRequest(parts=parts, restore=True)),
-    )
-    turn_until(engine, slept, woken)
+def sleep_and_wake(engine: Engine, weights: Weights, parts: Any = BOTH) -> None:
+    """What served serves again: weights that slept are brought once more."""
+    turn_until(engine, engine.sleep(SleepRequest(parts=parts)), engine.wake(WakeRequest(parts=parts)))
+    if "weights" in parts:
+        version = engine.weights.version
+        digest = engine.weights.prepare(weights.staged(version)).digest
+        turn_until(engine, engine.commit(CommitRequest(version=version, digest=digest)))
 
 
 def spans_of(reply: Reply) -> list[tuple[int, int, int]]:
@@ -112,7 +113,7 @@ def test_what_is_interrupted_keeps_its_slot_and_goes_on_with_the_bits_of_a_fresh
         if what == "commit":
             commit(engine, weights)
         else:
-            sleep_and_wake(engine)
+            sleep_and_wake(engine, weights)
     assert [[row.then for row in reply.rows] for reply in replies] == [["interrupted"]] * 3 + [[]] * 3
     now, num_tokens = engine.health(), engine.health().tokens_generated
     assert (now.num_running, now.num_queued) == (SLOTS, 3)
@@ -151,7 +152,7 @@ def test_a_turn_reads_only_what_is_new_until_the_weights_change(weights: Weights
     commit(engine, weights)
     turn()
     turn()
-    sleep_and_wake(engine, ["kv"])
+    sleep_and_wake(engine, weights, ["kv"])
     turn()
     slept = engine.sleep(SleepRequest(parts=["weights"]))
     turn_until(engine, slept, engine.wake(WakeRequest(parts=["weights"])))
@@ -198,7 +199,7 @@ def test_random_pasts_change_no_bit(weights: Weights, events: list[tuple[str, An
             elif what == "commit":
                 commit(engine, weights, how)
             elif what == "sleep":
-                sleep_and_wake(engine, how)
+                sleep_and_wake(engine, weights, how)
             elif asked:
                 reply = asked[-how % len(asked)][1]
                 reply.resume() if what == "resume" else reply.abort()

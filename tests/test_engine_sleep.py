@@ -51,8 +51,16 @@ def sleep(engine: Engine, parts: list[EnginePart] = BOTH) -> Moved:
     return engine.sleep(SleepRequest(parts=parts)).result(timeout=60)
 
 
-def wake(engine: Engine, parts: list[EnginePart] = BOTH, *, restore: bool = True) -> Moved:
-    return engine.wake(WakeRequest(parts=parts, restore=restore)).result(timeout=60)
+def wake(engine: Engine, parts: list[EnginePart] = BOTH) -> Moved:
+    return engine.wake(WakeRequest(parts=parts)).result(timeout=60)
+
+
+def push(engine: Engine, weights: dict[str, torch.Tensor], version: int, scratch: Path) -> None:
+    """In chunks, into weights that have slept."""
+    for chunk in chunk_requests(weights, scratch):
+        engine.weights.load_chunk(chunk.model_copy(update={"version": version}))
+    commit = CommitRequest(version=version, digest=digest_tensors(weights))
+    assert engine.commit(commit).result(timeout=60).digest == engine.weights.digest
 
 
 def chunk_requests(weights: dict[str, torch.Tensor], scratch: Path) -> list[LoadChunkRequest]:
@@ -88,21 +96,19 @@ def test_what_sleeps_leaves_the_process(tmp_path: Path) -> None:
     assert left > 0.8 * freed
 
 
-def test_the_start_can_be_restored_only_while_its_folder_is_what_it_was(tmp_path: Path) -> None:
-    folder = make_qwen3(tmp_path / "model", num_hidden_layers=1)
-    with running_engine(folder) as engine:
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_slept_since_the_start_serves_again_once_version_0_is_pushed(
+    folder: Path, tmp_path: Path, stays: bool
+) -> None:
+    """As version 0, and with the bits that it began with. The folder is not read a second time."""
+    started = shutil.copytree(folder, tmp_path / "model")
+    with running_engine(started, stays=stays) as engine:
         expected = sampled(engine)
+        shutil.rmtree(started)
         sleep(engine)
-        moved = shutil.move(folder, tmp_path / "away")
-        make_qwen3(folder, seed=5, num_hidden_layers=1)
-        with pytest.raises(Refused, match="cannot restore: the weights in .* have digest"):
-            wake(engine)
-        shutil.rmtree(folder)
-        with pytest.raises(Refused, match="cannot restore the weights of the start from"):
-            wake(engine)
-        assert engine.health().asleep == BOTH
-        shutil.move(moved, folder)
-        wake(engine)
+        wake(engine, ["weights"])
+        push(engine, weights_of(folder), 0, tmp_path)
+        wake(engine, ["kv"])
         assert sampled(engine) == expected
 
 
@@ -122,7 +128,9 @@ def test_weights_under_adapters_cannot_sleep_but_the_cache_can(folder: Path, tmp
             assert sampled(refusing) == expected
 
 
-def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_requests_queue(folder: Path) -> None:
+def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_requests_queue(
+    folder: Path, tmp_path: Path
+) -> None:
     engine, turns = build_engine(make_spec(folder)), itertools.count()
     turn = engine.turn
     engine.turn = lambda: (next(turns), turn())[1]  # type: ignore[method-assign]
@@ -139,6 +147,7 @@ def test_without_memory_a_part_stays_asleep_and_the_loop_sleeps_although_request
     assert not waiting.done()
     engine.runner.slots = slots
     wake(engine)
+    push(engine, weights_of(folder), 0, tmp_path)
     assert len(waiting.result(timeout=60).token_ids) == 5
     engine.stop()
 
@@ -152,13 +161,14 @@ class SleepHistories(RuleBasedStateMachine):
     pushes: list[LoadChunkRequest]
     digest: str
 
-    @initialize(stays=st.booleans())
-    def begin(self, stays: bool) -> None:
+    @initialize(stays=st.booleans(), first=st.sampled_from([0, 1]))
+    def begin(self, stays: bool, first: int) -> None:
         spec = make_spec(self.folder, slots=2, max_length=32, deterministic=False, stays=stays)
         self.engine, self.stays = build_engine(spec), stays
         self.weights = self.engine.weights
         self.asleep: set[str] = set()
-        self.has_content, self.can_restore, self.loaded, self.version = True, True, 0, 1
+        self.has_content, self.loaded, self.version = True, 0, first
+        self.is_start = True
 
     def answer(self, future: Future[Any]) -> Any:
         self.engine.turn()
@@ -171,18 +181,10 @@ class SleepHistories(RuleBasedStateMachine):
             self.has_content, self.loaded = False, 0
         self.asleep |= set(parts)
 
-    @rule(parts=st.sampled_from([["kv"], ["weights"], BOTH]), restore=st.booleans())
-    def wake(self, parts: list[EnginePart], restore: bool) -> None:
-        must_restore = restore and "weights" in parts and not self.has_content
-        woken = self.engine.wake(WakeRequest(parts=parts, restore=restore))
-        if must_restore and not self.can_restore:
-            with pytest.raises(Refused, match="lies in no file"):
-                self.answer(woken)
-            return
-        self.answer(woken)
+    @rule(parts=st.sampled_from([["kv"], ["weights"], BOTH]))
+    def wake(self, parts: list[EnginePart]) -> None:
+        self.answer(self.engine.wake(WakeRequest(parts=parts)))
         self.asleep -= set(parts)
-        if must_restore:
-            self.has_content, self.loaded = True, 0
 
     @rule(index=st.integers(0, 2), is_good=st.booleans())
     def load(self, index: int, is_good: bool) -> None:
@@ -208,7 +210,7 @@ class SleepHistories(RuleBasedStateMachine):
     @rule(parts=st.sampled_from([["weights"], BOTH]))
     def turn_over(self, parts: list[EnginePart]) -> None:
         self.sleep(parts)
-        self.wake(["weights"], restore=False)
+        self.wake(["weights"])
 
     @precondition(lambda self: not self.has_content and "weights" not in self.asleep)
     @rule(is_good=st.booleans())
@@ -217,7 +219,7 @@ class SleepHistories(RuleBasedStateMachine):
         committed = self.engine.commit(CommitRequest(version=self.version, digest=digest))
         if self.loaded == 3 and is_good:
             assert self.answer(committed).digest == self.digest
-            self.has_content, self.can_restore, self.version = True, False, self.version + 1
+            self.has_content, self.is_start, self.version = True, False, self.version + 1
         else:
             with pytest.raises(Refused):
                 self.answer(committed)
@@ -235,7 +237,7 @@ class SleepHistories(RuleBasedStateMachine):
         assert all((parameter.nbytes > 0) == is_there for parameter in parameters.values())
         if self.has_content:
             assert digest_tensors(parameters) == weights.digest == self.digest
-            assert weights.version == self.version - 1
+            assert weights.version == (0 if self.is_start else self.version - 1)
 
 
 def test_random_histories_never_serve_weights_that_no_digest_vouches_for(tmp_path: Path) -> None:

@@ -131,30 +131,29 @@ async def test_a_push_in_chunks_into_a_sleeping_engine_is_checked_when_it_wakes(
 
 
 @with_server
-async def test_weights_that_came_in_chunks_are_dropped_by_a_sleep_and_all_others_are_kept(
+async def test_weights_that_sleep_are_dropped_and_pushed_again_however_they_came(
     fake: FakeVllm, server: VllmServer
 ) -> None:
-    for version in (1, 3):
-        await server.sleep(["kv", "weights"])
-        await server.wake(["kv", "weights"], restore=True)  # of the start, and of a file
-        assert fake.weights == version - 1
-        await turn(server, version)
+    for version in (0, 1, 2):
+        if version == 1:
+            await turn(server, version)
+        elif version == 2:
+            await publish(server, version, "abort")
         await server.sleep(["kv"])
         await server.wake(["kv"])
         assert fake.weights == version, "weights that stay awake are kept"
+        fake.calls.clear()
         await server.sleep(["kv", "weights"])
         assert fake.weights == DROPPED
-        with pytest.raises(EngineError, match=f"restore policy_version {version}: it came in chunks"):
-            await server.wake(["weights"], restore=True)
         async with asyncio.TaskGroup() as tasks:
             waits = tasks.create_task(server.generate_segment(request(f"w{version}")))
             await server.wake(["weights", "kv"])
             await all_blocked()
             assert not waits.done(), "nothing is sampled from what is no version"
-            await turn(server, version)
-        assert versions(waits.result()) == [version]
+            await turn(server, pushed := version + (version == 2))  # that one has the digest of its file
+        assert versions(waits.result()) == [pushed]
         check_logprobs(waits.result())
-        await publish(server, version + 1, "abort")
+        assert {path for path in fake.calls if path.startswith("/sleep")} == {"/sleep?level=2&mode=abort"}
 
 
 PUBLISHES = st.tuples(st.sampled_from(["abort", "keep", "wait"]), st.integers(0, 30), st.booleans())

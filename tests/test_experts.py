@@ -173,9 +173,7 @@ def test_an_embedded_engine_computes_with_the_experts_that_it_was_pushed(
                 publish(engine, PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields))))
         assert engine.weights.digest == answer.digest
         sleep(engine)
-        wake(engine)  # restored from the file
-        sleep(engine)
-        wake(engine, restore=False)
+        wake(engine)
         told, index = None, 0
         while told is None or not told.is_last:
             step.chunk_names(3, index)

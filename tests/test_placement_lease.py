@@ -47,7 +47,7 @@ class World:
             return {"trainer": self.call(call.parts, change)}
         if call.verb == "sleep":
             return {engine.name: engine.sleep(call.parts) for engine in self.engines}
-        return {engine.name: engine.wake(call.parts, restore=call.restore) for engine in self.engines}
+        return {engine.name: engine.wake(call.parts) for engine in self.engines}
 
     async def call(self, parts: Sequence[str], change: Any) -> Moved:
         """One call: `change(part)` for each part, unless a fault says otherwise."""
@@ -125,9 +125,7 @@ class World:
 
 
 class FakeEngine:
-    """Weights and a KV cache that can be given away; weights that wake have no version, and none but the
-    first can be read again.
-    """
+    """Weights and a KV cache that can be given away; weights that wake have no version."""
 
     def __init__(self, world: World, name: str) -> None:
         self.name, self._world = name, world
@@ -142,15 +140,8 @@ class FakeEngine:
 
         return await self._world.call(parts, change)
 
-    async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        def change(part: str) -> None:
-            if part == "weights" and restore and self.version is None:
-                if self.committed:
-                    raise RoomError(self.name, "it came chunk by chunk, and lies nowhere as a whole")
-                self.version = 0
-            self.awake.add(part)
-
-        return await self._world.call(parts, change)
+    async def wake(self, parts: Sequence[EnginePart]) -> Moved:
+        return await self._world.call(parts, self.awake.add)
 
 
 class Turns(RuleBasedStateMachine):
@@ -212,13 +203,20 @@ TestTurns = Turns.TestCase
 TestTurns.settings = settings(max_examples=120, stateful_step_count=12, deadline=None)
 
 
-@pytest.mark.parametrize("first", ["engines", "trainer"])
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize(
+    ("first", "at"), [*(("engines", at) for at in range(9)), *(("trainer", at) for at in range(3))]
+)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_start_that_failed_can_be_made_again(first: Side, fault: Fault) -> None:
-    world = World(trainer=("weights", "optimizer"))
-    assert world.run(first, {2: fault}) is not None
-    assert (world.lease.state, world.lease.owner) == ("idle", None)
-    assert world.run("engines") is None
+def test_a_start_that_failed_can_be_made_again(first: Side, at: int, fault: Fault, stays: bool) -> None:
+    world = World(trainer=("weights", "optimizer"), stays=stays)
+    failed = world.run(first, {at: fault}) is not None
+    assert failed == bool(world.hit)
+    if failed:
+        assert (world.lease.state, world.lease.owner) == ("idle", None)
+        assert world.run("engines") is None
+    elif first == "trainer":
+        assert world.run("engines") is None
     world.assert_rests("engines")
 
 

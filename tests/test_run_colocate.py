@@ -55,6 +55,56 @@ def test_a_step_is_two_handovers_and_its_version_is_announced_at_the_end_of_the_
     live(story)
 
 
+@pytest.mark.parametrize("stays", [False, True])
+def test_the_first_turn_pushes_version_0_which_is_announced_to_nobody(stays: bool) -> None:
+    async def story(house: House) -> None:
+        moves = ["trainer: onload weights"], ["trainer: offload weights"]
+        before, after = ([], []) if stays else moves
+        rest = [] if stays else ["trainer: offload gradients and optimizer"]
+        sleep, wake = "engines: sleep kv and weights", "engines: wake weights"
+        assert phases(house) == [
+            *[*rest, sleep, *before, wake],
+            *["publisher: push weights", *after, "engines: wake kv"],
+        ]
+        assert (house.announced, house.published, house.publisher.num_published) == ([], [], 0)
+        assert {(fake.policy_version, fake.weights) for fake in house.fakes} == {(0, "w")}
+        assert (await house.ask(make_request())).token_ids
+
+    live(story, stays=stays)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("path", ["/sleep", "/wake", "/load_chunk", "/commit", "/offload", "/export_chunk"])
+def test_what_dies_in_the_first_turn_comes_back_with_version_0(path: str, stays: bool) -> None:
+    def dies(house: House) -> None:
+        dying: Any = house.worker if path in ("/offload", "/export_chunk") else house.fakes[-1]
+        dying.dies_at = path
+
+    async def story(house: House) -> None:
+        await asyncio.sleep(10 * START_S)
+        assert house.pool.down == ()
+        assert {(fake.policy_version, fake.weights) for fake in house.fakes} == {(0, "w")}
+        assert all(fake.parts.can_serve for fake in house.fakes)
+        await house.step()
+        assert house.announced == [1]
+
+    live(story, stays=stays, at_start=dies)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_first_push_that_arrives_changed_ends_the_run(stays: bool) -> None:
+    def corrupts(house: House) -> None:
+        house.fakes[1].corrupt_digest = True
+
+    async def story(house: House) -> None:
+        pytest.fail("the run went on")
+
+    error = fails(story, stays=stays, at_start=corrupts)
+    assert "engine-1 loaded chunk 0 of policy_version 0 with digest corrupt, the trainer sent c0" in str(
+        error
+    )
+
+
 @pytest.mark.parametrize(
     ("path", "num_engines", "stays"),
     [

@@ -173,9 +173,16 @@ class House(EngineRooms):
     turns: TakingTurns
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, *, num_engines: int = 2, max_restarts: int = 20, stays: bool = False
+        self,
+        tasks: asyncio.TaskGroup,
+        *,
+        num_engines: int = 2,
+        max_restarts: int = 20,
+        stays: bool = False,
+        at_start: Callable[[House], None] = lambda _: None,
     ) -> None:
-        self.worker, self.stays = TurnTrainer(), stays
+        """`at_start` is called before the first turn."""
+        self.worker, self.stays, self._at_start = TurnTrainer(), stays, at_start
         self.worker_process = FakeProcess(self.worker, start_s=START_S)
         self.published: list[tuple[int, str]] = []
         self.batches: list[Batch] = []
@@ -212,6 +219,7 @@ class House(EngineRooms):
         """As a run starts: the engines are asleep until their first turn, unless they stay."""
         for fake in () if self.stays else self.fakes:
             fake.parts.asleep, fake.parts.has_content = {"weights", "kv"}, False
+        self._at_start(self)
         await self.turns.start(0)
 
     async def step(self) -> Any:

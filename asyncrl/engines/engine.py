@@ -51,9 +51,9 @@ class EngineClient(Protocol):
     answer. A caller that leaves ends its request. abort ends these requests (None: all of this client) with
     what they have, and returns those that were there. prepare loads weights beside the serving ones, and
     load_chunk a chunk into woken weights: both return the digest of what was loaded. commit swaps to it.
-    sleep interrupts what runs and frees these parts, wake takes memory for them again (`restore`: with the
-    weights that served before); both are idempotent, and requests that come meanwhile wait until all parts
-    are awake.
+    sleep interrupts what runs and frees these parts, wake takes memory for them again; both are idempotent.
+    Weights that slept have no content before a push is committed. Requests that come meanwhile wait for it,
+    and until all parts are awake.
     """
 
     name: str
@@ -75,7 +75,7 @@ class EngineClient(Protocol):
     async def prepare(self, manifest: ExportResponse) -> str: ...
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse: ...
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved: ...
-    async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved: ...
+    async def wake(self, parts: Sequence[EnginePart]) -> Moved: ...
     async def load_chunk(self, chunk: ExportChunkResponse) -> str: ...
 
 
@@ -241,8 +241,8 @@ class EngineServer:
         self.num_commits += 1
         return await self._post("/sleep", SleepRequest(parts=list(parts)), Moved)
 
-    async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        return await self._post("/wake", WakeRequest(parts=list(parts), restore=restore), Moved)
+    async def wake(self, parts: Sequence[EnginePart]) -> Moved:
+        return await self._post("/wake", WakeRequest(parts=list(parts)), Moved)
 
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         request = LoadChunkRequest.model_validate(chunk, from_attributes=True)

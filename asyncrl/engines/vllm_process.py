@@ -77,9 +77,7 @@ class VllmProcess(Routes):
         """Of the adapter that was loaded last."""
         self.asleep: set[EnginePart] = set()
         self.has_content = True
-        """False from a sleep of the weights until they are restored or a commit has filled them."""
-        self.came_in_chunks = False
-        """The weights lie in no file: they came chunk by chunk, or the first chunk of others has come."""
+        """False from a sleep of the weights until a commit has filled them."""
         self.vocab_size: float = math.inf
         """Ids that the model knows: 0..vocab_size - 1. Said when it is ready."""
         self.resumes_grammars = False

@@ -184,15 +184,14 @@ class VllmServer:
                 self._leave_meeting_nowait()
         if process is self._process:
             self._staged, self._unchecked = None, None if process.is_settled else commit
-            process.came_in_chunks = isinstance(load, ChunkLoad)
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:
-        """All parts of vLLM sleep together, so those that are to stay awake are woken again. vLLM keeps a
-        copy of the weights on the host, from which they are restored (level 1). Weights that came chunk by
-        chunk are dropped (level 2): they cannot be restored, and a push follows. vLLM saves its buffers. It
-        does not say how many bytes move. One that stays where it is pauses instead, and its prefix cache
-        forgets what it had.
+        """All parts of vLLM sleep together, so those that are to stay awake are woken again. Weights are
+        dropped (level 2), vLLM saves its buffers, and a push follows: level 1 would leave a copy of them in
+        pinned memory of the host, up to twice as large, that vLLM never gives back (vLLM #16663). It is for
+        a KV cache that sleeps alone. VLLM does not say how many bytes move. One that stays where it is
+        pauses instead, and its prefix cache forgets what it had.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1
@@ -202,7 +201,7 @@ class VllmServer:
         if process.asleep != asleep_before:
             stays = self.facts.stays
             async with process.calls():
-                is_dropped = process.came_in_chunks and "weights" in process.asleep
+                is_dropped = "weights" in process.asleep
                 if is_dropped:
                     self._unchecked = None
                 if stays:
@@ -215,20 +214,9 @@ class VllmServer:
                     await self._wake(_TAGS.keys() - process.asleep)
         return Moved(num_bytes=0, seconds=asyncio.get_running_loop().time() - started)
 
-    async def wake(self, parts: Sequence[EnginePart], *, restore: bool = False) -> Moved:
-        """The weights wake with their old content, or with none after level 2. Without `restore` they are
-        not served until a push is committed.
-        """
+    async def wake(self, parts: Sequence[EnginePart]) -> Moved:
+        """Weights wake without content: they are not served until a push is committed."""
         process, started = self._process, asyncio.get_running_loop().time()
-        if restore and "weights" in parts and not process.has_content:
-            if process.came_in_chunks:
-                what = f"cannot restore policy_version {process.version}: it came in chunks, lies in no file"
-                raise EngineError(self.name, what, way_out="push this version again, from chunk 0.")
-            if not process.is_settled and self._unchecked is None:
-                what = f"cannot restore policy_version {process.version}: others were loaded over it"
-                raise EngineError(self.name, what, way_out="push this version again, from chunk 0.")
-            process.has_content = True
-            process.change_nowait()
         if woken := process.asleep & set(parts):
             async with process.calls():
                 if not self.facts.stays:
@@ -255,13 +243,12 @@ class VllmServer:
         elif chunk.index not in (0, num_loaded):
             why = f": loaded is {f'chunks 0..{num_loaded - 1}' if num_loaded else 'nothing'}"
         if why:
-            rule = "chunks come in order, of no older version, into weights that woke without restore"
+            rule = "chunks come in order, of no older version, into weights that have slept"
             way_out = "sleep and wake the weights, then push from chunk 0."
             raise EngineError(self.name, f"{what}{why}", rule=rule, way_out=way_out)
         self._staged = None
         if chunk.index == 0:
             process.begin_load_nowait(chunk.version)
-            process.came_in_chunks = True
         asked = LoadChunkRequest.model_validate(chunk, from_attributes=True).model_dump()
         async with process.calls():
             workers = await process.rpc("asyncrl_load_chunk", asked)
@@ -273,7 +260,7 @@ class VllmServer:
         return str(workers[0]["digest"])
 
     async def _wake(self, parts: Iterable[EnginePart]) -> None:
-        """Take memory for these parts again; the weights are copied back."""
+        """Take memory for these parts again; after level 1 the weights are copied back."""
         if tags := sorted(_TAGS[part] for part in parts):
             await self._process.tell(f"/wake_up?{urlencode([('tags', tag) for tag in tags])}")
 

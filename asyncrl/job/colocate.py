@@ -221,7 +221,7 @@ class TakingTurns:
             try:
                 if call.verb == "sleep":
                     return await engine.sleep(call.parts)
-                return await engine.wake(call.parts, restore=call.restore)
+                return await engine.wake(call.parts)
             except EngineLost as lost:
                 if self._on_lost is None:
                     raise

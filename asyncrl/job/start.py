@@ -158,9 +158,9 @@ async def bring_up(
     """Start all processes; returns when they answer. Raises the RoomError of the first that cannot.
 
     On shared devices engines come first and go to sleep, then the trainer: it may have to catch up before
-    their turn. So no device holds more than one side, at the price of loading one after the other and reading
-    the engines' weights once more. If the engines stay where they are, they do not sleep; they come first
-    all the same, because vLLM measures what is free while it starts.
+    their turn. So no device holds more than one side, at the price of loading one after the other; what the
+    engines loaded is gone, and their first turn begins with a push. If the engines stay where they are, they
+    do not sleep; they come first all the same, because vLLM measures what is free while it starts.
     """
     if not is_shared:
         await start_all([*trainers, *engines, *beside])

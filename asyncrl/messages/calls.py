@@ -162,12 +162,11 @@ class SleepRequest(Message):
 
 
 class WakeRequest(Message):
-    """Take memory for these parts again. Weights that are awake have no content until a push is committed,
-    unless `restore`: then they are loaded again from where the serving ones came from. Idempotent.
+    """Take memory for these parts again. Weights that slept have no content until a push is committed.
+    Idempotent.
     """
 
     parts: list[EnginePart]
-    restore: bool = False
 
 
 class LoadChunkRequest(ChunkBody):

@@ -10,7 +10,10 @@ undoes it, is data here:
                       2 engines wake weights        (undo: sleep weights)
                       3 push weights                chunk by chunk, digest checked (undone with 2)
                       4 trainer offloads weights    (undo: onload them)
-                      5 engines wake kv             (undo: sleep kv)
+                      5 engines wake kv             (undo: sleep both; the weights are to be pushed again)
+
+The first turn is the engines', with the trainer's weights too: what they loaded at their start went when they
+gave their memory away.
 
 So a device holds the engines' weights and KV cache, or the trainer's state, or the weights twice: the largest
 of the three, not the sum.
@@ -42,14 +45,11 @@ ROUTINE = frozenset({"handover", "handover phase", "handed over"})
 class Call:
     """POST /sleep or /wake of every engine, /offload or /onload of the trainer, or the push of the trainer's
     weights into every engine, whose weights are awake and empty. Every call may be made twice.
-
-    `restore`: weights that wake are read again, where they never served another version.
     """
 
     of: Literal["engines", "trainer", "publisher"]
     verb: Literal["sleep", "wake", "offload", "onload", "push"]
     parts: tuple[Any, ...] = ("weights",)
-    restore: bool = False
 
     def __str__(self) -> str:
         return f"{self.of}: {self.verb} {' and '.join(self.parts)}"
@@ -63,8 +63,8 @@ WAKE_WEIGHTS, WAKE_KV = Call("engines", "wake"), Call("engines", "wake", ("kv",)
 ONLOAD_WEIGHTS, OFFLOAD_WEIGHTS = Call("trainer", "onload"), Call("trainer", "offload")
 OFFLOAD_REST = Call("trainer", "offload", ("gradients", "optimizer"))
 BACK_TO_ENGINES = (SLEEP, ONLOAD_WEIGHTS, WAKE_WEIGHTS, PUSH, OFFLOAD_WEIGHTS, WAKE_KV)
-"""An engine cannot reload weights that came chunk by chunk. The trainer still has that version: all engines
-sleep first, then it pushes the version again.
+"""Weights that slept lie nowhere. The trainer still has that version: all engines sleep first, then it pushes
+the version again.
 """
 
 TURNS: dict[Side, tuple[Phase, ...]] = {
@@ -77,15 +77,11 @@ TURNS: dict[Side, tuple[Phase, ...]] = {
         (WAKE_WEIGHTS, (Call("engines", "sleep"),)),
         (PUSH, ()),
         (OFFLOAD_WEIGHTS, (ONLOAD_WEIGHTS,)),
-        (WAKE_KV, (Call("engines", "sleep", ("kv",)),)),
+        (WAKE_KV, (SLEEP,)),
     ),
 }
 FIRST: dict[Side, tuple[Phase, ...]] = {
-    "engines": (
-        (Call("trainer", "offload", ("weights", "gradients", "optimizer")), ()),
-        (Call("engines", "wake", restore=True), ()),
-        (WAKE_KV, ()),
-    ),
+    "engines": tuple((call, ()) for call in (OFFLOAD_REST, *BACK_TO_ENGINES)),
     "trainer": tuple((call, ()) for call, _ in TURNS["trainer"]),
 }
 """The start of a run, before any turn: there is nothing to go back to, and it may be begun again."""

@@ -88,14 +88,14 @@ class FakeLink:
 class FakeParts:
     """The parts of a fake engine's memory, asleep or awake, 1000 bytes each.
 
-    Life: awake -> sleep() -> asleep -> wake() -> awake, weights without content until restored, or until
-        take_push() has found a whole push.
+    Life: awake -> sleep() -> asleep -> wake() -> awake, weights without content until take_push() has found
+        a whole push.
     """
 
     def __init__(self, server: FakeServer) -> None:
         self._refused = server.refused
         self.asleep: set[EnginePart] = set()
-        self.has_content, self.can_restore = True, True
+        self.has_content = True
         self.pushed: list[calls.LoadChunkRequest] = []
         """The chunks of the push in hand."""
 
@@ -112,10 +112,6 @@ class FakeParts:
         return Moved(num_bytes=len(freed) * 1000, seconds=0.0)
 
     def wake(self, request: calls.WakeRequest) -> Moved:
-        if "weights" in request.parts and request.restore and not self.has_content:
-            if not self.can_restore:
-                raise self._refused("/wake", "what served came in chunks, and lies in no file")
-            self.has_content = True
         taken = set(request.parts) & self.asleep
         self.asleep -= taken
         return Moved(num_bytes=len(taken) * 1000, seconds=0.0)
@@ -136,7 +132,7 @@ class FakeParts:
         pushed, self.pushed = self.pushed, []
         if pushed[0].version != version or not pushed[-1].is_last:
             raise self._refused("/commit", f"no whole push of {version} is here")
-        self.has_content, self.can_restore = True, len(pushed) == 1
+        self.has_content = True
 
     def check_weights_awake(self, path: str) -> None:
         if "weights" in self.asleep:
@@ -345,7 +341,7 @@ class FakeEngineServer(FakeServer):
         try:
             await asyncio.sleep(self.swap_s)
             self.policy_version, self.weights = request.version, request.digest
-            self.parts.has_content = self.parts.can_restore = True
+            self.parts.has_content = "weights" not in self.parts.asleep
         finally:
             if process is self.has_ended:
                 self._is_open = self._is_granting = True

@@ -26,7 +26,7 @@ from asyncrl.messages.calls import (
     SleepRequest,
     WakeRequest,
 )
-from asyncrl.messages.digest import joint_digest, tensor_digest
+from asyncrl.messages.digest import tensor_digest
 from asyncrl.messages.frames import Asked, Sampled, spans_of
 from asyncrl.serving import Refused, die_with_parent
 from asyncrl.weights.tensor_files import read_or_refuse
@@ -68,12 +68,6 @@ class SimulatedWeights(WeightState):
 
     def load(self, request: LoadChunkRequest) -> Arrived:
         return _arrived(request.path)
-
-    def restore(self) -> None:
-        """What served serves again. Raises Refused (400, 409)."""
-        if self.source:
-            self.check_restored(joint_digest(_arrived(self.source)[0].values()), self.source)
-        self.settle(self.version, self.digest, self.source)
 
 
 class SimulatedRun(Run):
@@ -205,9 +199,7 @@ class SimulatedEngine:
         return self._moved(freed)
 
     def wake(self, request: WakeRequest) -> asyncio.Future[Moved]:
-        """Wake these parts. Raises Refused (400, 409) with nothing changed."""
-        if self.weights.must_restore(request.parts, restore=request.restore):
-            self.weights.restore()
+        """Wake these parts."""
         taken = set(request.parts) & set(self.weights.asleep)
         for part in taken:
             self.weights.set_awake(part)
@@ -219,7 +211,7 @@ class SimulatedEngine:
 
     def _swap(self) -> None:
         assert self.weights.swapping is not None
-        (request, staged), weights = self.weights.swapping, self.weights
+        (request, _), weights = self.weights.swapping, self.weights
         num_interrupted, pause_s = len(self._running), self.spec.swap_s
         if request.interrupt == "abort":
             self._end([(run, "interrupted") for run in self._running])
@@ -227,7 +219,7 @@ class SimulatedEngine:
             for run in self._running:
                 num_tokens = len(run.request.prompt_ids) + run.num_by(self._steps)
                 pause_s += self.spec.prefill_s_per_token * num_tokens
-        weights.settle(request.version, request.digest, staged.request.path)
+        weights.settle(request.version, request.digest)
         self._changes.append((self._steps, request.version))
         self._stall(pause_s)
         answer = CommitResponse(

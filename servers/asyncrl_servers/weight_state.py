@@ -137,7 +137,7 @@ class WeightState:
     """The serving weights, at most one staged set, and what sleeps.
 
     Life: serving -> asleep -> awake without content -> serving, once staged weights or a whole push are
-        committed, or what served is restored.
+        committed.
     Waits: prepare() and load_chunk() run in any thread, all else in that of the engine; what takes, fills or
         frees memory holds `lock`.
     Invariant: can_serve is true only while every part has memory and the weights are those of a version whose
@@ -152,8 +152,6 @@ class WeightState:
         self.staged: Staged | None = None
         self.swapping: tuple[CommitRequest, Staged] | None = None
         """The commit that has begun and has not ended."""
-        self.source: str | None = ""
-        """File that the serving weights came from; "" is the model folder of the start, None nowhere."""
         self.has_content = True
         self._digest = ""
         self._asleep: set[EnginePart] = set()
@@ -189,13 +187,13 @@ class WeightState:
             self.push.clear()
 
     def set_awake(self, part: EnginePart) -> None:
-        """The part has memory again. Weights have no content until they are restored or committed."""
+        """The part has memory again. Weights that slept have no content until a commit."""
         self._asleep.discard(part)
 
-    def settle(self, version: int, digest: str, source: str | None) -> None:
+    def settle(self, version: int, digest: str) -> None:
         """The loaded weights serve from here on."""
         self.push.clear()
-        self.version, self._digest, self.source = version, digest, source
+        self.version, self._digest = version, digest
         self.has_content, self.staged, self.swapping = True, None, None
 
     def prepare(self, request: PrepareRequest) -> PrepareResponse:
@@ -216,27 +214,11 @@ class WeightState:
             what = f"a chunk of policy_version {request.version} cannot be loaded"
             self._check_awake(what)
             if self.has_content:
-                rule = "chunks are loaded into weights that slept and woke without restore"
+                rule = "chunks are loaded into weights that have slept"
                 raise Refused(409, f"{what} over those that are served", rule=rule, way_out="use /prepare.")
             with self.push.receiving(request, self.version):
                 digest = self.push.add(request, self.load(request))
         return LoadChunkResponse(version=request.version, index=request.index, digest=digest)
-
-    def must_restore(self, parts: Collection[EnginePart], *, restore: bool) -> bool:
-        """Whether waking `parts` brings the weights back. Raises Refused (409) if they lie nowhere."""
-        if not restore or "weights" not in parts or self.has_content:
-            return False
-        if self.source is None:
-            what = f"policy_version {self.version} came in chunks, lies in no file and cannot be restored"
-            raise Refused(409, what, way_out=f"wake without restore, and {PUSH_AGAIN}")
-        return True
-
-    def check_restored(self, digest: str, path: str) -> None:
-        """Raise Refused (409) if weights that were read again from `path` are not those that served."""
-        if digest != self.digest:
-            what = f"cannot restore: the weights in {path} have digest {digest}, those that served"
-            what += f" (policy_version {self.version}) had {self.digest}"
-            raise Refused(409, what, way_out=f"wake without restore, and {PUSH_AGAIN}")
 
     def begin_commit(self, request: CommitRequest) -> CommitResponse | None:
         """None: `swapping` is to be swapped in. Else this version serves already (a whole push lies in the
@@ -256,7 +238,7 @@ class WeightState:
             raise Refused(409, what, rule=rule, way_out="commit a newer version.")
         if not self.has_content and self.push.version == version:
             self.push.take(version, digest, self.names)
-            self.settle(version, digest, None)
+            self.settle(version, digest)
         elif not is_served:
             self.swapping = request, the_staged(self.staged, version, digest)
             return None

@@ -341,7 +341,6 @@ class Engine:
     def _wake(self, request: WakeRequest) -> Moved:
         """A part that could not be woken is asleep as it was."""
         started_s, weights, runner, num_bytes = time.perf_counter(), self.weights, self.runner, 0
-        must_restore = weights.must_restore(request.parts, restore=request.restore)
         sizes = {"weights": weights.num_bytes, "kv": runner.cache_bytes}
         asleep = [part for part in request.parts if part in weights.asleep]
         needed = 0 if self.spec.stays else sum(sizes[part] for part in asleep)
@@ -349,8 +348,8 @@ class Engine:
         try:
             if needed > free:  # asked first, as a CPU's memory is promised before it is there
                 raise RuntimeError(f"{needed} bytes are needed, {free} are free on {runner.loaded.device}")
-            if must_restore or "weights" in asleep:
-                num_bytes += weights.take(must_restore=must_restore)
+            if "weights" in asleep:
+                num_bytes += weights.take()
             if "kv" in asleep:
                 if not self.spec.stays:
                     runner.take_cache(runner.slots)

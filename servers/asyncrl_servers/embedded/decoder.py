@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from asyncrl.messages.base import NO_EXPERT
 from asyncrl.serving import fail
 from asyncrl.weights.ipc import limit_memory
-from asyncrl.weights.tensor_files import weights_of
 from asyncrl_servers.embedded.kv_attention import (
     NAME,
     CacheShape,
@@ -146,10 +145,6 @@ class LoadedModel:
         """Rows of padding that an exact call needs at its end. Elementwise kernels compute what is left over
         behind their last whole vector pair (32 floats) by another formula (measured for silu and gelu); an
         odd width leaves something over."""
-
-    def read_parameters(self) -> dict[str, Tensor]:
-        """The weights that lie in the folder. Raises whatever transformers does."""
-        return {name: tensor.data for name, tensor in weights_of(self._read()[0]).items()}
 
     def free_bytes(self) -> int:
         """Free memory of the device (of the machine, for CPU)."""

@@ -1,5 +1,5 @@
 """The weights of an embedded engine: staged beside the serving ones, or loaded into their memory chunk by
-chunk; verified, served, put to sleep and read again.
+chunk; verified, served, put to sleep.
 
 The rule of what a set of weights is, the same on both ends: weights_of(model), tied ones once,
 by the names of a checkpoint. Where transformers stacks what is one by one there, like the experts of a layer,
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
-from asyncrl.messages.digest import BLOCK_BYTES, joint_digest
+from asyncrl.messages.digest import BLOCK_BYTES
 from asyncrl.serving import Refused
 from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
@@ -60,8 +60,10 @@ class Weights(WeightState):
 
     @property
     def digest(self) -> str:
-        """Of the serving weights; that of the start is computed when first asked for."""
-        if not self._digest:
+        """Of the serving weights; that of the start is computed when first asked for, and not known once they
+        have slept.
+        """
+        if not self._digest and self.has_content:
             self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
 
@@ -94,10 +96,10 @@ class Weights(WeightState):
         else:
             self._base = None
         self._put(tensors, in_place=self.keeps_place)
-        self.settle(request.version, request.digest, request.path)
+        self.settle(request.version, request.digest)
 
     def check_may_sleep(self) -> None:
-        """Raise Refused (409) if these weights could not be restored after a sleep."""
+        """Raise Refused (409) for weights that adapters are merged over: those of the start are needed."""
         if self._has_adapters:
             rule = "with weight_sync.transport=lora the weights of the start are kept"
             way_out = "let the KV cache sleep alone, or set another weight_sync.transport."
@@ -108,7 +110,6 @@ class Weights(WeightState):
         from here on.
         """
         with self.lock:
-            _ = self.digest  # to compare with once they are restored
             if self._stays:
                 self._base = None  # chunks are written over it
                 self.set_asleep("weights")
@@ -122,22 +123,16 @@ class Weights(WeightState):
             self.set_asleep("weights")
             return num_bytes
 
-    def take(self, *, must_restore: bool) -> int:
-        """Take memory for all weights, filled with what served if they must be restored; returns the bytes
-        that were not there. Raises Refused (400, 409) with nothing changed.
-        """
+    def take(self) -> int:
+        """Take memory for weights that sleep, without content; returns the bytes that were not there."""
         with self.lock:
-            was_asleep = "weights" in self.asleep
-            if must_restore:
-                self._put(self._read_source())
-                self.settle(self.version, self.digest, self.source)
-            elif was_asleep and not self._stays:
+            if not self._stays:
                 kinds, device = self._kinds.items(), self._loaded.device
                 self._put(
                     {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
                 )
             self.set_awake("weights")
-            return self.num_bytes if was_asleep and not self._stays else 0
+            return 0 if self._stays else self.num_bytes
 
     def _put(self, tensors: Mapping[str, Tensor], *, in_place: bool = False) -> None:
         """Make these the parameters; `in_place`: copied into the memory that these have, unless `_base` needs
@@ -176,22 +171,6 @@ class Weights(WeightState):
                 piece = piece[: len(raw.data)]
             tensors[name] = piece.view(found.dtype).view(found.shape).copy_(found)
         return tensors, (_digests(tensors, memory), sum(tensor.nbytes for tensor in tensors.values()))
-
-    def _read_source(self) -> dict[str, Tensor]:
-        """What served, read again. Raises Refused (400, 409)."""
-        if self.source:
-            tensors, (digests, _) = self._copies(self.source)
-            self.check_restored(joint_digest(digests.values()), self.source)
-            return tensors
-        folder = self._loaded.folder
-        try:
-            tensors = self._loaded.read_parameters()
-        except Exception as error:
-            what = f"cannot restore the weights of the start from {folder}: {error}"
-            raise Refused(409, what, way_out="put the folder back, or push.") from error
-        self.check_restored(digest_tensors(pieces_of(tensors, self._pieces)), str(folder))
-        self._base = dict(tensors)
-        return tensors
 
     def _check_parameters(self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False) -> None:
         """Raise Refused (409) if these are not the parameters of the model; `is_part`: some of them."""
