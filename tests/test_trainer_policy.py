@@ -40,6 +40,10 @@ PACKED: dict[str, dict[str, Any]] = {
     "phi3": {},
     "granite": {"logits_scaling": 2.0},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "deepseek_v3": {  # queries and keys of 12, values of 8; without experts
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "num_key_value_heads": 4, "first_k_dense_replace": 9},
+        **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "head_dim": 4, "v_head_dim": 8},
+    },
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
 }
 ALONE: dict[str, dict[str, Any]] = {

@@ -35,18 +35,31 @@ class AllowedSets:
 
 @dataclass(frozen=True)
 class AllowedRows:
-    """Of M tokens on the device: `set_M` int64 [M] says which of the sets `bits_KB` each has, or ANY."""
+    """Of M tokens on the device: `set_M` int64 [M] says which of the sets `bits_KB` each has, or ANY; the
+    tokens `row_R` have one. The host knows them: to look for them on the device is to wait for it, once a
+    slice of the vocabulary.
+    """
 
     bits_KB: Tensor
     set_M: Tensor
+    row_R: Tensor
+
+    @classmethod
+    def of(
+        cls, bits_KB: npt.NDArray[np.uint8], set_M: npt.NDArray[np.int64], device: torch.device
+    ) -> AllowedRows:
+        """Sent to the device."""
+        arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
 
     def select(self, index: Tensor) -> AllowedRows:
-        """Of the tokens at these places."""
-        return AllowedRows(self.bits_KB, self.set_M[index])
+        """Of the tokens at these places. Waits for the device."""
+        set_M = self.set_M[index]
+        return AllowedRows(self.bits_KB, set_M, (set_M != ANY).nonzero()[:, 0])
 
     def mask(self, logits_MC: Tensor, part: slice) -> None:
         """Leave what is allowed of these vocabulary entries, in place; other rows are not touched."""
-        rows = (self.set_M >= 0).nonzero()[:, 0]
+        rows = self.row_R
         first, last = part.start // 8, -(-part.stop // 8)
         bytes_RB = self.bits_KB[self.set_M[rows], first:last]
         shifts = torch.arange(8, device=bytes_RB.device, dtype=torch.uint8)

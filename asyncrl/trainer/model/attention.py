@@ -75,14 +75,20 @@ def attention(
         raise CannotPackError(f"its attention has {present[0]}")
     scale = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scale is None else float(scale)
+    size = value.shape[3]
+    if size < query.shape[3]:  # kernels know one size of head; columns of zeros change no other
+        value = functional.pad(value, (0, query.shape[3] - size))
     if isinstance(layout, Tensor):
-        return _numbered_forward(query, key, value, layout, scale)[0], None
-    is_whole = query.shape[::2] == (1, layout.num_tokens)
-    if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
-        raise CannotPackError(f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape]}")
-    if windows is not None and options.get("sliding_window") is not None:
-        windows.add(int(options["sliding_window"]))
-    return packed_attention(query, key, value, layout, scale).transpose(1, 2), None
+        output = _numbered_forward(query, key, value, layout, scale)[0]
+    else:
+        is_whole = query.shape[::2] == (1, layout.num_tokens)
+        if not is_whole or key.shape != value.shape or query.shape[3] != key.shape[3]:
+            shapes = f"query {[*query.shape]}, key {[*key.shape]}, value {[*value.shape[:3], size]}"
+            raise CannotPackError(shapes)
+        if windows is not None and options.get("sliding_window") is not None:
+            windows.add(int(options["sliding_window"]))
+        output = packed_attention(query, key, value, layout, scale).transpose(1, 2)
+    return output if size == output.shape[3] else output[..., :size], None
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -176,8 +176,7 @@ def _assemble(
         pair_U, set_U = both_U2.T
         used, number_U = np.unique(set_U, return_inverse=True)
         first = int(used[0] == ANY)
-        bits_KB = torch.from_numpy(allowed.bits_KB[used[first:]]).to(device)
-        allowed_U = AllowedRows(bits_KB, tensor(number_U - first))
+        allowed_U = AllowedRows.of(allowed.bits_KB[used[first:]], number_U - first, device)
     return MicroBatch(
         token_ids_N=tensor(arrays.token_ids[source_N]),
         position_N=tensor(position_N),
