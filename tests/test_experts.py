@@ -4,7 +4,7 @@ the checkpoint, whichever way it takes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rank_processes import running
 from safetensors.torch import load_file
 from test_engine_sleep import sleep, wake
 from test_weights_export import chunks_of
-from tiny_model import STACKED, make_tiny_moe
+from tiny_model import MOE, STACKED, make_tiny_moe
 from torch import Tensor
 from trainer_cases import batch_of, changed, learned, make_batch, make_spec
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -208,22 +208,24 @@ def test_ranks_export_experts_by_the_names_of_the_checkpoint(tmp_path: Path) -> 
 
 
 def chosen_by(folder: Path, token_ids: list[int]) -> Tensor:
-    """uint8 [T, E]: the experts that transformers' own forward reads these tokens with."""
+    """int64 [T, E]: the experts that transformers' own forward reads these tokens with."""
     model, chosen = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), list[Tensor]()
     for router in routers_of(model):
         router.register_forward_hook(lambda _, inputs, found: chosen.append(found[2]))
     with torch.no_grad():
         model(torch.tensor([token_ids]))
-    return torch.cat(chosen, dim=1).to(torch.uint8)
+    return torch.cat(chosen, dim=1)
 
 
 def told(routing: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(routing), dtype=torch.uint8).view(-1, NUM_ROUTED)
+    return torch.from_numpy(np.frombuffer(routing, "<u2").astype(np.int64)).view(-1, NUM_ROUTED)
 
 
-def test_an_engine_tells_which_experts_have_read_each_token(tmp_path: Path) -> None:
-    """Of prompts that share a slot's start, too."""
-    folder, head = make_tiny_moe(tmp_path / "model"), tuple(range(6, 46))
+@pytest.mark.parametrize("num_experts", [4, 384])
+def test_an_engine_tells_which_experts_have_read_each_token(tmp_path: Path, num_experts: int) -> None:
+    """Of prompts that share a slot's start, too; and of as many experts as Kimi-K2 has."""
+    model = make_tiny_moe(tmp_path / "model", **MOE | {"num_experts": num_experts})
+    folder, head = model, tuple(range(6, 46))
     prompts = [(7, 8, 9), head, head, (*head[:35], 9, 9), (14,)]
     with running_engine(folder, deterministic=False, returns_routing=True, slots=3) as engine:
         requests = [make_request(str(at), prompt_ids=one, seed=at) for at, one in enumerate(prompts)]
@@ -232,6 +234,15 @@ def test_an_engine_tells_which_experts_have_read_each_token(tmp_path: Path) -> N
     for prompt, answer in zip([*prompts, head], answers, strict=True):
         expected = chosen_by(folder, [*prompt, *answer.token_ids])
         assert torch.equal(told(answer.routing), expected[:-1])
+        completion = Completion(
+            tuple(answer.token_ids), tuple(answer.logprobs), (), "length", routing=answer.routing
+        )
+        made = make_trajectory(0, tuple(prompt), completion, 1.0)
+        known = decode_trajectory(encode_trajectory(0, made), 0, 0, 0).routing
+        assert known is not None
+        assert np.array_equal(known[:-1], expected[:-1].numpy()), "by way of the journal"
+        assert (known[-1] == NO_EXPERT).all()
+        assert (known[:-1].max() > 255) == (num_experts > 256)
     with running_engine(folder, deterministic=False) as engine:
         assert answered(engine).routing == b""
 
@@ -270,16 +281,20 @@ def test_a_token_keeps_the_experts_of_the_weights_that_sampled_the_next(
     assert not torch.equal(old[:num_old], new[:num_old])
 
 
+def ids(experts: Iterable[int]) -> bytes:
+    return np.array([*experts], "<u2").tobytes()
+
+
 def test_what_was_read_again_by_another_server_is_not_known() -> None:
     """Prompts of 3 tokens, 2 experts a token."""
     routed, other = RoutedTokens(3), RoutedTokens(3)
-    routed.add(bytes(range(8)), 0, 2)  # of positions 0 to 3: the prompt, and the first token
-    routed.add(bytes([8, 9]), 2, 3)  # goes on in its slot
-    assert routed.known == bytes(range(10))
-    routed.add(bytes([77] * 10 + [10, 11, 12, 13]), 3, 5)  # of a new segment, its whole prompt
-    assert routed.known == bytes(range(14))
-    other.add(bytes(range(12)), 3, 4)  # three tokens came from elsewhere
-    assert other.known == bytes([0, 1, 2, 3] + [NO_EXPERT] * 6 + [10, 11])
+    routed.add(ids(range(300, 308)), 0, 2)  # of positions 0 to 3: the prompt, and the first token
+    routed.add(ids([308, 309]), 2, 3)  # goes on in its slot
+    assert routed.known == ids(range(300, 310))
+    routed.add(ids([77] * 10 + [310, 311, 312, 313]), 3, 5)  # of a new segment, its whole prompt
+    assert routed.known == ids(range(300, 314))
+    other.add(ids(range(300, 312)), 3, 4)  # three tokens came from elsewhere
+    assert other.known == ids([300, 301, 302, 303] + [NO_EXPERT] * 6 + [310, 311])
 
 
 def routed_batch(engine: Engine) -> tuple[BatchHeader, BatchArrays]:

@@ -228,7 +228,7 @@ def test_the_journal_of_an_ended_run_can_be_read_where_nothing_may_be_written(wh
     ("change", "why"),
     [
         ("PRAGMA application_id = 7", "is a SQLite database of another program"),
-        ("PRAGMA user_version = 3", "has schema version 3, this asyncrl reads 4"),
+        ("PRAGMA user_version = 4", "has schema version 4, this asyncrl reads 5"),
         ("UPDATE meta SET value = 'another' WHERE key = 'run_id'", "is the journal of run another, this is"),
     ],
 )
@@ -319,7 +319,7 @@ def test_a_changed_byte_is_found(data: st.DataObject) -> None:
 
 def test_a_blob_of_another_branch_or_group_is_found() -> None:
     first, second = make_rollout(1, 0)
-    with pytest.raises(ValueError, match=r"format and place are \(1, \[1, 0, 1\]\)"):
+    with pytest.raises(ValueError, match=r"format and place are \(2, \[1, 0, 1\]\)"):
         decode_trajectory(encode_trajectory(1, second), 1, 0, 0)
     with pytest.raises(ValueError, match="tokens of g2/r0, branch 1, do not unpack"):
         decode_trajectory(encode_trajectory(1, first), 2, 0, 1)

@@ -15,6 +15,7 @@ MAX_EMPTY_SEGMENTS = 32
 if TYPE_CHECKING:
     from asyncrl.engines.engine import EngineClient
 
+_UNKNOWN = NO_EXPERT.to_bytes(2, "little")
 _LOGPROB_SLACK = 1e-3
 """A log softmax in float32 may come out above 0 by its rounding; by no more than this."""
 
@@ -121,8 +122,8 @@ class EmptySegments:
 
 
 class RoutedTokens:
-    """The experts that read the tokens of one logical request when the next one was sampled: `known`, uint8,
-    as many for each token but the last, from the first of the prompt on. Pure.
+    """The experts that read the tokens of one logical request when the next one was sampled: `known`, uint16
+    (little endian), as many for each token but the last, from the first of the prompt on. Pure.
 
     A part of an answer brings those of the tokens that were read since the part before it; the first part of
     a segment those of its whole prompt. What an earlier segment has sampled was read again then, maybe under
@@ -146,5 +147,5 @@ class RoutedTokens:
         lost = self._num_prompt + num_before - 1 - max(first, self._num_prompt - 1)
         if lost > 0:
             start = (max(first, self._num_prompt - 1) - first) * width
-            new[start : start + lost * width] = bytes([NO_EXPERT]) * (lost * width)
+            new[start : start + lost * width] = _UNKNOWN * (lost * width // len(_UNKNOWN))
         self.known += bytes(new)

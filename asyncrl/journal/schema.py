@@ -16,7 +16,7 @@ from asyncrl.errors import JournalError
 from asyncrl.files import sync
 
 APPLICATION_ID = 0x6172_6C6A  # "arlj"
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 BUSY_S = 10.0
 """Time that a write waits for another program that holds the file, before it is an error."""
 DISK_ERRORS = (sqlite3.Error, OSError, UnicodeDecodeError)

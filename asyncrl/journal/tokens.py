@@ -2,7 +2,7 @@
 
 A blob is zlib over: length of the head (uint32), head (JSON), token ids (int32), logprobs (float32), loss
 mask (one bit a token), where a teacher was asked its logprobs (float32), and where an engine told them the
-experts of each token (uint8). Numbers are little endian, in byte planes: first the lowest byte of each, and
+experts of each token (uint16). Numbers are little endian, in byte planes: first the lowest byte of each, and
 so on, which packs much better. zlib brings a checksum, and the head says where the blob belongs, so a changed
 byte on disk is found when the blob is read.
 """
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from asyncrl.messages.records import Credit, GrammarSpan, PartialCompletion, Rollout, Trajectory, VersionSpan
 
-FORMAT = 1
+FORMAT = 2
 _LEVEL = 1  # the next levels save 1 to 3 % and cost twice the time
 _SHORT = 1024
 """Bytes, up to which a blob is stored as it is: to set zlib up is half of the encoding, and saves 100."""
@@ -57,7 +57,7 @@ def encode_trajectory(group_id: int, trajectory: Trajectory) -> bytes:
         _planes(trajectory.behaviour_logprobs, "<f4"),
         np.packbits(trajectory.loss_mask).tobytes(),
         b"" if taught is None else _planes(taught, "<f4"),
-        b"" if routing is None else routing.tobytes(),
+        b"" if routing is None else _planes(routing.reshape(-1), "<u2"),
     )
     whole = b"".join(parts)
     return zlib.compress(whole, _LEVEL if len(whole) > _SHORT else 0)
@@ -78,7 +78,7 @@ def decode_trajectory(blob: bytes, group_id: int, sample_index: int, branch: int
         routing = None
         if num_routed is not None:
             start = end_of_mask + 4 * num_tokens * is_taught
-            routing = np.frombuffer(body, np.uint8, num_tokens * num_routed, start).reshape(-1, num_routed)
+            routing = _from_planes(body, start, num_tokens * num_routed, "<u2").reshape(-1, num_routed)
         return Trajectory(
             sample_index=sample_index,
             token_ids=_from_planes(body, 0, num_tokens, "<i4"),
@@ -128,11 +128,12 @@ def _place(group_id: int, sample_index: int, branch: int) -> list[int]:
 
 def _planes(array: npt.NDArray[Any], dtype: str) -> bytes:
     assert array.dtype == np.dtype(dtype), f"{array.dtype} instead of {dtype}"
-    return array.view(np.uint8).reshape(-1, 4).T.tobytes() if len(array) else b""
+    return array.view(np.uint8).reshape(-1, array.itemsize).T.tobytes() if len(array) else b""
 
 
 def _from_planes(body: bytes, start: int, count: int, dtype: str) -> npt.NDArray[Any]:
-    planes = np.frombuffer(body, np.uint8, count=4 * count, offset=start).reshape(4, count)
+    size = np.dtype(dtype).itemsize
+    planes = np.frombuffer(body, np.uint8, count=size * count, offset=start).reshape(size, count)
     return planes.T.copy().view(dtype).reshape(count)
 
 

@@ -19,8 +19,8 @@ WeightKind = Literal["weights", "lora"]
 """What a push carries: all weights, or adapters for the weights that the engines started with."""
 
 
-NO_EXPERT = 255
-"""In the record of a token's routing: which expert read it is not known. Others are numbers, 0 to 254."""
+NO_EXPERT = 65535
+"""In the record of a token's routing, uint16: which expert read it is not known. Others count from 0."""
 
 
 class Message(BaseModel):

@@ -348,7 +348,7 @@ class BatchArrays(BaseModel):
 
     token_ids int32 [N]; loss_mask bool [N]; behaviour_logprobs float32 [N] in nats; versions int32 [N], -1
     where a token was not sampled; engines int16 [N], the number of the engine server that sampled it, -1
-    where that is not known; teacher_logprobs float32 [N] in nats, None without a teacher; routing uint8 [N,
+    where that is not known; teacher_logprobs float32 [N] in nats, None without a teacher; routing uint16 [N,
     E], None without router replay: see Trajectory.
     """
 
@@ -362,7 +362,7 @@ class BatchArrays(BaseModel):
         default_factory=lambda given: np.full(len(given["token_ids"]), -1, np.int16)
     )
     teacher_logprobs: npt.NDArray[np.float32] | None = None
-    routing: npt.NDArray[np.uint8] | None = None
+    routing: npt.NDArray[np.uint16] | None = None
 
 
 def pack_batch(header: BatchHeader, arrays: BatchArrays) -> bytes:

@@ -188,8 +188,9 @@ class Trajectory:
     loss_mask once, and stand in for `reward` in the advantage; without them all branches are one sample.
     `grammars`: where tokens with loss_mask were sampled from what a grammar allows.
     teacher_logprobs float32 [T] in nats: those of a teacher for the same tokens, 0 where loss_mask is false;
-    None where no teacher was asked. routing uint8 [T, E]: for each router of the model, in order, the experts
-    that read the token, NO_EXPERT where that is not known, as of the last token; None without router replay.
+    None where no teacher was asked. routing uint16 [T, E]: for each router of the model, in order, the
+    experts that read the token, NO_EXPERT where that is not known, as of the last token; None without router
+    replay.
     """
 
     sample_index: int
@@ -205,7 +206,7 @@ class Trajectory:
     credits: tuple[Credit, ...] = ()
     grammars: tuple[GrammarSpan, ...] = ()
     teacher_logprobs: npt.NDArray[np.float32] | None = None
-    routing: npt.NDArray[np.uint8] | None = None
+    routing: npt.NDArray[np.uint16] | None = None
 
     @property
     def oldest_version(self) -> int:

@@ -125,7 +125,7 @@ def make_trajectory(
     if isinstance(completion, Completion):
         is_truncated = completion.finish_reason == "length"
     if isinstance(completion, Completion) and completion.routing:
-        known = np.frombuffer(completion.routing, np.uint8).reshape(len(loss_mask) - 1, -1)
+        known = np.frombuffer(completion.routing, "<u2").reshape(len(loss_mask) - 1, -1)
         routing = np.pad(known, ((0, 1), (0, 0)), constant_values=NO_EXPERT)
     return Trajectory(
         sample_index=sample_index,

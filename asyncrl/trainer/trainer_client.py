@@ -328,12 +328,12 @@ def pack_groups(batch: Batch) -> tuple[BatchHeader, BatchArrays]:
     return BatchHeader(**bound, trajectories=headers, grammars=list(grammars)), arrays
 
 
-def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint8] | None:
+def _routing(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.uint16] | None:
     """Of all, where it is known of one."""
     width = next((one.routing.shape[1] for one in trajectories if one.routing is not None), None)
     if width is None:
         return None
-    unknown = (np.full((len(one.token_ids), width), NO_EXPERT, np.uint8) for one in trajectories)
+    unknown = (np.full((len(one.token_ids), width), NO_EXPERT, np.uint16) for one in trajectories)
     pairs = zip(trajectories, unknown, strict=True)
     return np.concatenate([other if one.routing is None else one.routing for one, other in pairs])
 

@@ -55,7 +55,7 @@ class MicroBatch:
     allowed_U: AllowedRows | None = None
     """What grammars allowed in place of each target."""
     routing_N: Tensor | None = None
-    """uint8 [N, E]: the experts that read each token where it was sampled, as in BatchArrays."""
+    """int32 [N, E]: the experts that read each token where it was sampled, as in BatchArrays."""
 
 
 def token_ranges(header: BatchHeader, has_loss: BoolN) -> list[TokenRange]:
@@ -188,5 +188,7 @@ def _assemble(
         sequence_M=tensor(np.repeat(np.arange(len(sequences)), [len(part) for part in sources])),
         trajectory_S=np.array([sequence.trajectory for sequence in sequences], dtype=np.int64),
         allowed_U=allowed_U,
-        routing_N=None if arrays.routing is None else torch.from_numpy(arrays.routing[source_N]).to(device),
+        routing_N=None
+        if arrays.routing is None
+        else torch.from_numpy(arrays.routing[source_N].astype(np.int32)).to(device),
     )

@@ -262,7 +262,7 @@ class RouterReplay:
     https://arxiv.org/abs/2510.11370); their weights are the model's own, of its logits for these experts, and
     have a gradient. Where the choice is not known it is the model's own.
 
-    Called with the routing of the next pass, uint8 [N, E], or None. It holds for the backward pass as well,
+    Called with the routing of the next pass, int32 [N, E], or None. It holds for the backward pass as well,
     in which layers may be computed once more.
     """
 
@@ -294,7 +294,7 @@ class RouterReplay:
 
 
 class _Chosen(TorchFunctionMode):
-    """The topk over all experts is this choice, uint8 [N, k]."""
+    """The topk over all experts is this choice, int32 [N, k]."""
 
     def __init__(self, chosen_NK: Tensor, num_experts: int) -> None:
         super().__init__()

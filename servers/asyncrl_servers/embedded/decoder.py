@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.messages.base import NO_EXPERT
 from asyncrl.serving import fail
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
+    MAX_EXPERTS,
     NAME,
     CacheShape,
     Pass,
@@ -131,7 +131,9 @@ class LoadedModel:
         """What listens to the routers, where the experts of each token are to be told."""
         if self.routed is not None:
             if not self.routed.num_routed:
-                what = f"{spec.name}: {type(model).__name__} has no routers, or more than {NO_EXPERT} experts"
+                what = (
+                    f"{spec.name}: {type(model).__name__} has no routers, or more than {MAX_EXPERTS} experts"
+                )
                 fail(what, way_out="set algorithm.router_replay=false.")
             self.shape = replace(self.shape, num_routed=self.routed.num_routed)
         has_tokenizer = any((self.folder / f"tokenizer{end}.json").is_file() for end in ("", "_config"))

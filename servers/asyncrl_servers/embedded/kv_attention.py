@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from asyncrl.messages.base import NO_EXPERT
 from asyncrl.weights.adapters import routers_of
 
 NAME = "asyncrl_slots"
@@ -47,6 +46,9 @@ CUDA_STRETCH_FLOATS = 10_000_000
 
 Ints = npt.NDArray[np.int64]
 Ids = Sequence[int] | Ints
+ROUTED_TYPE = torch.int16
+"""Of experts in the cache: of the numbers that it has, the bytes are those of uint16, as they are told."""
+MAX_EXPERTS = 2**15
 NO_INTS = np.zeros(0, np.int64)
 Share = tuple[int, int, int]
 """(slot of a job, another slot, how many of the first tokens are the other's, too)."""
@@ -80,12 +82,12 @@ class CacheShape:
     def slot_bytes(self, max_length: int, itemsize: int) -> int:
         """Bytes of the keys, values and experts of one slot."""
         keys = 2 * self.num_layers * self.kv_heads * self.head_dim * itemsize
-        return (keys + self.num_routed) * padded_length(max_length)
+        return (keys + self.num_routed * ROUTED_TYPE.itemsize) * padded_length(max_length)
 
 
 class SlotCache:
     """Keys and values: [layers, slots, kv_heads, positions, head_dim] each; positions is a multiple of
-    LENGTH_STEP. `routing`: the experts that have read each token, uint8 [slots, positions, experts].
+    LENGTH_STEP. `routing`: the experts that have read each token, ROUTED_TYPE [slots, positions, experts].
     """
 
     @torch.inference_mode(False)
@@ -97,7 +99,7 @@ class SlotCache:
         self.keys = torch.zeros(size, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         routed = (slots, padded_length(max_length), shape.num_routed)
-        self.routing = torch.zeros(routed, dtype=torch.uint8, device=device)
+        self.routing = torch.zeros(routed, dtype=ROUTED_TYPE, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -113,22 +115,22 @@ class SlotCache:
 
 class RoutedExperts:
     """Listens to the routers of a model. `num_routed`: experts of a token, of all routers; 0 if there are
-    none, or more than 255 experts.
+    none, or more experts than ROUTED_TYPE has numbers for.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._chosen: list[Tensor] = []
         """By router, of the newest pass: int64 [R, k]."""
         routers = routers_of(model)
-        is_small = all(len(router.weight) <= NO_EXPERT for router in routers)
+        is_small = all(len(router.weight) <= MAX_EXPERTS for router in routers)
         self.num_routed = sum(int(router.top_k) for router in routers) if is_small else 0
         for router in routers:
             router.register_forward_hook(lambda _, inputs, found: self._chosen.append(found[2]))
 
     def take(self) -> Tensor:
-        """Of the newest pass, uint8 [R, num_routed]."""
+        """Of the newest pass, ROUTED_TYPE [R, num_routed]."""
         chosen, self._chosen = self._chosen, []
-        return torch.cat(chosen, dim=1).to(torch.uint8)
+        return torch.cat(chosen, dim=1).to(ROUTED_TYPE)
 
 
 @dataclass(frozen=True, slots=True)
