@@ -64,6 +64,9 @@ def test_a_model_that_is_not_there_yet_is_told_as_unknown() -> None:
     config = load("model.scratch=none", "model.path=org/name")
     plan = make_plan(config, machine(0))
     assert "model: not on disk yet" in (text := plan_text(plan, config))
+    assert "; `hf download org/name config.json` is enough for that" in text
+    at_v1 = plan_text(plan, load("model.scratch=none", "model.path=org/name", "model.revision=v1"))
+    assert "`hf download org/name config.json --revision v1`" in at_v1
     assert "memory of cpu: what is needed is not known" in text
     refuse_what_cannot_fit(plan, config)
 

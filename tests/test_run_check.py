@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+import socket
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from job_runs import write_config
 
 from asyncrl import cli
-from asyncrl.config import load_config
+from asyncrl.config import RunConfig, load_config
 from asyncrl.errors import ConfigError
-from asyncrl.job.check import look
+from asyncrl.job.check import check_lines, look
 from asyncrl.job.loop import run_job
 from asyncrl.job.serve import serve_gateway
 from asyncrl.placement import fit, machine, plan
@@ -229,6 +234,110 @@ def test_what_needs_the_network_is_told_and_not_looked_at(here: Path, monkeypatc
     assert found.tasks == {}
     assert [line.partition(":")[0] for line in found.lines] == ["task", "model"]
     assert all("not looked at" in line and "network" in line for line in found.lines)
+
+
+class Files(BaseHTTPRequestHandler):
+    """A hub that has config.json of who/model, at two revisions of other sizes."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.asked.append(f"{self.command} {self.path}")
+        found = re.fullmatch(r"/who/model/resolve/(main|v1)/config\.json", self.path)
+        layers = {"main": 28, "v1": 14}[found[1]] if found else 0
+        sizes = dict(zip(SHAPE, SIZES["7B"], strict=True))
+        text = json.dumps({**QWEN, **sizes, "num_hidden_layers": layers}).encode()
+        self.send_response(200 if found else 404)
+        for name, value in {"X-Repo-Commit": f"{layers:040}", "ETag": f'"{layers:040}"'}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(text)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The calls that it got."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Files)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    values = {"ENDPOINT": url, "HF_HUB_DISABLE_XET": True}
+    values["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
+    for name, value in {**values, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(here / "cache")}.items():
+        monkeypatch.setattr(constants, name, value)
+    Files.asked.clear()
+    yield Files.asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(("revision", "size"), [(None, "7,"), ("v1", "4,")])
+def test_a_check_of_this_machine_fetches_the_size_of_a_model_once(
+    hub: list[str], here: Path, capsys: pytest.CaptureFixture[str], revision: str | None, size: str
+) -> None:
+    config = write_config(here, model={"scratch": None, "path": "who/model", "revision": revision})
+    described = ["--devices", "2xH200-141GB", "--cores", "64", "--memory", "1TB"]
+    cli.app(["check", str(config), *described], standalone_mode=False)
+    assert "not on disk yet" in capsys.readouterr().out
+    assert hub == [], "nothing is asked for a machine that is not here"
+    config = load_config(config)
+    said = next(line for line in lines_of(config) if line.startswith("model: ") and "parameters" in line)
+    assert said.startswith(f"model: {size}")
+    asked = [call for call in hub if not call.startswith("GET /api/")]
+    assert {call.partition(" ")[2] for call in asked} == {
+        f"/who/model/resolve/{revision or 'main'}/config.json"
+    }, hub
+    num_calls = len(hub)
+    assert num_calls > 0
+    lines_of(config)
+    assert len(hub) == num_calls, "it is in the cache"
+
+
+def lines_of(config: RunConfig) -> list[str]:
+    """Of a check, until it refuses."""
+    lines = list[str]()
+    with contextlib.suppress(ConfigError):
+        for text in check_lines(config):
+            lines += text.splitlines()
+    return lines
+
+
+def test_a_run_plans_with_the_size_that_it_fetches_first(
+    hub: list[str], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=2**30))
+    config = load_config(write_config(here, model={"scratch": None, "path": "who/model"}))
+    with pytest.raises(ConfigError, match=r"needs [\d.]+ GiB of memory on cpu"):
+        run_job(config, here / "run", name="run")
+    assert not (here / "run").exists()
+
+
+def test_a_size_that_cannot_be_had_is_told_with_what_fetches_it(
+    hub: list[str], here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load_config(write_config(here, model={"scratch": None, "path": "who/nobody"}))
+    unknown = "model: not on disk yet, so its memory is not known; `hf download who/nobody config.json`"
+    for name, value in {"": "", "HUGGINGFACE_CO_URL_TEMPLATE": nobody_here(), "HF_HUB_OFFLINE": True}.items():
+        if name:
+            monkeypatch.setattr(constants, name, value)
+        assert any(line.startswith(unknown) for line in lines_of(config))
+    assert {*hub} == {"HEAD /who/nobody/resolve/main/config.json"}
+    assert "Retrying" not in caplog.text, "where no network is, that takes 23 s"
+
+
+def nobody_here() -> str:
+    """Where no server listens."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return f"http://127.0.0.1:{closed.getsockname()[1]}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
 
 
 def test_half_a_model_in_the_cache_of_the_hub_is_fetched_by_the_run(here: Path, monkeypatch: Any) -> None:

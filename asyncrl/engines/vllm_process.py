@@ -135,8 +135,8 @@ class VllmProcess(Routes):
             self._last_kept_kv = self._num_loads
 
     def confirm_nowait(self) -> None:
-        """The weights are those of `label`, as a check has confirmed."""
-        self.is_settled = self.has_content = True
+        """The weights are those of `label`, as a check has confirmed, or went to sleep meanwhile."""
+        self.is_settled, self.has_content = True, "weights" not in self.asleep
         self.change_nowait()
 
     def is_certain(self, segment: Segment) -> bool:

@@ -183,7 +183,8 @@ class VllmServer:
             if report is None:
                 self._leave_meeting_nowait()
         if process is self._process:
-            self._staged, self._unchecked = None, None if process.is_settled else commit
+            is_checked = process.is_settled or "weights" in process.asleep  # those are dropped
+            self._staged, self._unchecked = None, None if is_checked else commit
         return report
 
     async def sleep(self, parts: Sequence[EnginePart]) -> Moved:

@@ -39,7 +39,7 @@ from asyncrl.observe.trackers.tracker_names import check_trackers
 from asyncrl.placement.fit import refuse_what_cannot_fit, settle, settle_share
 from asyncrl.placement.fork_server import NEVER_INHERITED
 from asyncrl.placement.nodes import Node
-from asyncrl.placement.plan import make_plan
+from asyncrl.placement.plan import make_plan, nodes_of
 from asyncrl.placement.plan_text import plan_text
 from asyncrl.rollouts.generators import RECORDED_VERSION
 from asyncrl.rollouts.recording import (
@@ -54,7 +54,7 @@ from asyncrl.serving import die_with_parent, fail, secret_of
 from asyncrl.tasks.from_config import EvalTask, build_task, look_at_eval_task, look_at_task, make_feed
 from asyncrl.tasks.task import PromptTask
 from asyncrl.trainer.model.scratch import make_character_tokenizer, scratch_config
-from asyncrl.trainer.model_folder import check_model_type, find_on_disk, hub_source
+from asyncrl.trainer.model_folder import check_model_type, fetch_architectures, find_on_disk, hub_source
 from asyncrl.user_code import load_advantage, load_loss
 
 NUM_PROMPTS = 100
@@ -86,6 +86,8 @@ def check_lines(config: RunConfig, where: Sequence[Node] | None = None) -> Itera
     """
     check_trackers(config.observe)
     config, settled = settle(config, where)
+    if nodes_of(where)[0].machine.is_here:
+        fetch_architectures(config)
     found = look(config)
     yield from found.lines
     yield from settled

@@ -43,7 +43,7 @@ from asyncrl.placement.nodes import Launcher
 from asyncrl.placement.plan import make_plan
 from asyncrl.spans import span
 from asyncrl.tasks.pinned_data import DATA_PIN
-from asyncrl.trainer.model_folder import MODEL_PIN
+from asyncrl.trainer.model_folder import MODEL_PIN, fetch_architectures
 from asyncrl.user_code import end_what_is_left
 from asyncrl.waits import computed
 
@@ -78,6 +78,7 @@ def run_job(
         num_first = first_wanted(config, run_dir)  # read once: `asyncrl scale` may ask for others meanwhile
         bring_nodes(config, launcher, num_first)
         config, settled = settle(config, launcher.nodes, begun=begun_dtype(run_dir))
+        fetch_architectures(config)
         plan, share_words = settle_share(make_plan(config, launcher.nodes), config)
         refuse_what_cannot_fit(plan, config)
         folder = run_dir or new_run_dir(name)

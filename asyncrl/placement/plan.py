@@ -211,7 +211,8 @@ def lay_out(
 
 
 def _teacher(config: RunConfig, settings: TeacherConfig, device: str) -> ProcessPlan:
-    shape, item = model_shape(ModelConfig(path=settings.path)), item_bytes(config.model.dtype, device)
+    shape = model_shape(ModelConfig(path=settings.path, revision=settings.revision))
+    item = item_bytes(config.model.dtype, device)
     facts, length = ENGINES["embedded"], config.rollout.max_length
     slots = settings.slots + 1  # and the one that every engine has
     kv = slots * facts.kv_length(length) * shape.kv_per_token * item

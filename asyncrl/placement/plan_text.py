@@ -25,7 +25,9 @@ def plan_text(plan: Plan, config: RunConfig) -> str:
     free.
     """
     num = plan.shape.num_parameters
-    unknown = "not on disk yet, so its memory is not known (its config.json alone would do)"
+    model, revision = config.model.path, config.model.revision
+    fetch = f"hf download {model} config.json{f' --revision {revision}' if revision else ''}"
+    unknown = f"not on disk yet, so its memory is not known; `{fetch}` is enough for that"
     lines = [f"model: {f'{num:,} parameters' if num else unknown}", ""]
     lines += _table(plan)
     lines += ["", f"mode: {transport_text(config, plan.placement)}"]

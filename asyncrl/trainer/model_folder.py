@@ -10,6 +10,8 @@ import hashlib
 import json
 import re
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from asyncrl.placement.processes import start_process
 
 MAKE_TIMEOUT_S = 300.0
 """For a model from scratch: its process imports torch and transformers."""
+REACH_TIMEOUT_S = 10.0
+"""For the hub to answer at all, before a plan does without the size of the model."""
 MODEL_PIN = "model.json"
 """In the run directory: the model that the run began with."""
 MODEL_KEY = "model.path"
@@ -94,6 +98,40 @@ def find_on_disk(path: str, key: str = MODEL_KEY, revision: str | None = None) -
     except (OSError, ValueError, ConfigError):  # not there, or not all of it
         return None
     return folder if any(folder.glob("tokenizer*")) else None
+
+
+def fetch_architectures(config: RunConfig) -> None:
+    """Fetch config.json of the hub ids that model and teacher are, where the cache has none: a plan of memory
+    needs no more, and is made before the models are fetched. Blocks. One that cannot be had (no network,
+    HF_HUB_OFFLINE, no such id) is left out: whatever needs the model says why.
+    """
+    from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
+    wanted = [(config.model.path, config.model.revision)]
+    if config.teacher is not None:
+        wanted.append((config.teacher.path, config.teacher.revision))
+    for path, revision in wanted:
+        with contextlib.suppress(OSError, ValueError, ConfigError):
+            if path is None or _find_given(path, MODEL_KEY, revision) is not None:
+                continue
+            cached = try_to_load_from_cache(path, "config.json", revision=revision)
+            if isinstance(cached, str) or constants.HF_HUB_OFFLINE:
+                continue
+            if _is_reached(hf_hub_url(path, "config.json", revision=revision)):
+                hf_hub_download(path, "config.json", revision=revision)
+
+
+def _is_reached(url: str) -> bool:
+    """Whether a server answers, whatever it says. The hub's own download asks six times, over 23 s, where
+    there is no network.
+    """
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=REACH_TIMEOUT_S):
+            return True
+    except urllib.error.HTTPError:  # it wants a login, say
+        return True
+    except OSError:
+        return False
 
 
 def load_limit_s(folder: Path) -> float:
