@@ -20,15 +20,19 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 from trainer_cases import batch_of, changed, make_spec
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl.rewards import get_soft_overlong_punishment
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_config import RLOOConfig
 from trl.trainer.rloo_trainer import RLOOTrainer
+from trl.trainer.utils import add_fused_lm_head
 
 from asyncrl.algorithms.advantages import overlong_penalty
 from asyncrl.messages.calls import BatchArrays
 from asyncrl.trainer.model.packing import pack
+from asyncrl.trainer.model.policy import head_scores
 from asyncrl.trainer.objective import BatchNumbers, Objective
 
 MAX_TOKENS = 8
@@ -64,6 +68,27 @@ AROUND_BEHAVIOUR = {
 """One algorithm in both languages. TRL is told that its old policy is the one that sampled."""
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **AROUND_BEHAVIOUR,
+    "top fifth of entropy": (
+        {"top_entropy": 0.2, "ratio": "proximal"},
+        {"loss_type": "bnpo", "top_entropy_quantile": 0.2},
+    ),
+    "GRPO": (
+        {"ratio": "proximal", "aggregate": "sequence", "advantage": "grpo_sample"},
+        {"scale_rewards": "group"},
+    ),
+    "GRPO unscaled": ({"ratio": "proximal", "aggregate": "sequence"}, {}),
+    "DAPO": (
+        {"loss": "dapo", "ratio": "proximal", "advantage": "grpo_sample"},
+        {**DAPO, "scale_rewards": "group"},
+    ),
+    "DAPO scaled by the batch": (
+        {"loss": "dapo", "ratio": "proximal", "advantage": "lite_ppo"},
+        {**DAPO, "scale_rewards": "batch"},
+    ),
+    "CISPO around proximal": (
+        {"loss": "cispo", "ratio": "proximal"},
+        {"loss_type": "cispo", "epsilon_high": 1.28},
+    ),
     "GRPO with KL": ({"ratio": "proximal", "aggregate": "sequence", "kl_coefficient": 0.3}, {"beta": 0.3}),
     "Dr. GRPO": ({"ratio": "proximal", "aggregate": "constant"}, {"loss_type": "dr_grpo"}),
     "DAPO with KL": ({"loss": "dapo", "ratio": "proximal", "kl_coefficient": 0.3}, {**DAPO, "beta": 0.3}),
@@ -108,6 +133,46 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         weighted("token_mask", vllm_importance_sampling_clip_min=0.5),
     ),
 }
+
+
+ON_POLICY, AT_TEMPERATURE = ("GRPO", "DAPO"), "DAPO"
+"""Of these pairs: before the first step; with the logprobs of both at a temperature."""
+CASES = {
+    "grpo_onpolicy": "GRPO on policy",
+    "grpo": "GRPO",
+    "dapo_onpolicy": "DAPO on policy",
+    "dapo": "DAPO",
+    "bnpo": "PPO-clip",
+    "clip_higher": "DAPO",
+    "dr_grpo": "Dr. GRPO",
+    "cispo (1)": "CISPO",
+    "cispo (2)": "CISPO around proximal",
+    "gspo (1)": "GSPO",
+    "gspo (2)": "GSPO over tokens",
+    "sapo": "SAPO",
+    "grpo_scale_none": "GRPO unscaled",
+    "dapo_scale_batch": "DAPO scaled by the batch",
+    "dapo_kl": "DAPO with KL",
+    "dapo_kl_plain": "DAPO with plain KL",
+    "tis_token (1)": "decoupled PPO",
+    "tis_token (2)": "OPSM beside TIS",
+    "mis_token": "MIS",
+    "icepop": "IcePop",
+    "tis_seq": "TIS by sequence",
+    "mis_seq": "MIS by sequence",
+    "grpo_tis": "GRPO with TIS",
+    "cispo_tis": "CISPO with TIS",
+    "two_sided_delta": "two-sided clip",
+    "opsm": "OPSM",
+    "top20_entropy": "top fifth of entropy",
+    "luspo": "LUSPO",
+    "vespo": "VESPO",
+    "vespo_tis": "VESPO with TIS",
+    "dapo_temperature_0.7": "DAPO at temperature 0.7",
+}
+"""TRL's reference cases of its loss, and the pair that is compared for each. SAPO is a function of the user
+here; clips are higher above than below in all of them.
+"""
 
 
 @dataclass(frozen=True)
@@ -254,6 +319,57 @@ def test_loss_and_gradient_are_those_of_trl(name: str) -> None:
         if ours_says.get("loss") not in ("cispo", "gspo", "luspo") and "clip_delta" not in ours_says:
             clip_fraction = stats["clip_fraction"] / sum(sampled.lengths)
             assert clip_fraction == pytest.approx(metrics["clip_ratio/region_mean"])
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_loss_and_gradient_before_the_first_step_are_those_of_trl(name: str) -> None:
+    (ours_says, theirs_says), sampled = SAME[name], sample(2)
+    current_M = sampled.proximal_M.clone().requires_grad_()
+    sampled = replace(sampled, current_M=current_M, behaviour_M=sampled.proximal_M)
+    ours, stats, _ = our_loss(sampled, **ours_says)
+    theirs, _, _ = trl_loss(sampled, **theirs_says)
+    assert stats["clip_fraction"] == 0
+    assert_close(ours, theirs)
+    assert_close(gradient(ours, sampled), gradient(theirs, sampled))
+
+
+@pytest.mark.parametrize("temperature", [0.7])
+def test_loss_and_gradient_at_a_temperature_are_those_of_trl(
+    tiny_model_dir: Path, temperature: float
+) -> None:
+    """Of the head's weights, from which TRL's own head and ours make logprobs and entropies."""
+    (ours_says, theirs_says), sampled = SAME[AT_TEMPERATURE], sample(3)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    weight_VD = model.get_output_embeddings().weight
+    token_ids = torch.randint(0, len(weight_VD), (1, 1 + len(sampled.current_M)))
+    with torch.no_grad():
+        weight_VD *= 20  # logprobs that differ
+    hidden_MD = model.model(token_ids).last_hidden_state[0, :-1].detach()
+    scores = head_scores(hidden_MD, weight_VD, None, token_ids[0, 1:], temperature)
+    add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
+    model.model.forward = lambda *_, **__: BaseModelOutputWithPast(
+        last_hidden_state=torch.cat([hidden_MD, hidden_MD[-1:]])[None]
+    )
+    found = model(token_ids, labels=token_ids, fused_lm_head=True)
+    theirs_M, entropy_M = found.log_probs[0, -len(hidden_MD) :], found.entropy[0, -len(hidden_MD) :]
+    assert_close(scores.logprob_M, theirs_M, 1e-4)
+    assert_close(scores.entropy_M, entropy_M, 1e-4)
+    plain_M = head_scores(hidden_MD, weight_VD, None, token_ids[0, 1:], 1.0).logprob_M
+    assert not torch.allclose(plain_M, theirs_M, atol=1e-2), "the temperature changes nothing here"
+    shift_M = sampled.current_M.detach() - sampled.proximal_M
+    sampled = replace(sampled, proximal_M=(scores.logprob_M - shift_M).detach())
+    ours, _, _ = our_loss(replace(sampled, current_M=scores.logprob_M), **ours_says)
+    theirs, _, _ = trl_loss(replace(sampled, current_M=theirs_M), **theirs_says)
+    assert_close(ours, theirs, 1e-4)
+    ours_VD, theirs_VD = (torch.autograd.grad(loss, weight_VD)[0] for loss in (ours, theirs))
+    assert ours_VD.abs().max() > 1e-3
+    assert_close(ours_VD, theirs_VD, 1e-4)
+
+
+def test_each_reference_case_of_trl_has_a_pair() -> None:
+    compared = {*SAME, *(f"{name} on policy" for name in ON_POLICY), f"{AT_TEMPERATURE} at temperature 0.7"}
+    assert len(CASES) == 31
+    assert {*CASES.values()} <= compared
 
 
 def test_before_the_first_step_reinforce_with_weights_has_the_gradient_of_trl() -> None:

@@ -73,7 +73,7 @@ teacher.path=a/b -> algorithm.distill_weight=0.0 with a section `teacher`: set b
 algorithm.reward_weight=0 -> reward_weight=0 with distill_weight=0 leaves nothing to learn from
 TAUGHT buffer.filter=equal_rewards -> learns from each token of them; set buffer.filter=none
 TAUGHT rollout.engine=simulated -> the tokens of rollout.engine=simulated are no model's
-algorithm.router_replay=true rollout.engine=vllm -> rollout.engine=vllm does not tell which experts
+algorithm.router_replay=true rollout.engine=simulated -> rollout.engine=simulated does not tell which experts
 algorithm.router_replay=true generator.python=a:b -> no experts are recorded; remove the harness
 TAUGHT algorithm.reward_weight=0 algorithm.overlong_tokens=8 -> a penalty in the reward has no effect
 rollout.simulated.sigma=0 -> rollout.simulated is for rollout.engine=simulated

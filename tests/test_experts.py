@@ -4,6 +4,9 @@ the checkpoint, whichever way it takes.
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import io
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,14 +28,20 @@ from vllm_house import CANARY_LIMIT, House
 from vllm_process import vllm_process
 
 from asyncrl.engines.segment_check import RoutedTokens
+from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess, check_settings
+from asyncrl.engines.vllm_routes import Generated, ServerInfo
+from asyncrl.engines.vllm_sampling import SampledSegment
 from asyncrl.engines.vllm_server import VllmServer
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.http import Caller
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
 from asyncrl.messages.base import NO_EXPERT, Interrupt
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
     CommitRequest,
+    GenerateRequest,
+    GenerateResponse,
     LoadChunkRequest,
     PrepareRequest,
 )
@@ -297,11 +306,17 @@ def test_what_was_read_again_by_another_server_is_not_known() -> None:
     assert other.known == ids([300, 301, 302, 303] + [NO_EXPERT] * 6 + [310, 311])
 
 
+PROMPTS = [(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]
+
+
 def routed_batch(engine: Engine) -> tuple[BatchHeader, BatchArrays]:
-    """A group, from the engine through the journal's record to the trainer."""
+    return batch_from([answered(engine, prompt_ids=one, seed=seed) for seed, one in enumerate(PROMPTS)])
+
+
+def batch_from(answers: Sequence[GenerateResponse]) -> tuple[BatchHeader, BatchArrays]:
+    """A group, from an engine's answers to PROMPTS through the journal's record to the trainer."""
     trajectories = []
-    for index, prompt in enumerate([(7, 8, 9), (10, 11, 12, 13), (14,), (15, 16)]):
-        answer = answered(engine, prompt_ids=prompt, seed=index)
+    for index, (prompt, answer) in enumerate(zip(PROMPTS, answers, strict=True)):
         spans = (VersionSpan(0, len(answer.token_ids), 0),)
         ids, logprobs = tuple(answer.token_ids), tuple(answer.logprobs)
         completion = Completion(ids, logprobs, spans, "length", routing=answer.routing)
@@ -309,6 +324,16 @@ def routed_batch(engine: Engine) -> tuple[BatchHeader, BatchArrays]:
         trajectories.append(decode_trajectory(encode_trajectory(0, made), 0, index, 0))
     group = Group(GroupId(0), Prompt("0/0", ()), tuple(trajectories))
     return pack_groups(Batch(version=0, groups=(group,), min_version=0))
+
+
+def move_routers(step: TrainStep) -> list[Any]:
+    """A little, all by the same noise."""
+    routers = routers_of(step.policy.model)
+    with torch.no_grad():
+        for router in routers:
+            noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(3))
+            router.weight += 0.02 * noise
+    return routers
 
 
 def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Path) -> None:
@@ -327,11 +352,7 @@ def test_replayed_experts_close_the_gap_between_engine_and_trainer(tmp_path: Pat
         (without, {}),
     ):
         step = make_step(folder, tmp_path, trainer=values, algorithm={"router_replay": True})
-        routers = routers_of(step.policy.model)
-        with torch.no_grad():
-            for router in routers:
-                noise = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(3))
-                router.weight += 0.02 * noise
+        routers = move_routers(step)
         before = routers[0].weight.detach().clone()
         gaps.append(step.train(header, given)["policy/logprob_gap_mean"])
         assert not torch.equal(routers[0].weight, before), "its weights have a gradient"
@@ -366,14 +387,132 @@ def test_replay_is_refused_without_routers_and_where_no_engine_tells(
         build_engine(engine_spec(tiny_model_dir, returns_routing=True))
 
 
+def test_a_vllm_server_that_does_not_tell_experts_is_refused() -> None:
+    facts = VllmFacts("/model", "float32", 4, 1000, (), "cpu", returns_routing=True)
+    model = {"model": "/model", "dtype": "torch.float32", "max_model_len": 1000}
+    model["logprobs_mode"] = "processed_logprobs"
+    config: dict[str, Any] = {"model_config": model, "scheduler_config": {"max_num_seqs": 4}}
+    tells = {"aux_output_config": {"enable_return_routed_experts": True}}
+    check_settings("engine-0", ServerInfo(vllm_config=config | tells), facts)
+    with pytest.raises(ConfigError, match="start it with --enable-return-routed-experts"):
+        check_settings("engine-0", ServerInfo(vllm_config=config), facts)
+    process = VllmProcess(Caller("engine-0", "http://127.0.0.1:1", ""), 0)
+    experts = np.array([[[7, 0], [0, 0]], [[299, 4], [0, 0]]], np.uint16)
+    encoded = io.BytesIO()
+    np.save(encoded, experts)
+    choice: dict[str, Any] = {"token_ids": [5, 6], "finish_reason": "length"}
+    choice["weight_versions"] = [{"version": process.label_of(0), "start": 0, "end": 2}]
+    choice["logprobs"] = {"content": [{"logprob": -1.0}, {"logprob": -1.0}]}
+    request = make_request(prompt_ids=[1], max_tokens=2)
+    for routed in (None, base64.b64encode(encoded.getvalue()).decode()):
+        sampled = SampledSegment(process, Segment(request, "w", None), returns_routing=True)
+        sampled.add(Generated.model_validate({"choices": [choice | {"routed_experts": routed}]}))
+        if routed is None:
+            with pytest.raises(EngineError, match=r"experts of 2 tokens(.|\n)*told none"):
+                sampled.response()
+        else:
+            assert sampled.response().routing == ids([7, 0, 299, 4]), "a layer of zeros has no router"
+
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
+WIDE |= {"moe_intermediate_size": 32}
+"""vLLM's kernels for the CPU know no smaller heads and experts."""
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_vllm_tells_the_experts_of_each_token_and_replayed_they_close_the_gap(tmp_path: Path) -> None:
+    """Of a model with a layer without experts; of prompts that are in the prefix cache; over a push in the
+    middle of completions, which are kept or interrupted.
+    """
+    shape = WIDE | {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts": 300}
+    folder = make_tiny_moe(tmp_path / "model", **MOE | shape)
+    other = make_tiny_moe(tmp_path / "other", seed=1, **MOE | shape)
+    step, long = make_step(folder, tmp_path, algorithm={"router_replay": True}), tuple(range(6, 46)) * 4
+    given: dict[str, Any] = {"name": "engine-0", "model_path": str(folder), "dtype": "float32"}
+    given |= {"device": "cpu", "max_length": 512, "slots": 4, "returns_routing": True}
+    facts = {"max_length": 512, "slots": 4, "returns_routing": True}
+    answers: list[GenerateResponse] = []
+
+    def sets(experts: Tensor) -> Tensor:
+        """The experts of a router in one order: which of them is first decides nothing."""
+        return experts.view(len(experts), -1, 2).sort(dim=-1).values
+
+    async def ask_all(server: VllmServer) -> None:
+        for number, prompt in enumerate([*PROMPTS, long, long]):
+            request = GenerateRequest(
+                request_id=f"r{number}", prompt_ids=list(prompt), max_tokens=40, seed=number
+            )
+            answer = await server.generate_segment(request)
+            if number < len(PROMPTS):
+                answers.append(answer)
+            expected = chosen_by(folder, [*prompt, *answer.token_ids])[:-1]
+            assert expected.max() > 255
+            assert torch.equal(sets(told(answer.routing)), sets(expected))
+
+    async def push_amid(server: VllmServer, version: int, interrupt: Interrupt, source: Path) -> None:
+        """Each token keeps the experts of the weights that sampled the next."""
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        named = named_weights(model)
+        weights = LazyWeights(named, None, stored_pieces(model, named))
+        export = export_weights(weights, tmp_path / f"w{version}.safetensors", version)
+        manifest = await server.prepare(export)
+        prompt, token_ids = [1, 2, 3], list[int]()
+        routed, spans = RoutedTokens(3), list[int]()
+        num_sampled = (await server.health()).tokens_generated
+        for segment in range(3):
+            request = GenerateRequest(
+                request_id=f"{interrupt}-{segment}",
+                prompt_ids=[*prompt, *token_ids],
+                num_resumed=len(token_ids),
+                max_tokens=400 - len(token_ids),
+                seed=5,
+            )
+            asked = asyncio.create_task(server.generate_segment(request))
+            if not segment:
+                while (await server.health()).tokens_generated < num_sampled + 20:  # noqa: ASYNC110  nothing tells
+                    await asyncio.sleep(0.01)
+                await server.commit(version, manifest, interrupt)
+            answer = await asked
+            routed.add(answer.routing, len(token_ids), len(token_ids) + len(answer.token_ids))
+            token_ids += answer.token_ids
+            spans += [one.version for one in answer.version_spans for _ in range(one.start, one.end)]
+            if answer.finish_reason == "length":
+                break
+        num_old = 3 + sum(one < version for one in spans) - 1
+        assert 3 < num_old < 3 + 400 - 1, "the push came in the middle"
+        before, after = (folder, other) if source == other else (other, folder)
+        old, new = (chosen_by(one, [*prompt, *token_ids])[:-1] for one in (before, after))
+        assert torch.equal(sets(told(routed.known)), sets(torch.cat([old[:num_old], new[num_old:]])))
+        assert not torch.equal(sets(old[num_old:]), sets(new[num_old:]))
+
+    async def story(server: VllmServer) -> None:
+        await ask_all(server)
+        await push_amid(server, 1, "keep", other)
+        await push_amid(server, 2, "abort", folder)
+
+    with vllm_process(given, tmp_path / "server") as process:
+        process.wait_ready(800)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        House(process, folder, tmp_path, {}, tokenizer, step.policy.model).run(story, CANARY_LIMIT, facts)
+    header, arrays = batch_from(answers)
+    exact = step.train(header, arrays)["policy/logprob_gap_max"]
+    gaps = []
+    for given_arrays in (arrays, arrays.model_copy(update={"routing": None})):
+        step = make_step(folder, tmp_path, algorithm={"router_replay": True})
+        move_routers(step)
+        gaps.append(step.train(header, given_arrays)["policy/logprob_gap_mean"])
+    assert exact < 1e-4
+    assert gaps[0] < 0.6 * gaps[1], gaps
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
 def test_vllm_computes_with_the_experts_that_it_was_pushed(tmp_path: Path, model_type: str) -> None:
-    wide = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "initializer_range": 0.1}
-    wide |= {"moe_intermediate_size": 32}  # vLLM's kernels for the CPU know no smaller heads and experts
-    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | wide)
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | WIDE)
     step = make_step(folder, tmp_path, canary_tokens=160)
     given: dict[str, Any] = {
         "name": "engine-0",

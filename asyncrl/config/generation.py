@@ -79,6 +79,7 @@ ENGINES: dict[EngineKind, EngineFacts] = {
         settings=("vllm", "vllm_python", "urls", "tensor_parallel"),
         free_settings=("vllm_python", "urls", "tensor_parallel"),
         package="vllm",
+        returns_routing=True,
         receives_transfers=True,
         opens_chunks=False,
         stages_weights=False,

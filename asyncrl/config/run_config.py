@@ -222,7 +222,7 @@ class RunConfig(FrozenConfig):
         if not self.rollout.facts.returns_routing:
             raise ValueError(
                 f"algorithm.router_replay=true: rollout.engine={self.rollout.engine} does not tell "
-                "which experts read a token; set rollout.engine=embedded, or algorithm.router_replay=false"
+                "which experts read a token; set rollout.engine=embedded or vllm, or turn it off"
             )
         if self.generator.is_harness:
             raise ValueError(

@@ -24,6 +24,7 @@ START_LABEL = "default"
 GRAMMARS = "asyncrl_servers.vllm.resumed_grammars"
 EXTENSION = "asyncrl_servers.vllm.worker_extension.WeightLoader"
 _LOGPROBS, _KEEP_ALIVE = "processed_logprobs", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"
+_ROUTING = "enable_return_routed_experts"
 _RULE = "a run needs a vLLM server that was started as docs/engines.md says"
 _MIN_KEEP_ALIVE_S = 60
 """Our connections rest for 30 s (http.Caller); a server that closes one first breaks the next request on it.
@@ -200,7 +201,7 @@ class VllmFacts:
     `end_ids`: tokens that end a completion; vLLM is told to heed no others. `special_ids`: tokens that have
     no text, by their name: a stop string that is such a name stops at that token. `starts_fresh`: it has the
     initial weights; False: the run did not start it, and its weights are replaced before anything is sampled.
-    `stays`: it sleeps without giving its memory away.
+    `stays`: it sleeps without giving its memory away. `returns_routing`: it tells the experts of each token.
     """
 
     model_path: str
@@ -212,6 +213,7 @@ class VllmFacts:
     special_ids: Mapping[str, int] = field(default_factory=dict)
     starts_fresh: bool = True
     stays: bool = False
+    returns_routing: bool = False
 
 
 def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
@@ -222,6 +224,7 @@ def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
     is_path = os.path.realpath(path) == os.path.realpath(facts.model_path)
     mode, length = model.get("logprobs_mode"), model.get("max_model_len")
     num_seqs = scheduler.get("max_num_seqs")
+    tells = bool((config.get("aux_output_config") or {}).get(_ROUTING))
     is_resting = keep_alive_s is None or _at_least(keep_alive_s, _MIN_KEEP_ALIVE_S)
     for setting, found, is_so, flag in (
         ("logprobs_mode", mode, mode == _LOGPROBS, f"--logprobs-mode {_LOGPROBS}"),
@@ -229,6 +232,7 @@ def check_settings(name: str, info: ServerInfo, facts: VllmFacts) -> None:
         ("dtype", dtype, dtype == facts.dtype, f"--dtype {facts.dtype}"),
         ("max_model_len", length, _at_least(length, facts.max_length), f"--max-model-len {facts.max_length}"),
         ("max_num_seqs", num_seqs, _at_least(num_seqs, facts.slots), f"--max-num-seqs {facts.slots}"),
+        (_ROUTING, tells, tells or not facts.returns_routing, "--enable-return-routed-experts"),
         (_KEEP_ALIVE, keep_alive_s, is_resting, f"{_KEEP_ALIVE}={_MIN_KEEP_ALIVE_S} or more set"),
     ):
         if not is_so:

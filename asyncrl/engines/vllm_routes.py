@@ -88,6 +88,9 @@ class Choice(Read):
     finish_reason: Finish | None = None
     weight_versions: list[LabelSpan] | None = None
     logprobs: Logprobs | None = None
+    routed_experts: str | None = None
+    """With the finish_reason, from a server that is to tell it: a .npy file in base64, uint8 or uint16 [T,
+    layers, k], of prompt and output but for the last token."""
 
 
 class Usage(Read):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import io
 import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asyncrl.engines.engine import refused
 from asyncrl.engines.segment_check import SegmentCheck
@@ -77,7 +80,7 @@ async def sample(
     async with process.calls():
         with process.holding(segment):
             await process.wait_open(segment)
-            sampled = SampledSegment(process, segment)
+            sampled = SampledSegment(process, segment, returns_routing=facts.returns_routing)
             if not segment.is_aborted:
                 body, watch = generate_body(segment, facts, process.model), joint_watch(request, decode)
                 try:
@@ -135,8 +138,9 @@ class SampledSegment:
     Invariant: on_chunk has got `num_told` of the tokens. `labels` come with the end and cover all tokens.
     """
 
-    def __init__(self, process: VllmProcess, segment: Segment) -> None:
-        self._process, self._segment = process, segment
+    def __init__(self, process: VllmProcess, segment: Segment, *, returns_routing: bool = False) -> None:
+        self._process, self._segment, self._returns_routing = process, segment, returns_routing
+        self._routed: str | None = None
         self._check = SegmentCheck(process.name, segment.request, oldest=process.version)
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -155,6 +159,7 @@ class SampledSegment:
                 self._top += [_likeliest(one.top_logprobs, num_top) for one in content]
             self._finish = choice.finish_reason or self._finish
             self._labels = choice.weight_versions or self._labels
+            self._routed = choice.routed_experts or self._routed
         if part.usage is not None:
             self._num_cached = (part.usage.prompt_tokens_details or {}).get("cached_tokens") or 0
 
@@ -235,9 +240,27 @@ class SampledSegment:
             version_spans=spans,
             finish_reason=self._finish,
             top_logprobs=self._top,
+            routing=self._routing(),
         ).after(num_told)
         self._check.end(answer, newest=process.offered_version)
         return answer
+
+    def _routing(self) -> bytes:
+        """Of all tokens but the last, where they are to be told. Raises EngineError if they are not."""
+        request, num_tokens = self._segment.request, len(self._token_ids)
+        if not self._returns_routing or not num_tokens:
+            return b""
+        num_read = len(request.prompt_ids) + num_tokens - 1
+        experts = None if self._routed is None else decode_experts(self._routed)
+        if experts is None or len(experts) < num_read:
+            what = f"was to tell the experts of {num_read} tokens of request {request.request_id}, and told "
+            raise EngineError(
+                self._process.name,
+                what + ("none" if experts is None else f"those of {len(experts)}"),
+                rule="algorithm.router_replay=true trains with the experts that vLLM 0.32 took",
+                way_out="start it with --enable-return-routed-experts, or set algorithm.router_replay=false.",
+            )
+        return experts[:num_read].tobytes()
 
     def _spans(self) -> list[Span]:
         spans: list[Span] = []
@@ -249,6 +272,16 @@ class SampledSegment:
             if label.start < end:
                 spans.append(Span(start=label.start, end=end, version=version))
         return spans
+
+
+def decode_experts(encoded: str) -> npt.NDArray[np.uint16]:
+    """routed_experts of a Choice, [T, E]: of the layers that have a router. The others are zeros in vLLM, and
+    a router never takes one expert twice.
+    """
+    experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    is_routed = [len(set(row)) == len(row) for row in experts[0].tolist()]
+    found: npt.NDArray[np.uint16] = experts[:, is_routed].reshape(len(experts), -1).astype("<u2")
+    return found
 
 
 class JointWatch:

@@ -185,6 +185,7 @@ class Vllm(Embedded):
             special_ids=_special_ids(tokenizer),
             starts_fresh=is_eval or self.rollout.urls is None,
             stays=placement.stays and not is_eval,
+            returns_routing=config.algorithm.router_replay and not is_eval,
         )
         limit = config.weight_sync.canary_limit
         limit = CANARY_LIMITS[facts.dtype] if limit == "auto" else math.inf if limit is None else limit

@@ -75,6 +75,8 @@ def serve_vllm(spec: VllmSpec, fd: int, secret: str) -> None:
     listener = socket.socket(fileno=fd)
     args.host, args.port = listener.getsockname()[:2]
     server_info._get_system_env_info_cached = dict  # 2 s of pip, gcc and the like, which no run reads
+    if is_cpu_build() and spec.returns_routing:
+        import asyncrl_servers.vllm.monkeypatches  # noqa: F401  (its check of the setting)
     if can_fork(spec):
         from asyncrl_servers.vllm.monkeypatches import patch_spawn
 

@@ -49,6 +49,8 @@ class VllmSpec(EngineSpec):
     """Seed of requests that have none."""
     has_adapters: bool = False
     """Adapters will be loaded (weight_sync.transport=lora)."""
+    returns_routing: bool = False
+    """Tell which experts have read each token (algorithm.router_replay)."""
     lora_rank: int = Field(default=16, ge=1)
     """Largest rank of an adapter."""
     tensor_parallel: int = Field(default=1, ge=1)
@@ -97,6 +99,7 @@ SETTINGS = {
     "rollout.tensor_parallel": ("tensor_parallel_size",),
     "weight_sync.transport": ("weight_transfer_config", "enable_lora"),
     "trainer.lora.rank": ("max_lora_rank",),
+    "algorithm.router_replay": ("enable_return_routed_experts", "aux_output_config"),
     "`vllm serve --help=all` in a shell": ("help",),
     "nothing: the run and its trainer need it as it is": (
         *("served_model_name", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls", "max_loras"),
@@ -151,6 +154,8 @@ def build_arguments(spec: VllmSpec, known: Collection[str], *, is_cpu: bool) -> 
     if spec.has_adapters or spec.transport == "lora":
         rank = next((most for most in LORA_RANKS if most >= spec.lora_rank), spec.lora_rank)
         ours |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
+    if spec.returns_routing:
+        ours["enable_return_routed_experts"] = True
     if spec.transport == "nccl":
         ours["weight_transfer_config"] = {"backend": "broadcast"}
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

@@ -1,5 +1,6 @@
 """Monkeypatches of vLLM's CPU engine, in each of its processes: seeds that end it, kernels that it compiles
-for nothing, waits that starve the machine, imports that each of its processes repeats.
+for nothing, waits that starve the machine, imports that each of its processes repeats, experts that its
+runner does not return.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import signal
 import socket
 import time
 from multiprocessing import resource_tracker
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ def patch_worker() -> None:
     patch_seeds()
     patch_compiled()
     patch_waits()
+    patch_routing()
 
 
 def patch_waits() -> None:
@@ -91,6 +94,66 @@ def patch_seeds() -> None:
     Runner._sample, Runner._bookkeeping_sync = sample_and_restore, keep_books_without
 
 
+def patch_routing_check() -> None:
+    """Let --enable-return-routed-experts pass without the model runner V2, as patch_routing has it work: in
+    the processes of API and engine.
+    """
+    from vllm.config import VllmConfig
+
+    def verify(config: Any) -> None:
+        is_on = config.aux_output_config.enabled
+        if is_on and not (config.model_config.is_moe and config.cache_config.enable_prefix_caching):
+            raise ValueError("experts are returned of models that have some, with prefix caching")
+
+    VllmConfig._verify_aux_output_compatibility = verify
+
+
+def patch_routing() -> None:
+    """Have the runner of the CPU return the experts of each token, as the one of GPUs does.
+
+    vLLM 0.32 returns them with its model runner V2 alone, which needs Triton: on CPU it takes V1. Routers,
+    scheduler and answers are the same for both, and so is what is called here, where V2 calls it. Remove with
+    a vLLM whose V2 runs on CPU.
+    """
+    from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner as Runner
+
+    initialize, execute, sample = Runner.initialize_kv_cache, Runner.execute_model, Runner.sample_tokens
+
+    def initialize_and_listen(runner: Any, kv_cache_config: Any, *args: Any, **named: Any) -> None:
+        initialize(runner, kv_cache_config, *args, **named)
+        if runner.vllm_config.aux_output_config.enabled:
+            runner.asyncrl_routing = get_aux_output_connector(
+                runner.model, runner.vllm_config, runner.kv_cache_config
+            )
+
+    def begin_and_execute(runner: Any, scheduled: Any, *args: Any, **named: Any) -> Any:
+        if hasattr(runner, "asyncrl_routing"):
+            runner.asyncrl_routing.begin_step(scheduled.aux_output_connector_metadata)
+        return execute(runner, scheduled, *args, **named)
+
+    def sample_and_tell(runner: Any, *args: Any, **named: Any) -> Any:
+        if runner.execute_model_state is None or not hasattr(runner, "asyncrl_routing"):
+            return sample(runner, *args, **named)
+        batch = runner.input_batch
+        num = batch.num_reqs
+        seen = SimpleNamespace(
+            req_ids=batch.req_ids[:num],
+            query_start_loc_np=runner.query_start_loc.np,
+            num_computed_tokens_np=batch.num_computed_tokens_cpu[:num].copy(),
+        )
+        pending = runner.asyncrl_routing.prepare_output(seen)
+        num_sampled = 1 - runner.discard_request_mask.np[:num].astype(np.int32)
+        output = sample(runner, *args, **named)
+        if pending is not None:
+            pending.enqueue_cpu_copy(num_sampled, np.zeros(num, np.int32))
+            output.aux_output_connector_output = pending.process_output()
+        return output
+
+    Runner.initialize_kv_cache, Runner.execute_model = initialize_and_listen, begin_and_execute
+    Runner.sample_tokens = sample_and_tell
+
+
 def patch_spawn(listener: socket.socket) -> None:
     """Have the engine and its workers forked from this process, the API's, which imports what they need.
 
@@ -115,6 +178,7 @@ def patch_spawn(listener: socket.socket) -> None:
 
 # For --distributed-executor-backend: nothing else of ours is imported in the engine's process.
 patch_waits()
+patch_routing_check()
 
 
 class CpuExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is not installed where types are checked
