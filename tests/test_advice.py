@@ -299,10 +299,11 @@ def test_every_option_that_a_message_names_exists() -> None:
         own = {option for parameter in command.params for option in parameter.opts}
         return own.union(*(options(sub) for sub in getattr(command, "commands", {}).values()))
 
-    of_vllm = "--dtype --enable-lora --enable-scale-out --logprobs-mode --max-lora-rank --max-model-len "
-    of_vllm += "--max-num-seqs --structured-outputs-config --worker-extension-cls"
-    of_ray = "--address --head"
-    known = {*options(get_command(app)), "--help", *of_vllm.split(), *of_ray.split()}
+    of_vllm = "--dtype --enable-lora --enable-return-routed-experts --enable-scale-out --logprobs-mode "
+    of_vllm += "--max-lora-rank --max-model-len --max-num-seqs --structured-outputs-config "
+    of_vllm += "--worker-extension-cls"
+    of_others = "--address --head --revision"  # of ray start, and of hf download
+    known = {*options(get_command(app)), "--help", *of_vllm.split(), *of_others.split()}
     messages = [text for text in texts() if text.is_message and " " in text.text]
     named = [(text.where(), re.findall(r"(?<![\w-])--[a-z][\w-]*", text.text)) for text in messages]
     assert [(where, options) for where, options in named if not known.issuperset(options)] == []
