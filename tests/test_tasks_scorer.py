@@ -223,21 +223,21 @@ async def test_idle_processes_that_the_kernel_kills_are_replaced(rewards: Path) 
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_processes_that_never_get_to_a_call_end_the_run(rewards: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("raise ValueError('not here')", r"cannot build the score function(.|\n)*not here"),
+        ("import os; os._exit(9)", "died outside of any call, twice"),
+    ],
+)
+async def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(
+    rewards: Path, module: str, words: str
+) -> None:
     async with process_scorer("rewards_here:plain", reward_workers=1) as scorer:
-        (rewards / "rewards_here.py").write_text("import os; os._exit(9)")
-        with pytest.raises(TaskError, match="died outside of any call, twice"):
+        (rewards / "rewards_here.py").write_text(module)
+        with pytest.raises(TaskError, match=words):
             await scorer.score(PROMPT, "x")
     assert multiprocessing.active_children() == []
-
-
-@pytest.mark.slow
-@pytest.mark.asyncio
-async def test_a_score_that_cannot_be_built_in_a_process_ends_the_run(rewards: Path) -> None:
-    async with process_scorer("rewards_here:plain", reward_workers=1) as scorer:
-        (rewards / "rewards_here.py").write_text("raise ValueError('not here')")
-        with pytest.raises(TaskError, match=r"cannot build the score function(.|\n)*not here"):
-            await scorer.score(PROMPT, "x")
 
 
 MOODY_RUN = """

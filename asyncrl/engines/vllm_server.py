@@ -191,8 +191,8 @@ class VllmServer:
         """All parts of vLLM sleep together, so those that are to stay awake are woken again. Weights are
         dropped (level 2), vLLM saves its buffers, and a push follows: level 1 would leave a copy of them in
         pinned memory of the host, up to twice as large, that vLLM never gives back (vLLM #16663). It is for
-        a KV cache that sleeps alone. VLLM does not say how many bytes move. One that stays where it is
-        pauses instead, and its prefix cache forgets what it had.
+        a KV cache that sleeps alone. How many bytes move is not told. One that stays where it is pauses
+        instead, and its prefix cache forgets what it had.
         """
         process, started = self._process, asyncio.get_running_loop().time()
         self.num_commits += 1

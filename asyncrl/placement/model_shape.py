@@ -184,9 +184,8 @@ def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_con
     if experts:
         num_sparse = sum(_is_sparse(given, layer) for layer in range(layers))
         routed = given("num_experts_per_tok", 1) if num_sparse else 0
-    estimate = (
-        embeddings + num_sparse * sparse + (layers - num_sparse) * dense
-    )  # norms are too small to count
+    # norms are too small to count
+    estimate = embeddings + num_sparse * sparse + (layers - num_sparse) * dense
     largest = max(stored.values(), default=hidden * max(intermediate, vocab, 2 * experts * expert))
     by_layer = Counter[str]()
     for name, size in stored.items():
@@ -194,10 +193,8 @@ def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_con
         by_layer[name[: found.end()] if found else ""] += size
     outside = by_layer.pop("", 0)
     if not by_layer:
-        by_layer[""], outside = (
-            max(sparse if num_sparse else 0, dense if num_sparse < layers else 0),
-            embeddings,
-        )
+        by_layer[""] = max(sparse if num_sparse else 0, dense if num_sparse < layers else 0)
+        outside = embeddings
     kind = str(architecture.get("model_type", ""))
     return ModelShape(
         num_parameters=sum(stored.values()) or estimate,

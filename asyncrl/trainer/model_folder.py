@@ -105,8 +105,6 @@ def fetch_architectures(config: RunConfig) -> None:
     needs no more, and is made before the models are fetched. Blocks. One that cannot be had (no network,
     HF_HUB_OFFLINE, no such id) is left out: whatever needs the model says why.
     """
-    from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
-
     wanted = [(config.model.path, config.model.revision)]
     if config.teacher is not None:
         wanted.append((config.teacher.path, config.teacher.revision))
@@ -114,6 +112,8 @@ def fetch_architectures(config: RunConfig) -> None:
         with contextlib.suppress(OSError, ValueError, ConfigError):
             if path is None or _find_given(path, MODEL_KEY, revision) is not None:
                 continue
+            from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
+
             cached = try_to_load_from_cache(path, "config.json", revision=revision)
             if isinstance(cached, str) or constants.HF_HUB_OFFLINE:
                 continue
