@@ -10,6 +10,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.messages.calls import pack_batch
+from asyncrl.placement.machine import has_c_compiler
 from asyncrl.placement.model_shape import model_shape
 from asyncrl.placement.process_memory import size_text, trainer_memory
 from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
@@ -29,12 +30,12 @@ def speed(
     model = make_folder(bench, shape)
     tokens = 256 if bench.is_tiny else tokens
     config = _config(str(model), tokens, checkpointing=checkpointing)
-    planned = trainer_memory(config, model_shape(config.model), "cuda:0").total
+    planned = _planned(config)
     if bench.device == "cuda" and planned > (free := torch.cuda.mem_get_info()[0]):
         words = f"with checkpointing: {size_text(planned)} without, {size_text(free)} are free"
         bench.tell("gradient checkpointing", words)
         config = _config(str(model), tokens, checkpointing=True)
-        planned = trainer_memory(config, model_shape(config.model), "cuda:0").total
+        planned = _planned(config)
     trainer = config.trainer.model_dump()
     made = Trainer(make_spec(bench, model, trainer=trainer, algorithm={"loss": "ppo_clip"}))
     vocab_size = architecture(bench, shape)["vocab_size"]
@@ -48,6 +49,12 @@ def speed(
         against = f"planned {size_text(planned)}, {peak / planned - 1:+.1%}; held {size_text(int(held))}"
         ok = abs(peak / planned - 1) <= WITHIN
         bench.tell("peak memory", size_text(int(peak)), against=against, ok=ok)
+
+
+def _planned(config: RunConfig) -> int:
+    """As the plan of a run here has it: where there is no C compiler, layers are not compiled."""
+    shape = model_shape(config.model)
+    return trainer_memory(config, shape, "cuda:0", has_compiler=has_c_compiler()).total
 
 
 def _tell(bench: Bench, metrics: list[dict[str, float]], num: int, tokens: int, peer: str) -> None:
