@@ -223,6 +223,8 @@ class SleepHistories(RuleBasedStateMachine):
         else:
             with pytest.raises(Refused):
                 self.answer(committed)
+            if self.is_start and self.version == 0 and not is_good:
+                return  # another digest for a version that was served: refused before the push is looked at
         self.loaded = 0
 
     @invariant()
