@@ -9,9 +9,12 @@ model's own function.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import sysconfig
 from functools import partial
+from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -24,6 +27,8 @@ BACKEND: Any = "inductor"
 """Of torch.compile."""
 MOST_GRAPHS = 64
 """Of a layer: with and without gradients, trained or frozen, of one token or more, of each kind."""
+GROUPED = "grouped_mm"
+"""How transformers multiplies with all experts at once: no shape depends on which of them tokens go to."""
 CHECKPOINTING = "forward_with_checkpointing"
 """Name of what transformers puts around a layer's own forward; older ones put it around the call."""
 _norm_backward = torch.ops.aten.native_layer_norm_backward
@@ -56,12 +61,22 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
     layers = layers_of(model)
     if not layers:
         return "it has no layers that torch.compile could take one by one"
-    if any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters()):
+    has_experts = any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters())
+    if has_experts and getattr(model.config, "_experts_implementation", None) != GROUPED:
         return "what its layers compute depends on the data (experts)"
     if device.type == "cuda" and dtype == torch.float32:
         return "packed attention on CUDA has no kernel for float32"
     if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
         return "there is no C compiler, which torch.compile needs"
+    if device.type != "cuda":
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed, which torch.compile needs on CUDA"
+    # Triton looks there too, and not where Debian's Python would put its own
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_path("include", scheme))
+    if not (headers / "Python.h").is_file():
+        return f"Python's headers are not installed, which Triton needs: there is no {headers}/Python.h"
     return ""
 
 
