@@ -24,7 +24,8 @@ from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model import attention, fused, parts
+from asyncrl.trainer.model import attention, fused, kernel_calls, parts
+from asyncrl.trainer.model.dealing import Heads, heads_of
 from asyncrl.trainer.model.fused import fuse, why_not_compiled
 from asyncrl.trainer.model.policy import ForwardPlan
 from asyncrl.trainer.rank_process import _words
@@ -252,7 +253,6 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(
 ) -> None:
     told = list[str]()
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     parts.prepare_cuda({name: "max_split_size_mb:64"})
     assert told == []
     parts.prepare_cuda({})
@@ -262,31 +262,55 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(
 @pytest.mark.parametrize(
     ("is_installed", "capability", "fault", "expected"),
     [
-        (True, (9, 0), None, "FA3"),
-        (True, (8, 0), None, "FA2"),
-        (True, (10, 0), None, "FA2"),
-        (False, (9, 0), None, "FA2"),
-        (True, (9, 0), RuntimeError("it does not expose FA3 kernels"), "FA2"),
+        (True, (9, 0), "", "FA3"),
+        (True, (8, 0), "", "FA2"),
+        (True, (10, 0), "", "FA2"),
+        (False, (9, 0), "", "FA2"),
+        (True, (9, 0), "activate", "FA2"),
+        (True, (9, 0), "forward", "FA2"),
+        (True, (9, 0), "backward", "FA2"),
     ],
 )
-def test_fa3_is_chosen_where_it_is_installed_and_can_run(
+def test_fa3_is_chosen_where_it_is_installed_and_has_computed_something(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     is_installed: bool,
     capability: tuple[int, int],
-    fault: Exception | None,
+    fault: str,
     expected: str,
 ) -> None:
-    activated = list[str]()
+    """The device is a CPU here, whose kernels do; those that fail are called as on CUDA."""
+    active = ["FA2"]
 
-    def activate(name: str) -> None:
-        if fault is not None:
-            raise fault
-        activated.append(name)
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("this build has no such kernel")
 
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, raising=False)
+    activate = broken if fault == "activate" else active.append
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.pop)
+    for name, operator in (("forward", "_varlen"), ("backward", "_varlen_backward")):
+        monkeypatch.setattr(attention, operator, broken)
+        if name == fault:
+            monkeypatch.setattr(attention, f"_{name}_cpu", getattr(attention, f"_{name}_cuda"))
+            monkeypatch.setattr(attention, "calls_of", kernel_calls.calls_by_pass)
     if is_installed:
         install(monkeypatch, "flash_attn_interface")
-    assert attention.choose_flash(capability) == expected
-    assert activated == (["FA3"] if expected == "FA3" else [])
-    assert ("cannot be used" in caplog.text) == (fault is not None)
+    assert attention.choose_flash(capability, (4, 2, 16), torch.device("cpu")) == expected
+    assert active[-1] == expected
+    assert ("cannot be used, so FA2 is: this build" in caplog.text) == (fault != "")
+    assert attention.choose_flash(capability, None, torch.device("cpu")) == "FA2", "nothing attends"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        ("qwen3", {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}, (16, 8, 128)),
+        ("gpt2", {"n_head": 12, "n_embd": 768}, (12, 12, 64)),
+        ("deepseek_v3", {}, (128, 128, 192)),
+        ("mamba", {}, None),
+    ],
+)
+def test_the_heads_are_those_of_the_config(
+    model_type: str, settings: dict[str, int], expected: Heads | None
+) -> None:
+    assert heads_of(AutoConfig.for_model(model_type, **settings)) == expected

@@ -24,6 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.base import NO_EXPERT
 from asyncrl.serving import Refused
 from asyncrl.trainer.model.attention import choose_flash
+from asyncrl.trainer.model.dealing import heads_of
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
 from asyncrl.trainer.model.loading import (
     StoredWeights,
@@ -190,7 +191,6 @@ def prepare_cuda(environ: Mapping[str, str]) -> None:
     if not any(name in environ for name in ALLOCATOR_ENV):
         # by a call: torch has read the environment already where this process was forked
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    log.info("attention on CUDA: %s", choose_flash(torch.cuda.get_device_capability()))
 
 
 def should_compile(
@@ -230,6 +230,9 @@ class TrainedModel:
             model = meta_model(spec, device, dtype)
             if (stored := stored_weights(model, spec)) is None:
                 model = load_model(spec, device, dtype, is_sharded=True)
+        if device.type == "cuda":
+            flash = choose_flash(torch.cuda.get_device_capability(), heads_of(model.config), device)
+            log.info("attention on CUDA: %s", flash)
         with loading(spec.model_path):
             plan = find_plan(probe_model(model.config, device, dtype))
         if spec.trainer.lora is not None:
