@@ -240,7 +240,9 @@ def test_layers_that_do_not_compile_are_an_error_that_names_the_setting(
     step = TrainStep(make_spec(folder, tmp_path, trainer={"compile": True}))
     with pytest.raises(Exception, match="no such kernel") as caught:
         step.train(*make_batch())
-    assert "set trainer.compile=false" in _words(caught.value).way_out
+    at_launch = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})()
+    for error in (caught.value, at_launch):
+        assert "set trainer.compile=false" in _words(error).way_out
     torch._dynamo.reset()
 
 
