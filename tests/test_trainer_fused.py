@@ -5,27 +5,33 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.machinery
+import importlib.util
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tiny_model import make_tiny_model
+from tiny_model import STACKED, make_tiny_model, make_tiny_moe
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from trainer_cases import learned, make_batch, make_spec, mesh_of_one
+from torch._dynamo.utils import counters
+from trainer_cases import changed, learned, make_batch, make_spec, mesh_of_one
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from asyncrl.errors import ConfigError
-from asyncrl.trainer.model import attention, fused, parts
+from asyncrl.trainer.model import attention, fused, kernel_calls, parts
+from asyncrl.trainer.model.dealing import Heads, heads_of
 from asyncrl.trainer.model.fused import fuse, why_not_compiled
 from asyncrl.trainer.model.policy import ForwardPlan
 from asyncrl.trainer.rank_process import _words
 from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.step import TrainStep
+from asyncrl.weights.adapters import routers_of
 
 SIZES = {
     "hidden_size": 64,
@@ -81,6 +87,13 @@ def test_a_model_gives_the_same_logits_and_gradients(
     for module in fused.modules():
         if "forward" in vars(module):
             assert module.forward.__self__ is module, "a copy computes with its own weights"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Have an empty module of this name found."""
+    module = ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, module)
 
 
 # ---- compiled layers
@@ -142,14 +155,57 @@ def test_compiled_layers_learn_the_same_and_are_compiled_once_for_all_lengths(
     assert num_graphs == num_graphs[:1] * 3
 
 
+@GUARDED
+@pytest.mark.parametrize("has_replay", [False, True], ids=["", "replay"])
+@pytest.mark.parametrize("model_type", STACKED)
+@pytest.mark.usefixtures("compiler")
+def test_compiled_experts_learn_the_same_and_have_one_graph_for_all_their_layers(
+    tmp_path: Path, model_type: str, has_replay: bool
+) -> None:
+    """One more for layers without experts, and none for routers that are told what to choose."""
+    counters.clear()
+    heads = {"qk_nope_head_dim": 8} if model_type == "deepseek_v3" else {}  # 12, and 8 of a value
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type] | heads)
+    settings = {"learning_rate": 1e-3, "micro_batch_tokens": 60}
+    eager, compiled = (
+        TrainStep(
+            make_spec(
+                folder,
+                tmp_path,
+                trainer={**settings, "compile": is_on},
+                algorithm={"router_replay": has_replay},
+            )
+        )
+        for is_on in (False, True)
+    )
+    assert compiled.policy.is_compiled
+    width = sum(router.top_k for router in routers_of(compiled.policy.model)) if has_replay else 0
+    for version in range(3):
+        header, arrays = make_batch(version=version, seed=version, num_groups=2 + version)
+        if has_replay:
+            drawn = np.random.default_rng(version).integers(0, 4, (len(arrays.loss_mask), width))
+            arrays = changed(arrays, routing=drawn.astype(np.uint8))
+        wanted, found = (learned(one.train(header, arrays)) for one in (eager, compiled))
+        assert found == pytest.approx(wanted, rel=1e-3, abs=1e-4)
+    # not the compiler's own count, which has also those that torch began anew
+    assert counters["stats"]["unique_graphs"] == (2 if model_type == "deepseek_v3" else 1)
+
+
 def test_what_cannot_be_compiled_is_left_alone_or_refused(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    install(monkeypatch, "triton")
+    headers = tmp_path / "headers"
+    headers.mkdir()
+    (headers / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: {"include": str(headers)}[name])
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
     experts = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("qwen3_moe", **SIZES, num_experts=4, moe_intermediate_size=16)
     )
+    assert why_not_compiled(experts, cpu, torch.float32) == ""
+    experts.set_experts_implementation("eager")
     assert "experts" in why_not_compiled(experts, cpu, torch.float32)
     assert "float32" in why_not_compiled(model, cuda, torch.float32)
     packed, windowed = ForwardPlan(True, True), ForwardPlan(True, True, window=8)
@@ -160,10 +216,16 @@ def test_what_cannot_be_compiled_is_left_alone_or_refused(
         assert parts.should_compile(given, model, plan, device, torch.bfloat16) == expected
     with pytest.raises(ConfigError, match="a Qwen3ForCausalLM .* packed tokens at any length"):
         parts.should_compile(asked, model, windowed, cuda, torch.bfloat16)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not parts.should_compile(spec, model, packed, cuda, torch.bfloat16)
-    with pytest.raises(ConfigError, match="no C compiler"):
-        parts.should_compile(asked, model, packed, cuda, torch.bfloat16)
+    (headers / "Python.h").unlink()
+    for reason, take_away in (
+        (f"Python's headers .* {headers}/Python.h", lambda: None),
+        ("Triton is not installed", lambda: monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)),
+        ("no C compiler", lambda: monkeypatch.setenv("PATH", str(tmp_path))),
+    ):
+        take_away()
+        assert not parts.should_compile(spec, model, packed, cuda, torch.bfloat16)
+        with pytest.raises(ConfigError, match=reason):
+            parts.should_compile(asked, model, packed, cuda, torch.bfloat16)
 
 
 @GUARDED
@@ -178,7 +240,9 @@ def test_layers_that_do_not_compile_are_an_error_that_names_the_setting(
     step = TrainStep(make_spec(folder, tmp_path, trainer={"compile": True}))
     with pytest.raises(Exception, match="no such kernel") as caught:
         step.train(*make_batch())
-    assert "set trainer.compile=false" in _words(caught.value).way_out
+    at_launch = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})()
+    for error in (caught.value, at_launch):
+        assert "set trainer.compile=false" in _words(error).way_out
     torch._dynamo.reset()
 
 
@@ -191,7 +255,6 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(
 ) -> None:
     told = list[str]()
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     parts.prepare_cuda({name: "max_split_size_mb:64"})
     assert told == []
     parts.prepare_cuda({})
@@ -201,33 +264,55 @@ def test_segments_grow_unless_the_user_has_set_the_allocator(
 @pytest.mark.parametrize(
     ("is_installed", "capability", "fault", "expected"),
     [
-        (True, (9, 0), None, "FA3"),
-        (True, (8, 0), None, "FA2"),
-        (True, (10, 0), None, "FA2"),
-        (False, (9, 0), None, "FA2"),
-        (True, (9, 0), RuntimeError("it does not expose FA3 kernels"), "FA2"),
+        (True, (9, 0), "", "FA3"),
+        (True, (8, 0), "", "FA2"),
+        (True, (10, 0), "", "FA2"),
+        (False, (9, 0), "", "FA2"),
+        (True, (9, 0), "activate", "FA2"),
+        (True, (9, 0), "forward", "FA2"),
+        (True, (9, 0), "backward", "FA2"),
     ],
 )
-def test_fa3_is_chosen_where_it_is_installed_and_can_run(
+def test_fa3_is_chosen_where_it_is_installed_and_has_computed_something(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     is_installed: bool,
     capability: tuple[int, int],
-    fault: Exception | None,
+    fault: str,
     expected: str,
 ) -> None:
-    activated = list[str]()
+    """The device is a CPU here, whose kernels do; those that fail are called as on CUDA."""
+    active = ["FA2"]
 
-    def activate(name: str) -> None:
-        if fault is not None:
-            raise fault
-        activated.append(name)
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("this build has no such kernel")
 
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate, raising=False)
-    module = ModuleType("flash_attn_interface")
-    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    activate = broken if fault == "activate" else active.append
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.pop)
+    for name, operator in (("forward", "_varlen"), ("backward", "_varlen_backward")):
+        monkeypatch.setattr(attention, operator, broken)
+        if name == fault:
+            monkeypatch.setattr(attention, f"_{name}_cpu", getattr(attention, f"_{name}_cuda"))
+            monkeypatch.setattr(attention, "calls_of", kernel_calls.calls_by_pass)
     if is_installed:
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert attention.choose_flash(capability) == expected
-    assert activated == (["FA3"] if expected == "FA3" else [])
-    assert ("cannot be used" in caplog.text) == (fault is not None)
+        install(monkeypatch, "flash_attn_interface")
+    assert attention.choose_flash(capability, (4, 2, 16), torch.device("cpu")) == expected
+    assert active[-1] == expected
+    assert ("cannot be used, so FA2 is: this build" in caplog.text) == (fault != "")
+    assert attention.choose_flash(capability, None, torch.device("cpu")) == "FA2", "nothing attends"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "expected"),
+    [
+        ("qwen3", {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}, (16, 8, 128)),
+        ("gpt2", {"n_head": 12, "n_embd": 768}, (12, 12, 64)),
+        ("deepseek_v3", {}, (128, 128, 192)),
+        ("mamba", {}, None),
+    ],
+)
+def test_the_heads_are_those_of_the_config(
+    model_type: str, settings: dict[str, int], expected: Heads | None
+) -> None:
+    assert heads_of(AutoConfig.for_model(model_type, **settings)) == expected

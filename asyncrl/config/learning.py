@@ -76,7 +76,7 @@ class TrainerConfig(FrozenConfig):
     """Keep weights, gradients and optimizer state in host memory between uses (CUDA only)."""
     compile: bool | Literal["auto"] = "auto"
     """Have torch.compile fuse what a layer computes around attention; the first steps wait for it (auto = on
-    CUDA, for models without experts that take packed tokens, where a C compiler is found).
+    CUDA, for models that take packed tokens, where a C compiler, Triton and Python's headers are found).
     """
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights (none = all weights)."""

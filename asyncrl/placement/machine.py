@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class Machine:
     has_bfloat16: bool
     is_here: bool = True
     has_compiler: bool = True
-    """Whether a C compiler is found."""
+    """Whether torch.compile finds what it needs."""
 
 
 def num_cores() -> int:
@@ -61,12 +62,13 @@ def num_cores() -> int:
 
 def this_machine() -> Machine:
     """What is here now."""
+    cuda = find_cuda_devices()
     return Machine(
-        find_cuda_devices(),
+        cuda,
         num_cores(),
         psutil.virtual_memory().available,
         cpu_has_bfloat16(),
-        has_compiler=has_c_compiler(),
+        has_compiler=not why_no_compiler(for_cuda=bool(cuda)),
     )
 
 
@@ -117,9 +119,20 @@ def cpu_has_bfloat16() -> bool:
     return not BFLOAT16_FLAGS.isdisjoint(flags.partition(":")[2].split())
 
 
-def has_c_compiler() -> bool:
-    """Whether one is found here that torch.compile takes."""
-    return any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang"))
+def why_no_compiler(*, for_cuda: bool) -> str:
+    """What torch.compile lacks here, "" where it lacks nothing."""
+    if not any(shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")):
+        return "there is no C compiler, which torch.compile needs"
+    if not for_cuda:
+        return ""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed, which torch.compile needs on CUDA"
+    # Triton looks there too, and not where Debian's Python would put its own
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_path("include", scheme))
+    if not (headers / "Python.h").is_file():
+        return f"Python's headers are not installed, which Triton needs: there is no {headers}/Python.h"
+    return ""
 
 
 def find_cuda_devices() -> tuple[CudaDevice, ...]:

@@ -181,7 +181,8 @@ def lay_out(
         has_compiler = nodes[node].machine.has_compiler
         memory = trainer_memory(config, shape, device.name, has_compiler=has_compiler)
         is_compiled = compiles_layers(config, shape, device.name, has_compiler=has_compiler)
-        note = f"{_part(what, config.trainer.world_size)}; layers {'' if is_compiled else 'not '}compiled"
+        compiled = "compiled" if is_compiled else "not compiled"
+        note = f"{_part(what, config.trainer.world_size)}; layers counted as {compiled}"
         if config.trainer.cpu_offload:
             shards, note = replace(memory, activations=0), f"{note}, between uses"
             host = label(NodeDevice(node, "cpu"))

@@ -129,7 +129,9 @@ def start_memory(config: RunConfig, shape: ModelShape, device: str, ranks: int) 
 
 
 def compiles_layers(config: RunConfig, shape: ModelShape, device: str, *, has_compiler: bool = True) -> bool:
-    """What trainer.compile stands for, as far as the shape tells it."""
+    """Whether layers are counted as compiled ones: what trainer.compile stands for, as far as the shape tells
+    it. Those with experts are not, whether compiled or not: what they keep then was not measured.
+    """
     asked, is_half = config.trainer.compile, item_bytes(config.model.dtype, device) == 2
     on_cuda = device != "cpu"
     can = has_compiler and not shape.routed and (is_half or not on_cuda)

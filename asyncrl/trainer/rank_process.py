@@ -312,7 +312,7 @@ def _words(error: Exception) -> ErrorBody:
     if isinstance(error, ConfigError):
         return ErrorBody(error=error.what, rule=error.rule, way_out=error.way_out)
     way_out = "the trainer's log has the traceback."
-    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "triton.")):
         way_out = "set trainer.compile=false, which takes the model's layers as they are; " + way_out
     # torch reports a lack of memory on the CPU as a plain RuntimeError
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):

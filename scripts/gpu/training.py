@@ -10,7 +10,7 @@ import torch
 
 from asyncrl.config import RunConfig
 from asyncrl.messages.calls import pack_batch
-from asyncrl.placement.machine import has_c_compiler
+from asyncrl.placement.machine import why_no_compiler
 from asyncrl.placement.model_shape import model_shape
 from asyncrl.placement.process_memory import size_text, trainer_memory
 from gpu.models import Trainer, architecture, at_version, make_batch, make_folder, make_spec
@@ -52,9 +52,9 @@ def speed(
 
 
 def _planned(config: RunConfig) -> int:
-    """As the plan of a run here has it: where there is no C compiler, layers are not compiled."""
+    """As the plan of a run here has it: where torch.compile lacks a part, layers are not compiled."""
     shape = model_shape(config.model)
-    return trainer_memory(config, shape, "cuda:0", has_compiler=has_c_compiler()).total
+    return trainer_memory(config, shape, "cuda:0", has_compiler=not why_no_compiler(for_cuda=True)).total
 
 
 def _tell(bench: Bench, metrics: list[dict[str, float]], num: int, tokens: int, peer: str) -> None:

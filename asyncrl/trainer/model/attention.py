@@ -31,8 +31,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from asyncrl.trainer.model.dealing import Heads
 from asyncrl.trainer.model.kernel_calls import KernelCall, Places, calls_of
-from asyncrl.trainer.model.tree import Layout
+from asyncrl.trainer.model.tree import KernelPass, Layout, Piece
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -255,19 +256,50 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 _numbered_forward.register_autograd(_differentiate, setup_context=_keep)
 
 
-def choose_flash(capability: tuple[int, int]) -> str:
-    """FA3 for the kernels of CUDA (https://arxiv.org/abs/2407.08608), if they are installed and the device
-    has this compute capability, else FA2, which is torch's own. Torch then has the same operators run them.
+def choose_flash(capability: tuple[int, int], heads: Heads | None, device: torch.device) -> str:
+    """FA3 for the kernels of CUDA (https://arxiv.org/abs/2407.08608), if they are installed, the device has
+    this compute capability and they compute attention of these heads, else FA2, which is torch's own. Torch
+    then has the same operators run them.
     """
-    activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
-    if activate is None or capability != (9, 0) or importlib.util.find_spec("flash_attn_interface") is None:
+    names = "activate_flash_attention_impl", "restore_flash_attention_impl"
+    activate, restore = (getattr(torch.nn.attention, name, None) for name in names)
+    if activate is None or restore is None or capability != (9, 0) or heads is None:
+        return "FA2"
+    if importlib.util.find_spec("flash_attn_interface") is None:
         return "FA2"
     try:
         activate("FA3")
-    except (ImportError, RuntimeError, OSError) as error:
+        try:
+            _try_flash(heads, device)
+        except Exception:
+            restore()
+            raise
+    except Exception as error:  # kernels that others have built have errors of their own
         log.warning("FlashAttention 3 is installed and cannot be used, so FA2 is: %s", error)
         return "FA2"
     return "FA3"
+
+
+def _try_flash(heads: Heads, device: torch.device) -> None:
+    """A forward and a backward pass, and wait for the device. Raises what the kernels do: those of a build
+    may lack sequences of several lengths, the backward pass, a size of head or this CUDA.
+    """
+    num_heads, num_key_heads, size = heads
+    shared, first, second = 64, 137, 63  # two sequences
+    own = Piece(0, first, 0, first), Piece(first, second, first, second)
+    left = Piece(first, second, 0, shared)
+    layout = Layout(
+        num_tokens=first + second,
+        rows=(((0, first),), ((0, shared), (first, second))),
+        passes=(KernelPass(own, is_causal=True), KernelPass((left,), is_causal=False)),
+    )
+    query, key, value = (
+        torch.ones((1, number, first + second, size), dtype=torch.bfloat16, device=device, requires_grad=True)
+        for number in (num_heads, num_key_heads, num_key_heads)
+    )
+    output = packed_attention(query, key, value, layout, size**-0.5)
+    for gradient in torch.autograd.grad(output.sum(), (query, key, value)):
+        gradient.cpu()
 
 
 def _by_token(tensor: Tensor) -> Tensor:

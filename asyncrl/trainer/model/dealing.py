@@ -69,6 +69,22 @@ class Costs:
         return 2 * self.num_weights * (linear + attention)
 
 
+Heads = tuple[int, int, int]
+"""How many a query has, how many a key, and the size of one."""
+
+
+def heads_of(config: Any) -> Heads | None:
+    """Of a Hugging Face config; None if it tells of none."""
+    text = config.get_text_config()
+    num_heads = getattr(text, "num_attention_heads", None)
+    if not num_heads:
+        return None
+    if getattr(text, "qk_rope_head_dim", None):  # multi-head latent attention: all heads have keys
+        return num_heads, num_heads, text.qk_nope_head_dim + text.qk_rope_head_dim
+    num_key_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    return num_heads, num_key_heads, getattr(text, "head_dim", None) or text.hidden_size // num_heads
+
+
 def costs_of(model: Any) -> Costs:
     """From the sizes of a Hugging Face model. Of its experts those count that a token goes to."""
     config, embedding = model.config.get_text_config(), model.get_input_embeddings().weight
@@ -80,8 +96,7 @@ def costs_of(model: Any) -> Costs:
     ]
     num_weights = max(sum(part * weight.numel() for part, weight in layers), 1)
     num_trained = sum(part * weight.numel() for part, weight in layers if weight.requires_grad)
-    num_heads = getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
+    num_heads, _, head_dim = heads_of(config) or (0, 0, 0)
     # A weight is one multiplication and one addition; a key two of each, for its score and for its value.
     key = 2 * config.num_hidden_layers * num_heads * head_dim / num_weights
     return Costs(key, head.numel() / num_weights, num_weights, num_trained / num_weights)

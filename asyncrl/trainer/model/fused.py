@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama import modeling_llama as llama
 
-from asyncrl.placement.machine import has_c_compiler
+from asyncrl.placement.machine import why_no_compiler
 
 ROTARY = "apply_rotary_pos_emb"
 BACKEND: Any = "inductor"
 """Of torch.compile."""
 MOST_GRAPHS = 64
 """Of a layer: with and without gradients, trained or frozen, of one token or more, of each kind."""
+GROUPED = "grouped_mm"
+"""How transformers multiplies with all experts at once: no shape depends on which of them tokens go to."""
 CHECKPOINTING = "forward_with_checkpointing"
 """Name of what transformers puts around a layer's own forward; older ones put it around the call."""
 _norm_backward = torch.ops.aten.native_layer_norm_backward
@@ -56,13 +58,12 @@ def why_not_compiled(model: Any, device: torch.device, dtype: torch.dtype) -> st
     layers = layers_of(model)
     if not layers:
         return "it has no layers that torch.compile could take one by one"
-    if any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters()):
+    has_experts = any(parameter.ndim > 2 for layer in layers for parameter in layer.parameters())
+    if has_experts and getattr(model.config, "_experts_implementation", None) != GROUPED:
         return "what its layers compute depends on the data (experts)"
     if device.type == "cuda" and dtype == torch.float32:
         return "packed attention on CUDA has no kernel for float32"
-    if not has_c_compiler():
-        return "there is no C compiler, which torch.compile needs"
-    return ""
+    return why_no_compiler(for_cuda=device.type == "cuda")
 
 
 def compile_layers(model: Any) -> None:

@@ -9,8 +9,9 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.base import NO_EXPERT
 from asyncrl.serving import Refused
 from asyncrl.trainer.model.attention import choose_flash
+from asyncrl.trainer.model.dealing import heads_of
 from asyncrl.trainer.model.fused import layers_of, why_not_compiled
 from asyncrl.trainer.model.loading import (
     StoredWeights,
@@ -189,7 +191,6 @@ def prepare_cuda(environ: Mapping[str, str]) -> None:
     if not any(name in environ for name in ALLOCATOR_ENV):
         # by a call: torch has read the environment already where this process was forked
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    log.info("attention on CUDA: %s", choose_flash(torch.cuda.get_device_capability()))
 
 
 def should_compile(
@@ -229,6 +230,9 @@ class TrainedModel:
             model = meta_model(spec, device, dtype)
             if (stored := stored_weights(model, spec)) is None:
                 model = load_model(spec, device, dtype, is_sharded=True)
+        if device.type == "cuda":
+            flash = choose_flash(torch.cuda.get_device_capability(), heads_of(model.config), device)
+            log.info("attention on CUDA: %s", flash)
         with loading(spec.model_path):
             plan = find_plan(probe_model(model.config, device, dtype))
         if spec.trainer.lora is not None:
@@ -268,29 +272,34 @@ class RouterReplay:
 
     def __init__(self, model: nn.Module) -> None:
         """Raises ConfigError if the model has no experts."""
-        self._routing: list[Tensor] = []
-        routers = routers_of(model)
-        if not routers:
+        self._routers = routers_of(model)
+        if not self._routers:
             what = f"algorithm.router_replay=true, and {type(model).__name__} has no routers"
             raise ConfigError(what, way_out="set algorithm.router_replay=false: each token has one way.")
-        self._sizes = [int(router.top_k) for router in routers]
-        for number, router in enumerate(routers):
-            router.forward = partial(self._route, router.forward, number, len(router.weight))
+        self._sizes = [int(router.top_k) for router in self._routers]
+        for router in self._routers:
+            # One function for all and what differs in a tensor: torch.compile has one graph for all layers.
+            router.forward = MethodType(_route, router)
+        self(None)
 
     def __call__(self, routing_N: Tensor | None) -> None:
-        if routing_N is None:
-            self._routing = []
-            return
-        if routing_N.shape[1] != sum(self._sizes):
-            what = f"the routing of a token has {routing_N.shape[1]} experts, the model's {sum(self._sizes)}"
-            raise Refused(422, what, rule="trainer and engine hold the same model")
-        self._routing = list(torch.split(routing_N, self._sizes, dim=1))
+        chosen: Sequence[Tensor | None] = [None] * len(self._sizes)
+        if routing_N is not None:
+            if routing_N.shape[1] != sum(self._sizes):
+                num_experts = f"{routing_N.shape[1]} experts, the model's {sum(self._sizes)}"
+                what = f"the routing of a token has {num_experts}"
+                raise Refused(422, what, rule="trainer and engine hold the same model")
+            chosen = torch.split(routing_N, self._sizes, dim=1)
+        for router, chosen_NK in zip(self._routers, chosen, strict=True):
+            router.chosen_NK = chosen_NK
 
-    def _route(self, forward: Any, number: int, num_experts: int, *args: Any, **kwargs: Any) -> Any:
-        if not self._routing:
-            return forward(*args, **kwargs)
-        with _Chosen(self._routing[number], num_experts):
-            return forward(*args, **kwargs)
+
+def _route(router: Any, *args: Any, **kwargs: Any) -> Any:
+    """Its forward pass, with the choice that it was told last."""
+    if router.chosen_NK is None:
+        return type(router).forward(router, *args, **kwargs)
+    with _Chosen(router.chosen_NK, len(router.weight)):
+        return type(router).forward(router, *args, **kwargs)
 
 
 class _Chosen(TorchFunctionMode):
