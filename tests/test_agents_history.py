@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from gateway_capture_cases import Message, assistant, completion, user
 from gateway_cases import RULES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from text_tokenizers import END, byte_level, save
 
@@ -317,6 +317,20 @@ HOLDING = ["qwen2_5", "qwen3", "llama3_2", "deepseek_r1_distill", "glm4moe", "gp
     tools=TOOLS,
     steps=st.lists(STEP, min_size=4, max_size=9),
     keeps=st.sampled_from([True, True, False]),
+)
+@example(  # the last chat goes on by its messages from the second call, and by its text from the third
+    start=[user("2+2?")],
+    style="openai",
+    tools=None,
+    steps=[
+        (0, [assistant(""), user("")], "on", None, "openai"),
+        (0, [called(1), result(1), result(2)], "on", None, "openai"),
+        (0, [assistant(""), user("")], "on", [tool("add")], "openai"),
+        (0, [assistant(""), user("")], "on", None, "openai"),
+        (1, [called(1), result(1), result(2)], "edit", None, "openai"),
+        (0, [called(1), result(1), result(2)], "on", None, "openai"),
+    ],
+    keeps=False,
 )
 def test_a_call_that_goes_on_is_sent_with_the_ids_of_one_that_is_read_as_a_whole(
     name: str, start: Any, style: str, tools: Any, steps: list[Any], keeps: bool, folder: Path

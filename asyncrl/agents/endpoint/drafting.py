@@ -212,6 +212,10 @@ class Drafting:
         if known is None or known.text is not None or can_go_on or known_at < chat.chain.answers[-1][0]:
             rendered = self._render_if_taken(chat, known is not None)
             by_text = None if rendered is None else self._longest(chat, rendered)
+        is_later = known is not None and known_at < chat.chain.answers[-1][0]
+        if by_text is None and rendered is not None and rendered.num_before and is_later:
+            rendered = self._render(chat.messages, chat)  # the later answer's text may end before what is new
+            by_text = self._longest(chat, rendered)
         if known is not None and (by_text is None or by_text.num_messages <= known_at + 1):
             found = self._from_known(chat, known_at, known, rendered)
             if found is not None:
