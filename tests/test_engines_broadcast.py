@@ -14,7 +14,7 @@ import pytest
 from fake_vllm import FakeVllm
 from rollout_cases import virtual
 
-from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.engines.vllm_broadcast import Broadcasts, step_timeout_s
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
@@ -196,3 +196,12 @@ async def test_a_commit_goes_through_vllms_own_routes_in_their_order_and_joins_o
         ours = [route for route in routes if route in (*UPDATE, JOIN, "/pause")]
         assert ours == ["/pause", JOIN, *UPDATE, "/pause", *UPDATE]
         assert fake.infos[1]["update_info"] == sent | {"version": 1, "digest": "d1"}
+
+
+def test_a_step_of_a_broadcast_may_take_longer_where_a_push_may() -> None:
+    assert [step_timeout_s(timeout_s) for timeout_s in (30.0, 300.0, 600.0, 3600.0)] == [
+        30.0,
+        60.0,
+        60.0,
+        360.0,
+    ]

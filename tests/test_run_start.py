@@ -187,7 +187,9 @@ def test_on_a_shared_device_engines_start_first_and_sleep_unless_they_stay(
         started.append([server.name for server in servers])
 
     monkeypatch.setattr(startup, "start_all", start_all)
-    made: Any = [SimpleNamespace(name=name, engine=None) for name in ("trainer", "engine", "eval")]
+    made: Any = [
+        SimpleNamespace(name=name, engine=None, start_s=300.0) for name in ("trainer", "engine", "eval")
+    ]
     made[1].engine = SimpleNamespace(sleep=sleep)
     asyncio.run(startup.bring_up(*([one] for one in made), is_shared=shared, stays=stays))
     assert (started, sleep.await_count) == (order, num_slept)
@@ -204,9 +206,12 @@ def test_torch_is_held_to_its_part_of_a_cuda_device() -> None:
 def test_what_loads_a_large_model_may_take_longer_to_start(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(50 * 10**9)  # without a block on the disk
-    launch = replace(maker(tmp_path), model_path=tmp_path)
-    servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
-    assert [server.start_s for server in servers] == [300.0 + 1000.0] * 2
+    for overrides, start_s in (((), 300.0), (("supervision.start_timeout_s=700",), 700.0)):
+        launch = replace(maker(tmp_path, *overrides), model_path=tmp_path)
+        servers = [*launch.trainers(tmp_path / "staging"), *launch.engines()]
+        assert [server.start_s for server in servers] == [start_s + 1000.0] * 2
+        # a rank says who is missing before it is itself taken for hung
+        assert launch.trainer_spec(0, tmp_path).meet_s == pytest.approx(0.8 * start_s)
 
 
 class Holding:
@@ -328,7 +333,7 @@ def server(error: Exception | None = None, dies_s: float = 999.0) -> Server:
     child: Any = ForeignProcess("engine-0", "http://127.0.0.1:1")
     child.watch, child.death = watch, lambda: RoomError("engine-0", "killed by SIGKILL")
     client: Any = SimpleNamespace(health=AsyncMock(side_effect=error, return_value=HEALTH))
-    return Server(child, Caller("engine-0", "", ""), EngineHealth, engine=client, ready=ready)
+    return Server(child, Caller("engine-0", "", ""), EngineHealth, 300.0, engine=client, ready=ready)
 
 
 @virtual

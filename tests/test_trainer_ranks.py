@@ -344,8 +344,10 @@ def test_ranks_that_do_not_meet_say_where_and_who_is_missing(
         store = f"127.0.0.1:{mute.getsockname()[1]}"
         if missing != "no answer":
             mute.close()
-        spec = make_spec(tiny_model_dir, tmp_path, rank=rank, store=store, trainer={"world_size": 2})
-        rendezvous = Rendezvous(spec, start_s=3.0)
+        spec = make_spec(
+            tiny_model_dir, tmp_path, rank=rank, store=store, meet_s=3.0, trainer={"world_size": 2}
+        )
+        rendezvous = Rendezvous(spec)
         with pytest.raises(ConfigError, match=f"{missing}.*") as caught:
             rendezvous.here(rendezvous.open())
     assert f"{store} within 3 s" in caught.value.what

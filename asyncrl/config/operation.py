@@ -145,6 +145,9 @@ class SupervisionConfig(FrozenConfig):
     """Seconds that a run waits for a node that is gone and that it cannot do without; then restarts there
     count. While other engines work it goes on without a node of engines for as long as it takes. At the
     start: for all nodes that Ray's autoscaler is asked for."""
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that a process of the run may take to give its first answer, beside those for reading its model
+    (vLLM: three times as long)."""
     watchdog_s: float = Field(default=900.0, gt=0)
     """Seconds without any progress after which the run says who waits for whom, and dumps its stacks into the
     log.

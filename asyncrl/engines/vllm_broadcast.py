@@ -14,10 +14,18 @@ from typing import Any
 from asyncrl.errors import EngineError, RoomError, TrainerError
 from asyncrl.messages.base import BroadcastRequest, GroupSeat
 
-STEP_S = 60.0
-"""Limit, in seconds, for forming a group and for each buffer: all members are ready when it begins."""
+MIN_STEP_S = 60.0
+STEP_FRACTION = 0.1
+"""Of weight_sync.timeout_s: the limit for forming a group and for each buffer, MIN_STEP_S at least; all
+members are ready when it begins.
+"""
 Send = Callable[[BroadcastRequest], Awaitable[object]]
 Take = Callable[[GroupSeat], Awaitable[None]]
+
+
+def step_timeout_s(timeout_s: float) -> float:
+    """Limit of a step of a push that may take so long."""
+    return min(timeout_s, max(MIN_STEP_S, STEP_FRACTION * timeout_s))
 
 
 @dataclass
@@ -72,7 +80,7 @@ class Broadcasts:
         user may write there. `store`: where its processes meet instead if they are on several nodes, at
         ADDRESS:PORT of the trainer's, which may be another one after a loss.
         """
-        self._send_all, self._folder, self._timeout_s = send, folder, min(timeout_s, STEP_S)
+        self._send_all, self._folder, self._timeout_s = send, folder, step_timeout_s(timeout_s)
         self._store = store
         self._version = -1
         self._expected: dict[str, int] = {}

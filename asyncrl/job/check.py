@@ -32,7 +32,6 @@ from asyncrl.config.run_config import key_of
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.files import write_whole
 from asyncrl.job.servers.teaching import look_at_teacher
-from asyncrl.job.start import START_TIMEOUT_S
 from asyncrl.messages.base import find_fatal
 from asyncrl.messages.records import Prompt, Rollout
 from asyncrl.observe.trackers.tracker_names import check_trackers
@@ -305,9 +304,9 @@ def _ask_child(config: RunConfig) -> None:
                 with contextlib.suppress(BrokenPipeError):  # it died already: its exit code says so
                     process.stdin.write(json.dumps({CONFIG: run_config_yaml(config)}).encode() + b"\n")
                     process.stdin.flush()  # and stays open: its end would tell the child that we are gone
-                code = process.wait(START_TIMEOUT_S)
+                code = process.wait(limit_s := config.supervision.start_timeout_s)
             except subprocess.TimeoutExpired as error:
-                what = f"{loading} took longer than {START_TIMEOUT_S:g} s"
+                what = f"{loading} took longer than {limit_s:g} s"
                 raise ConfigError(what, way_out="find what their modules wait for.") from error
             finally:
                 process.kill()

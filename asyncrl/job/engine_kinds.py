@@ -42,8 +42,8 @@ in bfloat16.
 """
 CANARY_TOKENS = 160
 """Longer than vLLM's block on the CPU, so that its prefix cache takes part."""
-VLLM_START_TIMEOUT_S = 900.0
-"""vLLM compiles kernels at its first start, and reads large models."""
+VLLM_STARTS = 3
+"""So many times supervision.start_timeout_s for vLLM, which compiles kernels at its first start."""
 
 
 class Embedded:
@@ -198,7 +198,8 @@ class Vllm(Embedded):
         mark = secrets.token_hex(4)
         client = VllmServer(server.caller, facts=facts, rules=rules, decode=tokenizer.decode, mark=mark)
         client.meeting = meeting
-        server.ready = partial(client.ready, VLLM_START_TIMEOUT_S + load_limit_s(maker.model_path))
+        limit_s = VLLM_STARTS * maker.config.supervision.start_timeout_s + load_limit_s(maker.model_path)
+        server.ready = partial(client.ready, limit_s)
         return client
 
     def request(self, sampling: Body) -> tuple[str, Body]:

@@ -144,12 +144,12 @@ class Harnessing:
         if config.evaluates_agent:
             num_slots += config.eval_slots
         harness, slots = generator.model_dump(mode="json"), -(-num_slots // generator.workers)
-        workers = []
+        workers, start_s = list[Server](), config.supervision.start_timeout_s
         for name in (f"worker-{index}" for index in range(generator.workers)):
             spec = json.dumps({"name": name, "url": self.url, "slots": slots, "harness": harness})
             secret, keys = secrets.token_urlsafe(24), {WORKER_KEY_ENV: self.worker_key}
             child = ChildProcess(name, "asyncrl.agents.worker", spec, run_dir, secret, secrets=keys)
-            workers.append(Server(child, Caller(name, "", secret), WorkerHealth))
+            workers.append(Server(child, Caller(name, "", secret), WorkerHealth, start_s))
         return tuple(workers)
 
     async def open(self, job: Life) -> None:

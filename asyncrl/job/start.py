@@ -1,7 +1,7 @@
 """Starts the servers of a run, and asks how they are.
 
-Waits: each process is given START_TIMEOUT_S (vLLM: VLLM_START_TIMEOUT_S) to answer, and load_limit_s() of the
-    model that it loads; one that dies first ends the start with its own last words.
+Waits: each process is given supervision.start_timeout_s (vLLM: three times as long) to answer, and
+    load_limit_s() of the model that it loads; one that dies first ends the start with its own last words.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from asyncrl.placement.nodes import Process
 from asyncrl.waits import TimeLimit
 
 Health: TypeAlias = TrainerHealth | EngineHealth | WorkerHealth | RelayHealth
-START_TIMEOUT_S = 300.0
 STATE_TIMEOUT_S = 5.0
 
 
@@ -38,10 +37,10 @@ class Server:
     child: Process
     caller: Caller
     answers: type[TrainerHealth] | type[EngineHealth] | type[WorkerHealth] | type[RelayHealth]
+    start_s: float
     health: Health | None = None
     engine: EngineClient | None = None
     ready: Callable[[], Awaitable[Health]] | None = None
-    start_s: float = START_TIMEOUT_S
 
     @property
     def name(self) -> str:
@@ -104,7 +103,8 @@ class Server:
         except (CallLost, CallRefused, EngineError) as error:
             what = f"did not come up: {failure_text(error)}; the end of its log:\n{self.child.log_tail()}"
             way_out = error.way_out if isinstance(error, EngineError) else ""
-            raise RoomError(self.name, what, way_out=way_out or f"read {self.child.log_path}.") from error
+            log = f"{self.child.log_path}; raise supervision.start_timeout_s if it needs more time."
+            raise RoomError(self.name, what, way_out=way_out or f"read {log}") from error
         finally:
             await end_all([asking, watching])
 
@@ -169,12 +169,13 @@ async def bring_up(
     if stays:
         await start_all(trainers)
         return
+    limit_s = max(server.start_s for server in engines)
     try:
-        async with TimeLimit(START_TIMEOUT_S):
+        async with TimeLimit(limit_s):
             clients = [server.engine for server in engines if server.engine is not None]
             await asyncio.gather(*(client.sleep(["kv", "weights"]) for client in clients))
     except TimeoutError as error:
-        what = f"an engine does not free the trainer's device within {START_TIMEOUT_S} s"
+        what = f"an engine does not free the trainer's device within {limit_s:g} s"
         raise RoomError("placement", what, way_out="read the logs of the engines.") from error
     await start_all(trainers)
 

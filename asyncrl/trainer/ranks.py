@@ -34,10 +34,6 @@ from asyncrl.weights.nccl import OPEN_PORTS, listen_at, run_within, use_interfac
 T = TypeVar("T")
 BEATS = 2
 """So often within trainer.timeout_s rank 0 tells the others that it is there, if nothing else happens."""
-START_S = 240.0
-"""How long a rank waits for the others to be there; less than its process is given to answer, so that the
-rank says what it lacks.
-"""
 
 
 @dataclass(frozen=True)
@@ -144,17 +140,16 @@ class Rendezvous:
     that rank 0 opens.
 
     Life: open() -> here() -> connected(). All raise ConfigError.
-    Waits: START_S at most for all three together. What of torch goes on waiting past that does so in a
+    Waits: spec.meet_s at most for all three together. What of torch goes on waiting past that does so in a
         thread that the process leaves behind at its end.
     """
 
     spec: TrainerSpec
-    start_s: float = START_S
     _since_s: float = field(default_factory=time.monotonic)
 
     @property
     def _left(self) -> timedelta:
-        return timedelta(seconds=max(self._since_s + self.start_s - time.monotonic(), 0.1))
+        return timedelta(seconds=max(self._since_s + self.spec.meet_s - time.monotonic(), 0.1))
 
     @property
     def _me(self) -> str:
@@ -193,7 +188,7 @@ class Rendezvous:
             return ""
 
         if missing := self._in_time(f"{self._me} has no answer of the store at {self._where}", wait):
-            what = f"rank {missing} did not come to {self._where} within {self.start_s:g} s"
+            what = f"rank {missing} did not come to {self._where} within {self.spec.meet_s:g} s"
             rule = f"{self._me} and all others of trainer.world_size={len(keys)} meet there"
             raise ConfigError(what, rule=rule, way_out=f"read the log of rank {missing}; {OPEN_PORTS}.")
 
@@ -207,7 +202,7 @@ class Rendezvous:
             return run_within(self._left.total_seconds() + 1.0, work, name="rendezvous")
         except (RuntimeError, OSError) as error:  # a TimeoutError is one
             why = str(error).partition("\n")[0] or "no answer"
-            within = f"within {self.start_s:g} s: {why[:300]}"
+            within = f"within {self.spec.meet_s:g} s: {why[:300]}"
             rule = f"the ranks of a trainer meet at {self._where}, then each connects to each"
             way_out = f"read the log of rank 0; {OPEN_PORTS}."
             raise ConfigError(f"{what} {within}", rule=rule, way_out=way_out) from error

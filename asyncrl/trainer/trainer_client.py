@@ -84,6 +84,10 @@ class TrainerSpec(FrozenConfig):
     """Where the ranks find each other: ADDRESS:PORT of rank 0's node, '' = a file in the staging folder,
     which all of them see.
     """
+    meet_s: float = Field(default=240.0, gt=0)
+    """How long a rank waits for the others to be there; less than its process is given to answer, so that the
+    rank says what it lacks.
+    """
     trainer: TrainerConfig = TrainerConfig()
     """The section of the config."""
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -123,11 +123,11 @@ class Relaying:
         of_engines = {f"engine-{at}": placement.engine_node(at) for at in range(len(placement.engines))}
         of_engines[EVAL_ENGINE] = placement.beside_node
         nodes = sorted({0, placement.rank_node(0), *of_engines.values()})
-        self.servers = list[Server]()
+        self.servers, start_s = list[Server](), maker.config.supervision.start_timeout_s
         for number in nodes:
             order = relay_order(number, placement.nodes[number], maker.secret, staging_dir, maker.run_dir)
             child, caller = maker.launcher.process(number, order), Caller(order.name, "", maker.secret)
-            self.servers.append(Server(child, caller, RelayHealth))
+            self.servers.append(Server(child, caller, RelayHealth, start_s))
         self.supervisors = {
             number: RelaySupervisor([server], supervision)
             for number, server in zip(nodes, self.servers, strict=True)

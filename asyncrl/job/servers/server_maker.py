@@ -20,7 +20,7 @@ from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.http import SHORT_S, Caller
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers.teaching import KEY
-from asyncrl.job.start import START_TIMEOUT_S, Server
+from asyncrl.job.start import Server
 from asyncrl.messages.calls import EngineHealth, TrainerHealth
 from asyncrl.placement.devices import Placement, chunk_devices
 from asyncrl.placement.fork_server import KEY_ENV
@@ -33,6 +33,9 @@ from asyncrl.rollouts.tokenizer import HFChatTokenizer
 from asyncrl.staging import LOCK
 from asyncrl.trainer.model_folder import find_model, load_limit_s
 from asyncrl.trainer.trainer_client import TrainerSpec
+
+MEET_FRACTION = 0.8
+"""Of supervision.start_timeout_s: how long the trainer's ranks wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class ServerMaker:
             devices = [self.placement.trainer[other] for other in self._ranks_beside(rank)]
             child = self._process(name, module, spec, devices, port, self.placement.rank_node(rank))
             caller, start_s = Caller(name, "", self.secret), self.start_s(self.model_path)
-            servers.append(Server(child, caller, TrainerHealth, start_s=start_s))
+            servers.append(Server(child, caller, TrainerHealth, start_s))
         return servers
 
     def _ranks_beside(self, rank: int) -> list[int]:
@@ -103,6 +106,7 @@ class ServerMaker:
             local_rank=self._ranks_beside(rank).index(rank),
             address=address_of(self.placement.rank_node(rank)) if store or weights_store else LOOPBACK,
             store=store,
+            meet_s=MEET_FRACTION * config.supervision.start_timeout_s,
             weights_store=weights_store,
             trainer=config.trainer,
             algorithm=config.algorithm,
@@ -159,12 +163,11 @@ class ServerMaker:
         child = self._process(TEACHER, module, json.dumps(spec), [device], None, node)
         short_s = min(SHORT_S, config.teacher.timeout_s / 2)
         caller, start_s = Caller(TEACHER, "", self.secret, short_s=short_s), self.start_s(folder)
-        return Server(child, caller, EngineHealth, start_s=start_s)
+        return Server(child, caller, EngineHealth, start_s)
 
-    @staticmethod
-    def start_s(folder: Path) -> float:
+    def start_s(self, folder: Path) -> float:
         """How long a process that loads this model may take to answer."""
-        return START_TIMEOUT_S + load_limit_s(folder)
+        return self.config.supervision.start_timeout_s + load_limit_s(folder)
 
     @cached_property
     def tokenizer(self) -> HFChatTokenizer:
@@ -221,7 +224,7 @@ class ServerMaker:
         limits = (config.rollout.timeout_s, config.weight_sync.timeout_s, *evals_s)
         short_s = min([SHORT_S, *(limit / 2 for limit in limits if limit is not None)])
         caller, start_s = Caller(child.name, "", key, short_s=short_s), self.start_s(self.model_path)
-        return Server(child, caller, EngineHealth, start_s=start_s)
+        return Server(child, caller, EngineHealth, start_s)
 
     def _process(
         self,
