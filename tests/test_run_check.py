@@ -127,10 +127,8 @@ def test_check_of_a_described_machine_asks_nothing_of_this_one(
         raise AssertionError("this machine was asked")
 
     for owner, name in (
-        *(
-            (machine, name)
-            for name in ("find_cuda_devices", "cpu_has_bfloat16", "num_cores", "ask_nvidia_smi")
-        ),
+        *((machine, name) for name in ("find_cuda_devices", "cpu_has_bfloat16", "ask_nvidia_smi")),
+        *((machine, name) for name in ("num_cores", "available_memory")),
         *((plan, name) for name in ("num_cores", "this_machine")),
         *((fit, name) for name in ("needed_python", "refuse_too_many_connections")),
         (psutil, "virtual_memory"),

@@ -152,7 +152,7 @@ class PlayedCuda:
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
         self.sizes: list[int] = []
-        self._device = 0
+        self._device, self.last_error = 0, 0
 
     def current_device(self) -> int:
         return 3
@@ -178,7 +178,23 @@ class PlayedCuda:
         return 0
 
     def check_error(self, code: int) -> None:
-        assert code == 0
+        if code:
+            self.last_error = code
+            raise RuntimeError(f"CUDA error {code}")
+
+    def _sleep(self, cycles: int) -> None:
+        """A launch."""
+        code, self.last_error = self.last_error, 0
+        if code:
+            raise RuntimeError(f"CUDA error {code}")
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_for_the_launch_of_another() -> None:
+    cuda = PlayedCuda()
+    cuda.cudaHostRegister = lambda *_: 2  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="CUDA error 2"):
+        HostMemory(torch.device("cuda"), cuda).of(2**20)
+    assert cuda.last_error == 0
 
 
 def test_what_is_saved_is_copied_into_one_pinned_piece_which_goes_where_the_host_is_short_of_memory(

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl.buffer.overdue import POLICIES
+from asyncrl.buffer.staleness import POLICIES
 from asyncrl.config import RunConfig
 from asyncrl.observe.run_numbers import (
     SHARES,

@@ -16,9 +16,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from asyncrl.errors import ConfigError
+from asyncrl.host import available_memory, num_cores
 
 DRIVER_DIR = Path("/proc/driver/nvidia/gpus")
 QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
@@ -42,8 +41,9 @@ class CudaDevice:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`memory`: bytes that the host has available. `has_bfloat16`: whether its CPU has instructions for it.
-    `is_here`: it is this one; of one that is described, nothing else is known.
+    """`cores` and `memory`, bytes that are available: of the host, or what its container leaves to the run.
+    `has_bfloat16`: whether its CPU has instructions for it. `is_here`: it is this one; of one that is
+    described, nothing else is known.
     """
 
     cuda: tuple[CudaDevice, ...]
@@ -55,18 +55,13 @@ class Machine:
     """Whether torch.compile finds what it needs."""
 
 
-def num_cores() -> int:
-    """Of this machine."""
-    return os.cpu_count() or 1
-
-
 def this_machine() -> Machine:
     """What is here now."""
     cuda = find_cuda_devices()
     return Machine(
         cuda,
         num_cores(),
-        psutil.virtual_memory().available,
+        available_memory(),
         cpu_has_bfloat16(),
         has_compiler=not why_no_compiler(for_cuda=bool(cuda)),
     )

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
+from asyncrl.host import num_cores
 from asyncrl.placement.choice import NodeDevice
 from asyncrl.placement.devices import NO_DEVICE, Mode, Placement, place
-from asyncrl.placement.machine import CudaDevice, Machine, num_cores, this_machine
+from asyncrl.placement.machine import CudaDevice, Machine, this_machine
 from asyncrl.placement.model_shape import ModelShape, model_shape
 from asyncrl.placement.nodes import LOOPBACK, Node
 from asyncrl.placement.plan_shared import shared_memory

@@ -13,15 +13,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncrl.host import available_memory
 from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.serving import Refused
 from asyncrl.trainer.ranks import Ranks
@@ -58,7 +58,7 @@ class HostMemory:
         """
         if num_bytes > len(self):
             self.free()
-            available = psutil.virtual_memory().available
+            available = available_memory()
             if num_bytes > available:
                 raise MemoryError(f"{num_bytes} bytes are needed, and the host has {available} available")
             data = torch.empty(num_bytes, dtype=torch.uint8)
@@ -75,12 +75,18 @@ class HostMemory:
     @property
     def is_short(self) -> bool:
         """Whether the host has less available than this takes: others need it more than the next use."""
-        return psutil.virtual_memory().available < len(self)
+        return available_memory() < len(self)
 
     def _call(self, name: str, *arguments: int) -> None:
         if self._cuda is not None:
             with self._cuda.device(self._ordinal):  # else a thread makes a context on the first device
-                self._cuda.check_error(getattr(self._cuda.cudart(), name)(*arguments))
+                try:
+                    self._cuda.check_error(getattr(self._cuda.cudart(), name)(*arguments))
+                except RuntimeError:
+                    # What CUDA refused, the next launch is told once more, whoever launches then.
+                    with suppress(RuntimeError):
+                        self._cuda._sleep(1)
+                    raise
 
 
 class Offload:

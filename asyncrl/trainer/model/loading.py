@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
+from asyncrl.host import available_memory
 from asyncrl.trainer.model.policy import Policy
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.weights.tensor_files import StoredPiece, stored_views
@@ -335,7 +335,7 @@ def _check_memory(model: nn.Module, device: torch.device, config: TrainerConfig)
         shard = -(-num_parameters // config.world_size)
         needed_bytes, free_bytes = shard * (STATE_BYTES + 4), torch.cuda.mem_get_info(device)[0]
     else:  # the shards of all ranks lie in the memory of one host
-        needed_bytes, free_bytes = num_parameters * STATE_BYTES, psutil.virtual_memory().available
+        needed_bytes, free_bytes = num_parameters * STATE_BYTES, available_memory()
     if needed_bytes > free_bytes:
         raise ConfigError(
             f"the trainer needs {needed_bytes / 2**30:.1f} GiB for gradients and optimizer state of "

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy.typing as npt
-import psutil
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.host import available_memory
 from asyncrl.serving import fail
 from asyncrl.weights.ipc import limit_memory
 from asyncrl_servers.embedded.kv_attention import (
@@ -149,10 +149,10 @@ class LoadedModel:
         odd width leaves something over."""
 
     def free_bytes(self) -> int:
-        """Free memory of the device (of the machine, for CPU)."""
+        """Free memory of the device (for CPU what the process may take)."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
-        return int(psutil.virtual_memory().available)
+        return available_memory()
 
     def give_back(self) -> None:
         """Have freed memory leave this process: allocators keep it for themselves otherwise."""

@@ -1,0 +1,75 @@
+"""What a process may have of its host, as the files of its control groups say it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from asyncrl import host
+
+GB = 10**9
+Put = Callable[[str, dict[str, str]], None]
+
+
+@pytest.fixture
+def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Put:
+    """Writes to which groups a process belongs, and their files, on a host of 100 GB and 64 cores."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100 * GB))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(host, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(host, "CGROUPS", tmp_path / "groups")
+
+    def write(membership: str, files: dict[str, str]) -> None:
+        (tmp_path / "membership").write_text(membership)
+        for name, text in files.items():
+            path = tmp_path / "groups" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+
+    return write
+
+
+@pytest.mark.usefixtures("put")
+def test_without_groups_a_process_may_have_what_the_host_has() -> None:
+    assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)
+
+
+def test_a_container_that_sees_its_group_as_the_root_may_have_what_that_has_left(put: Put) -> None:
+    stat = f"anon {15 * GB}\nfile {5 * GB}\nshmem {2 * GB}\ninactive_file {2 * GB}\nactive_file {GB}"
+    limits = {"memory.max": str(32 * GB), "memory.current": str(20 * GB), "cpu.max": "650000 100000"}
+    put("0::/\n", limits | {"memory.stat": stat})
+    # 20 GB in use, 3 of which are pages of files
+    assert (host.available_memory(), host.num_cores()) == (15 * GB, 7)
+
+
+def test_of_nested_groups_the_one_with_least_left_counts(put: Put) -> None:
+    files = {"job/step/memory.max": "max", "job/step/memory.current": str(3 * GB)}
+    files |= {"job/memory.max": str(10 * GB), "job/memory.current": str(4 * GB)}
+    files |= {"job/step/cpu.max": "max 100000", "job/cpu.max": "200000 100000"}
+    put("0::/job/step\n", files)
+    assert (host.available_memory(), host.num_cores()) == (6 * GB, 2)
+
+
+def test_groups_of_the_first_version_are_read_too(put: Put) -> None:
+    files = {"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": str(50 * GB)}
+    files |= {"memory/docker/a1/memory.limit_in_bytes": str(8 * GB)}
+    files |= {"memory/docker/a1/memory.usage_in_bytes": str(6 * GB)}
+    stat = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {GB}\ntotal_active_file 0"
+    files |= {"memory/docker/a1/memory.stat": stat}
+    files |= {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
+    put("4:memory:/docker/a1\n3:cpu,cpuacct:/docker/a1\n", files)
+    assert (host.available_memory(), host.num_cores()) == (3 * GB, 64)
+    put("4:memory:/docker/a1\n3:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "50000"})
+    assert host.num_cores() == 1
+
+
+def test_a_group_that_is_full_leaves_nothing_and_one_that_is_not_shown_no_limit(put: Put) -> None:
+    put("0::/not/shown/here\n1:name=systemd:/\n", {})
+    assert (host.available_memory(), host.num_cores()) == (100 * GB, 64)
+    put("0::/\n", {"memory.max": str(GB), "memory.current": str(2 * GB)})
+    assert host.available_memory() == 0
