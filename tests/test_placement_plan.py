@@ -32,7 +32,7 @@ from asyncrl.placement.fit import (
     settle_share,
     start_words,
 )
-from asyncrl.placement.plan import Plan, engine_threads, make_plan, trainer_threads
+from asyncrl.placement.plan import OWN_BYTES, Plan, engine_threads, make_plan, trainer_threads
 from asyncrl.placement.plan_text import plan_text, transport_text
 from asyncrl.placement.process_memory import PHASES, Memory
 
@@ -129,8 +129,9 @@ def test_an_offloaded_trainer_has_its_state_on_the_host_and_a_step_on_its_device
     here, away = (planned(world_size, *more, *also) for also in ([], ["trainer.cpu_offload=true"]))
     whole, step, state = memory(here, "trainer-0"), memory(away, "trainer-0"), memory(away, "trainer-0/host")
     assert step == Memory(activations=step.activations)
-    assert replace(state, activations=step.activations) == whole or "lora" in more[0]
-    assert (state.weights, state.optimizer) == (whole.weights, whole.optimizer)
+    pinned = replace(whole, weights=2 * whole.weights, copies=2 * whole.copies, gradients=2 * whole.gradients)
+    assert replace(state, activations=step.activations) == pinned or "lora" in more[0]
+    assert (state.weights, state.optimizer) == (2 * whole.weights, whole.optimizer)
     assert "offloaded" not in {process.name for process in away.processes}, "turns have nothing to move"
     host = next(process for process in away.processes if process.name == "trainer-0/host")
     held = {phase: host.held_bytes(phase, "colocated") for phase in PHASES}
@@ -432,7 +433,7 @@ def test_a_paged_kv_cache_must_hold_one_sequence_and_what_more_has_room_is_told(
     one_kv, engine = 2 * 28 * 4 * 128 * 2 * 33792, memory(plan, "engine-0")
     assert engine.kv == one_kv
     refuse_what_cannot_fit(plan, config)
-    fitting = 1 + (H200 - engine.total) // one_kv
+    fitting = 1 + (int(0.92 * H200) - engine.total - OWN_BYTES) // one_kv
     assert 1 < fitting < 256
     words = f"about {fitting} of 256 sequences of 33792 tokens have room at once in what is left of cuda:1"
     assert words in plan_text(plan, config)
@@ -445,6 +446,66 @@ def test_a_paged_kv_cache_must_hold_one_sequence_and_what_more_has_room_is_told(
         refuse_what_cannot_fit(too_small, config)
     with pytest.raises(ConfigError, match="on cuda:1"):  # the embedded one takes it at its start
         refuse_what_cannot_fit(on_h200(*LONG), load(*SEVEN, *LONG))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem", "way_out"),
+    [
+        (["rollout.num_engines=2"], "engine-0 and engine-1 would take 1.84 of cuda:1", "utilization: 0.5}"),
+        ([EVAL], "engine-0 and engine-eval would take 1.84 of cuda:1, and 1.00 of it", "utilization: 0.5}"),
+        (["rollout.num_engines=2", "rollout.vllm={gpu-memory-utilization: 0.5}"], "", ""),
+        (
+            ["rollout.vllm={gpu_memory_utilization: 0.1}"],
+            "engine-0 would have 13.* of cuda:1",
+            "up to 1 of it",
+        ),
+        ([], "", ""),
+    ],
+)
+def test_vllms_that_together_ask_for_more_than_a_device_or_get_less_than_they_need_are_refused(
+    vllm: list[str], overrides: list[str], problem: str, way_out: str
+) -> None:
+    settings = [*vllm, *overrides]
+    plan, config = on_h200(*settings), load(*SEVEN, *settings)
+    if not problem:
+        refuse_what_cannot_fit(plan, config)
+        return
+    with pytest.raises(ConfigError, match=problem) as caught:
+        refuse_what_cannot_fit(plan, config)
+    assert way_out in caught.value.way_out
+
+
+@pytest.mark.parametrize("engine", [["rollout.engine=embedded"], [VLLM]])
+def test_auto_leaves_engines_that_page_what_the_trainer_has_no_use_for(engine: list[str]) -> None:
+    config = load(ZERO, *engine)
+    plan, _ = settle_share(make_plan(config, machine(1, 2**34)), config)
+    share, total = plan.placement.share, plan.total_bytes("cuda:0")
+    bounds = plan.share_bounds(1.1)
+    assert bounds is not None
+    assert share is not None
+    assert total is not None
+    if config.rollout.engine == "embedded":
+        assert share == pytest.approx(sum(bounds) / 2, abs=1e-3)
+    else:
+        here = [one for one in plan.processes if one.device == "cuda:0"]
+        others = [one for one in here if one.side not in ("engine", "start")]
+        needed = sum(one.memory.total * 1.25 + OWN_BYTES * bool(one.threads) for one in others)
+        assert share == pytest.approx(1 - needed / total, abs=1e-3)
+    refuse_what_cannot_fit(plan, config)
+
+
+def test_what_a_vllm_needs_to_load_new_weights_is_counted(vllm: list[str]) -> None:
+    small = [*vllm, "rollout.vllm={enforce-eager: true, max-num-batched-tokens: 1}", "rollout.slots=1"]
+    embedding = 152064 * 3584 * 2
+    for chunk in (2**28, 2**30):
+        work = memory(on_h200(*small, f"weight_sync.chunk_bytes={chunk}"), "engine-0").activations
+        assert work == 2 * (embedding + chunk)
+
+
+def test_graphs_of_a_vllm_that_compiles_are_counted(vllm: list[str]) -> None:
+    eager = on_h200(*vllm, "rollout.vllm={enforce-eager: true}")
+    more = memory(on_h200(*vllm), "engine-0").activations - memory(eager, "engine-0").activations
+    assert more == 2**30
 
 
 def test_engines_on_one_device_share_what_is_left_of_it(vllm: list[str]) -> None:

@@ -25,7 +25,7 @@ from asyncrl.errors import ConfigError, install_extra
 from asyncrl.placement.devices import NO_DEVICE, SIZES, Placement, place
 from asyncrl.placement.machine import Machine
 from asyncrl.placement.nodes import Node
-from asyncrl.placement.plan import OWN_BYTES, Plan, lay_out, nodes_of
+from asyncrl.placement.plan import OWN_BYTES, Plan, lay_out, nodes_of, vllm_part
 from asyncrl.placement.process_memory import Phase, ProcessPlan, size_text
 
 MOVING = "each side moves out for the other's turn"
@@ -110,8 +110,7 @@ def settle_share(plan: Plan, config: RunConfig) -> tuple[Plan, str]:
     elif bounds[0] > bounds[1]:
         why = f"beside each other they do not fit {', '.join(placement.trainer_labels)}"
     else:
-        least, most = bounds
-        fraction = round((least + most) / 2, 3) if placement.is_on_cuda else None
+        fraction = found.auto_share(*bounds) if placement.is_on_cuda else None
         part = "" if fraction is None else f", the engines with {fraction} of it"
         where = ", ".join(placement.trainer_labels)
         found = replace(found, placement=replace(stays, share=fraction))
@@ -148,8 +147,11 @@ def paged_words(plan: Plan, process: ProcessPlan, config: RunConfig) -> str:
     if not process.all_kv or not one_kv or free is None:
         return ""
     num_paged = sum(1 for other in plan.processes if other.device == process.device and other.all_kv)
-    left = free - plan.peak_bytes(process.device)["generation"]
-    if plan.placement.share is not None and (total := plan.total_bytes(process.device)) is not None:
+    left, total = free - plan.peak_bytes(process.device)["generation"], plan.total_bytes(process.device)
+    part = vllm_part(config, process)
+    if plan.placement.share is None and total is not None and part is not None:
+        left = min(left, num_paged * (int(part * total) - process.memory.total - OWN_BYTES))
+    elif plan.placement.share is not None and total is not None:
         engines = (one for one in plan.processes if one.side == "engine" and one.device == process.device)
         held = sum(engine.memory.total + OWN_BYTES for engine in engines)
         left = min(left, int(plan.placement.share * total) - held)
@@ -182,10 +184,42 @@ def refuse_what_cannot_fit(plan: Plan, config: RunConfig) -> None:
             f"{size_text(free)} are free",
             way_out=_way_out(plan, config),
         )
-    if plan.placement.share is not None and (bounds := plan.share_bounds()) is not None:
+    if plan.placement.share is None:
+        _refuse_vllm_parts(plan, config)
+    elif (bounds := plan.share_bounds()) is not None:
         _refuse_share(plan, config, *bounds)
     if plan.is_here:
         refuse_too_many_connections(config)
+
+
+def _refuse_vllm_parts(plan: Plan, config: RunConfig) -> None:
+    """Raise ConfigError if a vLLM does not find the part of a device that it asks for at its start, or needs
+    more than that.
+    """
+    for device, free in plan.free_bytes.items():
+        here = [process for process in plan.processes if process.device == device]
+        parts = {one: part for one in here if (part := vllm_part(config, one)) is not None}
+        total = plan.total_bytes(device)
+        if not parts or free is None or total is None:
+            continue
+        # In turns the trainer comes when they sleep.
+        stays = plan.holding == "apart"
+        others = [one for one in here if one not in parts and (stays or one.side == "eval")]
+        left = free - sum(one.held_bytes("generation", plan.holding) + OWN_BYTES for one in others)
+        most = math.floor(100 * max(left, 0) / total / len(parts)) / 100
+        names, part = " and ".join(one.name for one in parts), max(parts.values())
+        rule = "a vLLM takes rollout.vllm.gpu-memory-utilization of its device at its start, for all it needs"
+        if sum(parts.values()) * total > left:
+            free_words = f"{max(left, 0) / total:.2f} of it is free"
+            what = f"{names} would take {sum(parts.values()):g} of {device}, and {free_words}"
+            way_out = f"write rollout.vllm={{gpu-memory-utilization: {most:g}}}, or give each its own device."
+            raise ConfigError(what, rule=rule, way_out=way_out)
+        needed = max(one.memory.total for one in parts) + OWN_BYTES
+        if needed > part * total:
+            has = f"{size_text(int(part * total))} of {device}, {part:g} of it"
+            what = f"{names} would have {has}, and {size_text(needed)} are needed"
+            way_out = f"write up to {most:g} of it, or give it more devices (rollout.tensor_parallel)."
+            raise ConfigError(what, rule=rule, way_out=way_out)
 
 
 def _refuse_share(plan: Plan, config: RunConfig, least: float, most: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from asyncrl.config import ModelConfig, RunConfig, TeacherConfig
 from asyncrl.config.generation import ENGINES
@@ -27,9 +28,11 @@ from asyncrl.placement.process_memory import (
     Side,
     compiles_layers,
     item_bytes,
+    pinned,
     trainer_memory,
 )
 
+Given = TypeVar("Given")
 EVAL_ENGINE = "engine-eval"
 """Name of the engine server that evaluates."""
 TEACHER = "teacher"
@@ -38,6 +41,14 @@ SCORED_TOKENS = 256
 """Tokens of which it makes logprobs at once."""
 OWN_BYTES = 2**29
 """What a process takes beside what the plan counts: CUDA's own memory on a device, Python's on the host."""
+
+
+VLLM_PART = 0.92
+"""Of a CUDA device's memory that a vLLM takes unless rollout.vllm says how much (vLLM 0.32)."""
+TRAINER_ROOM = 1.25
+"""Times what is planned, for a trainer beside engines that use whatever they are given."""
+GRAPH_BYTES = 2**30
+"""For the CUDA graphs of a vLLM that does not run eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,15 @@ class Plan:
                     engines, others = engines + size * is_engine, others + size * (not is_engine)
             found.append((engines / total, 1 - others / total))
         return max(least for least, _ in found), min(most for _, most in found)
+
+    def auto_share(self, least: float, most: float) -> float:
+        """The part of the devices that both sides use for the engines, between these bounds: what each side
+        needs, and half of what is left. Engines that page their KV cache have all but a quarter more than is
+        planned for the trainer, which has no use for the rest.
+        """
+        half, roomy = (least + most) / 2, self.share_bounds(TRAINER_ROOM)
+        is_paged = any(process.all_kv for process in self.processes if process.side == "engine")
+        return round(max(half, roomy[1]) if is_paged and roomy is not None else half, 3)
 
     @property
     def holding(self) -> Mode:
@@ -185,7 +205,7 @@ def lay_out(
         compiled = "compiled" if is_compiled else "not compiled"
         note = f"{_part(what, config.trainer.world_size)}; layers counted as {compiled}"
         if config.trainer.cpu_offload:
-            shards, note = replace(memory, activations=0), f"{note}, between uses"
+            shards, note = pinned(replace(memory, activations=0)), f"{note}, between uses, pinned"
             host = label(NodeDevice(node, "cpu"))
             plans.append(ProcessPlan(f"{name}/host", "shards", host, 0, shards, note, node=node))
             memory, note = Memory(activations=memory.activations), "a micro-batch, with gathered layers"
@@ -248,11 +268,16 @@ def _engine(
     kv, all_kv, cache = num_held * one_kv, 0, f"{slots} x {length} tokens"
     if facts.pages_kv and not is_on_cpu:
         kv, all_kv, cache = one_kv, num_held * one_kv, f"{length} tokens at least"
-    if (given := _vllm_number(config, "kv_cache_memory_bytes")) is not None:
+    if (given := _vllm_given(config, "kv_cache_memory_bytes", int)) is not None:
         kv, all_kv, cache = given * len(devices), 0, f"{given} bytes"
-    most = _vllm_number(config, "max_num_batched_tokens") or facts.forward_tokens
+    most = _vllm_given(config, "max_num_batched_tokens", int) or facts.forward_tokens
     work = shape.forward_bytes(min(most, slots * length), item)
     work += num_held * shape.vocab * 4 * facts.logit_copies
+    if facts.pages_kv and not is_on_cpu:
+        # Layers take new weights one by one: the largest tensor as it comes and as it is stored, and chunks.
+        work = max(work, 2 * (shape.largest_tensor * item + config.weight_sync.chunk_bytes))
+        if not _vllm_given(config, "enforce_eager", bool):
+            work += GRAPH_BYTES * len(devices)
     memory = Memory(weights=weights, copies=copies, activations=work, kv=kv)
     note = _part(f"{config.rollout.engine}: weights, KV cache of {cache}", len(devices))
     part, all_kv = memory.split(len(devices)), -(-all_kv // len(devices))
@@ -262,11 +287,24 @@ def _engine(
     ]
 
 
-def _vllm_number(config: RunConfig, name: str) -> int | None:
-    """What rollout.vllm says, if it is a number."""
+def vllm_part(config: RunConfig, process: ProcessPlan) -> float | None:
+    """The fraction of its CUDA device's memory that this vLLM asks for at its start and does not exceed; None
+    for what is no vLLM on CUDA.
+    """
+    is_engine = process.side in ("engine", "eval") and process.name != TEACHER
+    if not (is_engine and config.rollout.facts.pages_kv) or process.device_name in ("cpu", NO_DEVICE):
+        return None
+    for kind in (float, int):
+        if (given := _vllm_given(config, "gpu_memory_utilization", kind)) is not None:
+            return given
+    return VLLM_PART
+
+
+def _vllm_given(config: RunConfig, name: str, kind: type[Given]) -> Given | None:
+    """What rollout.vllm says of this option, if it is of this type."""
     given = {key.lstrip("-").replace("-", "_"): value for key, value in config.rollout.vllm.items()}
     value = given.get(name)
-    return value if type(value) is int else None
+    return value if type(value) is kind else None
 
 
 def _part(what: str, num: int) -> str:

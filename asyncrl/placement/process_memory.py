@@ -98,6 +98,12 @@ class ProcessPlan:
         return memory.total
 
 
+def pinned(memory: Memory) -> Memory:
+    """What of weights and gradients torch pins, each tensor rounded up to a power of two: at most twice."""
+    weights, copies, gradients = memory.weights, memory.copies, memory.gradients
+    return replace(memory, weights=2 * weights, copies=2 * copies, gradients=2 * gradients)
+
+
 def size_text(size: int) -> str:
     """Bytes for people."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
