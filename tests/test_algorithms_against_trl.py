@@ -19,7 +19,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from trainer_cases import batch_of, changed, make_spec
+from trainer_cases import DeviceReads, batch_of, changed, make_spec
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from trl.rewards import get_soft_overlong_punishment
@@ -230,9 +230,12 @@ def our_loss(sampled: Sampled, **algorithm: Any) -> Answer:
     batch = BatchNumbers(header, arrays, mask, *(over_batch(value_M, arrays) for value_M in known))
     batch.advantage_N = objective.advantages(batch)
     (micro,) = pack(header, arrays, mask, 1000, torch.device("cpu"))
-    loss, stats = objective.micro_loss(micro, sampled.current_M, batch, objective.step_numbers(batch, mask))
+    numbers = objective.step_numbers(batch, mask)
+    with DeviceReads() as reads:
+        loss, stats = objective.micro_loss(micro, sampled.current_M, batch, numbers)
+    assert reads.counts.total() == 0, "it waits for the device"
     advantage_B = batch.advantage_N[[entry.end - 1 for entry in header.trajectories]]
-    return loss, stats, torch.from_numpy(advantage_B)
+    return loss, {name: float(value) for name, value in stats.items()}, torch.from_numpy(advantage_B)
 
 
 def trl_loss(sampled: Sampled, *, trainer: Any = GRPOTrainer, **changes: Any) -> Answer:

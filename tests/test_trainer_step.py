@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from trainer_cases import MakeStep, changed, make_batch, naive_logprobs
+from trainer_cases import DeviceReads, MakeStep, changed, make_batch, naive_logprobs
 
 from asyncrl.config import TrainerConfig
 from asyncrl.errors import ConfigError
@@ -21,6 +21,7 @@ from asyncrl.messages.calls import BatchArrays, BatchHeader, unpack_batch
 from asyncrl.observe.metrics import GAUGES
 from asyncrl.serving import Refused
 from asyncrl.trainer.model import loading
+from asyncrl.trainer.model.kernel_calls import to_device
 from asyncrl.trainer.model.parts import learning_rate_at
 from asyncrl.trainer.ranks import ALONE
 from asyncrl.trainer.step import TrainStep
@@ -346,6 +347,55 @@ def test_past_the_limit_the_engine_that_is_off_is_named_and_nothing_is_trained(m
         step.train(header, arrays)
     assert "trainer.logprob_gap_limit=0.15" in caught.value.body.rule
     assert (step.policy_version, step.weights_digest()) == (0, before)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss": "ppo_clip"},
+        {"loss": "cispo", "proximal": "interpolate"},
+        {"off_policy_mask": 0.5, "top_entropy": 0.5, "kl_coefficient": 0.1, "kl_weighted": True},
+    ],
+)
+def test_nothing_is_read_of_a_micro_batch_before_the_last_one_is_under_way(
+    make_step: MakeStep, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
+) -> None:
+    step = make_step(algorithm=algorithm, trainer={"micro_batch_tokens": 40})
+    reads, phases = DeviceReads(), list[str]()
+    enter = step._meter.enter
+
+    def enter_and_tell(phase: Any) -> None:
+        phases.append(phase)
+        reads.key = phase
+        enter(phase)
+
+    monkeypatch.setattr(step._meter, "enter", enter_and_tell)
+    with reads:
+        step.train(*make_batch(version=0))
+    assert phases.count("backward") > 2
+    # The CPU's attention looks for rows in tables that lie on the host on any device.
+    where = {phase for phase, name in reads.counts if name == "_local_scalar_dense"}
+    assert where == {"", "optimizer"}, "the loss and its statistics; the norm of the gradient"
+
+
+def test_what_goes_to_a_cuda_device_does_not_wait_for_it() -> None:
+    calls = list[Any]()
+
+    class Sent:
+        """A tensor as to_device uses one."""
+
+        def pin_memory(self) -> Sent:
+            calls.append("pinned")
+            return self
+
+        def to(self, device: torch.device, **how: bool) -> Sent:
+            calls.append((device.type, how))
+            return self
+
+    tensor: Any = Sent()
+    for device in ("cuda", "cpu"):
+        to_device(tensor, torch.device(device))
+    assert calls == ["pinned", ("cuda", {"non_blocking": True}), ("cpu", {})]
 
 
 def test_a_step_tells_where_its_time_went_and_the_next_one_what_the_export_took(make_step: MakeStep) -> None:

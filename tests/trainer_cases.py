@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.config import AlgorithmConfig, TrainerConfig
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
@@ -188,3 +190,24 @@ def trees(draw: st.DrawFn, vocab: int = 52) -> Rows:
         # a policy that has learnt its task says the same again
         groups.append([rows[0]] * len(rows) if draw(st.booleans()) else rows)
     return groups
+
+
+class DeviceReads(TorchDispatchMode):
+    """Counts, under `key`, what makes a host wait for its device: numbers that are read, and shapes that
+    depend on them.
+    """
+
+    OPS = frozenset(["_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "_unique2"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.counts = "", Counter[tuple[str, str]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, places = func.__name__.split(".")[0], args[1] if len(args) > 1 else ()
+        by_mask = name in ("index", "index_put_") and any(
+            place is not None and place.dtype in (torch.bool, torch.uint8) for place in places
+        )
+        if name in self.OPS or by_mask:
+            self.counts[self.key, name] += 1
+        return func(*args, **(kwargs or {}))

@@ -26,11 +26,13 @@ from asyncrl.trainer.model.allowed import AllowedSets, find_allowed
 from asyncrl.trainer.model.loading import load_tokenizer
 from asyncrl.trainer.model.packing import BoolN, MicroBatch, mini_batches, rank_micro_batches
 from asyncrl.trainer.model.parts import TrainedModel, learning_rate_at, make_optimizer, reshard
-from asyncrl.trainer.model.policy import Policy
+from asyncrl.trainer.model.policy import Policy, Scores
+from asyncrl.trainer.model.tree import IntN
 from asyncrl.trainer.objective import (
     BatchNumbers,
     Float32N,
     Objective,
+    Stats,
     check_any_loss,
     check_batch,
     loss_tokens,
@@ -55,14 +57,31 @@ log = logging.getLogger("asyncrl.trainer")
 
 
 class StepSums:
-    """Of the micro-batches of one optimizer step; logprobs and entropies [N] are set where a token carries
-    loss.
+    """Of the micro-batches of one optimizer step, or of one forward pass over a batch; logprobs and entropies
+    [N] are set where a token carries loss.
+
+    What a micro-batch gives stays on the device until all are under way: to read it is to wait for the
+    device, which would then have nothing to do until the next micro-batch comes.
     """
 
     def __init__(self, num_tokens: int) -> None:
         self.logprobs_N, self.entropies_N = np.zeros((2, num_tokens), np.float32)
         self.loss = 0.0
         self.stats = Counter[str]()
+        self._unread = list[tuple[IntN, Tensor, Tensor, Tensor | float, Stats]]()
+
+    def add(self, micro: MicroBatch, scores: Scores, loss: Tensor | float, stats: Stats) -> None:
+        """What a micro-batch gave, of which nothing is read yet; the loss without its gradient."""
+        self._unread.append((micro.source_M, scores.logprob_M.detach(), scores.entropy_M, loss, stats))
+
+    def read(self) -> None:
+        """All that was given. Waits for the device."""
+        for source_M, logprob_M, entropy_M, loss, stats in self._unread:
+            self.logprobs_N[source_M] = logprob_M.cpu().numpy()
+            self.entropies_N[source_M] = entropy_M.cpu().numpy()
+            self.loss += float(loss)
+            self.stats.update({name: float(value) for name, value in stats.items()})
+        self._unread.clear()
 
     def add_up(self, ranks: Ranks) -> None:
         """Replace these numbers by their sums over all ranks, so that each rank then makes the same
@@ -199,19 +218,19 @@ class Learner:
         self, policy: Policy, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
     ) -> tuple[Float32N, Float32N]:
         """float32 [N] both: logprobs of the loss tokens, and entropies there, 0 elsewhere; no gradient."""
-        logprobs_N, entropies_N = np.zeros((2, len(has_loss)), np.float32)
+        sums = StepSums(len(has_loss))
         micros = self._micro_batches(header, arrays, has_loss)
         self._meter.enter("logprobs")
         for micro, counts in micros:
             scores = policy(micro, self.spec.temperature)
             if counts:
                 self._meter.count(policy.costs.flops(policy.size_of(micro), has_backward=False))
-                logprobs_N[micro.source_M] = scores.logprob_M.cpu().numpy()
-                entropies_N[micro.source_M] = scores.entropy_M.cpu().numpy()
-        self.ranks.add_up(logprobs_N, entropies_N)
+                sums.add(micro, scores, 0.0, {})
+        sums.read()
+        self.ranks.add_up(sums.logprobs_N, sums.entropies_N)
         reshard(policy)
         self._meter.enter("")
-        return logprobs_N, entropies_N
+        return sums.logprobs_N, sums.entropies_N
 
     def _micro_batches(
         self, header: BatchHeader, arrays: BatchArrays, has_loss: BoolN
@@ -267,13 +286,11 @@ class Learner:
             loss, stats = self._objective.micro_loss(micro, scores.logprob_M, batch, numbers)
             self._meter.enter("backward")
             loss.backward()  # type: ignore[no-untyped-call]
-            sums.loss += float(loss.detach())
-            sums.stats.update(stats)
-            sums.logprobs_N[micro.source_M] = scores.logprob_M.detach().cpu().numpy()
-            sums.entropies_N[micro.source_M] = scores.entropy_M.cpu().numpy()
+            sums.add(micro, scores, loss.detach(), stats)
             size = self.policy.size_of(micro)
             self._meter.count(self.policy.costs.flops(size, has_backward=True), size.num_tokens)
         self._meter.enter("")
+        sums.read()
         sums.add_up(self.ranks)
         return sums
 

@@ -26,12 +26,15 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.messages.records import Credit
 from asyncrl.serving import Refused
+from asyncrl.trainer.model.kernel_calls import to_device
 from asyncrl.trainer.model.packing import BoolN, MicroBatch
 from asyncrl.trainer.model.tree import IntN
 from asyncrl.trainer.trainer_client import TrainerSpec
 from asyncrl.user_code import load_advantage, load_loss
 
 Float32N = npt.NDArray[np.float32]
+Stats = dict[str, Tensor | float]
+"""Sums over tokens, one number each; on the device, where they were computed there."""
 LOGPROB_SLACK = 1e-3
 """Nats by which a float32 logprob may round above 0."""
 
@@ -265,13 +268,13 @@ class Objective:
 
     def micro_loss(
         self, micro: MicroBatch, current_M: Tensor, batch: BatchNumbers, step: StepNumbers
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Stats]:
         """(share of the step's loss, scalar with gradient; sums of statistics over the micro-batch's
-        tokens).
+        tokens, one number each, on its device: nothing here waits for it).
         """
 
         def over_tokens(values_N: npt.NDArray[Any]) -> Tensor:
-            return torch.from_numpy(values_N[micro.source_M]).to(current_M.device)
+            return to_device(torch.from_numpy(values_N[micro.source_M]), current_M.device)
 
         behaviour_M = over_tokens(batch.arrays.behaviour_logprobs)
         advantage_M = over_tokens(batch.advantage_N)
@@ -304,8 +307,10 @@ class Objective:
         if batch.arrays.teacher_logprobs is not None:
             kl_M = losses.kl(current_M.detach(), over_tokens(batch.arrays.teacher_logprobs), "k1")
             stats = {**stats, "kl_teacher": kl_M.sum()}
-        weight_M = step.weight_S[micro.trajectory_S].to(current_M.device)[micro.sequence_M]
-        return (loss_M * weight_M).sum(), {name: float(value) for name, value in stats.items()}
+        weight_M = to_device(step.weight_S[micro.trajectory_S], current_M.device)[micro.sequence_M]
+        return (loss_M * weight_M).sum(), {
+            name: value.detach() if isinstance(value, Tensor) else value for name, value in stats.items()
+        }
 
     def _corrected(
         self,

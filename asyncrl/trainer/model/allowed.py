@@ -15,6 +15,7 @@ from torch import Tensor
 
 from asyncrl.messages.calls import BatchArrays, BatchHeader
 from asyncrl.messages.token_grammars import GrammarError, TokenGrammars
+from asyncrl.trainer.model.kernel_calls import to_device
 
 log = logging.getLogger("asyncrl.trainer")
 
@@ -50,7 +51,7 @@ class AllowedRows:
     ) -> AllowedRows:
         """Sent to the device."""
         arrays = bits_KB, set_M, np.flatnonzero(set_M != ANY)
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        return cls(*(to_device(torch.from_numpy(array), device) for array in arrays))
 
     def select(self, index: Tensor) -> AllowedRows:
         """Of the tokens at these places. Waits for the device."""

@@ -32,7 +32,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from asyncrl.trainer.model.dealing import Heads
-from asyncrl.trainer.model.kernel_calls import KernelCall, Places, calls_of
+from asyncrl.trainer.model.kernel_calls import KernelCall, Places, calls_of, to_device
 from asyncrl.trainer.model.tree import KernelPass, Layout, Piece
 
 log = logging.getLogger("asyncrl.trainer")
@@ -387,4 +387,4 @@ def _lengths(call: KernelCall, device: torch.device) -> tuple[Any, ...]:
 @lru_cache(maxsize=256)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [len + 1] on the device: made once for all layers."""
-    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32).to(device)
+    return to_device(torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32), device)

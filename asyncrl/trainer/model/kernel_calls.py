@@ -173,4 +173,13 @@ def _gathered(places: list[slice], device: torch.device) -> Places:
     """Their places in order: a slice, if they lie side by side."""
     if all(one.stop == other.start for one, other in zip(places, places[1:], strict=False)):
         return slice(places[0].start, places[-1].stop)
-    return torch.cat([torch.arange(place.start, place.stop) for place in places]).to(device)
+    return to_device(torch.cat([torch.arange(place.start, place.stop) for place in places]), device)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host there. It goes to a CUDA device from pinned memory, in the order of what runs
+    there: from other memory the host would wait until all of that is done.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -25,6 +25,7 @@ from asyncrl.config.learning import CPU_MICRO_BATCH_TOKENS
 from asyncrl.messages.calls import BatchArrays, BatchHeader, TrajectoryHeader
 from asyncrl.trainer.model.allowed import ANY, AllowedRows, AllowedSets
 from asyncrl.trainer.model.dealing import Costs, deal
+from asyncrl.trainer.model.kernel_calls import to_device
 from asyncrl.trainer.model.tree import IntN, Layout, TokenRange, lay_out, places_of
 from asyncrl.trainer.ranks import ALONE, Ranks
 
@@ -154,7 +155,7 @@ def _assemble(
     allowed: AllowedSets | None = None,
 ) -> MicroBatch:
     def tensor(array: npt.NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device)
+        return to_device(torch.from_numpy(array.astype(np.int64)), device)
 
     sequences = sorted(sequences, key=lambda sequence: sequence.trajectory)
     layout, source_N, position_N = lay_out(sequences, arrays.token_ids, max_tokens)
@@ -190,5 +191,5 @@ def _assemble(
         allowed_U=allowed_U,
         routing_N=None
         if arrays.routing is None
-        else torch.from_numpy(arrays.routing[source_N].astype(np.int32)).to(device),
+        else to_device(torch.from_numpy(arrays.routing[source_N].astype(np.int32)), device),
     )
