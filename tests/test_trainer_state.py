@@ -20,6 +20,7 @@ from tiny_model import make_tiny_model
 from trainer_cases import MakeStep, full_disk, make_batch
 
 from asyncrl.serving import Refused
+from asyncrl.trainer import state
 from asyncrl.trainer.offload import HostMemory
 from asyncrl.trainer.step import TrainStep
 from asyncrl.weights.ipc import ALIGNMENT
@@ -228,6 +229,32 @@ def test_what_is_saved_is_copied_into_one_pinned_piece_which_goes_where_the_host
     del copies
     step._state._memory.free()
     assert not cuda.registered
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (b"", "EOFError"),
+        (b"\x80\x04junk", "Error"),
+        (pickle.dumps({}), "no index"),
+        (None, "FileNotFound"),
+    ],
+)
+def test_an_index_that_is_not_whole_is_refused_with_the_reason_whatever_dcp_tells(
+    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: bytes | None, reason: str
+) -> None:
+    def silent(*_: Any, **__: Any) -> None:
+        raise AssertionError("it is read before DCP is asked, whose reason depends on torch's version")
+
+    step, folder = make_step(), tmp_path / "state"
+    step.begin_save_state(folder).result()
+    monkeypatch.setattr(state, "dcp_load", silent)
+    (folder / ".metadata").unlink()
+    if index is not None:
+        (folder / ".metadata").write_bytes(index)
+    for read in (lambda: step.load_state(folder), lambda: [*state.read_weights(folder, {"a": [1]})]):
+        with pytest.raises(Refused, match=f"cannot write or read {folder}.*{reason}"):
+            read()
 
 
 def test_an_index_that_would_run_something_is_refused(make_step: MakeStep, tmp_path: Path) -> None:

@@ -238,6 +238,7 @@ class TrainerState:
 
     def _fitting_manifest(self, path: Path) -> SavedState:
         manifest = read_state(path, f" by rank {self._ranks.rank}")
+        _read_index(path)
         here, there = self._shapes(), manifest.shapes
         differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
         if manifest.lora != self._lora:
@@ -266,6 +267,7 @@ def read_weights(path: Path, shapes: Mapping[str, Sequence[int]]) -> Iterator[tu
     this process alone, and READ_BYTES at once. The optimizer's state is not read. Raises Refused.
     """
     sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+    _read_index(path)
     for names in cut(sizes, READ_BYTES):
         some = {f"weights.{name}": torch.empty([*shapes[name]]) for name in names}
         planner = _TensorPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -296,7 +298,9 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / INDEX).open("rb") as file:
-            metadata: Metadata = _IndexUnpickler(file).load()
+            metadata = _IndexUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"{INDEX} holds a {type(metadata).__name__}, which is no index")
         return metadata
 
 
@@ -318,14 +322,26 @@ def _errors(path: Path) -> Iterator[None]:
             reason, _ = next(iter(error.failures.values()))
         while not isinstance(reason, OSError) and reason.__context__ is not None:
             reason = reason.__context__  # torch's writer tells of a failed write as of a wrong position
-        what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
-        way_out = "check the disk; a folder of another version of torch may not be readable."
-        raise Refused(507, what, way_out=way_out) from error
+        raise _failed(path, reason) from error
+
+
+def _failed(path: Path, reason: BaseException) -> Refused:
+    what = f"cannot write or read {path}: {type(reason).__name__}: {str(reason)[:300]}"
+    way_out = "check the disk; a folder of another version of torch may not be readable."
+    return Refused(507, what, way_out=way_out)
+
+
+def _read_index(path: Path) -> Metadata:
+    """Raises Refused with the reason, which DCP of torch 2.11 does not tell."""
+    try:
+        return _Reader(path).read_metadata()
+    except Exception as error:  # whatever a damaged pickle raises
+        raise _failed(path, error) from error
 
 
 def _refuse_incomplete(path: Path) -> None:
     """On rank 0: the files of the other ranks are here too."""
-    index = _Reader(path).read_metadata()
+    index = _read_index(path)
     wanted = {Path(place.relative_path).name for place in index.storage_data.values()}
     if missing := sorted(name for name in wanted if not (path / name).is_file()):
         what = f"{path} lacks {', '.join(missing)}, which other ranks have written"
