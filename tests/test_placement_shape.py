@@ -27,6 +27,9 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_atten
 SIZES |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 100, "num_hidden_layers": 2}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 NUM_TOKENS = 256
+DEEP = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+DEEP |= {"first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+DEEP |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
 
 
 def shape_of(folder: Path, **architecture: Any) -> ModelShape:
@@ -60,14 +63,16 @@ def kept_bytes(architecture: dict[str, Any], dtype: torch.dtype, *, is_compiled:
 def assert_kept(folder: Path, model_type: str, dtype: torch.dtype, kind: str, **how: bool) -> None:
     """What one layer more keeps is what the plan counts, within a tenth."""
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
-    given = {"model_type": model_type, **SIZES, **(experts if "moe" in model_type else {})}
+    deep = {**DEEP, "num_key_value_heads": 8, "head_dim": 8, "first_k_dense_replace": 0}
+    more = {"qwen3_moe": experts, "deepseek_v3": deep, "latent": {**deep, "v_head_dim": 24}}
+    given = {**SIZES, **more.get(model_type, {}), "model_type": model_type.replace("latent", "deepseek_v3")}
     sizes = [kept_bytes({**given, "num_hidden_layers": num}, dtype, **how) for num in (2, 3)]
     measured = (sizes[1] - sizes[0]) / NUM_TOKENS / dtype.itemsize
     counted, _ = shape_of(folder, **given).layer_entries(dtype.itemsize, kind, **how)
     assert counted == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen2", "llama", "qwen3_moe", "deepseek_v3", "latent"])
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("cpu", torch.float32), ("cuda", torch.float32), ("cuda", torch.bfloat16)]
 )
@@ -116,9 +121,8 @@ def test_bytes_that_were_measured_of_a_token_and_layer_of_large_models(
         assert measured is None or 2 * counted == pytest.approx(measured, rel=0.001)
 
 
-DEEP = {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-DEEP |= {"first_k_dense_replace": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
-DEEP |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3}
+ERNIE = {"moe_num_experts": 8, "moe_k": 2, "moe_num_shared_experts": 2, "moe_intermediate_size": 48}
+ERNIE |= {"num_hidden_layers": 4, "moe_layer_start_index": 0, "tie_word_embeddings": True}
 SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "num_hidden_layers": 4}
 
 
@@ -132,6 +136,9 @@ SPARSE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 4
         ("mixtral", {"num_local_experts": 8}),
         ("deepseek_v3", DEEP),
         ("deepseek_v3", {**DEEP, "q_lora_rank": None}),
+        ("ernie4_5_moe", ERNIE),
+        ("ernie4_5_moe", {**ERNIE, "moe_layer_start_index": 2}),
+        ("ernie4_5_moe", {**ERNIE, "moe_layer_end_index": 2, "moe_layer_interval": 2}),
         ("qwen3", {}),
     ],
 )

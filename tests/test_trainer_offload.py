@@ -20,6 +20,9 @@ from asyncrl.http import CallRefused
 from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.messages.calls import StateRequest, TrainerHealth
 from asyncrl.serving import Refused
+from asyncrl.trainer import offload
+from asyncrl.trainer.offload import PARTS, HostMemory, local_of
+from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerClient
 
 ALL: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
@@ -143,6 +146,33 @@ def test_a_part_that_a_full_disk_does_not_take_stays_where_it_was(make_step: Mak
     assert "free space on the disk" in refused.value.body.way_out
     assert (step.offloaded, step.weights_digest()) == ([], before)
     step.train(*make_batch(version=1))
+
+
+def test_ranks_of_a_host_ask_for_its_memory_together(
+    make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each alone would find enough for itself, and be killed once all have it."""
+
+    class Two(Ranks):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, value] if isinstance(value, list) else [value]
+
+    step = make_step()
+    step.train(*make_batch())
+    digest, moves = step.weights_digest(), step._offload
+    moves._ranks = Two()
+    moves._pinned = {part: HostMemory(torch.device("cpu")) for part in PARTS}
+    size = sum(local.nbytes for part in ALL for local in map(local_of, step._tensors_of(part)) if local.ndim)
+    for factor, is_enough in ((1.5, False), (2.5, True), (0.0, True)):
+        monkeypatch.setattr(offload, "available_memory", lambda factor=factor: int(factor * size))
+        if is_enough:
+            step.offload(ALL)
+            step.onload(ALL)
+        else:
+            words = rf"2 ranks on 127.0.0.1 need {2 * size} bytes of host memory, and {int(1.5 * size)} are"
+            with pytest.raises(Refused, match=words):
+                step.offload(ALL)
+        assert (step.offloaded, step.weights_digest()) == ([], digest), "memory once taken is kept"
 
 
 @pytest.mark.gpu

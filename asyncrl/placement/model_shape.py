@@ -27,21 +27,24 @@ QK_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe")
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A Llama-like decoder: attention and gated MLP. `queries`, `keys`: entries of a token in one layer, in
-    all heads, `has_qk_norm`: they are normed; `routed`: experts to which a token is sent (0: the MLP is
-    dense), `width`: of the MLP for one token, all its experts together; `largest_tensor`, `largest_layer`:
-    its parameters; `outside`: those that are in no layer but in embeddings and head; `is_converted`: what is
-    stored is quantized, or in .bin files, so that no rank can read its part alone. All 0: not even its
-    config.json is on disk (a hub id that is not fetched), and its memory is not known.
+    """A Llama-like decoder: attention and gated MLP. Entries of a token in one layer: `attention`, what its
+    heads keep for a backward pass, `normed`, what of it is normed, `cached`, its keys and values, and
+    `cached_latent`, that from which latent attention makes them (0: it is of another kind); `routed`: experts
+    to which a token is sent (0: the MLP is dense), `width`: of the MLP for one token, all its experts
+    together; `largest_tensor`, `largest_layer`: its parameters; `outside`: those that are in no layer but in
+    embeddings and head; `is_converted`: what is stored is quantized, or in .bin files, so that no rank can
+    read its part alone. All 0: not even its config.json is on disk (a hub id that is not fetched), and its
+    memory is not known.
     """
 
     num_parameters: int = 0
     hidden: int = 0
     intermediate: int = 0
     layers: int = 0
-    queries: int = 0
-    keys: int = 0
-    has_qk_norm: bool = False
+    attention: int = 0
+    normed: int = 0
+    cached: int = 0
+    cached_latent: int = 0
     routed: int = 0
     width: int = 0
     vocab: int = 0
@@ -49,11 +52,6 @@ class ModelShape:
     largest_layer: int = 0
     outside: int = 0
     is_converted: bool = False
-
-    @property
-    def kv_per_token(self) -> int:
-        """K plus V entries of one token in all layers."""
-        return 2 * self.layers * self.keys
 
     @property
     def num_linear(self) -> int:
@@ -72,7 +70,7 @@ class ModelShape:
         norms, qk_norms = {2: (8, 3), 4: (4, 1) if kind == "cpu" else (6, 2)}[item_bytes]
         if is_compiled:
             norms, qk_norms = 4, 1
-        kept = norms * self.hidden + (2 + qk_norms * self.has_qk_norm) * (self.queries + self.keys)
+        kept = norms * self.hidden + self.attention + qk_norms * self.normed
         kept += 2 * self.routed * self.hidden + (3 if is_compiled else 4) * self.width
         return kept, self.width if is_compiled else 2 * self.width + self.hidden
 
@@ -168,22 +166,24 @@ def _folder(path: str, revision: str | None) -> Path:
 
 def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_converted: bool) -> ModelShape:
     given = Sizes(architecture)
-    hidden, layers, heads = given("hidden_size"), given("num_hidden_layers"), given("num_attention_heads", 1)
-    intermediate, vocab = given("intermediate_size", 4 * hidden), given("vocab_size")
-    head_dim = given("head_dim") or hidden // heads
-    queries, keys = heads * head_dim, given("num_key_value_heads", heads) * head_dim
-    experts = given("num_experts") or given("num_local_experts") or given("n_routed_experts")
+    hidden, layers, vocab = given("hidden_size"), given("num_hidden_layers"), given("vocab_size")
+    intermediate = given("intermediate_size", 4 * hidden)
+    kind = str(architecture.get("model_type", ""))
+    has_norms = any("q_norm" in name for name in stored) if stored else kind.startswith(QK_NORMED)
+    find = _latent_attention if given("kv_lora_rank") else _attention
+    attention, of_token = find(given, has_norms=has_norms)
+    experts = next(filter(None, map(given, EXPERTS)), 0)
     expert = given("moe_intermediate_size", intermediate) if experts else 0
     embeddings = vocab * hidden * (1 if architecture.get("tie_word_embeddings", False) else 2)
-    attention = _attention_parameters(given, queries, keys)
     dense, sparse = attention + 3 * hidden * intermediate, attention
     sparse += experts * hidden * (3 * expert + 1)  # and a row of the router
-    shared = given("shared_expert_intermediate_size", given("n_shared_experts") * expert)
+    num_shared = given("n_shared_experts") or given("moe_num_shared_experts")
+    shared = given("shared_expert_intermediate_size", num_shared * expert)
     sparse += 3 * hidden * shared
     num_sparse, routed = 0, 0
     if experts:
         num_sparse = sum(_is_sparse(given, layer) for layer in range(layers))
-        routed = given("num_experts_per_tok", 1) if num_sparse else 0
+        routed = given("num_experts_per_tok", given("moe_k", 1)) if num_sparse else 0
     # norms are too small to count
     estimate = embeddings + num_sparse * sparse + (layers - num_sparse) * dense
     largest = max(stored.values(), default=hidden * max(intermediate, vocab, 2 * experts * expert))
@@ -195,15 +195,12 @@ def _shape(architecture: Mapping[str, Any], stored: Mapping[str, int], *, is_con
     if not by_layer:
         by_layer[""] = max(sparse if num_sparse else 0, dense if num_sparse < layers else 0)
         outside = embeddings
-    kind = str(architecture.get("model_type", ""))
     return ModelShape(
         num_parameters=sum(stored.values()) or estimate,
         hidden=hidden,
         intermediate=intermediate,
         layers=layers,
-        queries=queries,
-        keys=keys,
-        has_qk_norm=any("q_norm" in name for name in stored) if stored else kind.startswith(QK_NORMED),
+        **of_token,
         routed=routed,
         width=routed * expert + shared if num_sparse else intermediate,
         vocab=vocab,
@@ -229,18 +226,36 @@ class Sizes:
         return self._architecture.get(name) or ()
 
 
-def _attention_parameters(given: Sizes, queries: int, keys: int) -> int:
-    """Of one layer. With `kv_lora_rank`: of the latent kind, where both ways go through fewer dimensions."""
+def _attention(given: Sizes, *, has_norms: bool) -> tuple[int, dict[str, int]]:
+    """(parameters, fields of ModelShape) of one layer. It keeps queries, keys, values and what comes out."""
+    hidden, heads = given("hidden_size"), given("num_attention_heads", 1)
+    head_dim = given("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, given("num_key_value_heads", heads) * head_dim
+    both = queries + keys
+    return 2 * hidden * both, {"attention": 2 * both, "normed": has_norms * both, "cached": 2 * keys}
+
+
+def _latent_attention(given: Sizes, *, has_norms: bool) -> tuple[int, dict[str, int]]:
+    """Of the kind where queries, and keys with values, come from latents of fewer dimensions, which are
+    normed (MLA, https://arxiv.org/abs/2405.04434). Values in smaller heads than keys are padded for it.
+    """
     hidden, heads, latent = given("hidden_size"), given("num_attention_heads", 1), given("kv_lora_rank")
-    if not latent:
-        return 2 * hidden * (queries + keys)
     rotary, plain, value = given("qk_rope_head_dim"), given("qk_nope_head_dim"), given("v_head_dim")
     wide, rank = heads * (plain + rotary), given("q_lora_rank")
-    to_queries = rank * (hidden + wide) if rank else hidden * wide
-    return to_queries + hidden * (latent + rotary) + latent * heads * (plain + value) + heads * value * hidden
+    parameters = rank * (hidden + wide) if rank else hidden * wide
+    parameters += hidden * (latent + rotary) + latent * heads * (plain + value) + heads * value * hidden
+    kept = 4 * wide + (heads * value if value < plain + rotary else 0) + rank + latent
+    of_token = {"attention": kept, "normed": rank + latent, "cached": 2 * wide}
+    return parameters, {**of_token, "cached_latent": latent + rotary}
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""What their number is called; the last one by Ernie, whose other names begin with moe as well."""
 
 
 def _is_sparse(given: Sizes, layer: int) -> bool:
     """Whether a layer of a model with experts has them."""
+    last = given("moe_layer_end_index", -1)
     is_dense = layer < given("first_k_dense_replace") or layer in given.layers("mlp_only_layers")
-    return not is_dense and (layer + 1) % given("decoder_sparse_step", 1) == 0
+    is_dense = is_dense or layer < given("moe_layer_start_index") or 0 <= last < layer
+    return not is_dense and (layer + 1) % given("decoder_sparse_step", given("moe_layer_interval", 1)) == 0

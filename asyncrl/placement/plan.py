@@ -237,7 +237,7 @@ def _teacher(config: RunConfig, settings: TeacherConfig, device: str) -> Process
     item = item_bytes(config.model.dtype, device)
     facts, length = ENGINES["embedded"], config.rollout.max_length
     slots = settings.slots + 1  # and the one that every engine has
-    kv = slots * facts.kv_length(length) * shape.kv_per_token * item
+    kv = slots * facts.kv_length(length) * shape.layers * shape.cached * item
     # It needs the logits of each token that it reads, not of the last one alone, and logprobs of a part.
     work = shape.forward_bytes(facts.forward_tokens, item) + shape.vocab * 4 * facts.logit_copies * slots
     work += shape.vocab * (facts.forward_tokens * item + SCORED_TOKENS * 3 * 4)
@@ -264,7 +264,10 @@ def _engine(
         # Under adapters the linear layers of the start stay, beside those that serve and those that come.
         copies = weights + (shape.num_linear * item if sync.sends_adapters else 0)
     num_held = slots * (2 if config.keeps_turns else 1)
-    one_kv = facts.kv_length(length) * shape.kv_per_token * item
+    cached = shape.cached
+    if facts.pages_kv and shape.cached_latent:
+        cached = shape.cached_latent * len(devices)  # which have no heads to be split by: each has all
+    one_kv = facts.kv_length(length) * shape.layers * cached * item
     kv, all_kv, cache = num_held * one_kv, 0, f"{slots} x {length} tokens"
     if facts.pages_kv and not is_on_cpu:
         kv, all_kv, cache = one_kv, num_held * one_kv, f"{length} tokens at least"

@@ -104,8 +104,10 @@ class Offload:
         device: torch.device,
         folder: Path,
         tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
+        address: str = "",
     ) -> None:
-        """`tensors_of` a part: DTensors or not, each storage in one part only."""
+        """`tensors_of` a part: DTensors or not, each storage in one part only. `address`: of this host."""
+        self._address = address
         self._ranks, self._device, self._folder, self._tensors_of = ranks, device, folder, tensors_of
         self._pinned = {part: HostMemory(device) for part in PARTS if device.type == "cuda"}
         self._copies: dict[TrainerPart, Copies] = {}
@@ -117,9 +119,12 @@ class Offload:
         is_cpu = self._device.type == "cpu"
         way_out = f"free space on the disk of {self._folder}." if is_cpu else "free host memory."
 
+        found = {part: self._storages(part) for part in moving}
+        self._refuse_more_than_hosts_have(found)
+
         def copy() -> dict[TrainerPart, Copies]:
             with self._moving(f"offload {', '.join(moving)}", way_out):
-                return {part: self._copied(part) for part in moving}
+                return {part: self._copied(part, storages) for part, storages in found.items()}
 
         copies = self._ranks.agree(copy)
         num_bytes = sum(_free(copied) for copied in copies.values())
@@ -165,8 +170,24 @@ class Offload:
                 return content.set_(whole, local.storage_offset(), local.shape, local.stride())
         return local
 
-    def _copied(self, part: TrainerPart) -> Copies:
-        """Each storage once, of what lies on the device and can be given up."""
+    def _refuse_more_than_hosts_have(self, found: dict[TrainerPart, list[torch.UntypedStorage]]) -> None:
+        """Before the first rank takes any: each alone would find free what all of its host then take."""
+        if not self._pinned:
+            return
+        sizes = {part: sum(storage.nbytes() for storage in storages) for part, storages in found.items()}
+        more = sum(max(0, size - len(self._pinned[part])) for part, size in sizes.items())
+        hosts: dict[str, list[tuple[int, int]]] = {}
+        for address, needed, available in self._ranks.gather([self._address, more, available_memory()]):
+            hosts.setdefault(address, []).append((needed, available))
+        for address, ranks in hosts.items():
+            needed, available = sum(each for each, _ in ranks), min(each for _, each in ranks)
+            if needed > available:
+                what = f"cannot offload {', '.join(found)}: {len(ranks)} ranks on {address or 'this host'} "
+                what += f"need {needed} bytes of host memory, and {available} are available"
+                raise Refused(507, what, way_out="free host memory.")
+
+    def _storages(self, part: TrainerPart) -> list[torch.UntypedStorage]:
+        """Each once, of what lies on the device and can be given up."""
         found: dict[int, torch.UntypedStorage] = {}
         for tensor in self._tensors_of(part):
             local = local_of(tensor)
@@ -174,9 +195,12 @@ class Offload:
             is_here = local.device.type == self._device.type and storage.nbytes() > 0
             if local.ndim and is_here and storage.resizable():
                 found[storage._cdata] = storage
-        sizes = [storage.nbytes() for storage in found.values()]
+        return list(found.values())
+
+    def _copied(self, part: TrainerPart, storages: list[torch.UntypedStorage]) -> Copies:
+        sizes = [storage.nbytes() for storage in storages]
         pieces = torch.split(self._host_memory(part, sum(sizes)), sizes) if sizes else ()
-        copies = list(zip(found.values(), pieces, strict=True))
+        copies = list(zip(storages, pieces, strict=True))
         for storage, piece in copies:
             piece.copy_(_bytes_of(storage), non_blocking=True)
         return copies
