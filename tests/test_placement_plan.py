@@ -108,7 +108,7 @@ def test_what_a_trainer_holds_depends_on_its_ranks_its_type_and_its_adapters() -
     assert third.activations == step[False] + gathered
     adapted, merged = (
         memory(planned(0, f"trainer.lora={{rank: 2, merge: {when}}}"), "trainer-0")
-        for when in ("pass", "step")
+        for when in ("pass", "auto")
     )
     assert adapted.optimizer < whole.optimizer
     assert merged == replace(adapted, copies=4 * planned(0).shape.num_linear)
@@ -354,6 +354,23 @@ def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
     return replace(plan, free_bytes={**plan.free_bytes, "cpu": 2**40, "cuda:0": 2**40})
 
 
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_vllm_caches_the_latents_of_latent_attention_on_each_device(num_devices: int) -> None:
+    """The embedded engine, keys and values of all heads."""
+    latent = [f"model.scratch.architecture.{name}={value}" for name, value in LATENT.items()]
+    values = [*SEVEN, *latent, "rollout.max_tokens=1000", "rollout.max_prompt_tokens=24", "rollout.slots=1"]
+    split = [f"rollout.tensor_parallel={num_devices}"]
+    layers, token = 28, 2
+    paged = memory(make_plan(load(*values, VLLM, *split), machine(3)), "engine-0")
+    assert paged.kv == 1024 * layers * (512 + 64) * token
+    if num_devices == 1:
+        slots = memory(make_plan(load(*values), machine(3)), "engine-0")
+        assert slots.kv == 1024 * layers * 28 * 2 * (64 + 128) * token
+
+
 def test_what_a_trainer_works_in_has_the_recomputed_layer_and_the_slices_of_the_head() -> None:
     token, layers, hidden = 2, 28, 3584
     layer = (4 * hidden + 3 * 128 * (28 + 4) + 3 * 18944) * 16384 * token
@@ -540,7 +557,8 @@ WIDE = [*SMALL, f"{HIDDEN}=1024", "trainer.micro_batch_tokens=56"]
         ("cpu", 0.063, [*ON_CPU, *SMALL], r"trainer.micro_batch_tokens=\d+"),
         ("cpu", 0.19, [*ON_CPU, *WIDE], "placement.rollout=trainer with buffer.max_staleness=0"),
         ("cpu", 0.12, [*ON_CPU, *TURNS, *WIDE], "checkpoint.every=none"),
-        ("cpu", 0.08, [*ON_CPU, *TURNS, *WIDE], "trainer.lora={rank: 16}"),
+        ("cpu", 0.08, [*ON_CPU, *TURNS, *WIDE], "trainer.lora={rank: 16, merge: pass}"),
+        ("cpu", 0.1, [*ON_CPU, *TURNS, *WIDE, "trainer.lora={rank: 16}"], "trainer.lora.merge=pass"),
         ("cuda:0", 1.0, [ZERO, "rollout.slots=100000"], r"rollout.slots=\d+"),
         ("cuda:0", 0.25, [ZERO], r"trainer\.\S+"),
     ],

@@ -12,15 +12,16 @@ import numpy as np
 import peft
 import pytest
 import torch
+from tiny_model import STACKED, make_tiny_moe
 from torch import nn
-from trainer_cases import MakeStep, make_batch, naive_logprobs
+from trainer_cases import MakeStep, full_disk, make_batch, naive_logprobs
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import LoraConfig
 from asyncrl.errors import ConfigError
 from asyncrl.serving import Refused
 from asyncrl.trainer.model import lora
-from asyncrl.trainer.model.lora import ADAPTER, MergedLinear, find_targets, merge
+from asyncrl.trainer.model.lora import ADAPTER, Adapters, MergedLinear, find_targets, merge
 from asyncrl.trainer.step import TrainStep
 
 LORA: dict[str, Any] = {"lora": {"rank": 4, "alpha": 8.0}}
@@ -107,13 +108,16 @@ def test_merged_once_a_step_is_what_is_merged_in_each_pass_bit_for_bit(
 
     monkeypatch.setattr(lora, "merge", counted)
     digests = []
-    for when in ("pass", "step"):
+    for when in ("pass", "auto"):
         num_merged.append(0)
         settings = {"lora": {**LORA["lora"], "merge": when}, "micro_batch_tokens": 40}
         step = make_step(trainer=settings, dtype=dtype, algorithm={"kl_coefficient": 0.1})
+        assert step.spec.trainer.keeps_merged == (when == "auto")
         trained(step)
         step.begin_save_state(tmp_path / when).result()
-        step.offload(["weights", "optimizer"])
+        step.offload(["optimizer"])
+        step.offload(["weights"])
+        assert all(layer.kept is None for layer in step._adapters.layers.values()), "copies do not move"
         step.onload(["weights", "optimizer"])
         before = logprobs(step)
         step.train(*make_batch(version=step.policy_version))
@@ -124,10 +128,55 @@ def test_merged_once_a_step_is_what_is_merged_in_each_pass_bit_for_bit(
         digests[-1] += (before.tobytes(),)
     assert digests[0] == digests[1]
     layers, exported = 14, 14
-    assert num_merged[1] == (1 + step.num_optimizer_steps + 1 + 1) * layers + exported
+    made = {"start": 1, "steps": step.num_optimizer_steps + 1, "onload": 1, "load": 1}
+    assert num_merged[1] == sum(made.values()) * layers + exported
     assert num_merged[0] > 3 * num_merged[1]
 
 
+def test_a_move_that_fails_leaves_merged_weights(make_step: MakeStep) -> None:
+    step = trained(make_step(trainer=LORA))
+    before, adapters = logprobs(step), step._adapters
+    with full_disk(), pytest.raises(Refused, match="offload weights on rank 0"):
+        step.offload(["weights"])
+    assert adapters is not None
+    assert all(layer.kept is not None for layer in adapters.layers.values())
+    assert step.offloaded == []
+    assert np.array_equal(logprobs(step), before)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "mixtral", "qwen3_moe"])
+@pytest.mark.filterwarnings("error:.*(MoE|experts|adapter)")
+def test_where_there_are_experts_each_linear_layer_has_its_own_adapter_and_no_other_is_trained(
+    tmp_path: Path, model_type: str
+) -> None:
+    """Peft's conversion for such models would move those of dense layers to the experts."""
+    folder = make_tiny_moe(tmp_path / "model", model_type, **STACKED[model_type])
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    adapters = Adapters(model, LoraConfig(rank=2), torch.float32)
+    linear = [name for name, module in base.named_modules() if isinstance(module, nn.Linear)]
+    assert [*adapters.layers, "lm_head"] == linear
+    assert {type(layer) for layer in adapters.layers.values()} == {MergedLinear}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {
+        f"{name}.{kind}.{ADAPTER}.weight" for name in adapters.layers for kind in ("lora_A", "lora_B")
+    }
+    for layer in adapters.layers.values():
+        nn.init.normal_(layer.lora_B[ADAPTER].weight)
+    ids = torch.arange(6, 20)[None]
+    with torch.no_grad():
+        changed, expected = model(ids).logits, base(ids).logits
+        with adapters.off():
+            assert torch.equal(model(ids).logits, expected)
+        assert not torch.allclose(changed, expected)
+        weights, merges = adapters.merging()
+        exported = weights | {name: merged() for name, merged in merges.items()}
+        missing, unexpected = base.load_state_dict(exported, strict=False)
+        assert (missing, unexpected) == (["lm_head.weight"], []), "the head is the embedding"
+        assert torch.allclose(base(ids).logits, changed, atol=1e-5), "what is exported is what was trained"
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of some versions
 def test_what_is_saved_opens_elsewhere(make_step: MakeStep, tiny_model_dir: Path, tmp_path: Path) -> None:
     step = trained(make_step(trainer=LORA))
     step.save(tmp_path / "final")
@@ -140,9 +189,7 @@ def test_what_is_saved_opens_elsewhere(make_step: MakeStep, tiny_model_dir: Path
     configs = [folder / "config.json" for folder in (tmp_path / "final", tiny_model_dir)]
     assert json.loads(configs[0].read_text()) == json.loads(configs[1].read_text())
     base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    # peft 0.21 asks transformers 5.23 by an old name
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
-        with_adapters = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    with_adapters = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     assert np.abs(naive_logprobs(with_adapters, *BATCH, 1.0) - logprobs(step)).max() < 1e-5
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tiny_model_dir)

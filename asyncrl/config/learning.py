@@ -31,10 +31,10 @@ class LoraConfig(FrozenConfig):
     """Names of the linear layers that get one, e.g. [q_proj, v_proj] (all-linear = every one but the
     head).
     """
-    merge: Literal["pass", "step"] = "pass"
+    merge: Literal["auto", "pass", "step"] = "auto"
     """When adapters are merged into the weights that a forward or backward pass takes: in each pass, or once
-    a step, which saves its time and keeps a second copy of the layers that have one. The result is the same,
-    bit for bit."""
+    a step, which saves its time and keeps a second copy of the layers that have one (auto = step, where one
+    trainer process holds whole weights). The result is the same, bit for bit."""
 
 
 class TrainerConfig(FrozenConfig):
@@ -101,6 +101,14 @@ class TrainerConfig(FrozenConfig):
                 f"world_size={self.world_size} none are; set trainer.lora.merge=pass"
             )
         return self
+
+    @property
+    def keeps_merged(self) -> bool:
+        """What lora.merge stands for: adapters are merged once a step, and a copy of their layers is kept."""
+        if self.lora is None:
+            return False
+        can = self.world_size == 1 and not self.cpu_offload
+        return can if self.lora.merge == "auto" else self.lora.merge == "step"
 
     def is_sharded(self, device: str, dtype: str) -> bool:
         """Whether the weights are FSDP2's shards: float32, cast and gathered layer by layer. Those of several

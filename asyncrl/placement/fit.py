@@ -264,13 +264,15 @@ def _way_out(plan: Plan, config: RunConfig) -> str:
 
 def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     """Settings that need less memory, what costs least first; in words, and as the config would be."""
-    slots, tokens = config.rollout.slots, config.trainer.micro_batch_tokens
+    slots, tokens, lora = config.rollout.slots, config.trainer.micro_batch_tokens, config.trainer.lora
+    if lora is not None and config.trainer.keeps_merged:
+        lora = lora.model_copy(update={"merge": "pass"})
+        yield "trainer.lora.merge=pass", _changed(config, "trainer", lora=lora)
     while (slots := slots // 2) > 0:
         yield f"rollout.slots={slots}", _changed(config, "rollout", slots=slots)
     if config.weight_sync.facts.is_one_kept:
         yield "weight_sync.transport=shm", _changed(config, "weight_sync", transport="shm")
-    checkpointing = _changed(config, "trainer", gradient_checkpointing=True)
-    yield "trainer.gradient_checkpointing=true", checkpointing
+    yield "trainer.gradient_checkpointing=true", _changed(config, "trainer", gradient_checkpointing=True)
     while (tokens := tokens // 2) >= config.rollout.max_length:
         yield f"trainer.micro_batch_tokens={tokens}", _changed(config, "trainer", micro_batch_tokens=tokens)
     in_turns = _changed(config, "placement", rollout="trainer", share="auto")
@@ -283,7 +285,8 @@ def _smaller(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     yield words, in_turns
     if config.checkpoint.keep_every is None and not config.checkpoint.keep_best:
         yield "checkpoint.every=none", _changed(config, "checkpoint", every=None)
-    yield "trainer.lora={rank: 16}", _changed(config, "trainer", lora=LoraConfig(rank=16))
+    for words, adapters in (("", LoraConfig(rank=16)), (", merge: pass", LoraConfig(rank=16, merge="pass"))):
+        yield f"trainer.lora={{rank: 16{words}}}", _changed(config, "trainer", lora=adapters)
 
 
 def _changed(config: RunConfig, section: str, **values: object) -> RunConfig:

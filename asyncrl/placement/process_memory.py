@@ -154,7 +154,7 @@ def trainer_memory(config: RunConfig, shape: ModelShape, device: str, *, has_com
     has_masters = item == 2 and lora is None and not is_sharded
     has_reference = config.algorithm.kl_coefficient > 0 and lora is None
     base = shape.num_parameters * item if has_masters or lora is not None else 0
-    merged = shape.num_linear * item if lora is not None and lora.merge == "step" else 0
+    merged = shape.num_linear * item if trainer.keeps_merged else 0
     whole = Memory(
         weights=base + (0 if has_masters else trained * 4),
         copies=shape.num_parameters * item if has_reference else merged,

@@ -71,7 +71,8 @@ class TrainStep(Learner):
         """Raises ConfigError."""
         super().__init__(spec, ranks)
         self._state = TrainerState(self._masters, self._optimizer, ranks, spec, self.device)
-        self._offload = Offload(ranks, self.device, spec.failed_dir.parent / "offload", self._tensors_of)
+        folder = spec.failed_dir.parent / "offload"
+        self._offload = Offload(ranks, self.device, folder, self._tensors_of, spec.address)
         self._pieces: Pieces | None = None
         on_all = spec.chunks == "memories"
         self._chunks = Chunks(self._chunk_place(), spec.chunk_bytes, self.dtype, on_all=on_all)
@@ -119,12 +120,20 @@ class TrainStep(Learner):
     def offload(self, parts: Iterable[TrainerPart]) -> Moved:
         """Move these parts off the device. Raises Refused, with all where it was."""
         self.before_change()
-        return self._offload.offload(parts)
+        parts, adapters = frozenset(parts), self._adapters
+        if adapters is not None and "weights" in parts:
+            adapters.forget_merged()  # now, for others get what is free after the move
+        try:
+            return self._offload.offload(parts)
+        finally:
+            self._merge_again()
 
     def onload(self, parts: Iterable[TrainerPart]) -> Moved:
         """Move these parts back. Raises Refused, with all where it was."""
         self.before_change()
-        return self._offload.onload(parts)
+        moved = self._offload.onload(parts)
+        self._merge_again()
+        return moved
 
     def save(self, path: Path, *, merged: bool = True) -> None:
         """Write the current weights and the tokenizer as a Hugging Face folder, or the adapters alone as a
@@ -234,6 +243,12 @@ class TrainStep(Learner):
             what = f"no memory on {self.device.type} for a chunk that both trainer and engines open: {error}"
             way_out = "lower weight_sync.chunk_bytes, or give trainer and engines devices of their own."
             raise ConfigError(what, way_out=way_out) from error
+
+    def _merge_again(self) -> None:
+        """Have the weights that a move forgot, with adapters merged, where what they are made of is here."""
+        adapters = self._adapters
+        if adapters is not None and adapters.is_forgotten and "weights" not in self.offloaded:
+            adapters.keep_merged()
 
     def _lazy_weights(self) -> LazyWeights:
         """All weights by the model's names, in the order of an export, which names them as the checkpoint

@@ -140,11 +140,17 @@ class Adapters:
         names = find_targets(model, config)
         self._model, self._dtype, self.scale = model, dtype, config.alpha / config.rank
         """`scale`: what B A is multiplied with."""
-        described = peft_config(config, names)
+        self.is_forgotten = False
+        """What keep_merged() made is to be made again."""
+        # Peft takes a model with a config of transformers for one of old names: where there are experts it
+        # would move adapters of dense layers to them. Held by a plain module, names mean what they say.
+        holder = nn.Module()
+        holder.model = model
+        described = peft_config(config, [f"model.{name}" for name in names])
         # As in https://huggingface.co/docs/peft/developer_guides/custom_models
         described._register_custom_module({nn.Linear: MergedLinear})
         with _not_on_meta([model.get_submodule(name) for name in names]):
-            peft.inject_adapter_in_model(described, model, ADAPTER)
+            peft.inject_adapter_in_model(described, holder, ADAPTER)
         self.layers: dict[str, Any] = {name: model.get_submodule(name) for name in names}
         for parameter in model.parameters():  # whatever the dtype that the model was loaded in
             parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else dtype)
@@ -163,6 +169,7 @@ class Adapters:
         """Have each pass from now on take the weights that are merged here; to be called after each change
         of an adapter.
         """
+        self.is_forgotten = False
         for layer in self.layers.values():
             pair = (layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight)
             merged = merge(layer.get_base_layer().weight, *pair, self.scale)
@@ -170,6 +177,12 @@ class Adapters:
                 layer.register_buffer("kept", merged, persistent=False)
             else:
                 layer.kept.copy_(merged)
+
+    def forget_merged(self) -> None:
+        """Give the memory of what keep_merged() made back; until it is called again, each pass merges."""
+        self.is_forgotten |= any(layer.kept is not None for layer in self.layers.values())
+        for layer in self.layers.values():
+            layer.kept = None
 
     def tensors(self) -> dict[str, Tensor]:
         """A [rank, in] and B [out, rank] of each layer, sharded where the model is."""

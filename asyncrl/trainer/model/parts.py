@@ -252,7 +252,7 @@ class TrainedModel:
                 self.reference = sharded_policy(frozen, plan, ranks, dtype, stored, **options)
             self.policy = sharded_policy(model, plan, ranks, dtype, stored, **options)
             self.masters = MasterWeights(model, torch.float32)  # the shards are float32 already
-        if self.adapters is not None and spec.trainer.lora is not None and spec.trainer.lora.merge == "step":
+        if self.adapters is not None and spec.trainer.keeps_merged and ranks.mesh is None:
             self.masters.then = self.adapters.keep_merged
             self.adapters.keep_merged()
         if spec.algorithm.router_replay:
