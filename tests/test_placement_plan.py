@@ -140,7 +140,7 @@ def test_an_offloaded_trainer_has_its_state_on_the_host_and_a_step_on_its_device
 
 def test_a_run_with_checkpoints_has_a_copy_of_the_state_on_the_host_at_any_time() -> None:
     ranks = ["trainer.world_size=2", "placement.trainer=all", "rollout.num_engines=2"]
-    for overrides in ([ZERO], [*TURNS, *ranks], ["placement.rollout=cpu"]):
+    for overrides in ([ZERO], [*TURNS, *ranks, SHARE], ["placement.rollout=cpu"]):
         plan = planned(2, *overrides)
         saved = next(process for process in plan.processes if process.name == "checkpoint")
         assert (saved.device, saved.memory.total) == ("cpu", 12 * plan.shape.num_parameters)
@@ -149,6 +149,10 @@ def test_a_run_with_checkpoints_has_a_copy_of_the_state_on_the_host_at_any_time(
         without = planned(2, *overrides, "checkpoint.every=none")
         assert "checkpoint" not in {process.name for process in without.processes}
     assert memory(planned(2, ZERO, "trainer.lora={rank: 2}"), "checkpoint").total < saved.memory.total / 2
+    moving = planned(2, *TURNS, *ranks)
+    names = {process.name for process in moving.processes}
+    assert "checkpoint" not in names, "it can be written from where turns have the state"
+    assert "offloaded" in names
 
 
 def test_in_turns_a_device_needs_the_largest_of_its_phases_and_not_their_sum() -> None:
@@ -352,6 +356,15 @@ def on_h200(*overrides: str, free_bytes: int | None = H200) -> Plan:
     """The trainer has all that it wants on the first of two devices."""
     plan = make_plan(load(*SEVEN, *overrides), machine(2, free_bytes=free_bytes))
     return replace(plan, free_bytes={**plan.free_bytes, "cpu": 2**40, "cuda:0": 2**40})
+
+
+def test_a_7b_in_turns_fits_on_one_device_with_a_host_that_has_its_state_once() -> None:
+    values = [*SEVEN, *TURNS, CHECKPOINTING, "placement.share=none", "checkpoint.every=10"]
+    here = replace(machine(1, free_bytes=H200), memory=128 * 2**30)
+    plan = make_plan(load(*values), here)
+    state = 12 * plan.shape.num_parameters
+    assert 75 * 2**30 < state < 128 * 2**30 < 2 * state
+    refuse_what_cannot_fit(replace(plan, free_bytes={**plan.free_bytes, "cpu": 126 * 2**30}), load(*values))
 
 
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}

@@ -4,6 +4,7 @@ where it was.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.messages.calls import StateRequest, TrainerHealth
 from asyncrl.serving import Refused
 from asyncrl.trainer import offload
-from asyncrl.trainer.offload import PARTS, HostMemory, local_of
+from asyncrl.trainer.offload import PARTS, HostMemory
 from asyncrl.trainer.ranks import Ranks
 from asyncrl.trainer.trainer_client import TrainerClient
 
@@ -135,6 +136,45 @@ def test_a_checkpoint_may_be_made_of_what_is_away(make_step: MakeStep, tmp_path:
     assert again.weights_digest() == step.weights_digest()
 
 
+def test_a_host_with_no_memory_for_a_copy_has_a_checkpoint_written_from_where_the_state_is_away(
+    make_step: MakeStep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next step ends after it, since the move that follows would overwrite it."""
+    monkeypatch.setattr(offload, "available_memory", lambda: 10_000)
+    may_write, step = threading.Event(), make_step(dtype="bfloat16")
+    moves = step._offload
+    moves._pinned = {part: HostMemory(torch.device("cpu")) for part in PARTS}
+    for version in range(2):
+        step.train(*make_batch(version=version, seed=version))
+    digest = step.weights_digest()
+    with pytest.raises(Refused, match="bytes are needed, and the host has 10000 available"):
+        step.begin_save_state(tmp_path / "here").result()
+    monkeypatch.setattr(offload, "available_memory", lambda: 2**30)
+    step.offload(ALL)
+    slabs = {part: memory._data.data_ptr() for part, memory in moves._pinned.items()}
+    monkeypatch.setattr(offload, "available_memory", lambda: 10_000)
+    step._state._writer.submit(may_write.wait)
+    saving = step.begin_save_state(tmp_path / "away")
+    step.onload(ALL)
+    assert sum(copy.nbytes for copy in step._state._host.values()) > len(step._state._memory)
+    next_step = threading.Thread(target=step.train, args=make_batch(version=2, seed=2))
+    next_step.start()
+    next_step.join(0.2)
+    assert next_step.is_alive(), "after it comes the move, over what is being written"
+    assert not saving.done()
+    may_write.set()
+    next_step.join()
+    assert saving.done()
+    step.offload(ALL)
+    assert {part: memory._data.data_ptr() for part, memory in moves._pinned.items()} == slabs
+    step.onload(ALL)
+    again = make_step(dtype="bfloat16")
+    again.load_state(tmp_path / "away")
+    assert again.weights_digest() == digest
+    again.train(*make_batch(version=2, seed=2))
+    assert again.weights_digest() == step.weights_digest()
+
+
 def test_a_part_that_a_full_disk_does_not_take_stays_where_it_was(make_step: MakeStep) -> None:
     step = make_step()
     step.train(*make_batch())
@@ -162,7 +202,7 @@ def test_ranks_of_a_host_ask_for_its_memory_together(
     digest, moves = step.weights_digest(), step._offload
     moves._ranks = Two()
     moves._pinned = {part: HostMemory(torch.device("cpu")) for part in PARTS}
-    size = sum(local.nbytes for part in ALL for local in map(local_of, step._tensors_of(part)) if local.ndim)
+    size = sum(map(offload._aligned, (storage for part in ALL for storage in moves._storages(part))))
     for factor, is_enough in ((1.5, False), (2.5, True), (0.0, True)):
         monkeypatch.setattr(offload, "available_memory", lambda factor=factor: int(factor * size))
         if is_enough:

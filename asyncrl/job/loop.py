@@ -290,13 +290,14 @@ class Job(Life):
             return
         self.can_stop = False  # a signal cuts what comes now: there is no step to wait for
         self.end_tasks(all_but=GUARDS if parts.evaluation is None else GUARDS + EVALUATING)
+        # In turns the trainer's state is on the host now, where it may lie but once.
+        await parts.checkpointer.make_last(parts.trainer.policy_version)
         await parts.turns.to_trainer()
         self.tell("saving the weights")
         with span("trainer", "save"):
             await parts.trainer.save(self.run_dir / "final")
             if self.config.trainer.lora is not None:
                 await parts.trainer.save(self.run_dir / "adapter", merged=False)
-        await parts.checkpointer.make_last(parts.trainer.policy_version)
         if parts.evaluation is not None:
             self.tell("evaluating the last weights")
             await parts.evaluation.wait_last()

@@ -73,7 +73,8 @@ def _of_trainer(
         host = NodeDevice(node, "cpu")
         if (loaded := start_memory(config, shape, placement.trainer[0], num_ranks)) is not None:
             yield _on(placement, host, "start", "start", *loaded)
-        if config.checkpoint.every is not None:
+        # What turns move to the host is written from there where the host has no memory for a copy.
+        if config.checkpoint.every is not None and not moves:
             part = -(-num_trained(config, shape) * num_ranks // config.trainer.world_size)
             note = "the trainer's state, while a checkpoint is written and for the next"
             copied = Memory(weights=4 * part, optimizer=8 * part)

@@ -28,6 +28,9 @@ from asyncrl.trainer.ranks import Ranks
 
 PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
 
+ALIGNMENT = 64
+"""Each copy begins on a multiple of so many bytes, and can be read as what it is."""
+
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
 """Storages and their bytes, uint8 in host memory."""
 
@@ -163,18 +166,19 @@ class Offload:
             raise Refused(409, error, rule=rule, way_out=f"POST /onload with parts {missing} first.")
 
     def content_of(self, local: Tensor) -> Tensor:
-        """`local`, or if it is away, a copy of what it held."""
+        """`local`, or if it is away, what it held, in the memory that it lies in until the next offload()."""
         for storage, data in (entry for copied in self._copies.values() for entry in copied):
             if storage._cdata == local.untyped_storage()._cdata:
-                content, whole = torch.empty(0, dtype=local.dtype), data.clone().untyped_storage()
-                return content.set_(whole, local.storage_offset(), local.shape, local.stride())
+                content = data.view(local.dtype)
+                start = content.storage_offset() + local.storage_offset()
+                return content.as_strided(local.shape, local.stride(), start)
         return local
 
     def _refuse_more_than_hosts_have(self, found: dict[TrainerPart, list[torch.UntypedStorage]]) -> None:
         """Before the first rank takes any: each alone would find free what all of its host then take."""
         if not self._pinned:
             return
-        sizes = {part: sum(storage.nbytes() for storage in storages) for part, storages in found.items()}
+        sizes = {part: sum(map(_aligned, storages)) for part, storages in found.items()}
         more = sum(max(0, size - len(self._pinned[part])) for part, size in sizes.items())
         hosts: dict[str, list[tuple[int, int]]] = {}
         for address, needed, available in self._ranks.gather([self._address, more, available_memory()]):
@@ -198,9 +202,11 @@ class Offload:
         return list(found.values())
 
     def _copied(self, part: TrainerPart, storages: list[torch.UntypedStorage]) -> Copies:
-        sizes = [storage.nbytes() for storage in storages]
+        sizes = [_aligned(storage) for storage in storages]
         pieces = torch.split(self._host_memory(part, sum(sizes)), sizes) if sizes else ()
-        copies = list(zip(storages, pieces, strict=True))
+        copies = [
+            (storage, piece[: storage.nbytes()]) for storage, piece in zip(storages, pieces, strict=True)
+        ]
         for storage, piece in copies:
             piece.copy_(_bytes_of(storage), non_blocking=True)
         return copies
@@ -241,6 +247,10 @@ class Offload:
 def local_of(tensor: Tensor) -> Tensor:
     """The shard of this rank, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _aligned(storage: torch.UntypedStorage) -> int:
+    return -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

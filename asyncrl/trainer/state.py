@@ -89,7 +89,9 @@ class TrainerState:
 
     Life: begin_save -> `copying` ends, and from then on what is saved may change -> `pending` ends ->
         begin_save ...: one at a time, since its copy lies in memory that is used again. Where the host has
-        less available than the copy takes, it is given back after each save.
+        less available than the copy takes, it is given back after each save; and where it has not enough for
+        one, what is off its device is written from the host memory that it lies in, which wait_lent() waits
+        for.
     Invariant: a load that is refused because of what the folder is or holds has changed nothing.
     """
 
@@ -109,6 +111,8 @@ class TrainerState:
         self._host: dict[str, Tensor] = {}
         # cpu_offload has the state on the host already: nothing is gained by pinned memory
         self._memory = HostMemory(torch.device("cpu") if spec.trainer.cpu_offload else device)
+        self._is_lent = False
+        """What is written lies in memory of the offload."""
         self.copying: Future[None] | None = None
         self.pending: Future[None] | None = None
         self._copier = ThreadPoolExecutor(1, "copy state")
@@ -128,6 +132,7 @@ class TrainerState:
         """
         if self.pending is not None:
             wait([self.pending])
+        self._is_lent = False
         stepped = {
             name: state
             for name, master in self._masters.named.items()
@@ -146,6 +151,11 @@ class TrainerState:
         )
         self.pending = self._writer.submit(self._write, path, live, manifest, self.copying)
         return self.pending
+
+    def wait_lent(self) -> None:
+        """Return when nothing is written any more from memory that is not this one's own; after `copying`."""
+        if self._is_lent and self.pending is not None:
+            wait([self.pending])
 
     def load(self, path: Path) -> Progress:
         """Overwrite weights, optimizer and random generators with those of a saved folder; returns its
@@ -224,14 +234,28 @@ class TrainerState:
         is_cuda = self._device.type == "cuda"
         with reading:
             locals_ = {name: local_of(tensor) for name, tensor in live.items()}
+            found = {name: content_of(local) for name, local in locals_.items()}
             self._host = {}  # views of memory that may be replaced
-            placed, num_bytes = lay_out(entries_of(LazyWeights(locals_), None))
-            for name, place in views(placed, self._memory.of(num_bytes)).items():
+            try:
+                places = self._places(locals_)
+            except MemoryError:
+                here = {name: local for name, local in locals_.items() if found[name] is local}
+                if len(here) == len(found):
+                    raise
+                self._is_lent = True
+                places = self._places(here)
+            for name, content in found.items():
                 # a storage of its own: DCP copies a tensor once more that is a part of a larger one
-                self._host[name] = torch.from_numpy(place.numpy())
-                self._host[name].copy_(content_of(locals_[name]), non_blocking=is_cuda)
+                self._host[name] = torch.from_numpy(places.get(name, content).numpy())
+                if name in places:
+                    self._host[name].copy_(content, non_blocking=is_cuda)
             if is_cuda:
                 torch.cuda.current_stream(self._device).synchronize()
+
+    def _places(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """For a copy of each. Raises MemoryError."""
+        placed, num_bytes = lay_out(entries_of(LazyWeights(dict(tensors)), None))
+        return views(placed, self._memory.of(num_bytes))
 
     def _shapes(self) -> dict[str, list[int]]:
         return {name: list(master.shape) for name, master in self._masters.named.items()}

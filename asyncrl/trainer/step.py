@@ -89,7 +89,9 @@ class TrainStep(Learner):
     def train(self, header: BatchHeader, arrays: BatchArrays) -> dict[str, float]:
         """As Learner's. Raises Refused."""
         self._offload.need("train", "weights", "optimizer")
-        return super().train(header, arrays)
+        metrics = super().train(header, arrays)
+        self._state.wait_lent()  # here, where a slow disk has the time of a step, and not in a handover
+        return metrics
 
     def begin_export(self, path: Path) -> Callable[[], ExportResponse]:
         """Begin to bring the current weights, in the engine's dtype, to where engines take them from. Any
@@ -120,6 +122,7 @@ class TrainStep(Learner):
     def offload(self, parts: Iterable[TrainerPart]) -> Moved:
         """Move these parts off the device. Raises Refused, with all where it was."""
         self.before_change()
+        self._state.wait_lent()
         parts, adapters = frozenset(parts), self._adapters
         if adapters is not None and "weights" in parts:
             adapters.forget_merged()  # now, for others get what is free after the move
