@@ -192,6 +192,27 @@ def test_each_attempt_leaves_a_line_and_a_full_file_makes_room(
     assert found == [(2, "cut"), (3, "done"), (4, "failed")], "the oldest two are gone"
 
 
+def test_the_last_lines_of_a_run_are_written_however_soon_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl.rollouts.timed.GATHER_S", 3600.0)
+
+    async def story() -> None:
+        engine = FakeEngine(latency_s=lambda request: 2.0)
+        timed = Timed(single_turn(engine, Failing()), engine, tmp_path)  # type: ignore[arg-type]
+        prompt = Prompt("slow", ({"role": "user", "content": "q"},))
+        attempts = [RolloutAttempt(f"g7/r{at}", GroupId(7), prompt, at, 0, lambda: None) for at in range(3)]
+        running = [asyncio.ensure_future(timed.run_attempt(attempt)) for attempt in attempts]
+        await asyncio.sleep(10.0)
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+
+    run_virtual(story())
+    lines = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [(line["sample"], line["how"]) for line in lines] == [(at, "cut") for at in range(3)]
+
+
 class Failing:
     """Scores by the name of the prompt."""
 

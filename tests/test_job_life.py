@@ -180,15 +180,15 @@ async def test_a_trainer_that_dies_while_it_saves_ends_the_run_once_it_is_given_
     with pytest.raises(BaseExceptionGroup) as caught:
         await house.living
     assert [str(error) for error in caught.value.exceptions] == ["trainer-0: was killed."]
-    assert house.last == []
+    assert house.last == [3], "a resume saves, and has nothing to train again"
 
 
 @virtual
-async def test_a_run_that_is_done_saves_its_weights_then_makes_a_checkpoint(house: House) -> None:
+async def test_a_run_that_is_done_makes_a_checkpoint_then_saves_its_weights(house: House) -> None:
     house.trainer.policy_version = 2
     house.trainer.may_step.set()
     await house.begin(num_batches=1)
-    assert (house.trainer.saved, house.last) == ([house.job.run_dir / "final"], [])
+    assert (house.trainer.saved, house.last) == ([house.job.run_dir / "final"], [3])
     assert "producers" not in house.names
     house.trainer.may_save.set()
     await house.living

@@ -101,10 +101,13 @@ class Timed:
             self._turns[name].append((asked_s, time.time(), len(request.prompt_ids), num_sampled))
 
     def _write(self, line: RolloutTimes) -> None:
-        """Lines of GATHER_S are written together; a run's last ones may be lost."""
+        """Lines of GATHER_S are written together, and at once where no other rollout runs: the last ones of a
+        run are not lost.
+        """
         self._lines.append(json.dumps(line, separators=(",", ":")) + "\n")
         now_s = time.time()
-        if not self._is_writing or abs(now_s - self._written_s) < GATHER_S:
+        is_early = bool(self._turns) and abs(now_s - self._written_s) < GATHER_S
+        if not self._is_writing or is_early:
             return
         path, self._written_s = self._run_dir / TIMES_FILE, now_s
         try:
