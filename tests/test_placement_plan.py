@@ -106,12 +106,12 @@ def test_what_a_trainer_holds_depends_on_its_ranks_its_type_and_its_adapters() -
     }
     assert whole.activations == step[True]
     assert third.activations == step[False] + gathered
-    adapted, merged = (
+    adapted, merged, asked = (
         memory(planned(0, f"trainer.lora={{rank: 2, merge: {when}}}"), "trainer-0")
-        for when in ("pass", "auto")
+        for when in ("pass", "auto", "step")
     )
     assert adapted.optimizer < whole.optimizer
-    assert merged == replace(adapted, copies=4 * planned(0).shape.num_linear)
+    assert merged == asked == replace(adapted, copies=4 * planned(0).shape.num_linear)
     plan = planned(1, "placement.rollout=cpu", "model.dtype=bfloat16")
     trainer, num = memory(plan, "trainer-0"), plan.shape.num_parameters
     assert (trainer.weights, trainer.optimizer) == (4 * num, 8 * num), "float32 shards of a mesh of one rank"

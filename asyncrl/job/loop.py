@@ -291,6 +291,7 @@ class Job(Life):
         self.can_stop = False  # a signal cuts what comes now: there is no step to wait for
         self.end_tasks(all_but=GUARDS if parts.evaluation is None else GUARDS + EVALUATING)
         # In turns the trainer's state is on the host now, where it may lie but once.
+        self.tell("writing a checkpoint")
         await parts.checkpointer.make_last(parts.trainer.policy_version)
         await parts.turns.to_trainer()
         self.tell("saving the weights")

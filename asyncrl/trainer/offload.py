@@ -25,11 +25,9 @@ from asyncrl.host import available_memory
 from asyncrl.messages.base import Moved, TrainerPart
 from asyncrl.serving import Refused
 from asyncrl.trainer.ranks import Ranks
+from asyncrl.weights.ipc import ALIGNMENT
 
 PARTS: tuple[TrainerPart, ...] = ("weights", "gradients", "optimizer")
-
-ALIGNMENT = 64
-"""Each copy begins on a multiple of so many bytes, and can be read as what it is."""
 
 Copies = list[tuple[torch.UntypedStorage, Tensor]]
 """Storages and their bytes, uint8 in host memory."""
@@ -107,7 +105,7 @@ class Offload:
         device: torch.device,
         folder: Path,
         tensors_of: Callable[[TrainerPart], Iterable[Tensor]],
-        address: str = "",
+        address: str,
     ) -> None:
         """`tensors_of` a part: DTensors or not, each storage in one part only. `address`: of this host."""
         self._address = address
@@ -186,7 +184,7 @@ class Offload:
         for address, ranks in hosts.items():
             needed, available = sum(each for each, _ in ranks), min(each for _, each in ranks)
             if needed > available:
-                what = f"cannot offload {', '.join(found)}: {len(ranks)} ranks on {address or 'this host'} "
+                what = f"cannot offload {', '.join(found)}: {len(ranks)} ranks on {address} "
                 what += f"need {needed} bytes of host memory, and {available} are available"
                 raise Refused(507, what, way_out="free host memory.")
 
@@ -250,6 +248,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _aligned(storage: torch.UntypedStorage) -> int:
+    """Bytes of its copy: the next one can be read where it begins, whatever it is."""
     return -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
 
 
