@@ -9,7 +9,7 @@ AsyncrlError                what failed with its values, the rule, the way out
 │   ├── TrainerError        the trainer worker refused a batch
 │   │   └── TrainerLost     it died or does not answer: started again and brought up to date
 │   ├── PublishError        weights did not arrive as they were sent
-│   │   └── WeightsLost     the trainer's node is gone with them: a new trainer exports anew
+│   │   └── WeightsLost     the trainer is gone with them: a new one exports anew
 │   ├── ConnectionShortage  this machine has no descriptor or port left to call a server
 │   ├── JournalError        what happened cannot be written down, or the journal is damaged, foreign or in use
 │   └── TaskError           no further prompt can be made, or no rollout can be scored any more
@@ -140,7 +140,9 @@ class PublishError(RoomError):
 
 
 class WeightsLost(PublishError):  # noqa: N818  a state of the trainer's node; a new trainer exports anew
-    """The trainer's node was lost, with the file of the weights, before all nodes had it."""
+    """The trainer's node was lost, with the file of the weights, before all nodes had it; or the trainer, as
+    it sent them.
+    """
 
 
 class ConnectionShortage(RoomError):  # noqa: N818  a state of this machine

@@ -8,7 +8,8 @@ all parts.
     2  optimizer steps: tokens/s, MFU, peak memory against the plan; TRL on the same batch
     3  trainer and embedded engine in turns: handovers against a memory copy; two shipped configs, which learn
     4  pushes of weights to the embedded engine: total seconds, and those without a token
-    5  vLLM: nccl, sleep, tensor parallel, batch invariance, async against sync (needs vLLM and two devices)
+    5  nccl to the embedded engine (two devices); vLLM: nccl, sleep, tensor parallel, batch invariance, async
+       against sync (vLLM and two devices)
 
 Each part is ended within 9 minutes, reaches no network, and needs no installation: a checkout
 will do. Models are random, and made when they are needed. Each row is a process of its own: what breaks one

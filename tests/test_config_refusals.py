@@ -101,13 +101,16 @@ HERE trainer.lora={rank: 4} weight_sync.transport=lora -> needs engines that the
 rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0.7:8000 cannot read
 rollout.engine=vllm weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
 weight_sync.transport=lora -> set trainer.lora={rank: 16}
-weight_sync.transport=ipc -> is vLLM's own weight transfer, and rollout.engine=embedded has none
+weight_sync.transport=ipc -> a CUDA IPC handle names memory of a CUDA device
+rollout.engine=simulated weight_sync.transport=nccl -> is between devices, and rollout.engine=simulated has
+weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
 """
 TAKEN = r"""
 rollout.num_engines={min: 2, max: 4, start: 3} rollout.ports=[8000, 8001, 8002, 8003]
 rollout.engine=vllm rollout.vllm={max-num-batched-tokens: 4096} rollout.tensor_parallel=2
 rollout.engine=vllm weight_sync.rolling=true weight_sync.canary_limit=none
 TAUGHT algorithm.reward_weight=0 rollout.group_size=1
+rollout.engine=embedded weight_sync.transport=nccl
 TWO task.0.share=0.7 task.c.share=0.3 task.c.size=7
 EVALS checkpoint.keep_best=seldom checkpoint.every=10
 weight_sync.canary_limit=0.01 rollout.num_engines=2 rollout.ports=[8000, 8001]

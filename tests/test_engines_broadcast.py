@@ -1,5 +1,5 @@
 """transport=nccl: where engines meet for the weights of a version, who is waited for, who sends, and what one
-that fails does to the others; and a commit through it, on a scripted vLLM.
+that fails does to the others; and a commit through it, on a scripted vLLM and on fake engines of ours.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import pytest
 from fake_vllm import FakeVllm
 from rollout_cases import virtual
 
-from asyncrl.engines.vllm_broadcast import Broadcasts, step_timeout_s
+from asyncrl.engines.broadcast import Broadcasts, step_timeout_s
+from asyncrl.engines.engine import EngineServer
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
-from asyncrl.errors import EngineError, EngineLost, TrainerError
+from asyncrl.errors import EngineError, EngineLost, TrainerError, TrainerLost, WeightsLost
 from asyncrl.messages.base import BroadcastRequest, BroadcastResponse, GroupSeat
-from asyncrl.messages.calls import ExportResponse
+from asyncrl.messages.calls import ExportResponse, GenerateRequest, GenerateResponse
+from asyncrl.sync.push import Push
+from asyncrl.testing.fake_engine import FakeEngineServer
 from asyncrl.testing.virtual_time import all_blocked
 
 
@@ -196,6 +199,120 @@ async def test_a_commit_goes_through_vllms_own_routes_in_their_order_and_joins_o
         ours = [route for route in routes if route in (*UPDATE, JOIN, "/pause")]
         assert ours == ["/pause", JOIN, *UPDATE, "/pause", *UPDATE]
         assert fake.infos[1]["update_info"] == sent | {"version": 1, "digest": "d1"}
+
+
+class SentEngine(FakeEngineServer):
+    """A fake engine that is sent weights: its seats, and how many times it refuses what comes."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, prepare_s=1.0, swap_s=0.1)
+        self.seats: list[GroupSeat] = []
+        self.num_refused = 0
+
+    async def _handle(self, path: str, body: Any) -> Any:
+        if path == "/prepare":
+            assert body.seat is not None
+            assert body.path == ""
+            self.seats.append(body.seat)
+            if self.num_refused:
+                self.num_refused -= 1
+                await asyncio.sleep(0.5)
+                raise self.refused(path, "it is not what was announced")
+        return await super()._handle(path, body)
+
+
+class SentEngines:
+    """Two of them with their clients, and a push of each version."""
+
+    def __init__(self) -> None:
+        self.sender, self.is_up = FakeSender(), asyncio.Event()
+        self.is_up.set()
+
+        async def wait_up() -> None:
+            await self.is_up.wait()
+
+        how: Any = {"timeout_s": 5.0, "wait_up": wait_up}
+        broadcasts = Broadcasts(self.sender.broadcast, Path("/staging"), **how)
+        self.fakes = [SentEngine("engine-0"), SentEngine("engine-1")]
+        self.clients = [EngineServer(fake, meeting=broadcasts) for fake in self.fakes]
+        self.lost: list[str] = []
+
+    def _on_lost(self, error: EngineLost) -> None:
+        self.lost.append(error.room)
+        self.clients[int(error.room[-1])].cut_nowait()
+
+    async def push(self, version: int) -> None:
+        sent: Any = {"version": version, "digest": f"d{version}", "num_tensors": 2, "num_bytes": 8}
+        live = [client for client in self.clients if client.name not in self.lost]
+        push = Push(version, live, served=version - 1, timeout_s=100.0, on_lost=self._on_lost)
+        await push.whole(ExportResponse(path="", is_held=True, **sent))
+
+    @property
+    def versions(self) -> list[int]:
+        return [fake.policy_version for fake in self.fakes]
+
+    async def sample(self) -> GenerateResponse:
+        request = GenerateRequest(request_id="r", prompt_ids=(1, 2), max_tokens=50)
+        return await self.clients[0].generate_segment(request)
+
+
+@virtual
+async def test_an_engine_of_ours_samples_on_while_it_receives_and_swaps_once_all_is_there() -> None:
+    engines = SentEngines()
+    pushing = asyncio.ensure_future(engines.push(1))
+    answer = await engines.sample()
+    assert [span.version for span in answer.version_spans] == [0]
+    assert (answer.finish_reason, pushing.done()) == ("length", False)
+    await pushing
+    await engines.push(2)
+    assert engines.versions == [2, 2]
+    assert [len(engines.sender.asked), engines.lost] == [2, []]
+    for rank, fake in enumerate(engines.fakes, 1):
+        assert [(seat.rank, seat.size, seat.is_new) for seat in fake.seats] == [
+            (rank, 3, True),
+            (rank, 3, False),
+        ]
+
+
+@virtual
+async def test_an_engine_that_dies_as_weights_come_costs_those_of_ours_nothing() -> None:
+    engines = SentEngines()
+    asyncio.get_running_loop().call_later(0.5, engines.fakes[1].die)
+    await engines.push(1)
+    assert engines.lost == ["engine-1"]
+    assert engines.versions[0] == engines.clients[0].policy_version == 1
+    assert [(seat.size, seat.is_new) for seat in engines.fakes[0].seats] == [(3, True), (2, True)]
+
+
+@virtual
+async def test_one_that_gets_something_else_twice_is_lost_alone() -> None:
+    engines = SentEngines()
+    engines.fakes[0].num_refused = 1
+    await engines.push(1)
+    assert (engines.versions, engines.lost) == ([1, 1], [])
+    engines.fakes[0].num_refused = 2
+    await engines.push(2)
+    assert (engines.versions, engines.lost) == ([1, 2], ["engine-0"])
+    with pytest.raises(EngineLost, match="it is not what was announced"):
+        await engines.clients[0].health()
+
+
+@virtual
+async def test_a_trainer_that_is_lost_as_it_sends_costs_no_engine_and_is_waited_for() -> None:
+    engines = SentEngines()
+    engines.sender.failure, engines.sender.seconds = TrainerLost("trainer", "died"), 0.5
+    with pytest.raises(WeightsLost, match="trainer: died"):
+        await engines.push(1)
+    assert engines.sender.seconds == asyncio.get_running_loop().time(), "all others ended with it"
+    assert (await engines.sample()).version_spans[0].version == 0
+    engines.sender.failure, engines.sender.seconds = None, 1.0
+    engines.is_up.clear()
+    pushing = asyncio.ensure_future(engines.push(2))
+    await all_blocked()
+    assert len(engines.sender.asked) == 1
+    engines.is_up.set()
+    await pushing
+    assert (engines.versions, engines.lost) == ([2, 2], [])
 
 
 def test_a_step_of_a_broadcast_may_take_longer_where_a_push_may() -> None:

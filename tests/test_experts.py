@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_in_process import answered, make_request, publish, running_engine
+from engine_in_process import answered, drawn, make_request, publish, running_engine
 from engine_in_process import make_spec as engine_spec
 from rank_processes import running
 from safetensors.torch import load_file
@@ -35,7 +37,7 @@ from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.http import Caller
 from asyncrl.journal.tokens import decode_trajectory, encode_trajectory
-from asyncrl.messages.base import NO_EXPERT, Interrupt
+from asyncrl.messages.base import NO_EXPERT, BroadcastRequest, GroupSeat, Interrupt
 from asyncrl.messages.calls import (
     BatchArrays,
     BatchHeader,
@@ -194,6 +196,37 @@ def test_an_embedded_engine_computes_with_the_experts_that_it_was_pushed(
         assert engine.commit(commit).result(timeout=60).digest == engine.weights.digest
         gaps.append(step.train(*drawn_batch(engine, 3))["policy/logprob_gap_max"])
     assert max(gaps) < 1e-4, gaps
+
+
+def test_an_embedded_engine_that_has_experts_stacked_is_sent_them_one_by_one(tmp_path: Path) -> None:
+    folder = make_tiny_moe(tmp_path / "model", "qwen3_moe", **STACKED["qwen3_moe"])
+    step = make_step(folder, tmp_path)
+    step.train(*make_batch())
+    broadcast = make_transport("nccl", TrainerEnd(torch.device("cpu"), torch.float32, 10_000))
+    held = broadcast.begin(Exported(1, step._lazy_weights), tmp_path).result()
+    seat = GroupSeat(path=str(tmp_path / "group"), size=2, rank=0, is_new=True, timeout_s=60.0)
+    said = held.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
+    request = PrepareRequest(path="", seat=seat.model_copy(update={"rank": 1}), **said)
+    sampled = []
+    with running_engine(folder, deterministic=False) as engine, ThreadPoolExecutor() as threads:
+        sending = threads.submit(broadcast.send, BroadcastRequest(version=1, seat=seat))
+        publish(engine, request)
+        assert sending.result().digest == engine.weights.digest
+        sampled.append(drawn(answered(engine)))
+        kept = seat.model_copy(update={"rank": 1, "is_new": False})
+        wrong = request.model_copy(update={"version": 2, "seat": kept})
+        sending = threads.submit(broadcast.send, BroadcastRequest(version=1, seat=seat))
+        with pytest.raises(Refused, match="policy_version 1 came, announced was 2"):
+            engine.weights.prepare(wrong)
+        with contextlib.suppress(Refused):  # it may have been sent before that
+            sending.result()
+        with pytest.raises(Refused, match="is not in the group"):
+            engine.weights.prepare(wrong)
+        assert drawn(answered(engine)) == sampled[0]
+    answer = step.export(tmp_path / "v1.safetensors")
+    with running_engine(folder, deterministic=False) as engine:
+        publish(engine, PrepareRequest(**answer.model_dump(include=set(PrepareRequest.model_fields))))
+        assert drawn(answered(engine)) == sampled[0], "as by a file, bit for bit"
 
 
 def test_ranks_export_experts_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from crash_fuzz import differences
 from job_runs import (
     all_gone,
     children_of,
@@ -25,6 +26,7 @@ from job_runs import (
     run,
     staging_of,
     start,
+    variant,
     wait_for_more_steps,
     wait_for_steps,
     wait_until,
@@ -193,6 +195,29 @@ def test_a_run_on_simulated_engines_whose_output_is_not_read_goes_to_its_end(tmp
     steps = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert [step["sample/length_mean"] for step in steps] == [7.0] * 60
     assert not [name for step in steps for name in step if "logprob_gap" in name]
+
+
+def test_a_run_that_sends_its_weights_trains_on_the_same_whoever_is_killed(
+    on_policy: Path, whole: Path, tmp_path: Path
+) -> None:
+    """By broadcast to engines of ours, where the run that nothing befell went by files."""
+    sent = {"weight_sync": {"transport": "nccl"}, "supervision": {"backoff_s": 0.1}}
+    config = variant(on_policy, tmp_path, rollout={"num_engines": 2}, **sent)
+    run_dir = tmp_path / "run"
+    process = start(config, run_dir)
+    wait_for_steps(run_dir, 2, process)
+    (engine,) = children_of(process, "specs/engine-1.json")
+    engine.kill()
+    wait_until(lambda: ("engine up", "engine-1") in engine_events(run_dir), process)
+    (trainer,) = children_of(process, "asyncrl.trainer.rank_process")
+    trainer.kill()
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, stderr
+    assert f"engine-1: process {engine.pid} was killed by SIGKILL" in stdout
+    assert f"trainer-0: process {trainer.pid} was killed by SIGKILL" in stdout
+    assert engine_events(run_dir) == [("engine lost", "engine-1"), ("engine up", "engine-1")]
+    assert differences(whole, run_dir, of_metrics=False) == []
+    assert staging_of(process.pid) == []
 
 
 def logits(model: Any) -> torch.Tensor:

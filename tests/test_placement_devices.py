@@ -122,6 +122,7 @@ def test_an_engine_that_is_split_has_devices_of_its_own() -> None:
         (1, [VLLM, "weight_sync.transport=nccl", "placement.rollout=cpu"], "weight_sync.transport=shm"),
         (1, [VLLM, "weight_sync.transport=nccl", *TURNS], "weight_sync.transport=ipc"),
         (2, [VLLM, "weight_sync.transport=ipc"], "weight_sync.transport=ipc"),
+        (2, ["rollout.num_engines=2", "weight_sync.transport=nccl"], "weight_sync.transport=shm"),
         (1, [EVAL, *TURNS], "set placement.eval=cpu"),
         (2, [EVAL, "placement.eval=0"], "set placement.eval=cpu"),
         (1, [*TAUGHT, *TURNS], "set placement.teacher=cpu"),

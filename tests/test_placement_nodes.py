@@ -381,9 +381,9 @@ def test_in_turns_over_nodes_each_device_has_its_chunk_and_one_share_is_for_all(
     [
         ((1, 1), [], "stream"),
         ((0, 0), [], "stream"),
-        ((2, 1), ["placement.trainer=0", "placement.rollout=1"], "shm"),
+        ((2, 1), ["placement.trainer=0", "placement.rollout=1"], "nccl"),
         ((2, 2), ["placement.trainer=0", "placement.rollout=1", EVAL], "stream"),
-        ((2, 2), ["placement.trainer=0", "placement.rollout=1", *TAUGHT], "shm"),
+        ((2, 2), ["placement.trainer=0", "placement.rollout=1", *TAUGHT], "nccl"),
         ((0, 1), ["placement.trainer={nodes: 1, gpus: 1}", *TURNS], "stream"),
     ],
 )

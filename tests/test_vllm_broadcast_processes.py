@@ -19,7 +19,7 @@ from rank_processes import Group, running
 from trainer_cases import changed, make_batch
 from vllm_process import SECRET, VllmProcess, vllm_process
 
-from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules

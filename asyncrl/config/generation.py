@@ -67,6 +67,7 @@ class EngineFacts:
 
 ENGINES: dict[EngineKind, EngineFacts] = {
     "embedded": EngineFacts(
+        receives_transfers=True,
         keeps_turns=True,
         returns_routing=True,
         exact_on="cpu",

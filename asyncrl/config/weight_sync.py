@@ -33,11 +33,11 @@ class TransportFacts:
 
     sends_adapters: bool = False
     is_transfer: bool = False
-    """Tensors go from device to device, by vLLM's own weight transfer."""
+    """Tensors go from device to device."""
     is_one_kept: bool = False
     """The trainer holds its newest export alone, and sends it itself."""
     shares_device: bool = False
-    """In turns, vLLM opens the chunks in the trainer's device memory."""
+    """In turns, engines open the chunks in the trainer's device memory."""
     is_file_shared: bool = False
     """Exports lie in weight_sync.disk_dir, in no memory of this machine."""
     is_relayed: bool = False
@@ -62,13 +62,13 @@ class WeightSyncConfig(FrozenConfig):
     """How new weights reach the engines."""
 
     transport: Literal["auto"] | TransportName = "auto"
-    """auto, for vLLM on CUDA devices: nccl where they are not the trainer's, ipc where both sides take turns;
-    for all else disk where disk_dir is given, else shm. On several nodes: disk or stream. shm: all weights as
-    a safetensors file in shared memory. stream: the same file, which goes from node to node, to the shared
-    memory of each node once. disk: the same file in disk_dir, for engines on other machines. lora: the
-    adapters alone, in shared memory, from node to node where there are several (needs trainer.lora). For
-    vLLM, nccl: one broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo), from
-    node to node, too. ipc: chunks in memory of the CUDA devices on which both sides take turns."""
+    """auto, on CUDA devices: nccl where the engines have devices of their own, ipc where both sides take
+    turns; for all else disk where disk_dir is given, else shm. On several nodes: disk or stream. shm: all
+    weights as a safetensors file in shared memory. stream: the same file, which goes from node to node, to
+    the shared memory of each node once. disk: the same file in disk_dir, for engines on other machines. lora:
+    the adapters alone, in shared memory, from node to node where there are several (needs trainer.lora).
+    nccl: one broadcast to all engines, from a copy on the trainer's device (on the CPU by gloo), from node to
+    node, too. ipc: chunks in memory of the CUDA devices on which both sides take turns."""
     disk_dir: str | None = None
     """Folder for transport=disk (auto is disk with it), on a file system that trainer and engines share under
     the same path."""
@@ -148,9 +148,16 @@ def choose_transport(
         return "ipc", "trainer and engines take turns on CUDA devices"
     if shared := sorted({*ranks} & {*engines}):
         return "shm", f"both sides are on {', '.join(shared)} at once, where NCCL connects no two processes"
+    if shared := _used_twice(engines):
+        return "shm", f"several engines are on {', '.join(shared)}, where NCCL connects no two processes"
     if sync.rolling:
         return "shm", "weight_sync.rolling=true, and a broadcast is for all engines at once"
     return "nccl", "trainer and engines are on CUDA devices of their own"
+
+
+def _used_twice(engines: Sequence[str]) -> list[str]:
+    """The CUDA devices that several engines use."""
+    return sorted({device for device in engines if device != "cpu" and engines.count(device) > 1})
 
 
 def refuse_transport(
@@ -177,7 +184,7 @@ def refuse_transport(
         if config.weight_sync.rolling:
             what = f"{name} sends each version once, to all engines together, and weight_sync.rolling=true"
             raise ConfigError(what, way_out=f"set weight_sync.rolling=false, or {TO_SHM}.")
-        is_shared = bool({*ranks} & {*engines} - {"cpu"})
+        is_shared = bool({*ranks} & {*engines} - {"cpu"} or _used_twice(engines))
         if is_turns or is_shared or ("cpu" in ranks) != ("cpu" in engines):
             what = f"{name} from {', '.join(ranks)} to {', '.join(engines)}"
             rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
@@ -193,8 +200,8 @@ def refuse_transport(
 def _refuse_engine(config: RunConfig, name: str) -> None:
     facts, rollout, lora = config.weight_sync.facts, config.rollout, config.trainer.lora
     if facts.is_transfer and not rollout.facts.receives_transfers:
-        what = f"{name} is vLLM's own weight transfer, and rollout.engine={rollout.engine} has none"
-        raise ConfigError(what, way_out=f"{TO_SHM}, or rollout.engine=vllm.")
+        what = f"{name} is between devices, and rollout.engine={rollout.engine} has none"
+        raise ConfigError(what, way_out=f"{TO_SHM}, or rollout.engine=embedded (or vllm).")
     if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
         given = f"trainer.lora={lora}, rollout.engine={rollout.engine}"
         what = f"{name} sends adapters for the weights of an engine, with {given}"

@@ -11,11 +11,12 @@ from typing import Protocol
 
 from pydantic import BaseModel
 
+from asyncrl.engines.broadcast import Broadcasts, SenderLost
 from asyncrl.engines.link import Link, OnChunk, OnInterrupted, OpenRequest
 from asyncrl.engines.segment_check import SegmentCheck
-from asyncrl.errors import EngineError, EngineLost, RequestRefused
+from asyncrl.errors import EngineError, EngineLost, RequestRefused, WeightsLost
 from asyncrl.http import Answer, Caller, CallGarbled, CallLost, CallRefused
-from asyncrl.messages.base import EnginePart, Interrupt, Moved
+from asyncrl.messages.base import EnginePart, GroupSeat, Interrupt, Moved
 from asyncrl.messages.calls import (
     CommitRequest,
     CommitResponse,
@@ -33,6 +34,7 @@ from asyncrl.messages.calls import (
 )
 
 _NEEDED = "a run needs its engine servers"
+_TWICE = "weights that the trainer sends are asked for twice, then the process is given up"
 
 
 class EngineClient(Protocol):
@@ -168,10 +170,15 @@ class EngineServer:
         rollout.timeout_s, weight_sync.timeout_s, and the run's heartbeat under both.
     Invariant: no segment passes with a token older than the version that the server had confirmed when the
         segment was sent: SegmentCheck guarantees it, chunk by chunk.
+
+    `meeting`: where it receives weights that the trainer sends (transport: nccl). It samples on with the old
+    ones meanwhile, so that a failure of others costs it nothing: commit receives once more.
     """
 
-    def __init__(self, caller: Caller, *, policy_version: int = 0) -> None:
-        self._caller, self.name = caller, caller.name
+    def __init__(self, caller: Caller, *, policy_version: int = 0, meeting: Broadcasts | None = None) -> None:
+        self._caller, self.name, self._meeting = caller, caller.name, meeting
+        self._expected: ExportResponse | None = None
+        """What was prepared, and comes with the commit."""
         self.policy_version = self._offered_version = self._start_version = policy_version
         self.num_commits = 0
         self._line = Lifeline(caller)
@@ -179,6 +186,9 @@ class EngineServer:
 
     def cut_nowait(self) -> None:
         self._line.cut_nowait()
+        self._expected = None
+        if self._meeting is not None:
+            self._meeting.leave_nowait(self.name)
         if self._link is not None:
             self._link.close_nowait()
             self._link = None
@@ -223,10 +233,18 @@ class EngineServer:
             return await self._caller.get("/health", EngineHealth, timeout_s=timeout_s)
 
     async def prepare(self, manifest: ExportResponse) -> str:
+        if self._meeting is not None and manifest.is_held:
+            self._line.check_whole()
+            self._meeting.expect_nowait(self.name, manifest.version, 1)
+            self._expected = manifest
+            return manifest.digest  # the server compares it with what comes
         request = PrepareRequest.model_validate(manifest, from_attributes=True)
         return (await self._post("/prepare", request, PrepareResponse)).digest
 
     async def commit(self, version: int, digest: str, interrupt: Interrupt) -> CommitResponse:
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            await self._receive(expected)
         self._offered_version = max(self._offered_version, version)
         self.num_commits += 1
         try:
@@ -247,6 +265,29 @@ class EngineServer:
     async def load_chunk(self, chunk: ExportChunkResponse) -> str:
         request = LoadChunkRequest.model_validate(chunk, from_attributes=True)
         return (await self._post("/load_chunk", request, LoadChunkResponse)).digest
+
+    async def _receive(self, manifest: ExportResponse) -> None:
+        """Have the server stage what the trainer sends to all. Raises EngineLost if it fails twice, and
+        WeightsLost with the trainer: what is sent next is another version.
+        """
+        assert self._meeting is not None, "what is expected comes through it"
+        announced = manifest.model_dump(include={"version", "digest", "num_tensors", "num_bytes"})
+
+        async def take(seat: GroupSeat) -> None:
+            await self._post("/prepare", PrepareRequest(path="", seat=seat, **announced), PrepareResponse)
+
+        for is_last in (False, True):
+            try:
+                return await self._meeting.receive(self.name, manifest.version, take)
+            except SenderLost as lost:
+                raise WeightsLost(self.name, lost.fault, rule=lost.rule, way_out=lost.way_out) from lost
+            except EngineLost:
+                raise
+            except EngineError as error:
+                if is_last:
+                    self._line.break_nowait(error.fault, rule=_TWICE)
+                    raise self._line.lost(error.fault, rule=error.rule or _TWICE) from error
+                self._meeting.expect_nowait(self.name, manifest.version, 1)
 
     async def _post(
         self, path: str, body: BaseModel, answer: type[Answer], timeout_s: float | None = None

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from urllib.parse import urlencode
 
+from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.link import OnChunk, OnInterrupted
-from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.engines.vllm_process import Segment, VllmFacts, VllmProcess, make_ready
 from asyncrl.engines.vllm_routes import LabelInfo, Said
 from asyncrl.engines.vllm_sampling import Decode, check_request, sample

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
-from asyncrl.engines.vllm_broadcast import Broadcasts
+from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.vllm_process import Segment, VllmProcess
 from asyncrl.engines.vllm_routes import GENERATE, Generated, vllm_request
 from asyncrl.errors import EngineError, EngineLost

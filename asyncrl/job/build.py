@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl.buffer.buffer import Buffer
 from asyncrl.checkpoints.folder import Checkpoints, ControllerState
+from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.pool import EnginePool
-from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.errors import EngineLost
 from asyncrl.job.check import Found, look, open_replay, read_tasks
 from asyncrl.job.colocate import SideBySide, TakingTurns, Turns
@@ -171,7 +171,7 @@ class Parts:
             ),
         )
         if sync.facts.is_one_kept:
-            how: Any = {"timeout_s": sync.timeout_s}
+            how: Any = {"timeout_s": sync.timeout_s, "wait_up": self.trainer.wait_up}
             how["store"] = lambda: with_addresses(store, job.launcher.nodes)
             self.meeting = Broadcasts(self.trainer.broadcast, self.staging_dir, **how)
         self.targets = [maker.client(server, self.meeting) for server in self._engine_servers]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import xxhash
 
 from asyncrl.config import RunConfig
+from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineClient, EngineServer
-from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.engines.vllm_process import VllmFacts
 from asyncrl.engines.vllm_server import VllmServer
 from asyncrl.engines.vllm_weights import PushRules
@@ -76,6 +76,8 @@ class Embedded:
         its node (None: of this machine).
         """
         is_replayed = self.config.algorithm.router_replay and name != EVAL_ENGINE
+        sync = self.config.weight_sync
+        is_sent = sync.facts.is_one_kept and self.rollout.facts.stages_weights and name != EVAL_ENGINE
         return {
             "name": name,
             "slots": self.slots(name),
@@ -85,12 +87,13 @@ class Embedded:
             "device": device.partition(":")[0],
             "threads": engine_threads(self.config, cores),
             "deterministic": self.config.is_deterministic(device),
-            "has_adapters": self.config.weight_sync.facts.sends_adapters,
+            "has_adapters": sync.facts.sends_adapters,
             **({"keeps_turns": True} if self.config.keeps_turns else {}),
             **({"takes_turns": True} if takes_turns else {}),
             **({"stays": True} if stays else {}),
             **({} if share is None else {"share": share}),
             **({"returns_routing": True} if is_replayed else {}),
+            **({"receives_bytes": sync.chunk_bytes} if is_sent else {}),
         }
 
     def python(self) -> Callable[[], Path] | None:
@@ -105,7 +108,7 @@ class Embedded:
         """The client of a server that is not started yet. `meeting`: where it receives what the trainer
         sends.
         """
-        return EngineServer(server.caller)
+        return EngineServer(server.caller, meeting=meeting)
 
     def request(self, sampling: Body) -> tuple[str, Body]:
         """(path, body) of a call that samples, for a user who tries the server."""

@@ -13,7 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from asyncrl.messages.base import ChunkMemory, EnginePart, Interrupt, Message, TrainerPart, WeightKind
+from asyncrl.messages.base import (
+    ChunkMemory,
+    EnginePart,
+    GroupSeat,
+    Interrupt,
+    Message,
+    TrainerPart,
+    WeightKind,
+)
 from asyncrl.messages.records import Credit, TopLogprobs
 
 MAX_TOP_LOGPROBS = 20
@@ -115,7 +123,8 @@ class ChunkBody(WeightsBody):
 
 
 class PrepareRequest(WeightsBody):
-    """Read the safetensors file `path` into staging beside the serving weights.
+    """Read the safetensors file `path` into staging beside the serving weights; with a `seat`, and no path,
+    receive there what the trainer sends, a whole set of weights.
 
     `kind` weights: a whole set of them. lora: adapters for the weights that the server started with, as
     `<module>.lora_A.weight` [rank, in] and `<module>.lora_B.weight` [out, rank] of each layer that has one,
@@ -125,6 +134,7 @@ class PrepareRequest(WeightsBody):
 
     path: str
     kind: WeightKind = "weights"
+    seat: GroupSeat | None = None
 
 
 class PrepareResponse(Message):

@@ -48,7 +48,7 @@ def settle(
     config, dtype_words = _settle_dtype(config, placement, nodes, begun)
     words = ""
     if config.weight_sync.transport == "auto":
-        engines = [device.name for device in placement.engine_devices]
+        engines = [name for devices in placement.engines for name in devices]
         how: Any = {"is_turns": placement.mode == "colocated", "num_nodes": placement.num_nodes}
         transport, why = choose_transport(config, placement.trainer, engines, **how)
         config = _changed(config, "weight_sync", transport=transport)

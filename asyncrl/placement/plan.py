@@ -263,6 +263,9 @@ def _engine(
     if mode == "apart" and (facts.stages_weights or (is_on_cpu and loads_files)):
         # Under adapters the linear layers of the start stay, beside those that serve and those that come.
         copies = weights + (shape.num_linear * item if sync.sends_adapters else 0)
+        if sync.is_one_kept and side == "engine":  # what comes, and what came before
+            most = max(config.weight_sync.chunk_bytes, shape.largest_tensor * item)
+            copies += 2 * min(weights, most)
     num_held = slots * (2 if config.keeps_turns else 1)
     cached = shape.cached
     if facts.pages_kv and shape.cached_latent:

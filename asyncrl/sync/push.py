@@ -86,9 +86,10 @@ class Push:
     Waits: for all engines at once, at most timeout_s a phase; `is_rolling`: in commit for one after the
         other. For a chunk without a limit: a handover, which has one, goes on around it.
     Invariant: both return only if every engine in `live` serves the version with the digest that the trainer
-        sent. No engine swaps before each has the right bytes: what fails while a whole export is prepared
-        leaves all on the old version. A chunk is asked for only when every engine has loaded the one before;
-        after an error in a push of chunks no engine can serve, until the next push.
+        sent. No engine swaps before each has the right bytes, but where the trainer sends them to all at once
+        (nccl): what fails while a whole export is prepared leaves all on the old version. A chunk is asked
+        for only when every engine has loaded the one before; after an error in a push of chunks no engine can
+        serve, until the next push.
 
     `is_down` is asked right before an engine's commit: one that went down while others had theirs may be
     another process by then, with nothing staged, and is brought up by a push of its own.

@@ -2,7 +2,7 @@
 
 The trainer copies each version on its device, in the dtype of an export, into buffers of
 weight_sync.chunk_bytes that are made once (export): all weights once more is the memory it takes, and
-training goes on with the originals. When every engine waits for it (asyncrl/engines/vllm_broadcast.py), rank
+training goes on with the originals. When every engine waits for it (asyncrl/engines/broadcast.py), rank
 0 sends the buffers (send), and each vLLM worker loads one after the other and compares the digest of what
 came (servers/asyncrl_servers/vllm/worker_extension.py).
 

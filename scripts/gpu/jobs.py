@@ -110,6 +110,15 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         name: {"placement": APART, "buffer": {"max_staleness": 2}, "weight_sync": {"transport": name}}
         for name in ("nccl", "shm")
     },
+    "nccl-embedded": {
+        name: {
+            "placement": APART,
+            "buffer": {"max_staleness": 2},
+            "rollout": {"engine": "embedded"},
+            "weight_sync": {"transport": name},
+        }
+        for name in ("nccl", "shm")
+    },
     "sleep": {
         name: {"placement": TURNS, "buffer": {"max_staleness": 0}, "weight_sync": {"transport": name}}
         for name in ("ipc", "shm")
@@ -156,17 +165,18 @@ def vllm_config(bench: Bench, sections: dict[str, dict[str, Any]]) -> dict[str, 
 
 
 def with_vllm(bench: Bench, case: str) -> None:
-    """The runs of one row; not run without vLLM or two devices."""
+    """The runs of one row; not run without vLLM, where it is the engine, or two devices."""
     import torch
     from engine_servers import has_vllm
 
-    lacking = [] if has_vllm() else ["vLLM"]
+    runs = CASES[case]
+    engines = {sections.get("rollout", {}).get("engine", "vllm") for sections in runs.values()}
+    lacking = [] if has_vllm() or "vllm" not in engines else ["vLLM"]
     lacking += (
         [f"two CUDA devices, {torch.cuda.device_count()} here"] if torch.cuda.device_count() < 2 else []
     )
     if lacking:
         raise NotRunError(f"needs {' and '.join(lacking)}")
-    runs = CASES[case]
     tokens = []
     for number, (name, sections) in enumerate(runs.items()):
         config = bench.folder / f"{case}-{number}.yaml"

@@ -74,7 +74,14 @@ ROWS = (
     Row(4, "4B-ipc", "pushes.by_chunks", {"shape": "4B"}),
     *(
         Row(5, name, "jobs.with_vllm", {"case": name})
-        for name in ("nccl", "sleep", "tensor-parallel", "batch-invariance", "async-against-sync")
+        for name in (
+            "nccl",
+            "nccl-embedded",
+            "sleep",
+            "tensor-parallel",
+            "batch-invariance",
+            "async-against-sync",
+        )
     ),
 )
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import RunConfig
+from asyncrl.engines.broadcast import Broadcasts
 from asyncrl.engines.engine import EngineClient
-from asyncrl.engines.vllm_broadcast import Broadcasts
 from asyncrl.http import SHORT_S, Caller
 from asyncrl.job.engine_kinds import engine_kind
 from asyncrl.job.servers.teaching import KEY

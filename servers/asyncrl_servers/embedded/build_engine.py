@@ -36,6 +36,8 @@ def build_engine(spec: EmbeddedSpec, on_crash: Callable[[BaseException], None] |
     # exponentials and a float64 sum.
     slot_bytes = loaded.shape.slot_bytes(spec.max_length, loaded.dtype.itemsize) + 7 * 4 * loaded.vocab_size
     staged_bytes = 0 if spec.score_slots or spec.takes_turns else sum(staged)
+    if spec.receives_bytes:  # what comes, and what came before
+        staged_bytes += 2 * min(sum(staged), max(spec.receives_bytes, *staged))
     check_memory(spec, slot_bytes=slot_bytes, staged_bytes=staged_bytes, free_bytes=loaded.free_bytes())
     # CUDA kernels are chosen by size, so the promise is kept and checked on CPU alone.
     is_exact = spec.deterministic and loaded.device.type == "cpu"

@@ -63,6 +63,10 @@ class EmbeddedSpec(EngineSpec):
     """
     takes_turns: bool = False
     """New weights come chunk by chunk into those that are awake, so there is no memory for others."""
+    receives_bytes: int = Field(default=0, ge=0)
+    """New weights come in buffers of so many bytes (weight_sync.transport=nccl), for which memory is counted
+    at start.
+    """
     stays: bool = False
     """What sleeps keeps its memory: the trainer has room beside it."""
     share: float | None = Field(default=None, gt=0, lt=1)

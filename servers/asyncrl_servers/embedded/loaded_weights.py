@@ -1,5 +1,5 @@
-"""The weights of an embedded engine: staged beside the serving ones, or loaded into their memory chunk by
-chunk; verified, served, put to sleep.
+"""The weights of an embedded engine: staged beside the serving ones, from a file or as the trainer sends them
+to all engines, or loaded into their memory chunk by chunk; verified, served, put to sleep.
 
 The rule of what a set of weights is, the same on both ends: weights_of(model), tied ones once,
 by the names of a checkpoint. Where transformers stacks what is one by one there, like the experts of a layer,
@@ -16,11 +16,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest
+from asyncrl.messages.base import GroupSeat
+from asyncrl.messages.calls import LoadChunkRequest, PrepareRequest, PrepareResponse
 from asyncrl.messages.digest import BLOCK_BYTES
 from asyncrl.serving import Refused
 from asyncrl.weights.adapters import linear_parameters, merge_adapters
 from asyncrl.weights.ipc import TrainerMemory
+from asyncrl.weights.nccl import GroupBroken, WeightGroup
 from asyncrl.weights.tensor_files import (
     BegunDigest,
     digest_and_size,
@@ -55,6 +57,7 @@ class Weights(WeightState):
         self._linear = linear_parameters(loaded.model)
         self._base: dict[str, Tensor] | None = {name: one.data for name, one in self._parameters.items()}
         self._memory = TrainerMemory(loaded.device)
+        self._group: WeightGroup | None = None
         self.keeps_place = loaded.device.type == "cuda"
         """Weights are swapped by a copy, so that graphs of the decode step go on: they read this memory."""
 
@@ -67,8 +70,19 @@ class Weights(WeightState):
             self._digest = digest_tensors(pieces_of(self._parameters, self._pieces))
         return self._digest
 
+    def prepare(self, request: PrepareRequest) -> PrepareResponse:
+        """As every engine does. A seat in a new group ends what still waits in the one before, which has
+        failed elsewhere.
+        """
+        group = self._group
+        if request.seat is not None and group is not None and group.path != request.seat.path:
+            group.close()
+        return super().prepare(request)
+
     def read(self, request: PrepareRequest) -> dict[str, Tensor]:
         """Weights, or all parameters with adapters merged over the weights of the start."""
+        if request.seat is not None:
+            return self._received(request, request.seat)
         tensors, arrived = self._copies(request.path, is_whole=request.kind == "weights")
         check_arrived(request.path, arrived, request)
         if request.kind == "weights":
@@ -127,10 +141,7 @@ class Weights(WeightState):
         """Take memory for weights that sleep, without content; returns the bytes that were not there."""
         with self.lock:
             if not self._stays:
-                kinds, device = self._kinds.items(), self._loaded.device
-                self._put(
-                    {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
-                )
+                self._put(self._empty())
             self.set_awake("weights")
             return 0 if self._stays else self.num_bytes
 
@@ -154,8 +165,7 @@ class Weights(WeightState):
         if is_whole:
             self._check_parameters({name: raw.as_torch() for name, raw in files.items()}, path)
         if is_whole and self._pieces:
-            kinds, device = self._kinds.items(), self._loaded.device
-            stacks = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
+            stacks = self._empty()
             places = pieces_of(stacks, self._pieces)
             return stacks, digest_and_size(
                 {name: places[name].copy_(files[name].as_torch()) for name in files}
@@ -171,6 +181,53 @@ class Weights(WeightState):
                 piece = piece[: len(raw.data)]
             tensors[name] = piece.view(found.dtype).view(found.shape).copy_(found)
         return tensors, (_digests(tensors, memory), sum(tensor.nbytes for tensor in tensors.values()))
+
+    def _received(self, request: PrepareRequest, seat: GroupSeat) -> dict[str, Tensor]:
+        """What the trainer sends to the whole group, by the names of the model. Raises Refused (409)."""
+        tensors = self._empty()
+        places, digests, num_bytes = pieces_of(tensors, self._pieces), dict[str, bytes](), 0
+        try:
+            for version, sent in self._seated(seat).receive():
+                place = f"what was sent as policy_version {version}"
+                self._check_parameters(sent, place, is_part=True)
+                if version != request.version:
+                    what = f"{place} came, announced was {request.version}"
+                    raise Refused(409, what, rule="the version that was announced is received")
+                new, size = digest_and_size({name: places[name].copy_(one) for name, one in sent.items()})
+                digests |= new
+                num_bytes += size
+            place = f"the broadcast of policy_version {request.version}"
+            check_arrived(place, (digests, num_bytes), request)
+            self._check_parameters({name: places[name] for name in digests}, place)
+        except BaseException as error:
+            self._leave()  # the others may be anywhere in it
+            if not isinstance(error, GroupBroken):
+                raise
+            what = f"policy_version {request.version} was not received: {error}"
+            rule = "weights are sent once, to all workers of all engines"
+            raise Refused(
+                409, what, rule=rule, way_out="read the logs of the trainer and the engines."
+            ) from error
+        return tensors
+
+    def _seated(self, seat: GroupSeat) -> WeightGroup:
+        """The group with this seat in it, which is joined if it is new. Raises GroupBroken."""
+        if seat.is_new:
+            self._leave()
+            self._group = WeightGroup(seat, self._loaded.device)
+        if self._group is None or self._group.path != seat.path:
+            raise GroupBroken(f"this engine is not in the group {seat.path}")
+        return self._group
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _empty(self) -> dict[str, Tensor]:
+        """Memory for a set of weights, without content."""
+        kinds, device = self._kinds.items(), self._loaded.device
+        return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in kinds}
 
     def _check_parameters(self, tensors: Mapping[str, Tensor], place: str, *, is_part: bool = False) -> None:
         """Raise Refused (409) if these are not the parameters of the model; `is_part`: some of them."""

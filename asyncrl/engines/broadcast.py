@@ -1,5 +1,5 @@
-"""transport: nccl, the controller's end. The trainer sends a version once, when every engine that expects it
-is waiting.
+"""transport: nccl, the controller's end, for engines of every kind. The trainer sends a version once, when
+every engine that expects it is waiting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import EngineError, RoomError, TrainerError
+from asyncrl.errors import EngineError, RoomError, TrainerError, TrainerLost
 from asyncrl.messages.base import BroadcastRequest, GroupSeat
 
 MIN_STEP_S = 60.0
@@ -21,6 +21,15 @@ members are ready when it begins.
 """
 Send = Callable[[BroadcastRequest], Awaitable[object]]
 Take = Callable[[GroupSeat], Awaitable[None]]
+_FAILS_ALL = "weights are sent once, to all engines, and one that fails before ends it for all"
+
+
+class SenderLost(EngineError):  # noqa: N818  a state of the trainer; a new one has other weights to send
+    """The trainer was lost before it had sent all."""
+
+
+async def _at_once() -> None:
+    """Nothing to wait for."""
 
 
 def step_timeout_s(timeout_s: float) -> float:
@@ -52,12 +61,10 @@ class _Round:
 
     def failed(self, name: str) -> EngineError:
         """What the failure means for this member."""
-        return EngineError(
-            name,
-            f"was to be sent policy_version {self.version}: {self.failure.result()}",
-            rule="weights are sent once, to all engines, and one that fails before ends it for all",
-            way_out="read the logs of the engine and the trainer that are named.",
-        )
+        why = self.failure.result()
+        kind = SenderLost if isinstance(why, TrainerLost) else EngineError
+        what = f"was to be sent policy_version {self.version}: {why}"
+        return kind(name, what, rule=_FAILS_ALL, way_out="read the logs of the engine and the trainer.")
 
 
 class Broadcasts:
@@ -67,21 +74,29 @@ class Broadcasts:
         all expected engines wait, they get seats and the trainer sends -> all have the version, or the round
         failed. The group is kept for the next version as long as the same processes take part and none
         failed; else a new one is formed.
-    Waits: receive sleeps until all others wait too, then until its workers have the weights. An engine that
-        is lost leaves, which wakes the others; a limit is the caller's (weight_sync.timeout_s), and a seat's
-        in the processes themselves.
+    Waits: receive sleeps until there is a trainer, then until all others wait too, then until its workers
+        have the weights. An engine that is lost leaves, which wakes the others; a limit is the caller's
+        (weight_sync.timeout_s), and a seat's in the processes themselves.
     Invariant: a round begins only with every engine that is expected, and none joins it later: trainer and
         workers, so many as the seats say, make the same calls. An engine that fails in a round raises: it
         never keeps a part of a version unnoticed.
     """
 
-    def __init__(self, send: Send, folder: Path, *, timeout_s: float, store: Callable[[], str] = str) -> None:
-        """`send` is the trainer's, and raises TrainerError. `folder`: where a group's file may lie; no other
-        user may write there. `store`: where its processes meet instead if they are on several nodes, at
-        ADDRESS:PORT of the trainer's, which may be another one after a loss.
+    def __init__(
+        self,
+        send: Send,
+        folder: Path,
+        *,
+        timeout_s: float,
+        store: Callable[[], str] = str,
+        wait_up: Callable[[], Awaitable[None]] = _at_once,
+    ) -> None:
+        """`send` is the trainer's, and raises TrainerError; `wait_up` returns when it can. `folder`: where a
+        group's file may lie; no other user may write there. `store`: where its processes meet instead if
+        they are on several nodes, at ADDRESS:PORT of the trainer's, which may be another one after a loss.
         """
         self._send_all, self._folder, self._timeout_s = send, folder, step_timeout_s(timeout_s)
-        self._store = store
+        self._store, self._wait_up = store, wait_up
         self._version = -1
         self._expected: dict[str, int] = {}
         self._here: dict[str, asyncio.Future[_Round]] = {}
@@ -113,8 +128,9 @@ class Broadcasts:
 
     async def receive(self, name: str, version: int, take: Take) -> None:
         """`take` has the workers of this engine take their seats and receive. Returns when they have the
-        weights. Raises EngineError.
+        weights. Raises EngineError, SenderLost, and what wait_up raises.
         """
+        await self._wait_up()
         if version != self._version or name not in self._expected:
             what = f"is to receive policy_version {version}, and it did not prepare it"
             raise EngineError(name, what, rule="an engine prepares a version before it receives it")
