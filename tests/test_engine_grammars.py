@@ -296,7 +296,9 @@ def test_an_answer_outlives_its_server_and_new_weights_and_goes_on_by_its_gramma
             async def publish(version: int, interrupt: Interrupt) -> None:
                 for server in servers:
                     if server.name not in pool.down:
-                        manifest = ExportResponse(**stage_file(folder, version, tmp_path).model_dump())
+                        manifest = ExportResponse(
+                            **stage_file(folder, version, tmp_path).model_dump(exclude_defaults=True)
+                        )
                         digest = await server.prepare(manifest)
                         await server.commit(version, digest, interrupt)
                 await goes_on()

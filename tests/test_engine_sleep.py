@@ -67,7 +67,7 @@ def chunk_requests(weights: dict[str, torch.Tensor], scratch: Path) -> list[Load
     chunks = []
     for index in range(3):
         part = {name: weights[name] for name in list(weights)[index::3]}
-        fields = stage_file(part, index, scratch).model_dump(exclude={"kind", "seat"})
+        fields = stage_file(part, index, scratch).model_dump(exclude_defaults=True)
         chunks.append(LoadChunkRequest(**fields, index=index, is_last=index == 2))
     return chunks
 

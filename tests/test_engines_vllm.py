@@ -301,7 +301,7 @@ async def turn(
     for index, part in enumerate((names[:20], names[20:])):
         sent = stage_file({name: weights[name] for name in part}, version, house.scratch)
         last = {"whole_digest": whole, "canary": house.canary(canary_of)} if index else {}
-        given = sent.model_dump(exclude={"kind"}) | {"index": index, "is_last": bool(index)} | last
+        given = sent.model_dump(exclude_defaults=True) | {"index": index, "is_last": bool(index)} | last
         assert await server.load_chunk(ExportChunkResponse(**given)) == sent.digest
     assert (await server.commit(version, whole, "abort")).version == version
     await server.wake(["kv"])

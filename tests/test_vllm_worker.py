@@ -48,7 +48,7 @@ class House:
         """Write weights as the trainer does, and say what they are."""
         folder = self.folder / str(next(self.versions))
         folder.mkdir()
-        return stage_file(tensors, 0, folder).model_dump(exclude={"version", "kind"})
+        return stage_file(tensors, 0, folder).model_dump(exclude={"version"}, exclude_defaults=True)
 
     def stage(self, version: int, chunk_bytes: int = 100_000, **request: Any) -> dict[str, Any]:
         """Ask until it is staged, or refused."""

@@ -103,7 +103,7 @@ class House:
     ) -> ExportResponse:
         """Write them as the trainer does, with its canary."""
         tensors = {name: one.contiguous() for name, one in weights.items()}
-        request = stage_file(tensors, version, self.scratch).model_dump(exclude={"kind"})
+        request = stage_file(tensors, version, self.scratch).model_dump(exclude_defaults=True)
         canary = self.canary(weights) if has_canary else None
         self.pushed[version] = weights
         return ExportResponse(**request, canary=canary).model_copy(update=changes)
