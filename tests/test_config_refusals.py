@@ -102,7 +102,7 @@ rollout.engine=vllm rollout.urls=['http://10.0.0.7:8000'] -> which http://10.0.0
 rollout.engine=vllm weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
 weight_sync.transport=lora -> set trainer.lora={rank: 16}
 weight_sync.transport=ipc -> a CUDA IPC handle names memory of a CUDA device
-rollout.engine=simulated weight_sync.transport=nccl -> is between devices, and rollout.engine=simulated has
+rollout.engine=simulated weight_sync.transport=nccl -> device to device, and rollout.engine=simulated has no
 weight_sync.transport=nccl weight_sync.rolling=true -> once, to all engines together
 """
 TAKEN = r"""

@@ -200,7 +200,7 @@ def refuse_transport(
 def _refuse_engine(config: RunConfig, name: str) -> None:
     facts, rollout, lora = config.weight_sync.facts, config.rollout, config.trainer.lora
     if facts.is_transfer and not rollout.facts.receives_transfers:
-        what = f"{name} is between devices, and rollout.engine={rollout.engine} has none"
+        what = f"{name} goes from device to device, and rollout.engine={rollout.engine} has no weights"
         raise ConfigError(what, way_out=f"{TO_SHM}, or rollout.engine=embedded (or vllm).")
     if facts.sends_adapters and (lora is None or not rollout.facts.has_model):
         given = f"trainer.lora={lora}, rollout.engine={rollout.engine}"
