@@ -155,9 +155,9 @@ def choose_transport(
     return "nccl", "trainer and engines are on CUDA devices of their own"
 
 
-def _used_twice(engines: Sequence[str]) -> list[str]:
-    """The CUDA devices that several engines use."""
-    return sorted({device for device in engines if device != "cpu" and engines.count(device) > 1})
+def _used_twice(devices: Sequence[str]) -> list[str]:
+    """The CUDA devices that several of these processes use."""
+    return sorted({device for device in devices if device != "cpu" and devices.count(device) > 1})
 
 
 def refuse_transport(
@@ -184,8 +184,7 @@ def refuse_transport(
         if config.weight_sync.rolling:
             what = f"{name} sends each version once, to all engines together, and weight_sync.rolling=true"
             raise ConfigError(what, way_out=f"set weight_sync.rolling=false, or {TO_SHM}.")
-        is_shared = bool({*ranks} & {*engines} - {"cpu"} or _used_twice(engines))
-        if is_turns or is_shared or ("cpu" in ranks) != ("cpu" in engines):
+        if is_turns or _used_twice([*ranks, *engines]) or ("cpu" in ranks) != ("cpu" in engines):
             what = f"{name} from {', '.join(ranks)} to {', '.join(engines)}"
             rule = "a broadcast is between processes with a CUDA device each (NCCL), or all on the CPU (gloo)"
             raise ConfigError(what, rule=rule, way_out=f"{way_out} In turns: weight_sync.transport=ipc.")

@@ -3,8 +3,9 @@
 The trainer copies each version on its device, in the dtype of an export, into buffers of
 weight_sync.chunk_bytes that are made once (export): all weights once more is the memory it takes, and
 training goes on with the originals. When every engine waits for it (asyncrl/engines/broadcast.py), rank
-0 sends the buffers (send), and each vLLM worker loads one after the other and compares the digest of what
-came (servers/asyncrl_servers/vllm/worker_extension.py).
+0 sends the buffers (send); each receiver takes one after the other and compares the digest of what came: an
+embedded engine (servers/asyncrl_servers/embedded/loaded_weights.py), or each worker of a vLLM
+(servers/asyncrl_servers/vllm/worker_extension.py).
 
 On CUDA devices the group of processes is NCCL's, on the CPU gloo's; they differ in _connect, _wait and close.
 A thread of torch works in the device's default stream until it is given another one. Sent from there, a

@@ -106,18 +106,17 @@ TURNS = {"trainer": 0, "rollout": "trainer"}
 BOTH_IN_TURNS = {"trainer": [0, 1], "rollout": "trainer"}
 NUM_STEPS = 8
 CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "nccl": {
-        name: {"placement": APART, "buffer": {"max_staleness": 2}, "weight_sync": {"transport": name}}
-        for name in ("nccl", "shm")
-    },
-    "nccl-embedded": {
-        name: {
-            "placement": APART,
-            "buffer": {"max_staleness": 2},
-            "rollout": {"engine": "embedded"},
-            "weight_sync": {"transport": name},
+    **{
+        case: {
+            name: {
+                "placement": APART,
+                "buffer": {"max_staleness": 2},
+                "rollout": {"engine": engine},
+                "weight_sync": {"transport": name},
+            }
+            for name in ("nccl", "shm")
         }
-        for name in ("nccl", "shm")
+        for case, engine in (("nccl", "vllm"), ("nccl-embedded", "embedded"))
     },
     "sleep": {
         name: {"placement": TURNS, "buffer": {"max_staleness": 0}, "weight_sync": {"transport": name}}

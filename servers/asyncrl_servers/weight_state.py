@@ -5,10 +5,10 @@ works with messages and digests, without tensors.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.messages.base import EnginePart
 from asyncrl.messages.calls import (
@@ -27,6 +27,7 @@ PARTS: tuple[EnginePart, ...] = ("kv", "weights")
 PUSH_AGAIN = "push this version again, from chunk 0."
 Arrived = tuple[dict[str, bytes], int]
 """The digest of each tensor by name, and the bytes of all."""
+Part = TypeVar("Part")
 
 
 def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | LoadChunkRequest) -> str:
@@ -43,6 +44,27 @@ def check_arrived(place: str, arrived: Arrived, announced: PrepareRequest | Load
             way_out=RESEND,
         )
     return digest
+
+
+def take_announced(
+    received: Iterable[tuple[int, Part]],
+    announced: PrepareRequest,
+    place: str,
+    take: Callable[[Part], Arrived],
+) -> dict[str, bytes]:
+    """Have each part that a group receives, with its policy_version, taken; returns the digests of all, which
+    must be those that were announced. Raises Refused (409).
+    """
+    digests, num_bytes = dict[str, bytes](), 0
+    for version, part in received:
+        if version != announced.version:
+            what = f"policy_version {version} came, announced was {announced.version}"
+            raise Refused(409, what, rule="the version that was announced is received")
+        new, size = take(part)
+        digests |= new
+        num_bytes += size
+    check_arrived(place, (digests, num_bytes), announced)
+    return digests
 
 
 class ChunkedPush:

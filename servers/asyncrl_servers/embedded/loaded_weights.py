@@ -36,7 +36,7 @@ from asyncrl.weights.tensor_files import (
     weights_of,
 )
 from asyncrl_servers.embedded.decoder import EmbeddedSpec, LoadedModel
-from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived
+from asyncrl_servers.weight_state import Arrived, WeightState, check_arrived, take_announced
 
 
 class Weights(WeightState):
@@ -184,20 +184,15 @@ class Weights(WeightState):
 
     def _received(self, request: PrepareRequest, seat: GroupSeat) -> dict[str, Tensor]:
         """What the trainer sends to the whole group, by the names of the model. Raises Refused (409)."""
-        tensors = self._empty()
-        places, digests, num_bytes = pieces_of(tensors, self._pieces), dict[str, bytes](), 0
+        tensors, place = self._empty(), f"the broadcast of policy_version {request.version}"
+        places = pieces_of(tensors, self._pieces)
+
+        def take(sent: Mapping[str, Tensor]) -> Arrived:
+            self._check_parameters(sent, place, is_part=True)
+            return digest_and_size({name: places[name].copy_(one) for name, one in sent.items()})
+
         try:
-            for version, sent in self._seated(seat).receive():
-                place = f"what was sent as policy_version {version}"
-                self._check_parameters(sent, place, is_part=True)
-                if version != request.version:
-                    what = f"{place} came, announced was {request.version}"
-                    raise Refused(409, what, rule="the version that was announced is received")
-                new, size = digest_and_size({name: places[name].copy_(one) for name, one in sent.items()})
-                digests |= new
-                num_bytes += size
-            place = f"the broadcast of policy_version {request.version}"
-            check_arrived(place, (digests, num_bytes), request)
+            digests = take_announced(self._seated(seat).receive(), request, place, take)
             self._check_parameters({name: places[name] for name in digests}, place)
         except BaseException as error:
             self._leave()  # the others may be anywhere in it

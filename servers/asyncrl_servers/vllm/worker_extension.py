@@ -13,6 +13,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.platforms import current_platform
@@ -24,7 +25,7 @@ from asyncrl.weights.nccl import WeightGroup
 from asyncrl.weights.tensor_files import digest_and_size
 from asyncrl_servers.vllm.loader import Loader
 from asyncrl_servers.vllm.monkeypatches import patch_worker
-from asyncrl_servers.weight_state import check_arrived
+from asyncrl_servers.weight_state import Arrived, take_announced
 
 if current_platform.is_cpu():
     patch_worker()
@@ -127,14 +128,13 @@ class BroadcastEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
     def receive_weights(self, update_info: PrepareRequest) -> None:
         """Load buffer after buffer, then compare what came with what was announced."""
         assert self._group is not None, "this worker has no seat: POST /init_weight_transfer_engine first"
-        digests, num_bytes = dict[str, bytes](), 0
-        for version, tensors in self._group.receive():
-            assert version == update_info.version, f"{version} came, announced was {update_info.version}"
-            new, size = digest_and_size(tensors)
-            digests |= new
-            num_bytes += size
-            self._loader.add(tensors.items())
-        check_arrived(update_info.path, (digests, num_bytes), update_info)
+
+        def take(sent: dict[str, Tensor]) -> Arrived:
+            arrived = digest_and_size(sent)
+            self._loader.add(sent.items())
+            return arrived
+
+        take_announced(self._group.receive(), update_info, update_info.path, take)
 
     def finish_weight_update(self) -> None:
         """Close the update; fails if a parameter got nothing."""
